@@ -6,6 +6,7 @@
     |   |-- HeaderError           a safetensors header that is malformed
     |   |-- ModelBuildError       a model whose own code fails on its configuration
     |   `-- TruncatedFileError    a file shorter than its header says
+    |-- MemoryShortageError       a load that does not fit into memory            (MemoryError)
     |-- PlanError                 a plan that does not cover every element once   (ValueError)
     |-- UnsupportedError          a combination that cannot be streamed           (NotImplementedError)
     |-- IncompatibleVersionError  DeepSpeed or transformers differ from what the
@@ -43,6 +44,10 @@ class ModelBuildError(CheckpointError):
 
 class TruncatedFileError(CheckpointError):
     """A file ends before the bytes that its header promises."""
+
+
+class MemoryShortageError(LowMemLoadError, MemoryError):
+    """A load does not fit into the memory of a node, a process or a device."""
 
 
 class PlanError(LowMemLoadError, ValueError):

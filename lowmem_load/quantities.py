@@ -7,7 +7,6 @@ import re
 from lowmem_load.errors import ConfigError
 
 _UNITS = {
-    "": 1,
     **{f"{prefix}{end}": 1000**power for power, prefix in enumerate("kmgt", 1) for end in ("", "b")},
     **{f"{prefix}i{end}": 1024**power for power, prefix in enumerate("kmgt", 1) for end in ("", "b")},
     "b": 1,
@@ -19,11 +18,15 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)(?:/s)?\s*\Z
 
 
 def parse_size(text: str, what: str) -> int:
-    """Return the bytes that a text such as "80GiB", "2 GB", "512M" (10**6) or, for a rate, "1GB/s" stands for."""
+    """Return the bytes that a text such as "80GiB", "2 GB", "512M" (10**6) or, for a rate, "1GB/s" stands for.
+
+    Raises:
+        ConfigError: it is no size, or has no unit: 80 may mean bytes or GiB.
+    """
     found = _SIZE.match(text)
     unit = _UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None or not 1 <= float(found[1]) * unit < MAX_NBYTES:
-        raise ConfigError(f"{what}: expected a size such as 80GiB, 2GB or 512M, got {text!r}")
+        raise ConfigError(f"{what}: expected a size with its unit, such as 80GiB, 2GB or 512M, got {text!r}")
     return int(float(found[1]) * unit)
 
 

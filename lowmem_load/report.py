@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from lowmem_load.errors import ConfigError, listed
-from lowmem_load.io.remote_file import Counts
+from lowmem_load.io.remote_file import TRAFFIC, Counts
+from lowmem_load.io.source import retries
 from lowmem_load.phases import Phases
 from lowmem_load.planning.load_plan import SHARDED, LoadPlan, SlowPath
 from lowmem_load.planning.sharing import Shared
@@ -76,7 +77,7 @@ class LoadReport(Phases):
         read_early: of a lazy model: tensors of the files that were read by themselves, and the function that looked.
         num_unread: of a lazy model: parameters that nobody has looked at. `load_report` counts them.
         notes: a sentence for each surprise: parameters that nothing initialised, parameters in another dtype than an
-            ordinary load gives, reads that could not be shared.
+            ordinary load gives, reads that could not be shared, reads that were tried again.
     """
 
     name: str
@@ -180,6 +181,29 @@ class LoadReport(Phases):
             return ""
         node, alone, here = map(size, (self.shared.node_bytes, self.shared.wanted_bytes, self.shared.read_bytes))
         return f"{node} by {self.shared.num_ranks} ranks together instead of {alone}, {here} of it by this rank"
+
+
+class Attempts:
+    """What this process repeats from now on, because a file system or a remote store failed for a moment."""
+
+    def __init__(self) -> None:
+        self._retries, self._requests = retries(), TRAFFIC.counts
+
+    @property
+    def requests(self) -> Counts:
+        """All requests to remote stores."""
+        return TRAFFIC.counts.since(self._requests)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was repeated, for `LoadReport.notes`."""
+        notes, of_files, requests = [], retries() - self._retries, self.requests
+        if of_files:
+            faults = [f"{fault} ({number}x)" for fault, number in of_files.items()]
+            notes.append(f"tried again after {listed(faults)}")
+        if requests.num_retries:
+            notes.append(f"made again: {requests.num_retries:,} of {requests.num_requests:,} requests")
+        return notes
 
 
 OnLoad: TypeAlias = Callable[[LoadReport], object]

@@ -31,6 +31,15 @@ class Layout(NamedTuple):
     """Whether values go through the dtype of the ordinary load if `dtype` is another one."""
 
 
+class HostBytes(NamedTuple):
+    """Host memory that a target needs on a rank, bytes."""
+
+    new: int = 0
+    """That it will allocate, and keep."""
+    untouched: int = 0
+    """That is allocated, and has no pages yet."""
+
+
 class Target(ABC):
     """Where the parameters of one model go on one rank. Buffers live on `device`."""
 
@@ -46,6 +55,10 @@ class Target(ABC):
 
     def check(self, _: nn.Module, /) -> None:  # noqa: B027  most targets have nothing to check
         """Raise a ConfigError if a setting contradicts the model. Pure."""
+
+    def host_bytes(self, plans: Sequence[TargetPlan], /) -> HostBytes:
+        """Return the host memory that `prepare` and `make` will need for these plans, or less. Pure."""
+        return HostBytes(sum(plan.held_bytes for plan in plans) if self.device.type == "cpu" else 0)
 
     def prepare(self, _: nn.Module, /) -> None:  # noqa: B027  most targets have nothing to prepare
         """Prepare to make memory for the parameters of the model: once, after planning, before any weight is read."""

@@ -24,7 +24,7 @@ from lowmem_load.hf.active import ordinary_path, transformers_models
 from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.remote_names import located, named_as_asked
 from lowmem_load.hf.sharding import blocks, is_kept_on_host, refuse_parted
-from lowmem_load.hf.skeleton import file_keywords, filled_by, hand_over
+from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by, hand_over
 from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
 from lowmem_load.report import LoadReport
@@ -191,12 +191,12 @@ def filling(
         refuse_parted(model)
         shard(model)
         on_host = is_offloaded or is_kept_on_host(model)
-        model.to_empty(device=torch.device("cpu") if on_host else mesh_device(model))
+        allocate(model, torch.device("cpu") if on_host else mesh_device(model))
         with loader.outermost():
             report = _load_into(model, name, plain_options, dtype, is_skeleton=True, **file_keywords(kwargs))
         if options.on_load is not None:
             options.on_load(report)
         return report.loading_info
 
-    with ordinary_path(), filled_by(fill):
+    with ordinary_path(), filled_by(fill), names.files_explained(str(name), kwargs.get("subfolder") or ""):
         yield

@@ -115,7 +115,8 @@ def plan_sharded(
 
     cls = names.model_class(auto_class, names.model_config(where, kwargs), bool(kwargs.get("trust_remote_code")))
     kwargs = {**kwargs, "distributed_config": sharding, names.DTYPE_KEYWORD: dtype}
-    with load_lock(), fake_group(rank, world_size), ordinary_path(), filled_by(fill):
+    explained = names.files_explained(where, kwargs.get("subfolder") or "")
+    with load_lock(), fake_group(rank, world_size), ordinary_path(), filled_by(fill), explained:
         found: LoadPlan = _result(cls, functools.partial(cls.from_pretrained, where, **kwargs))
     return found
 

@@ -54,11 +54,12 @@ class Request(NamedTuple):
         storage = _storage_dtype(dtype, settings.dtype, must_agree=is_partitioned and settings.partition is None)
         kwargs[names.DTYPE_KEYWORD] = storage
         names.check_name(self.name, kwargs.get("subfolder", ""))
+        if is_partitioned:
+            names.check_weights(self.name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
         config = names.model_config(self.name, kwargs)
         cls = names.model_class(self.auto_class, config, bool(kwargs.get("trust_remote_code")))
         if is_partitioned:
             refuse_quantized(config, kwargs)
-            names.check_weights(self.name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
         return Checked(self.name, settings.for_model(config), cls, kwargs)
 
     def checked_once(self, settings: Settings, ranks: RankGroup) -> Checked:
@@ -112,7 +113,7 @@ def agree_on_request(
         names.check_name(request.name, request.kwargs.get("subfolder", ""))
         is_folder = os.path.isdir(request.name)
         kind = "a local folder" if is_folder else "a name on the Hub"
-        given = {"ds_config": settings.fingerprint} if has_ds_config else {"dtype": settings.precision.value}
+        given = settings.compared if has_ds_config else {"dtype": settings.precision.value}
         step.digest = {**given, "as name": kind}
         if is_folder:
             return request.checked(settings)

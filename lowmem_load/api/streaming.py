@@ -69,7 +69,7 @@ def streaming(
         ranks = DistributedInterface().subgroup(data_parallel_group)
         with ranks.step("checking the ds_config") as step:
             settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
-            step.digest = {"ds_config": settings.fingerprint}
+            step.digest = settings.compared
     with (
         located_names(),
         deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
@@ -94,7 +94,7 @@ def following(options: Options, *, everywhere: bool = False) -> Iterator[None]:
         ranks = DistributedInterface()
         with ranks.step("checking the active ds_config") as step:
             settings = read_settings(ds_config, world_size=ranks.world_size, is_active=True)
-            step.digest = {"ds_config": settings.fingerprint}
+            step.digest = settings.compared
         return load_on(ranks, settings, options)(call)
 
     with (

@@ -90,8 +90,7 @@ def bench(
             on_gpu=gpu,
             log=lambda line: typer.echo(line, err=True),
         )
-    is_equal = len({digest for row in rows for digest in row.digests}) <= 1
-    verdict = "All runs ended with the same weights." if is_equal else "The weights differ; see the digests of --json."
+    is_equal, verdict = _verdict(rows)
     columns = ("method", "slowest rank", "peak of host memory", "of device memory")
     cells = []
     for row in rows:
@@ -105,6 +104,17 @@ def bench(
     )
     if not is_equal:
         raise typer.Exit(NO)
+
+
+def _verdict(rows: Sequence[Row]) -> tuple[bool | None, str]:
+    """Return whether all runs ended with the same weights, None if stock's were not compared, and a sentence on it."""
+    if len({digest for row in rows for digest in row.digests}) > 1:
+        return False, "The weights differ; see the digests of --json."
+    compared = [row.method for row in rows if row.digests]
+    if {STOCK, STREAMED} <= set(compared):
+        return True, f"All runs of {' and '.join(compared)} ended with the same weights."
+    skipped = ", ".join(row.method for row in rows if row.skipped)
+    return None, f"The weights were not compared: skipped {skipped}."
 
 
 def compare(

@@ -49,6 +49,7 @@ def inspect(
         from lowmem_load.cli.checkpoint_contents import inspect_checkpoint
         from lowmem_load.hf.remote_names import located_checkpoint
 
+        common.check_revision(name, revision)
         checkpoint = located_checkpoint(name, subfolder=subfolder, revision=revision)
         found = inspect_checkpoint(checkpoint, auto_class, subfolder=subfolder, trust_remote_code=trust_remote_code)
     rows = [(each.kind, f"{each.num_parameters:,}", size(each.nbytes), each.example) for each in found.conversions]
@@ -93,7 +94,9 @@ def plan(
     host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of a node, such as 512GiB.")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of a GPU, such as 80GiB.")] = None,
     read_rate: Annotated[str | None, typer.Option(metavar="SIZE", help="Of a node, such as 2GB/s.")] = None,
-    accelerator: Annotated[str, typer.Option(help="Of the job; cpu: host memory.", envvar="DS_ACCELERATOR")] = "cuda",
+    accelerator: Annotated[
+        str | None, typer.Option(help="Of the job, for ZeRO-3; DS_ACCELERATOR's or cuda by default.")
+    ] = None,
     dequantize: Annotated[bool, typer.Option(help="Dequantize a checkpoint in fp8 or mxfp4.")] = False,
     subfolder: Subfolder = "",
     revision: Revision = None,
@@ -104,7 +107,8 @@ def plan(
     """Show what a job reads and needs, and whether it fits.
 
     Covers loading and training, and compares with stock ZeRO-3. Reads headers only, also of models on the Hub.
-    Sizes are in GB (10**9) or GiB (2**30). Exits with 1 if the job does not fit.
+    Sizes are in GB (10**9) or GiB (2**30). An option that would not be used is an error. Exits with 1 if the job does
+    not fit.
 
     \b
     lowmem-load plan /models/Llama-3.1-70B --ds-config ds_z3.json --world-size 16 \\
@@ -119,6 +123,18 @@ def plan(
         raise typer.BadParameter("--tp, --ep and --dp-replicate go with --fsdp")
     if world_size not in (None, ranks):
         raise typer.BadParameter(f"--world-size {world_size}: the mesh has {ranks} ranks")
+    device = accelerator or os.environ.get("DS_ACCELERATOR") or "cuda"
+    unused = {
+        "--host-memory: what FSDP2 needs of it is not estimated; drop it": fsdp and host_memory,
+        "--accelerator: FSDP2 is planned for GPUs; drop it": fsdp and accelerator not in (None, "cuda"),
+        "--device-memory: on CPUs all memory is host memory; drop it, or give --accelerator cuda": (
+            not fsdp and device.startswith("cpu") and device_memory
+        ),
+    }
+    for problem, is_wrong in unused.items():
+        if is_wrong:
+            raise typer.BadParameter(problem)
+    common.check_revision(name, revision)
     limits = _bytes(host_memory, "--host-memory"), _bytes(device_memory, "--device-memory")
     rate = _bytes(read_rate, "--read-rate")
     keywords: dict[str, Any] = dict(subfolder=subfolder, auto_class=auto_class, trust_remote_code=trust_remote_code)
@@ -134,7 +150,7 @@ def plan(
         if dequantize:
             keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
         if fsdp is None:
-            found = forecast_zero3(checkpoint, str(ds_config), job, accelerator=accelerator, **keywords)
+            found = forecast_zero3(checkpoint, str(ds_config), job, accelerator=device, **keywords)
         else:
             sizes = {"fsdp_size": fsdp, "tp_size": tp, "ep_size": ep, "dp_replicate_size": dp_replicate}
             found = forecast_mesh(checkpoint, sizes, job, **keywords)
@@ -158,9 +174,17 @@ def _tables(found: Forecast) -> list[Any]:
 
 
 def _verdict(found: Forecast) -> str:
-    if all(need.available_bytes is None for need in found.needs):
-        return "No verdict: give --device-memory and --host-memory."
+    memory = {"--device-memory": "device memory of", "--host-memory": "host memory of"}
+    limits = {
+        option: [need.available_bytes for need in found.needs if need.what.startswith(what)]
+        for option, what in memory.items()
+    }
+    unknown = [option for option, known in limits.items() if None in known]
+    if len(unknown) == sum(map(bool, limits.values())):
+        return f"No verdict: give {' and '.join(unknown)}."
     fits = "Fits" if found.fits else "Does not fit"
+    if unknown and found.fits:
+        fits = f"Fits what is known ({unknown[0]} is not given)"
     if "offload" not in found.about:  # FSDP2
         return f"{fits}."
     smallest = "no world size fits with these settings"
@@ -197,6 +221,7 @@ def verify(
         from lowmem_load.io.stand_ins import origin_of
         from lowmem_load.pipeline.verify_checkpoint import verify_checkpoint
 
+        common.check_revision(name, revision)
         checks = verify_checkpoint(name, subfolder=subfolder, revision=revision, stream=stream)
     rows = []
     for check in checks:

@@ -31,6 +31,13 @@ TrustRemoteCode = Annotated[bool, typer.Option(help="Run code that comes with th
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
+def check_revision(name: str, revision: str | None) -> None:
+    """Raise ConfigError if a revision is given of what has none."""
+    if revision is not None and ("://" in name or os.path.isdir(name)):
+        kind = "URL" if "://" in name else "local folder"
+        raise ConfigError(f"--revision {revision}: {name} is a {kind}, which has no revisions; drop the option")
+
+
 def exit_code(error: LowMemLoadError) -> int:
     """Return the exit code for an error that ends a command."""
     if isinstance(error, ConfigError):

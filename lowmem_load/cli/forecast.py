@@ -90,7 +90,8 @@ class Forecast:
 
 def forecast_zero3(checkpoint: Located, ds_config: Any, job: Job, *, accelerator: str, **keywords: Any) -> Forecast:
     """Return what a job under ZeRO-3 will need; `keywords` are those of `plan`."""
-    process, is_host = host_memory(), device_named(accelerator).type == "cpu"
+    process, kind = host_memory(), device_named(accelerator).type
+    is_host = kind == "cpu"
     settings = read_settings(ds_config, world_size=job.world_size)
     settings = settings.for_model(model_config(checkpoint.folder, keywords))
     if settings.stage != 3 or settings.shard_size != settings.world_size:
@@ -111,7 +112,7 @@ def forecast_zero3(checkpoint: Located, ds_config: Any, job: Job, *, accelerator
 
     needs = [*load_needs(plan, model, job), *memory_needs(model, job, process)]
     return replace(
-        _forecast(checkpoint, node, job, _about(model, job, settings), needs),
+        _forecast(checkpoint, node, job, _about(model, job, settings, kind), needs),
         world_size=next((size for size in world_sizes(job) if fits(world_size=size)), None),
         offloads=next((pair for pair in OFFLOADS if fits(offload_optimizer=pair[0], offload_param=pair[1])), None),
     )
@@ -129,9 +130,11 @@ def forecast_mesh(checkpoint: Located, sizes: Mapping[str, int], job: Job, **key
         dtype=torch.float32,
         **keywords,
     )
+    mesh = ", ".join(f"{key} {each}" for key, each in sizes.items() if each > 1)
     about = {
+        "planned for": "full training under FSDP2, on GPUs",
         "model": f"{count(sum(target.numel for target in plan.targets))} parameters in float32",
-        "job": f"{job.world_size} ranks: {', '.join(f'{key} {each}' for key, each in sizes.items() if each > 1)}",
+        "job": job.in_words + (f": {mesh}" if mesh else ""),
         "training": "parameters, gradients and Adam's moments in fp32; the largest parameter in bf16",
         "not counted": "activations, and layers that are gathered ahead",
     }
@@ -166,6 +169,7 @@ def _forecast(
     return Forecast(
         name=checkpoint.name,
         about={
+            "planned for": about["planned for"],
             "checkpoint": f"{size(sum(file.nbytes for file in plan.files))} in {len(plan.files)} files",
             **about,
             "a node reads": size(node_bytes) + took,
@@ -178,19 +182,24 @@ def _forecast(
     )
 
 
-def _about(model: Model, job: Job, settings: Settings) -> dict[str, str]:
-    num_nodes = -(-job.world_size // job.gpus_per_node)
+def _about(model: Model, job: Job, settings: Settings, device: str) -> dict[str, str]:
     optimizer = str(
         (settings.ds_config.get("optimizer") or {}).get("type") or "none in the ds_config: taken for Adam's"
     )
+    where = "on CPUs: all memory is host memory (so says --accelerator or DS_ACCELERATOR)"
     return {
+        "planned for": f"full training under ZeRO-3, {where if job.is_host else _on(device)}",
         "model": f"{count(model.num_elements)} parameters in {str(settings.dtype).removeprefix('torch.')}; "
         f"{count(model.persistent_elements)} of small tensors stay whole in training",
-        "job": f"{job.world_size} ranks, {job.node_size} on each of {num_nodes} node{'s' * (num_nodes > 1)}",
+        "job": job.in_words,
         "offload": f"parameters: {job.offload_param}, optimizer: {job.offload_optimizer}",
         "optimizer": f"{optimizer}, {model.state_bytes} bytes of state a parameter",
         "not counted": "activations, and what stage3_max_live_parameters lets be gathered",
     }
+
+
+def _on(device: str) -> str:
+    return "on GPUs" if device == "cuda" else f"on {device} devices"
 
 
 def _configured(job: Job, settings: Settings, *, is_host: bool) -> Job:
@@ -222,11 +231,6 @@ def model_of(plan: LoadPlan, settings: Settings, *, is_host: bool) -> Model:
     kind = str(optimizer.get("type") or "").lower()
     has_momentum = kind == "sgd" and (optimizer.get("params") or {}).get("momentum")
     host_bytes, device_bytes = load_bytes(plan, is_host=is_host)
-    swap_bytes = 0
-    if settings.offload_device == "nvme":  # Source: deepspeed 0.19.8 `runtime/zero/offload_config.py`
-        offload = section["offload_param"]
-        buffer_size = int(offload.get("buffer_size", 1e8)) * settings.dtype.itemsize
-        swap_bytes = int(offload.get("buffer_count", 5)) * buffer_size
     return Model(
         num_elements=sum(target.numel for target in plan.targets),
         largest_layer=max(layers.values(), default=0),
@@ -235,7 +239,7 @@ def model_of(plan: LoadPlan, settings: Settings, *, is_host: bool) -> Model:
         state_bytes=4 if has_momentum else STATE_BYTES.get(kind, ADAM_STATE_BYTES),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
-        swap_bytes=swap_bytes,
+        swap_bytes=settings.swap_bytes,
     )
 
 

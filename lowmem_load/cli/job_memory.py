@@ -44,6 +44,16 @@ class Job:
         """Ranks of the fullest node."""
         return min(self.gpus_per_node, self.world_size)
 
+    @property
+    def in_words(self) -> str:
+        """Ranks and nodes: "12 ranks, 8 on one node and 4 on another"."""
+        num_full, rest = divmod(self.world_size, self.node_size)
+        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+        if num_full == 1 and not rest:
+            return f"{ranks} on one node"
+        full = "one node" if num_full == 1 else f"each of {num_full} nodes"
+        return f"{ranks}, {self.node_size} on {full}" + (f" and {rest} on another" if rest else "")
+
 
 @dataclass(frozen=True, slots=True)
 class Model:

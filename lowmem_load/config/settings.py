@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -12,7 +13,7 @@ from torch import nn
 from lowmem_load.config.auto import for_loading, hidden_size_of, resolve_auto
 from lowmem_load.config.ds_config import Precision, check_kinds, comparable, precision_of, read_ds_config, zero_stage
 from lowmem_load.errors import ConfigError
-from lowmem_load.fingerprint import fingerprint
+from lowmem_load.fingerprint import MAX_VALUE, fingerprint
 
 Choice: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool]"
 Partition: TypeAlias = "Choice | Sequence[Choice]"
@@ -66,6 +67,15 @@ class Settings:
         return str(getattr(device, "value", device or "none"))
 
     @property
+    def swap_bytes(self) -> int:
+        """Bytes of each rank's host buffers for parameters offloaded to nvme; 0 without them."""
+        if self.offload_device != "nvme":
+            return 0
+        section = self.ds_config["zero_optimization"]["offload_param"]
+        # Source: deepspeed 0.19.8 `runtime/zero/offload_config.py`
+        return int(section.get("buffer_count", 5)) * int(section.get("buffer_size", 1e8)) * self.dtype.itemsize
+
+    @property
     def shard_size(self) -> int:
         """Ranks among which a parameter is partitioned: a shard group under MiCS, else all."""
         size: int = self.ds_config["zero_optimization"].get("mics_shard_size", -1)
@@ -78,9 +88,21 @@ class Settings:
         return min(size, self.world_size) if size > 1 else 0
 
     @property
-    def fingerprint(self) -> str:
-        """A hash that ranks with the same settings share. Paths in the ds_config may differ."""
-        return fingerprint([str(comparable(self.ds_config)), str(self.precision), str(self.partition is None)])
+    def compared(self) -> dict[str, str]:
+        """The values that must be equal on all ranks, by key; digests of long ones. Paths may differ."""
+        values = {f"ds_config {key}": text for key, text in _leaves(comparable(self.ds_config))}
+        values["precision"] = self.precision.value
+        values["partition"] = "of the whole model" if self.partition is None else "of chosen modules"
+        return {key: text if len(text) <= MAX_VALUE else fingerprint([text]) for key, text in values.items()}
+
+
+def _leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the JSON of each value in a section, and of an empty section."""
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", json.dumps(value)
 
 
 def read_settings(

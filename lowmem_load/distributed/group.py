@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -28,8 +28,11 @@ from lowmem_load.errors import ConfigError, RankError, spelled
 MAX_TEXT = 20_000
 """Characters of an error that are sent to other ranks: megabytes would break the store's connection."""
 
-_KNOWN = "_lowmem_load_known_to_all"
-"""Attribute of errors that all ranks know of."""
+_KNOWN_TO = "_lowmem_load_known_to"
+"""Attribute of errors: the ranks of the world that know of it."""
+
+PAYLOAD_PART = PART // 2
+"""Characters of a payload that a rank sends at a time: as a part of its heartbeat, where each may take two."""
 
 
 @dataclass(eq=False, slots=True)
@@ -107,33 +110,32 @@ class RankGroup:
             RankError: names each rank that failed, with its message. It is chained to this rank's own error, if any.
             BaseException: the block's own error, where there is one rank, or all ranks failed alike.
         """
-        step, entry, error, channel = Step(), Entry(title, name), None, self._channel()
+        step, entry, error, channel, limits = Step(), Entry(title, name), None, self._channel(), Limits()
+        parts: list[str] = []
         with self._doing(entry.full_title, progress):
             try:
                 if channel is not None:
                     absence_s = default_store().timeout.total_seconds()
-                    channel.limits = Limits.from_environment(absence_s, is_prompt=is_prompt)
+                    limits = channel.limits = Limits.from_environment(absence_s, is_prompt=is_prompt)
                 yield step
-                text = json.dumps(step.payload)
-                if len(text) > PART:
-                    raise ValueError(f"the payload has {len(text):,} characters, at most {PART:,} can be sent")
-                payload = json.loads(text)
+                text = "" if step.payload is None else json.dumps(step.payload)
+                parts = [text[start : start + PAYLOAD_PART] for start in range(0, len(text), PAYLOAD_PART)]
+                payload = (len(parts), parts[0]) if parts else None
                 entry = Entry(title, name, digest=step.digest, payload=payload)
-            except RankError:
-                raise
             except BaseException as caught:  # also what is no Exception, such as asyncio's CancelledError
-                if getattr(caught, _KNOWN, False):  # an inner step has ended with it
+                if self._all_know(caught):  # an inner step has ended with it, on all ranks of this one
                     raise
                 error = caught
                 entry = Entry(title, name, spelled(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
-            verdict = self._verdict(channel, entry)
+            verdict = self._verdict(channel, entry, limits)
+            if not verdict.failures:
+                step.payloads = self._whole(channel, Entry(title, name), parts, verdict.payloads, limits)
         if error is not None and (
             verdict.is_alike or not verdict.failures or not isinstance(error, Exception | StoppedError)
         ):
-            raise _known(error)  # an interrupt stays one, now that the others know of it
+            raise self._note_known(error)  # an interrupt stays one, now that the others know of it
         if verdict.failures:
-            raise RankError(verdict.title, dict(verdict.failures)) from error
-        step.payloads = list(verdict.payloads)
+            raise self._note_known(RankError(verdict.title, dict(verdict.failures))) from error
 
     @contextlib.contextmanager
     def session(self, what: str) -> Iterator[None]:
@@ -141,18 +143,16 @@ class RankGroup:
         with self._doing(what):
             try:
                 yield
-            except RankError:
-                raise
             except BaseException as error:
                 self.abort(what, error)
                 raise
 
     def abort(self, what: str, error: BaseException) -> None:
         """Tell the other ranks that this one does not come to their next step, unless all know of the error. Local."""
-        channel = self._channel() if dist.is_initialized() and not getattr(error, _KNOWN, False) else None
-        if channel is not None:
+        channel = self._channel() if dist.is_initialized() else None
+        if channel is not None and not self._all_know(error):
             channel.abort(self._members(channel), f"left {what}: {spelled(error, MAX_TEXT)}")
-            _known(error)
+            self._note_known(error)
 
     def next_step(self) -> int:
         """Return the number of the group's next step, for `leave`; 0 where there are no other ranks. Local."""
@@ -181,14 +181,30 @@ class RankGroup:
         with contextlib.nullcontext() if channel is None else channel.doing(self._members(channel), what, progress):
             yield
 
-    def _verdict(self, channel: StoreChannel | None, entry: Entry) -> Verdict:
+    def _verdict(self, channel: StoreChannel | None, entry: Entry, limits: Limits) -> Verdict:
         if channel is None:
             return verdict_on(dict.fromkeys(range(self.world_size), entry))
+        channel.limits = limits  # an inner step has set its own
         try:
             return channel.agree(self._members(channel), entry)
         except BaseException as interrupt:
-            _known(interrupt)  # `agree` has told the others
+            self._note_known(interrupt)  # `agree` has told the others
             raise
+
+    def _whole(
+        self, channel: StoreChannel | None, entry: Entry, parts: list[str], firsts: Sequence[Any], limits: Limits
+    ) -> list[Any]:
+        """Return the payloads of all ranks, given of each the number of its parts and the first one. Collective."""
+        texts = [[text] for _, text in (first or (0, "null") for first in firsts)]
+        for number in range(1, max((first[0] for first in firsts if first), default=0)):
+            verdict = self._verdict(
+                channel, entry._replace(payload=parts[number] if number < len(parts) else ""), limits
+            )
+            if verdict.failures:
+                raise self._note_known(RankError(verdict.title, dict(verdict.failures)))
+            for text, part in zip(texts, verdict.payloads, strict=True):
+                text.append(part)
+        return [json.loads("".join(text)) for text in texts]
 
     def _channel(self) -> StoreChannel | None:
         if self.world_size == 1 or self.is_fake:
@@ -207,12 +223,17 @@ class RankGroup:
         return found
 
     def _members(self, channel: StoreChannel) -> Group:
-        group = self._group or default_group()
-        members = tuple(dist.get_process_group_ranks(group))
+        group, members = self._group or default_group(), tuple(self._world_ranks())
         return channel.group(hashlib.sha256(f"{group.group_name} {members}".encode()).hexdigest()[:16], members)
 
+    def _world_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self._group or default_group())
 
-def _known(error: BaseException) -> BaseException:
-    with contextlib.suppress(AttributeError, TypeError):  # of a class with slots
-        setattr(error, _KNOWN, True)
-    return error
+    def _all_know(self, error: BaseException) -> bool:
+        return getattr(error, _KNOWN_TO, frozenset()).issuperset(self._world_ranks())
+
+    def _note_known(self, error: BaseException) -> BaseException:
+        """Note that all ranks of the group know of an error; return it."""
+        with contextlib.suppress(AttributeError, TypeError):  # of a class with slots
+            setattr(error, _KNOWN_TO, getattr(error, _KNOWN_TO, frozenset()).union(self._world_ranks()))
+        return error

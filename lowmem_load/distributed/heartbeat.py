@@ -28,6 +28,9 @@ SILENCE, GONE = "LOWMEM_LOAD_SILENCE_S", "LOWMEM_LOAD_GONE_S"
 
 SAME_ORDER = "all ranks have to do the same loads and saves in the same order"
 
+NO_CALL = "has not called lowmem_load"
+"""What is known of a rank that has sent no heartbeat."""
+
 BUSY_FACTOR = 1.5
 """A busy rank may send no heartbeat for this many times as long as one that waits; see [Note: lost ranks]."""
 
@@ -84,6 +87,7 @@ class Heartbeat(NamedTuple):
     pid: int
     started: str
     host: str
+    absent: str = ""  # which ranks this one waits for, and what they do; see `StoreChannel`
 
     @classmethod
     def decoded(cls, content: str) -> Heartbeat:
@@ -136,6 +140,13 @@ class Peer:
         beat = self.heartbeat
         return beat if beat is not None and (beat.group, beat.number) == (group, number) else None
 
+    def absence(self, group: str, number: int) -> str:
+        """Return what is known of a peer that is not in this step; "" if it is."""
+        beat, here = self.heartbeat, self.seen_in(group, number)
+        if here is not None and here.title:
+            return ""
+        return NO_CALL if beat is None else f"was last seen {beat.last_seen} ({beat.who})"
+
     def has_ended(self) -> bool | None:
         """Look the process up; return None where this rank cannot know."""
         beat = self.heartbeat
@@ -161,18 +172,18 @@ class Peer:
         beat = self.heartbeat
         if beat is not None and (ended := self.why_ended()):
             return f"{ended}, {beat.last_seen}"
+        is_busy = beat is not None and beat.entry is None
+        still_s, gone_s = self.silent_s(now_s), limits.gone_s * (BUSY_FACTOR if is_busy else 1)
+        if beat is not None and beat.title and self.has_ended() is None and still_s > gone_s:
+            return (
+                f"has sent no heartbeat for more than {gone_s:g} s ({GONE}); its process ({beat.who}) or its "
+                f"machine has ended or cannot be reached; last seen {beat.last_seen}"
+            )
         if beat is None or not beat.title or (beat.entry and beat.group != group):
             if waited_s is None:
                 return ""
             absent = f"has not come to this point in {limits.absence_s:g} s; {SAME_ORDER}"
             return absent if waited_s > limits.absence_s else ""
-        is_busy = beat.entry is None
-        still_s, gone_s = self.silent_s(now_s), limits.gone_s * (BUSY_FACTOR if is_busy else 1)
-        if self.has_ended() is None and still_s > gone_s:
-            return (
-                f"has sent no heartbeat for more than {gone_s:g} s ({GONE}); its process ({beat.who}) or its "
-                f"machine has ended or cannot be reached; last seen {beat.last_seen}"
-            )
         limit_s, origin = limits.silence_s, SILENCE
         if is_busy and still_s <= limit_s:  # else its process is stopped: it sends nothing at all
             still_s = now_s - self._progress_s

@@ -25,7 +25,8 @@ def require_live() -> None:
     """Raise ConfigError if there is no default group."""
     if not dist.is_initialized():
         raise ConfigError(
-            "DistributedInterface: the process group was destroyed. Construct a new DistributedInterface."
+            "there is no process group: it was destroyed, or not made yet; call torch.distributed.init_process_group "
+            "or lowmem_load.DistributedInterface() on every rank before"
         )
 
 

@@ -6,6 +6,7 @@ sizes, and ZeRO-3 takes the wrong one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import weakref
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.store import synchronize
 
 from lowmem_load.distributed import environment
+from lowmem_load.distributed.absence import Arrivals
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import require_live
 from lowmem_load.errors import ConfigError, RankError
@@ -227,7 +229,9 @@ class DistributedInterface(RankGroup):
         wanted = (environment.alone if alone else environment.launched)(world_size, rank)
         env_set = environment.set_missing(wanted)
         try:
-            _init_process_group(backend, timeout, self._met(timeout, alone=alone or backend == "fake"))
+            arrivals = None if alone or backend == "fake" else Arrivals()
+            with contextlib.nullcontext() if arrivals is None else arrivals.awaited():
+                _init_process_group(backend, timeout, self._met(timeout, arrivals))
             bring_up_comm(backend, timeout)
         except BaseException:
             if dist.is_initialized():
@@ -237,12 +241,13 @@ class DistributedInterface(RankGroup):
         self._remember(made=True, timeout=timeout, env_set=env_set)
 
     @classmethod
-    def _met(cls, timeout: timedelta, *, alone: bool) -> Store:
+    def _met(cls, timeout: timedelta, arrivals: Arrivals | None) -> Store:
         """Return the store of the new group. All ranks have a device, or all raise."""
-        if alone:
+        if arrivals is None:
             choose_device()
             return dist.HashStore()  # type: ignore[attr-defined]
         store = cls._meet(timeout)
+        arrivals.note(store)
         if accelerator().device_name() != "cpu":
             choose_devices(store, environment.integer("RANK"), environment.integer("WORLD_SIZE"), timeout)
         return store

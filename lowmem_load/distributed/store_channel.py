@@ -30,11 +30,12 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lowmem_load.distributed.absence import NOTICE_S, absent_text, say_who_is_absent
 from lowmem_load.distributed.heartbeat import GONE, Heartbeat, Limits, Peer, Progress
 from lowmem_load.distributed.nodes import pid_space, start_time
 from lowmem_load.distributed.verdict import Entry, Verdict, spell_ranks, verdict_on
@@ -44,6 +45,9 @@ BEAT_S = 1.0
 
 POLL_S, POLL_SHARE, RANKS_PER_POLL = 0.001, 0.05, 16
 """Seconds between a waiting rank's first looks, for so many ranks; later ones are this share of the time waited."""
+
+NUM_ASKED = 64
+"""Ranks that a rank looks for while the leader has not come: each waiting rank looks by itself."""
 
 NUM_MISSED = 3
 """A rank that has missed more heartbeats than this in a row, because it was stopped, may have been given up."""
@@ -103,6 +107,8 @@ class _News(NamedTuple):
     lost: Sequence[tuple[int, str]] = ()  # ranks that this one gives up, and why
     broken: str = ""  # what is wrong with the store
     has_verdict: bool = False  # whether there is one on the step
+    absent: Mapping[int, str] = {}  # ranks that are not in the step, and what is known of each
+    heard: str = ""  # what the leader says of these
 
 
 class _Client:
@@ -146,6 +152,7 @@ class StoreChannel:
         self._doing: list[tuple[Group, str, Callable[[], Progress] | None]] = []
         self._state = _State(Group("", ()), 0)
         self._news = _News()
+        self._absent = ""  # for whom this rank waits
         self._lock = threading.Lock()  # for the heartbeats of this rank and of the others
         self._num_beats = int(time.monotonic() * 1000)  # more than an earlier channel of this process has written
         self._peers: dict[int, Peer] = {}
@@ -337,7 +344,7 @@ class StoreChannel:
 
     def _send_heartbeats(self, closing: threading.Event) -> None:
         """Run in a thread until `closing` is set or the store does not answer."""
-        state, since_s = self._state, self._clock_s
+        state, since_s, notice_s, self._absent = self._state, self._clock_s, NOTICE_S, ""
         try:
             self._send_heartbeat()
             while not closing.wait(self._beat_s) and not self._news.broken:
@@ -347,31 +354,41 @@ class StoreChannel:
                     self._decides_s = now_s + self._beat_s
                 self._beaten_s = now_s
                 if state is not self._state:
-                    state, since_s = self._state, self._clock_s
+                    state, since_s, notice_s, self._absent = self._state, self._clock_s, NOTICE_S, ""
                 self._send_heartbeat()
-                news = self._watched(state, None if state.entry is None else self._clock_s - since_s)
+                waited_s = None if state.entry is None else self._clock_s - since_s
+                news = self._watched(state, waited_s)
                 tells = set(news.failed) - set(self._news.failed)
                 self._news = news._replace(broken=self._news.broken)
                 if tells:
                     self._send_heartbeat()
+                if waited_s is not None and waited_s >= notice_s and (absent := absent_text(news.absent) or news.heard):
+                    self._absent, notice_s = absent, 2 * notice_s
+                    say_who_is_absent(self._rank, waited_s, f"at {state.title!r}", absent)
         except _STORE_ERRORS as error:
             if not closing.is_set() and not self._news.broken:
                 self._news = _News(failed=[0], broken=self._broken(error))
 
     def _watched(self, state: _State, waited_s: float | None) -> _News:
         """Return what the heartbeats of the others, and the verdict, say of this rank's step."""
-        group = state.group
-        watched = group.members[1:] if self._rank == group.members[0] else group.members[:1]
+        group, place = state.group, (state.group.name, state.number)
+        is_leader = self._rank == group.members[0]
+        watched = group.members[1:] if is_leader else group.members[:1]
         self._read_heartbeats(watched)
+        if not is_leader and (waited_s or 0.0) >= NOTICE_S and self._peers[watched[0]].absence(*place):
+            watched = tuple(rank for rank in group.members[:NUM_ASKED] if rank != self._rank)
+            self._read_heartbeats(watched)
         content = self._peek(f"{group.name}/{state.number}/verdict")  # there if the others went on without this rank
         verdict = Verdict() if content == _NOTHING else Verdict.decoded(content)[0]
         failed = set() if verdict.passes_over(self._rank, state.title) else {rank for rank, _ in verdict.failures}
         peers = {rank: self._peers[rank] for rank in watched}
         found = {rank: each.why_lost(self.limits, group.name, self._clock_s, waited_s) for rank, each in peers.items()}
         lost = [(rank, why) for rank, why in found.items() if why]
-        beats = [peer.seen_in(group.name, state.number) for peer in peers.values()]
-        failed |= {rank for beat in beats if beat is not None for rank in beat.failed} | dict(lost).keys()
-        return _News(group.name, state.number, [*failed], lost, has_verdict=content != _NOTHING)
+        beats = [beat for peer in peers.values() if (beat := peer.seen_in(*place)) is not None]
+        failed |= {rank for beat in beats for rank in beat.failed} | dict(lost).keys()
+        absent = {rank: text for rank, peer in peers.items() if (text := peer.absence(*place))}
+        heard = next((beat.absent for beat in beats if not is_leader), "")
+        return _News(*place, [*failed], lost, has_verdict=content != _NOTHING, absent=absent, heard=heard)
 
     def _send_heartbeat(self) -> None:
         state = self._state
@@ -389,7 +406,8 @@ class StoreChannel:
             self._num_beats += 1
             place = state.group.name, state.number
             beat = Heartbeat(
-                *(self._num_beats, state.title, detail, amount, *place, state.entry, [*failed]), *self._process
+                *(self._num_beats, state.title, detail, amount, *place, state.entry, [*failed]),
+                *(*self._process, self._absent),
             )
             sent = self._submit("set", _key(self._rank), json.dumps(beat))
         self._answer(sent)

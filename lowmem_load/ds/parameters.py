@@ -9,6 +9,7 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from deepspeed import DeepSpeedEngine, InferenceEngine
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_local_fp32_param
 from torch import nn
@@ -33,6 +34,9 @@ require(
 
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus  # noqa: E402
 from deepspeed.runtime.zero.utils import is_zero_param  # noqa: E402  the contract gives the better error
+
+ENGINES = (DeepSpeedEngine, InferenceEngine)
+"""Classes of engines. Their `module` is the model."""
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from lowmem_load.config.settings import Choice, Partition, Settings, choices_of
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError, listed
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
-from lowmem_load.target import Layout, Replicated, Target
+from lowmem_load.target import HostBytes, Layout, Replicated, Target
 
 if TYPE_CHECKING:
     from lowmem_load.ds.partition import Partitioner
@@ -86,6 +86,19 @@ class Zero3(Target):
         from lowmem_load.ds.partition import fp32_buffers
 
         return fp32_buffers(model, setting, self._settings.dtype)
+
+    def host_bytes(self, plans: Sequence[TargetPlan], /) -> HostBytes:
+        """See `Target`. Under offload_param to nvme, small partitions stay on the host; they are not counted."""
+        split: dict[bool, list[TargetPlan]] = {False: [], True: []}
+        for plan in plans:
+            split[is_below(plan.name, self._modules)].append(plan)
+        new_bytes = self._outside.host_bytes(split[False]).new
+        if self._settings.offload_device == "nvme":
+            uses_gds = (self._settings.ds_config.get("aio") or {}).get("use_gds")  # its buffers lie on the device
+            new_bytes += 0 if uses_gds else self._settings.swap_bytes
+        elif self.device.type == "cpu" or self._settings.offload_device == "cpu":
+            new_bytes += sum(plan.held_bytes for plan in split[True])
+        return HostBytes(new_bytes)
 
     def prepare(self, model: nn.Module, /) -> None:
         """See `Target`. Needs DeepSpeed's `comm` and `LOCAL_RANK`, which `DistributedInterface` sets up."""

@@ -10,10 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    _flat_param,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor, placement_types
 
-from lowmem_load.replaced import replaced
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.replaced import Replacement, replaced
 
 
 def is_mesh(value: object) -> bool:
@@ -34,8 +42,17 @@ def shard_fully(model: nn.Module, mesh: Any, blocks: Iterable[nn.Module], policy
 
 
 def reshard(model: nn.Module) -> None:
-    """Put the DTensors back in the place of what FSDP2 keeps gathered, as after a forward without gradients. Local."""
-    for module in model.modules():
+    """Put the DTensors back in the place of what FSDP2 keeps gathered, as after a forward without gradients. Local.
+
+    Raises:
+        UnsupportedError: FSDP1, whose parameters do not say which part of which tensor they are, wraps a module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise UnsupportedError(
+                f"{name or type(model).__name__}: is wrapped by FSDP1 (FullyShardedDataParallel), whose shards cannot "
+                "be told apart; use FSDP2 (fully_shard), or FSDP1's own state dicts"
+            )
         if isinstance(module, FSDPModule):
             module.reshard()
 
@@ -65,16 +82,22 @@ def fsdp_over_all_ranks(
     return init_device_mesh(device_type, (world_size,)), policy
 
 
-def scattered(make_real: Callable[[torch.Tensor], torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Inside, what `distribute_tensor` scatters goes through `make_real`: c10d reads it past torch's dispatcher.
+def made_real(make_real: Callable[[torch.Tensor], torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Inside, what torch reads past its dispatcher goes through `make_real` first. For all threads.
 
-    Source: torch 2.13 `distributed/tensor/placement_types.py`, `Shard._shard_tensor`.
+    Source: torch 2.13 `distributed/tensor/placement_types.py`, `Shard._shard_tensor`, of which c10d scatters a list of
+    lists; `distributed/fsdp/_flat_param.py`, `FlatParamHandle.flatten_tensors`, whose result FSDP1 gives other storages.
     """
 
     def scatter(ordinary: Any, output: torch.Tensor, parts: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         return ordinary(output, [make_real(part) for part in parts], *args, **kwargs)
 
-    return replaced((placement_types, "mesh_scatter", scatter), everywhere=True)
+    def flatten(ordinary: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return make_real(ordinary(*args, **kwargs))
+
+    replacements: list[Replacement] = [(placement_types, "mesh_scatter", scatter)]
+    replacements.append((_flat_param.FlatParamHandle, "flatten_tensors", flatten))
+    return replaced(*replacements, everywhere=True)
 
 
 def scatter_into(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -11,9 +11,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lowmem_load.dtensor.shards import local_shard
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
+from lowmem_load.io.elements import untouched_bytes
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
 from lowmem_load.planning.ranges import FlatRange, Grid
-from lowmem_load.target import Layout, Target
+from lowmem_load.target import HostBytes, Layout, Target
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_module")
 """What torch.compile, activation checkpointing and PEFT put around a module: no part of a checkpoint's names."""
@@ -152,6 +153,11 @@ class Sharded(Target):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(first.setdefault(id(parameter), name), []).append(name)
         self._sharded.tie(self._names.values())
+
+    def host_bytes(self, plans: Sequence[TargetPlan]) -> HostBytes:
+        """See `Target`. The shards are there, often without pages: `to_empty` does not touch them."""
+        shards = (self._sharded.shard(tensor)[1] for plan in plans for tensor in self._tensors(plan.names))
+        return HostBytes(untouched=sum(untouched_bytes(memory) for memory in shards if memory.is_cpu))
 
     def make(
         self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]

@@ -72,8 +72,8 @@ def cached_folder(name: str, subfolder: str, revision: str | None, cache_dir: st
         if isinstance(found, str):
             return os.path.dirname(found)
     raise CheckpointError(
-        f"{name}: neither a folder nor, with this revision and subfolder, in the Hub's cache; download it first, or "
-        "pass a folder"
+        f"{name}: no such folder in {os.getcwd()}, and not in the Hub's cache with this revision and subfolder; "
+        "download it first, or pass a folder"
     )
 
 

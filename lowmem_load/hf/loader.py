@@ -28,7 +28,7 @@ from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError, Mo
 from lowmem_load.formats.index import check_index
 from lowmem_load.hf.collecting import described_collecting, symbolic_files
 from lowmem_load.hf.hub_files import asked_once
-from lowmem_load.hf.names import MAX_QUOTED, refuse_foreign
+from lowmem_load.hf.names import MAX_QUOTED, check_config, files_explained, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.io.stand_ins import origin_of
 from lowmem_load.replaced import Replacement, holding, replaced
@@ -123,6 +123,9 @@ class Call:
     def describe(self, context: Context, *, is_partitioned: bool) -> tuple[nn.Module, dict[str, Any]]:
         """Run it on symbolic tensors: return a model of expressions and the loading info. `run` may be called after."""
         refuse_foreign(self.name, self.kwargs)
+        subfolder = self.kwargs.get("subfolder") or ""
+        if self._from_config is None and self.kwargs.get("config") is None:
+            check_config(self.path, subfolder)
         kwargs = {name: value for name, value in self.kwargs.items() if name != "disable_mmap"}  # nothing is mapped
         keeps_names = self.kwargs.get("device_map") is not None
         replacements = [
@@ -140,6 +143,7 @@ class Call:
             _modules_counted(self.name),
             described_quantizers(is_partitioned=is_partitioned),
             replaced(*replacements),
+            files_explained(self.path, subfolder),
         ):
             try:
                 return self._run(kwargs)

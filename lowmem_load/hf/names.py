@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import huggingface_hub
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, spelled
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed, spelled
 from lowmem_load.formats.index import base_of_adapter, check_model_config
 from lowmem_load.hf.hub_files import adapter_config_file, config_file, has_file, hub_keywords
+from lowmem_load.io.stand_ins import origin_of
 
 MAX_QUOTED = 1000  # characters of another package's error in a message: transformers lists all model types
 
@@ -27,7 +31,7 @@ def check_name(name: str, subfolder: str) -> None:
         if os.path.isfile(name):
             raise CheckpointError(f"{name}: is a file; pass the folder that holds it and its config.json")
         if looks_local:
-            raise CheckpointError(f"{name}: no such folder")
+            raise CheckpointError(no_folder(name))
         return
     folder = os.path.join(name, subfolder)
     if not os.path.isdir(folder):
@@ -35,6 +39,55 @@ def check_name(name: str, subfolder: str) -> None:
     if not os.listdir(folder):
         raise CheckpointError(f"{folder}: the folder is empty")
 
+
+def no_folder(name: str) -> str:
+    """Return the text that a folder is not there; of a relative name also where it was looked for."""
+    return f"{name}: no such folder" + ("" if os.path.isabs(name) else f" in {os.getcwd()}")
+
+
+def check_config(name: str, subfolder: str) -> None:
+    """Refuse a local folder without a configuration: transformers takes the default one of the class."""
+    folder = os.path.join(name, subfolder)
+    if os.path.isdir(folder) and not {"config.json", "adapter_config.json"}.intersection(os.listdir(folder)):
+        raise CheckpointError(
+            f"{os.path.join(origin_of(name), subfolder)}: has no config.json, which says what model the weights are "
+            "of; copy it there, or pass config="
+        )
+
+
+@contextlib.contextmanager
+def files_explained(name: str, subfolder: str) -> Iterator[None]:
+    """Turn transformers' error that it finds no files into one that says what is there."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:  # of the system, which names the file
+            raise
+        raise CheckpointError(_what_is_there(name, subfolder, error)) from error
+
+
+def _what_is_there(name: str, subfolder: str, error: Exception) -> str:
+    if not os.path.isdir(name):
+        offline = "the Hub's cache does not have its files, and HF_HUB_OFFLINE is set"
+        reason = offline if huggingface_hub.constants.HF_HUB_OFFLINE else spelled(error, MAX_QUOTED)
+        return f"{no_folder(name)}; as a model on the Hub: {reason}"
+    folder, shown = os.path.join(name, subfolder), os.path.join(origin_of(name), subfolder)
+    files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    shards = [match for match in map(_SHARD.fullmatch, files) if match]
+    lacking = {f"{shard[1]}.{shard[2]}.index.json" for shard in shards}.difference(files)
+    if lacking:
+        return (
+            f"{shown}: holds {listed([shard[0] for shard in shards], 3)}, but no {' or '.join(lacking)}, "
+            "which says what tensor is in which file; copy it there, too, or save the model again"
+        )
+    text = spelled(error, MAX_QUOTED).replace(name, origin_of(name))
+    return f"{shown}: {text} It holds {listed(files)}"
+
+
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.(safetensors|bin)")
+
+_TRAINING_STATE = re.compile(r"(optimizer|scheduler|scaler)\b.*|rng_state.*\.pth|.*_(optim|model)_states\.pt")
+"""Files of a training run beside the weights."""
 
 _FOREIGN_FILES: Mapping[str, str] = {
     ".gguf": 'model_class.from_pretrained(folder, gguf_file="{file}").save_pretrained(new_folder)',
@@ -60,9 +113,15 @@ def check_weights(name: str, subfolder: str, use_safetensors: bool | None) -> No
     if safe or torch_files:
         there = "safetensors" if safe else "pytorch_model*.bin"
         raise CheckpointError(f"{folder}: use_safetensors={use_safetensors}, but it holds only {there}; drop it")
-    foreign = {file: end for file in files for end in _FOREIGN_FILES if file.endswith(end)}
+    states = [file for file in files if _TRAINING_STATE.fullmatch(file)]
+    foreign = {file: end for file in files for end in _FOREIGN_FILES if file.endswith(end) and file not in states}
     if not foreign:
-        raise CheckpointError(f"{folder}: no pytorch_model*.bin and no safetensors files; it holds no weights at all")
+        what = "it holds no weights at all"
+        if states:
+            what = f"it holds the state of a training run ({listed(states, 3)}); name the folder of the model"
+        if any(file.endswith("_model_states.pt") for file in states):
+            what += ", or make one by `lowmem-load consolidate`"
+        raise CheckpointError(f"{folder}: no pytorch_model*.bin and no safetensors files; {what}")
     file, end = next(iter(foreign.items()))
     raise CheckpointError(
         f"{folder}: no pytorch_model*.bin and no safetensors files to stream from; it holds "
@@ -86,6 +145,8 @@ def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
     if given is not None and not isinstance(given, str | os.PathLike):
         return given
     where, hub, file = name if given is None else os.fspath(given), hub_keywords(kwargs), None
+    if given is None:
+        check_name(name, kwargs.get("subfolder") or "")
     try:
         adapter = adapter_config_file(name, hub) if given is None else None
         if adapter is not None:
@@ -95,11 +156,14 @@ def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
         file = config_file(where, hub)
         if file is not None:
             check_model_config(file)
+        check_config(where, hub.get("subfolder") or "")
         # Without trust_remote_code transformers would ask at the keyboard, and wait.
         return AutoConfig.from_pretrained(where, **{"trust_remote_code": False, **hub})
     except CheckpointError:
         raise
     except Exception as error:  # transformers trusts the values, so a wrong one may raise anything
+        if file is None and not os.path.exists(where):
+            raise CheckpointError(_what_is_there(where, "", error)) from error
         raise CheckpointError(
             f"{file or where}: no usable model configuration: {spelled(error, MAX_QUOTED)}"
         ) from error

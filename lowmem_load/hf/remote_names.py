@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.hf.hub_files import hub_keywords
 from lowmem_load.hf.loader import is_loading
+from lowmem_load.hf.names import check_name, no_folder
 from lowmem_load.io.stand_ins import is_stand_in, is_url, origin_of
 from lowmem_load.replaced import Replacement, replaced
 
@@ -97,8 +98,7 @@ def located_checkpoint(name: str, *, subfolder: str = "", revision: str | None =
         return Located(origin_of(name), folder_of_url(name, subfolder=subfolder), None)
     if os.path.isdir(name):
         return Located(name, name, None)
-    if name.startswith((".", "~", os.sep)) or name.count("/") > 1:
-        raise CheckpointError(f"{name}: no such folder")
+    check_name(name, "")
     if not huggingface_hub.constants.HF_HUB_OFFLINE:
         return Located(name, *folder_of_model(name, subfolder=subfolder, revision=revision))
     try:
@@ -107,7 +107,7 @@ def located_checkpoint(name: str, *, subfolder: str = "", revision: str | None =
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{name}: no such folder, and not in the cache of the Hub; HF_HUB_OFFLINE is set, so the Hub was not asked"
+            f"{no_folder(name)}, and not in the cache of the Hub; HF_HUB_OFFLINE is set, so the Hub was not asked"
         ) from error
 
 

@@ -156,13 +156,24 @@ def _refuse(model: nn.Module, dtype: torch.dtype | None, kwargs: Mapping[str, An
         raise ConfigError(f"save_model: {', '.join(wrong)}: not among the keywords that are passed on; drop it")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"save_model: dtype: {dtype!r} would destroy the weights; name one of {DTYPES}, or none")
-    if not hasattr(model, "save_pretrained"):
-        raise UnsupportedError(f"{type(model).__name__} has no save_pretrained: it is no model of transformers or PEFT")
+    _refuse_unknown(model)
     if isinstance(model, transformers.PreTrainedModel) and getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedError(
             "a quantized model cannot be saved from its partitions; save the adapter that was trained on it, or "
             "dequantize it on load"
         )
+
+
+def _refuse_unknown(model: nn.Module) -> None:
+    save: Any = getattr(model, "save_pretrained", None)
+    taken = {} if save is None else inspect.signature(save).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    if save is not None and (takes_any or {"state_dict", "is_main_process"} <= taken.keys()):
+        return
+    what = "has no save_pretrained" if save is None else "has a save_pretrained of its own, which takes no state_dict"
+    inside = [name for name, module in model.named_modules() if isinstance(module, transformers.PreTrainedModel)]
+    todo = f"save the model inside of it, {inside[0]}" if inside else "write what model.state_dict() returns"
+    raise UnsupportedError(f"{type(model).__name__}: {what}: it is no model of transformers or PEFT; {todo}")
 
 
 def recorded(

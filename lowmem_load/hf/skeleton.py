@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.hub_files import HUB_KEYWORDS, hub_keywords
+from lowmem_load.io.shortage import naming_shortage
 from lowmem_load.replaced import Replacement, replaced
 
 Fill = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
@@ -61,6 +62,14 @@ def filled_by(fill: Fill) -> Iterator[None]:
         (PreTrainedModel, "_load_pretrained_model", load), (PreTrainedModel, "_finalize_model_loading", finalize)
     ):
         yield
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give a skeleton memory for its shards."""
+    with torch.no_grad():
+        shards = [getattr(parameter, "to_local", lambda one=parameter: one)() for parameter in model.parameters()]
+    with naming_shortage("shards of this rank", sum(shard.nbytes for shard in shards)):
+        model.to_empty(device=device)
 
 
 def ties_kept() -> list[Replacement]:

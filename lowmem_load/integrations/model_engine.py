@@ -118,7 +118,7 @@ class ModelEngine:
                 trainer_bf16=self.args.bf16,
                 trainer_fp16=self.args.fp16,
             )
-            step.digest = {"ds_config": settings.fingerprint}
+            step.digest = settings.compared
             self.processor = names.load_processor(name, kwargs)
             settings = settings.for_model(names.model_config(name, kwargs))
         self.precision = settings.precision

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from lowmem_load.io.shortage import naming_shortage
 from lowmem_load.planning.nest import Nest
 from lowmem_load.planning.reads import BLOCK_NUMEL
 
@@ -74,7 +75,8 @@ class Temporaries(threading.local):
             self._memory.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
         if self._memory[number].numel() < num_bytes:
             del self._memory[number]  # before the larger one is mapped
-            self._memory.insert(number, mapped(num_bytes))
+            with naming_shortage("staging buffer", num_bytes):
+                self._memory.insert(number, mapped(num_bytes))
         self._num_taken += 1
         return self._memory[number][:num_bytes].view(dtype)
 
@@ -129,6 +131,18 @@ def _num_references(pages: list[mmap.mmap]) -> list[int]:
 
 _UNUSED = _num_references([_pages(1)])[0]
 """References to memory that only a list holds. A tensor of torch.frombuffer is one more."""
+
+
+def untouched_bytes(memory: torch.Tensor) -> int:
+    """Return how many bytes of contiguous host memory have no pages yet, in whole pages; 0 where that does not show."""
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None)
+    first, end = -(-memory.data_ptr() // page), (memory.data_ptr() + memory.nbytes) // page
+    if first >= end or not hasattr(libc, "mincore"):
+        return 0
+    has_page = (ctypes.c_ubyte * (end - first))()
+    if libc.mincore(ctypes.c_void_p(first * page), ctypes.c_size_t((end - first) * page), has_page):
+        return 0
+    return page * int((torch.frombuffer(has_page, dtype=torch.uint8) & 1).logical_not().sum())
 
 
 def trim_heap() -> None:

@@ -22,6 +22,7 @@ import torch
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.io.elements import Take, Temporaries, compute_into, scatter_elements
 from lowmem_load.io.open_sources import OpenSources
+from lowmem_load.io.shortage import naming_shortage
 from lowmem_load.io.source import Opener
 from lowmem_load.io.stand_ins import open_file
 from lowmem_load.io.uploads import Put, Uploads, move_tasks
@@ -238,7 +239,8 @@ class Executor:
             return constants.tensors[number]
         inputs = []
         for fill, shape in zip(value.inputs, value.input_shapes, strict=True):
-            whole = torch.empty(fill.numel, dtype=fill.dtype, device="cpu")
+            with naming_shortage(f"input of {value.operation}", fill.numel * fill.dtype.itemsize):
+                whole = torch.empty(fill.numel, dtype=fill.dtype, device="cpu")
             self.fill(fill, whole, values, constants)
             inputs.append(whole.view(shape))
         self.tasks.finish()
@@ -269,7 +271,8 @@ class Executor:
         return partial(self._read_elements, step.tensor, first, memory, step.needed_bytes_each)
 
     def _staged_read(self, step: Read, first: int, nest: Nest, put: Put) -> None:
-        put(nest, step.numel, step.tensor.dtype, partial(self._read_elements, step.tensor, first))
+        with naming_shortage(f"tensor {step.tensor.name!r}", step.numel * step.tensor.dtype.itemsize):
+            put(nest, step.numel, step.tensor.dtype, partial(self._read_elements, step.tensor, first))
         self.on_bytes(step.needed_bytes_each)
 
     def _read_elements(self, tensor: Source, first: int, memory: torch.Tensor, needed_bytes: int = 0) -> None:

@@ -11,7 +11,9 @@ import errno
 import logging
 import os
 import stat
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
@@ -27,6 +29,9 @@ TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE})
 RETRY_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
 """Seconds before each further attempt: 3 s in all, as the other ranks wait meanwhile. Mounts that wait for their server
 by themselves (NFS with `hard`) show no error."""
+
+_retries: Counter[str] = Counter()  # of this process, by file and fault
+_retries_lock = threading.Lock()
 
 OPENING_BYTES = 128 << 10
 """Bytes of each of the first two calls of a large read from a disk.
@@ -119,6 +124,8 @@ class LocalFile:
                 delay_s = next(delays, None)
                 if error.errno not in TRANSIENT or delay_s is None:
                     raise
+                with _retries_lock:
+                    _retries[f"{self.path}: {error.strerror}"] += 1
                 logger.warning("%s: %s; trying again in %.2f s", self.path, error.strerror, delay_s)
             time.sleep(delay_s)
             with contextlib.suppress(OSError):  # the call itself then says what is wrong
@@ -154,6 +161,12 @@ def _open_regular(path: str) -> tuple[int, os.stat_result]:
 
 def _version(found: os.stat_result) -> str:
     return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
+
+
+def retries() -> Counter[str]:
+    """Return how often this process has repeated a call of a local file, by file and fault."""
+    with _retries_lock:
+        return _retries.copy()
 
 
 def read_bytes(source: ByteSource, offset: int, nbytes: int) -> bytes:

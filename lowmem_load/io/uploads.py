@@ -19,10 +19,12 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import ClassVar
 
 import torch
 
 from lowmem_load.io.elements import scatter_elements, source_elements
+from lowmem_load.io.shortage import naming_shortage
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.reads import ReadLimits
 
@@ -69,12 +71,21 @@ class Uploads:
     that if they are cast more than once).
     """
 
+    pinned_bytes: ClassVar[int] = 0  # that this process has pinned for it so far
+
+    @classmethod
+    def missing_bytes(cls, num_threads: int) -> int:
+        """Return the bytes that another one of so many threads will pin."""
+        return max(0, _num_slots(num_threads) * SLOT_BYTES - cls.pinned_bytes)
+
     def __init__(self, device: torch.device, num_threads: int) -> None:
         self._streams = [CopyStream(device) for _ in range(NUM_STREAMS)]
         self._next_stream = itertools.count()
         self._local = threading.local()
-        num_slots = 1 << (SLOTS_PER_THREAD * num_threads - 1).bit_length()  # torch pins a power of two anyway
-        ring = torch.empty(num_slots * SLOT_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        num_slots = _num_slots(num_threads)
+        with naming_shortage("pinned memory for copies to the device", num_slots * SLOT_BYTES):
+            ring = torch.empty(num_slots * SLOT_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        Uploads.pinned_bytes = max(Uploads.pinned_bytes, ring.nbytes)
         self._all_slots = [Slot(memory, device) for memory in ring.view(num_slots, SLOT_BYTES)]
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in self._all_slots:
@@ -132,6 +143,10 @@ class Uploads:
             copier = self._local.copier = self._streams[next(self._next_stream) % NUM_STREAMS]
             torch.accelerator.set_stream(copier.stream)  # a new thread starts on device 0
         return copier
+
+
+def _num_slots(num_threads: int) -> int:
+    return 1 << (SLOTS_PER_THREAD * num_threads - 1).bit_length()  # torch pins a power of two anyway
 
 
 def move_tasks(nest: Nest, values: torch.Tensor, put: Put) -> Iterator[Callable[[], None]]:

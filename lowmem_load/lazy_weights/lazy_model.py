@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.dtensor.mesh import scattered
+from lowmem_load.dtensor.mesh import made_real
 from lowmem_load.dtensor.shards import local_tensor
 from lowmem_load.errors import UnsupportedError, listed
 from lowmem_load.hf import loader
@@ -50,7 +50,7 @@ class LazyReader(Reader):
         super().__init__(executor, described.files)
         self.name, self.report, self.progress = described.name, report, progress
         self.leaves: dict[int, Expression] = {}
-        self.closing.enter_context(scattered(values_of))
+        self.closing.enter_context(made_real(values_of))
         self.closing.callback(_tell, report, on_load)
 
     def now(self, expression: Expression, reason: str) -> torch.Tensor:

@@ -26,9 +26,10 @@ from lowmem_load.partial.replicated import (
     follow,
     options_of,
 )
+from lowmem_load.saving.local_shards import Wrapper
 
 
-class PartialEngine(nn.Module):
+class PartialEngine(Wrapper):
     """Trains as a `DeepSpeedEngine` does: call it, `backward(loss)`, `step()`. Made by `initialize`.
 
     Other attributes (`train_batch_size()`, `global_steps`, `get_global_grad_norm()`, ...) are those of the ZeRO-3

@@ -1,19 +1,33 @@
-"""Checks before anything is read: which loads can be streamed, and whether what ranks write fits on their disks."""
+"""Checks before anything is read: which loads can be streamed, and whether what ranks hold and write fits."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lowmem_load.config.settings import Settings
+from lowmem_load.distributed.node_memory import free_heap_bytes, rooms
 from lowmem_load.distributed.nodes import machine
 from lowmem_load.distributed.verdict import spell_ranks
 from lowmem_load.ds import zero_init
-from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError, ModelBuildError, UnsupportedError, listed
+from lowmem_load.errors import (
+    CheckpointError,
+    ConfigError,
+    LowMemLoadError,
+    MemoryShortageError,
+    ModelBuildError,
+    UnsupportedError,
+    listed,
+)
 from lowmem_load.hf import loader
+from lowmem_load.io.executor import MIN_DEVICE_THREADS
+from lowmem_load.io.uploads import Uploads
 from lowmem_load.pipeline.describe import Described
+from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.quantities import size
 
 PLACED_BY_STOCK = ("device_map", "quantization_config", "gguf_file")
 """Keywords of loads that transformers itself does under stages 0 to 2."""
@@ -22,15 +36,11 @@ SHARDS = ("distributed_config", "tp_plan", "tp_size")
 """Keywords by which `from_pretrained` shards a model."""
 
 
-class DiskUse(NamedTuple):
-    """What one rank will write below a folder, in bytes, and what is free there to users other than root.
+class Use(NamedTuple):
+    """What one rank needs of a disk or of memory, and what is free there, bytes. Uses of equal `pool` add up."""
 
-    Ranks that share a file system have an equal `file_system`. A network file system counts once per machine, because
-    nothing shows for sure that two machines share it.
-    """
-
-    folder: str
-    file_system: str
+    place: str  # for messages
+    pool: str
     needed_bytes: int
     free_bytes: int
 
@@ -83,31 +93,73 @@ def check_around(init: Any, described: Described) -> None:
     zero_init.refuse_another(init, dtype=settings.dtype, device=device, world_size=settings.world_size)
 
 
-def disk_uses(needed: Mapping[str, int]) -> list[DiskUse]:
-    """Return what this rank will write, given in bytes by folder, with what is free there."""
+def disk_uses(needed: Mapping[str, int]) -> list[Use]:
+    """Return what this rank will write, given in bytes by folder, with what is free there to users other than root.
+
+    A network file system counts once per machine, because nothing shows for sure that two machines share it.
+    """
     return [
-        DiskUse(folder, f"{machine()} {os.stat(folder).st_dev}", nbytes, shutil.disk_usage(folder).free)
+        Use(folder, f"{machine()} {os.stat(folder).st_dev}", nbytes, shutil.disk_usage(folder).free)
         for folder, nbytes in needed.items()
     ]
 
 
-def check_room(name: str, uses: Sequence[Sequence[DiskUse]]) -> None:
+def memory_uses(rank: int, plan: LoadPlan, described: Described, num_threads: int) -> list[Use]:
+    """Return the host memory that a load will need on this rank at least, with what is free of all that bounds it."""
+    target = described.target
+    need = target.host_bytes(plan.targets)
+    companions = sum(part.nbytes for each in plan.targets for part in each.companions if part.fill is not None)
+    new_bytes = need.new + plan.costs.largest_temporary_bytes + companions - free_heap_bytes()
+    if target.device.type == "cpu":
+        buffers = [buffer for buffer in plan.buffers if buffer.fill is not None]  # others are in memory already
+        new_bytes += sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
+        new_bytes += plan.costs.staging_bytes
+    elif described.settings.offload_device == "none":
+        new_bytes += Uploads.missing_bytes(max(MIN_DEVICE_THREADS, num_threads))
+    return [
+        Use(room.place, room.pool, max(0, new_bytes + (0 if room.is_mapped else need.untouched)), room.free_bytes)
+        for room in rooms(rank)
+    ]
+
+
+def check_room(name: str, uses: Sequence[Sequence[Use]]) -> None:
     """Raise ConfigError, which names each file system that is too full, unless all that the ranks will write fits."""
-    sharing: dict[str, list[tuple[int, DiskUse]]] = {}
-    for rank, held in enumerate(uses):
-        for use in held:
-            sharing.setdefault(use.file_system, []).append((rank, use))
-    problems = []
-    for shared in sharing.values():
-        needed, free = sum(use.needed_bytes for _, use in shared), min(use.free_bytes for _, use in shared)
-        if needed > free:
-            writers = spell_ranks(sorted({rank for rank, _ in shared}))
-            problems.append(
-                f"{shared[0][1].folder}: rank(s) {writers} will write {needed} bytes to its file system, and {free} "
-                "are free there"
-            )
+    problems = [
+        f"{use.place}: rank(s) {writers} will write {use.needed_bytes} bytes to its file system, and {use.free_bytes} "
+        "are free there"
+        for writers, use in _too_large(uses)
+    ]
     if problems:
         raise ConfigError(
             f"{name}: offload_param.nvme_path: {'; '.join(problems)}. Free space, or name another folder; nothing has "
             "been read yet"
         )
+
+
+def check_memory(name: str, uses: Sequence[Sequence[Use]]) -> None:
+    """Raise MemoryShortageError, which names each node and limit that is too small, unless the load fits into memory.
+
+    `uses` has those of each rank.
+    """
+    problems = [
+        f"rank(s) {ranks} need {size(use.needed_bytes)}, and {size(use.free_bytes)} are free ({use.place})"
+        for ranks, use in _too_large(uses)
+    ]
+    if problems:
+        raise MemoryShortageError(
+            f"{name}: does not fit into host memory: {'; '.join(problems)}. Use more nodes or fewer ranks on each, "
+            "offload_param to nvme (smaller buffers, if it is there already), end other processes, or raise the limit; "
+            "nothing has been allocated or read yet"
+        )
+
+
+def _too_large(uses: Sequence[Sequence[Use]]) -> Iterator[tuple[str, Use]]:
+    """Yield the uses of all ranks that add up to more than is free, with the ranks as text."""
+    pools: dict[str, list[tuple[int, Use]]] = {}
+    for rank, of_rank in enumerate(uses):
+        for use in of_rank:
+            pools.setdefault(use.pool, []).append((rank, use))
+    for pool, shared in pools.items():
+        needed, free = sum(use.needed_bytes for _, use in shared), min(use.free_bytes for _, use in shared)
+        if needed > free:
+            yield spell_ranks(sorted({rank for rank, _ in shared})), Use(shared[0][1].place, pool, needed, free)

@@ -11,9 +11,11 @@ from torch import nn
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf import loader
 from lowmem_load.io.executor import Executor
+from lowmem_load.io.shortage import naming_shortage
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.load_plan import BufferPlan, TargetPlan
 from lowmem_load.planning.sharing import Shared
+from lowmem_load.quantities import share
 from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
 from lowmem_load.target import Target
 
@@ -42,9 +44,12 @@ def execute(
     last_use = {number: position for position, numbers in enumerate(uses) for number in numbers}
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     restores: list[Callable[[], None]] = []
+    made_bytes, all_bytes = 0, plan.partition_bytes + plan.replicated_bytes
     for position, part in enumerate(plan.targets):
         parameter = planned.parameters.pop(part.name)
-        made, memory = target.make(part, parameter, executor.finish)
+        with naming_shortage(f"parameter {part.name}, after {share(made_bytes, all_bytes)}", part.held_bytes):
+            made, memory = target.make(part, parameter, executor.finish)
+        made_bytes += part.held_bytes
         _check_dtypes(part, (made, *memory))
         for destination, tensor in zip(part.destinations, memory, strict=True):
             if destination.fill is not None:
@@ -121,7 +126,8 @@ def _fill_buffer(buffer: BufferPlan, planned: Planned, target: Target, executor:
     before = planned.buffers.pop(buffer.names[0])
     after = before
     if buffer.fill is not None:
-        flat = torch.empty(buffer.fill.numel, dtype=buffer.dtype, device=target.device)
+        with naming_shortage(f"buffer {buffer.names[0]}", buffer.fill.numel * buffer.dtype.itemsize):
+            flat = torch.empty(buffer.fill.numel, dtype=buffer.dtype, device=target.device)
         executor.fill(buffer.fill, flat, planned.plan.values, planned.constants)
         after = flat.view(buffer.shape)
     elif before.device.type == "cpu" and target.device.type != "cpu":

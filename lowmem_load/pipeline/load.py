@@ -23,25 +23,28 @@ from lowmem_load.distributed.node_cache import NodeCache
 from lowmem_load.ds import zero_init
 from lowmem_load.ds.zero3_target import TargetMaker
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, outside_level, spelled
-from lowmem_load.fingerprint import fingerprint
+from lowmem_load.fingerprint import MAX_VALUE, fingerprint
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import on_host
 from lowmem_load.hf.hub_files import commit_in
 from lowmem_load.hf.remote_names import located, named_as_asked
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
-from lowmem_load.io.remote_file import TRAFFIC, requests_in_flight
+from lowmem_load.io.remote_file import requests_in_flight
+from lowmem_load.io.shortage import naming_shortage
 from lowmem_load.io.source import Opener
 from lowmem_load.io.stand_ins import is_stand_in, is_url, open_file
 from lowmem_load.phases import progress_bar
 from lowmem_load.pipeline.checks import (
-    DiskUse,
+    Use,
     check_around,
     check_described,
+    check_memory,
     check_room,
     disk_uses,
     is_left_alone,
     may_work_in_stock,
+    memory_uses,
     refuse_device_map,
 )
 from lowmem_load.pipeline.describe import Described, describe, random_state_of
@@ -50,15 +53,12 @@ from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened, small_tensors
 from lowmem_load.pipeline.shared_reads import Place, ReadSharing, SharedReads, shares_reads
 from lowmem_load.quantities import share
-from lowmem_load.report import LoadReport, OnLoad, write_report
+from lowmem_load.report import Attempts, LoadReport, OnLoad, write_report
 
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 4
 """Reads in flight per rank. More compete for the same disk and page tables."""
-
-MAX_VALUE = 80
-"""Characters of a configuration's value that a message shows; ranks compare longer ones by digest."""
 
 SAMPLE_S = 5e-3
 """Between two samples of the memory in use, which take 10 to 60 us each."""
@@ -127,7 +127,7 @@ class Load:
     def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]] | None:
         """Run the steps of a load. Return the model and the loading info; None if transformers loads it."""
         report = LoadReport(call.name, self.ranks.rank, self.ranks.world_size)
-        requests = TRAFFIC.counts
+        attempts = Attempts()
         with contextlib.ExitStack() as stack:
             cache = stack.enter_context(NodeCache(self.ranks))
             is_ordinary, payloads = self._check_call(call, cache)
@@ -143,7 +143,7 @@ class Load:
             sharing = stack.enter_context(contextlib.closing(ReadSharing()))
             with self._streamable(is_remote=is_stand_in(call.path)):
                 described = self._describe(call, executor, cache, report)
-                planned, seen, offers = self._plan(described, around, sharing, report)
+                planned, seen, offers = self._plan(described, around, sharing, report, executor.num_threads)
             with self._streamable(is_remote=is_stand_in(call.path), made=True):
                 self._prepare(described, planned, report)
             self._check_files(described, executor, seen, report)
@@ -155,7 +155,8 @@ class Load:
                 return described.model, described.info
             together = sharing.meet(nodes, offers, planned, self.ranks.check)
             self._execute(planned, described, executor, together, report)
-            report.requests = TRAFFIC.counts.since(requests)
+            report.requests = attempts.requests
+            report.notes += attempts.notes
             report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
             if why_alone := sharing.why_alone if together is None else together.why_alone:
                 report.notes.append(f"no reads were shared with other ranks: {why_alone}")
@@ -236,7 +237,7 @@ class Load:
         return described
 
     def _plan(
-        self, described: Described, around: Any, sharing: ReadSharing, report: LoadReport
+        self, described: Described, around: Any, sharing: ReadSharing, report: LoadReport, num_threads: int
     ) -> tuple[Planned, list[Opened], list[Place | None]]:
         """Return the plan, and of each rank the files that it planned against and its offer to share reads."""
         # A step of its own. Otherwise a failure here would stop a rank that still describes, before it finds out by
@@ -254,15 +255,20 @@ class Load:
             step.digest = {"plan": planned.plan.fingerprint}
             if planned.shared:
                 sharing.make(cost)
-            step.payload = opened(described.files), sharing.offer
-        return planned, [(view, seed) for (view, seed), _ in step.payloads], [offers for _, offers in step.payloads]
+            uses = memory_uses(self.ranks.rank, planned.plan, described, num_threads)
+            step.payload = opened(described.files), sharing.offer, uses
+        views, offers, of_ranks = ([*each] for each in zip(*step.payloads, strict=True))
+        of_ranks = [uses] if self.ranks.is_fake else [[Use(*use) for use in of_rank] for of_rank in of_ranks]
+        check_memory(described.name, of_ranks)
+        return planned, [(view, seed) for view, seed in views], offers
 
     def _prepare(self, described: Described, planned: Planned, report: LoadReport) -> None:
         # A step of its own: DeepSpeed may make groups here, which all ranks must do or none.
         with self.ranks.step("preparing", name=described.name) as step, report.phase("plan"):
-            described.target.prepare(described.model)
+            with naming_shortage("preparing (swap buffers of offload_param)", described.settings.swap_bytes):
+                described.target.prepare(described.model)
             step.payload = disk_uses(described.target.files(planned.plan.targets))
-        check_room(described.name, [[DiskUse(*use) for use in uses] for uses in step.payloads])
+        check_room(described.name, [[Use(*use) for use in uses] for uses in step.payloads])
         if described.settings.stage == 3:  # not earlier: a load that is left to stock logs it by itself
             loader.log_zero_init(described.model)
         report.take_plan(planned.plan, described.settings.ds_config)

@@ -14,6 +14,7 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.hf.hub_files import cached_folder
+from lowmem_load.hf.names import check_name
 from lowmem_load.hf.remote_names import located
 from lowmem_load.io.checksums import SHA256, Checksum, checksums_of
 from lowmem_load.io.open_sources import OpenSources
@@ -100,6 +101,7 @@ def verify_checkpoint(
     place, _ = located(os.fspath(name), keywords, stream=stream)
     folder = os.path.join(place, subfolder)
     if not os.path.isdir(place):
+        check_name(place, subfolder)
         folder = cached_folder(place, subfolder, revision, cache_dir)
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder}: no such folder")

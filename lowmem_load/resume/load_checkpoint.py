@@ -16,12 +16,15 @@ from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.shortage import naming_shortage
 from lowmem_load.phases import progress_bar
+from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.planning.expression import cast
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Fill
 from lowmem_load.quantities import share
+from lowmem_load.report import Attempts, LoadReport
 from lowmem_load.resume.open_checkpoint import open_checkpoint
 from lowmem_load.resume.zero_checkpoint import FP32, Checkpoint, SavedParameter, differences_of, find_folder
 from lowmem_load.saving.save import ranks_of
@@ -110,6 +113,8 @@ def load_checkpoint(
         configuration. Each rank gets its own client state if as many ranks resume as saved under stage 3, else that of
         rank 0. (None, {}) if there is no file `latest`.
 
+    Reads that were tried again are counted in the `LoadReport` of the engine's model, if lowmem_load loaded it.
+
     Collective: all ranks. Only weights that DeepSpeed keeps in full between steps cross the network.
     Memory: the optimizer's moments, if it has not stepped yet; 16 MiB for each reading thread where values are cast.
 
@@ -135,7 +140,7 @@ def load_checkpoint(
 def _load_zero3(engine: Any, name: str, wanted: Wanted, progress: bool | None) -> tuple[str | None, dict[str, Any]]:
     from lowmem_load.ds.engine_states import Zero3State, mark_unusable, mark_usable
 
-    ranks = ranks_of(getattr(engine, "module", engine))
+    ranks, attempts = ranks_of(engine), Attempts()
     with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, cores(1))) as executor:
         with ranks.step("opening the checkpoint", name=name) as step:
             state = Zero3State(engine)
@@ -158,6 +163,9 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted, progress: bool | None) -
             _set_rest(engine, state, plan, wanted)
         state.finish()
         mark_usable(engine)
+    report = getattr(engine, REPORT_ATTRIBUTE, None)
+    if isinstance(report, LoadReport):  # of the model's load
+        report.notes += [f"load_checkpoint of {folder}: {note}" for note in attempts.notes]
     return folder, plan.client_state
 
 
@@ -302,7 +310,9 @@ def _fill(
     with progress_bar(plan.total_bytes, "Resuming", progress, ranks.rank) as update, reading:
         state.prepare()
         for number, parts in enumerate(plan.sub_groups):
-            with state.memory(number, plan.moments) as (master, moments):
+            nbytes = sum(part.held.numel for part in parts if part.key != FP32) * torch.float32.itemsize
+            shortage = naming_shortage(f"optimizer states of sub-group {number}", nbytes)
+            with shortage, state.memory(number, plan.moments) as (master, moments):
                 _fill_parts(parts, {FP32: master, **moments}, plan, executor)
         for part in plan.frozen:
             with state.frozen_memory(part.held) as memory:

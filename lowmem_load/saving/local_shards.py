@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.expression import Source
@@ -108,15 +109,39 @@ class LocalShard:
                 yield partition.detach()
 
 
+class Wrapper(nn.Module):
+    """Base class of the engines of lowmem_load: trains the model that `module` holds."""
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside engines and DDP, which hold it as their only child, `module`. FSDP2 shards it again."""
-    while [name for name, _ in model.named_children()] == ["module"] and not list(model.parameters(recurse=False)):
-        (model,) = model.children()
+    """Return the model inside engines, DDP and what torch.compile returns. FSDP2 shards it again.
+
+    They are known by their classes: a model may have a child of any name.
+
+    Raises:
+        UnsupportedError: FSDP1 wraps a part of it.
+    """
+    while (inner := _inside(model)) is not None:
+        model = inner
     if "torch.distributed.fsdp" in sys.modules:  # else nothing is sharded by it
         from lowmem_load.dtensor.mesh import reshard
 
         reshard(model)
     return model
+
+
+def _inside(model: nn.Module) -> nn.Module | None:
+    wrappers: tuple[type, ...] = (Wrapper, nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
+    if "deepspeed" in sys.modules:
+        from lowmem_load.ds.parameters import ENGINES
+
+        wrappers += ENGINES
+    if isinstance(model, wrappers):
+        return cast("nn.Module", model.module)
+    dynamo = sys.modules.get("torch._dynamo")  # torch.compile imports it
+    if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
+        return cast("nn.Module", model._orig_mod)  # noqa: SLF001  as accelerate does
+    return None
 
 
 def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalShard]:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from lowmem_load.distributed.group import RankGroup
+from lowmem_load.fingerprint import fingerprint
 from lowmem_load.saving.local_shards import group_of, local_shard_of, unwrapped
 
 LANES = 8
@@ -51,7 +52,7 @@ def model_digest(model: nn.Module) -> dict[str, str]:
     Memory: a few MiB, and a copy of a replicated parameter that is not contiguous.
 
     Args:
-        model: of transformers or any other, or an engine or DDP that holds one.
+        model: of transformers or any other, or an engine, DDP or what torch.compile returned that holds one.
 
     Returns:
         Hex, by the first name of each tensor. A digest covers all names of the tensor, its shape, dtype and values.
@@ -70,6 +71,7 @@ def model_digest(model: nn.Module) -> dict[str, str]:
         with RankGroup(group).step("adding up the digests") as step:
             sums = np.array([part.sums for part in together], "<u8")
             step.payload = base64.b64encode(sums.tobytes()).decode()
+            step.digest = {"tensors": fingerprint(part.names[0] for part in together)}
         pieces = [np.frombuffer(base64.b64decode(each), "<u8").reshape(-1, LANES) for each in step.payloads]
         for number, part in enumerate(together):
             part.sums = add(piece[number].tolist() for piece in pieces)

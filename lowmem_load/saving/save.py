@@ -66,7 +66,8 @@ def save_model(
     done. Until then, and after any failure, the former folder stays. Files that a save does not write stay too.
 
     Args:
-        model: of transformers or PEFT (whose adapters are written), or an engine of DeepSpeed's or DDP that holds one.
+        model: of transformers or PEFT (whose adapters are written), or an engine, DDP or what torch.compile returned
+            that holds one. These are known by their classes.
         folder: on a file system that all ranks share; nodes may have it under different paths. Made if it is not there.
         max_shard_size: bytes, or text such as "5GB", as for `save_pretrained`.
         dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: that of the model. With

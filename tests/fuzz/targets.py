@@ -337,7 +337,7 @@ def ds_config(data: bytes) -> None:
             settings = read_settings(path, world_size=4, is_active=is_active).for_model(_MODEL_CONFIG)
         except ConfigError:
             continue
-        for value in (settings.dtype, settings.offload_device, settings.secondary_size, settings.fingerprint):
+        for value in (settings.dtype, settings.offload_device, settings.secondary_size, str(settings.compared)):
             hash(value)
         if settings.stage == 3:
             target = Zero3(settings, 1, torch.device("cpu"))

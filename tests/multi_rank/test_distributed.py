@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import select
+import sys
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from lowmem_load import load_model
+from lowmem_load.distributed import absence, store_channel
 from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.store_channel import StoreChannel
 from lowmem_load.errors import CheckpointError, ConfigError, RankError
 from tests.ranks import run_ranks
 from tests.steps import payloads
@@ -227,6 +233,105 @@ def _steps() -> None:
 
 def test_all_ranks_go_on_or_raise() -> None:
     run_ranks(_steps, world_size=3)
+
+
+def _late() -> list[str]:
+    """Rank function: rank 1 makes the process group late, and loads late."""
+    is_late = os.environ["RANK"] == "1"
+    with pytest.MonkeyPatch.context() as patch, io.StringIO() as said:
+        patch.setattr(absence, "NOTICE_S", 1.0)
+        patch.setattr(store_channel, "NOTICE_S", 1.0)
+        patch.setattr(sys, "stderr", said)
+        for _ in range(2):
+            time.sleep(2.5 * is_late)
+            _step()
+        return [line for line in said.getvalue().splitlines() if line.startswith("lowmem_load: ")]
+
+
+def test_a_rank_that_waits_says_for_whom() -> None:
+    lines, of_late = run_ranks(_late)
+    assert of_late == []
+    before, after = "rank 0 has waited 1 s to make the process group for rank(s) 1 (", " s at 'reading' for rank(s) 1 ("
+    assert before in lines[0]
+    assert after in lines[-1]
+    assert "was last seen between loads (pid " in lines[-1]
+
+
+def _nested_groups() -> None:
+    """Rank function: some ranks do a step of their own inside a step of all, and it fails."""
+    import torch.distributed as dist
+
+    world = DistributedInterface()
+    mine = world.rank
+    groups = [dist.new_group(ranks) for ranks in ([1, 2], [2])]  # all ranks make them
+
+    def expect(kind: type[BaseException], text: str, work: Callable[[], None]) -> None:
+        start_s = time.monotonic()
+        with pytest.raises(kind, match=text) as caught:
+            work()
+        assert type(caught.value) is kind
+        assert time.monotonic() - start_s < 10, "the timeout of the process group is 30 minutes"
+        assert payloads(world, mine) == [0, 1, 2], "all are in line again"
+
+    def inner_step(group: Any, error: BaseException) -> None:
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            with world.subgroup(group).step("inner"):
+                if mine == 2:
+                    raise error
+
+    def outer_step(group: Any, error: BaseException) -> None:
+        with world.step("outer"):
+            inner_step(group, error)
+
+    expect(
+        RankError,
+        r"(?s)outer failed on 2 rank.*rank 1: RankError: inner failed.*ValueError: of rank 2",
+        lambda: outer_step(groups[0], ValueError("of rank 2")),
+    )
+    expect(
+        RankError,
+        r"outer failed on 1 rank\(s\).*\nrank 2: ValueError: alone",
+        lambda: outer_step(groups[1], ValueError("alone")),
+    )
+    interrupted = KeyboardInterrupt if mine == 2 else RankError
+    expect(interrupted, "KeyboardInterrupt" * (mine != 2), lambda: outer_step(groups[0], KeyboardInterrupt()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        ordinary, waits = StoreChannel.agree, []
+        patch.setattr(
+            StoreChannel, "agree", lambda self, *args: waits.append(self.limits.is_prompt) or ordinary(self, *args)
+        )
+        with world.step("outer"):
+            if mine > 0:
+                with world.subgroup(groups[0]).step("inner", is_prompt=True):
+                    pass
+        assert waits == ([True, False] if mine > 0 else [False]), "each step waits as long as its own limits say"
+
+    def session() -> None:
+        with world.session("the load"):
+            inner_step(groups[0], ValueError("in a session"))
+            with world.step("after"):
+                pass
+
+    expect(RankError, "in a session", session)
+
+
+def test_a_step_of_some_ranks_that_fails_inside_a_step_of_all_fails_on_all() -> None:
+    run_ranks(_nested_groups, world_size=3)
+
+
+def _long_payloads() -> None:
+    """Rank function: payloads longer than the store takes at once, of another number of parts on each rank."""
+    from lowmem_load.distributed.group import PAYLOAD_PART
+
+    ranks = DistributedInterface()
+    long = [None, '"' * (PAYLOAD_PART + 9), ["x" * PAYLOAD_PART, "\\" * PAYLOAD_PART, "y"]]
+    assert payloads(ranks, long[ranks.rank]) == long
+    assert payloads(ranks, ranks.rank) == [0, 1, 2], "all are at the same step again"
+
+
+def test_payloads_of_any_length_come_to_all() -> None:
+    run_ranks(_long_payloads, world_size=3, timeout_s=120)
 
 
 def _pickled() -> None:

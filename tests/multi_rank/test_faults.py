@@ -45,7 +45,14 @@ def fail_on_the_last_rank(path: str) -> None:
         with streaming(ds_config):
             AutoModelForCausalLM.from_pretrained(path, **kwargs)
 
+    other = {**BF16, "zero_optimization": {"stage": 3, "sub_group_size": 7}, "steps_per_print": 3}
     faults: dict[str, tuple[Callable[[], Any], type[BaseException], str]] = {
+        "ds_config": (
+            lambda: load_model(path, other if last else BF16),
+            RankError,
+            r"holds ds_config steps_per_print 3, where rank\(s\) 0\S* hold none; "
+            r"holds ds_config zero_optimization.sub_group_size 7, where rank\(s\) 0\S* hold none$",
+        ),
         "name": (lambda: load_model(None if last else path, BF16), RankError, "name: expected a local folder"),
         "device_map": (lambda: streamed(BF16, **({"device_map": "cpu"} if last else {})), RankError, "device_map"),
         "device_map, stage 2": (

@@ -140,6 +140,34 @@ def test_the_digest_is_that_of_an_ordinary_load(checkpoints: Path, tmp_path: Pat
         assert found["nvme"] == found["large"]
 
 
+def digest_many() -> None:
+    """Rank function: more tensors than one message to the store can have the sums of."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    from lowmem_load import DistributedInterface, model_digest
+    from lowmem_load.saving import model_digest as module
+
+    class Part(module._Part):  # summing up so many tensors takes minutes
+        def take(self, _: module.Keys) -> None:
+            self.sums = (int(self.names[0]) + (1 << 63),) * module.LANES
+
+    sharded = distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (DistributedInterface().world_size,)))
+    module._Part = Part
+    module._distinct = lambda _: (([str(number)], sharded) for number in range(120_000))
+    found = model_digest(nn.Module())
+    assert len(set(found.values())) == len(found) == 120_000
+    for number in (0, 49_151, 49_152, 119_999):
+        part = Part([str(number)], sharded)
+        part.sums = (2 * number,) * module.LANES  # modulo 2**64
+        assert found[str(number)] == part.hexdigest()
+
+
+def test_models_of_any_number_of_tensors_are_digested() -> None:
+    run_ranks(digest_many, timeout_s=180)
+
+
 def refuse_digest(path: str) -> str:
     """Rank function: one rank's partition cannot be read."""
     from lowmem_load import load_model, model_digest

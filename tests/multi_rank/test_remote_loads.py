@@ -544,6 +544,7 @@ def load_in_spite_of(place: Place, case: Case) -> list[dict[str, int]]:
             found.update(place.stats()["faults"])
             place.set(**dict.fromkeys(CHANCES, 0))
             assert (" of them again after " in str(report)) is (report.requests.num_retries > 0)
+            assert any(note.startswith("made again: ") for note in report.notes) is (report.requests.num_retries > 0)
         failed.append(dict(found))
     return failed
 

@@ -6,6 +6,7 @@ on elsewhere are those of `python -m benchmarks.resume matrix`.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import shutil
@@ -399,9 +400,22 @@ def ways(names: Sequence[str], swap: str | None) -> list[tuple[str, dict[str, An
     return found
 
 
+def fail_once(patch: pytest.MonkeyPatch) -> None:
+    """Has the next read fail."""
+    ordinary, failing = os.preadv, [True]
+
+    def preadv(*args: Any) -> int:
+        if failing:
+            failing.clear()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return ordinary(*args)
+
+    patch.setattr(os, "preadv", preadv)
+
+
 def refuse(path: str, folder: str) -> None:
     """What does not go together is an error on all ranks, and leaves the engine as it was."""
-    from lowmem_load import load_checkpoint
+    from lowmem_load import load_checkpoint, load_report
 
     engine = make_engine(path, BF16, config(BF16))
     engine.save_checkpoint(f"{folder}/first")
@@ -438,8 +452,13 @@ def refuse(path: str, folder: str) -> None:
             load_checkpoint(engine, f"{folder}/bf16")
     with pytest.raises(ConfigError, match="halfway"):
         engine(input_ids=torch.zeros((1, 4), dtype=torch.int64))
-    load_checkpoint(engine, f"{folder}/bf16", load_module_only=True)
+    with pytest.MonkeyPatch.context() as patch:
+        fail_once(patch)
+        load_checkpoint(engine, f"{folder}/bf16", load_module_only=True)
     assert engine.global_steps == 1
+    (note,) = load_report(engine).notes[-1:]
+    assert note.startswith(f"load_checkpoint of {folder}/bf16/global_step3: tried again after "), note
+    assert ".pt: Input/output error (1x)" in note
     resume_by_two_paths(engine, folder)
     train(engine, 3, 4)
     stop_early(path, folder)

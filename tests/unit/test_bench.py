@@ -59,7 +59,10 @@ def test_seconds_are_the_median_run_of_the_slowest_rank(tmp_path: Path, ran: lis
 
 
 def test_methods_that_need_too_much_memory_are_skipped(
-    tmp_path: Path, ran: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    ran: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tiny_llama(tmp_path)
     nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -67,6 +70,10 @@ def test_methods_that_need_too_much_memory_are_skipped(
     rows = compared(folder)
     assert rows[STOCK].skipped.startswith("would take") and not rows[FLOOR].skipped
     assert [spec["method"] for spec in ran] == [STREAMED, FLOOR]
+    assert app(["bench", str(folder)], standalone_mode=False) == 1
+    assert "The weights were not compared: skipped stock." in capsys.readouterr().out
+    assert app(["bench", str(folder), "--json"], standalone_mode=False) == 1
+    assert json.loads(capsys.readouterr().out)["equal_weights"] is None
 
 
 def test_the_floor_reads_all_bytes_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +104,10 @@ def test_the_command_shows_what_it_measured(
 ) -> None:
     app(["bench", str(tiny_llama(tmp_path))], standalone_mode=False)
     told = capsys.readouterr()
-    assert "All runs ended with the same weights." in told.out and "lowmem_load, 2 ranks, run 1 of 1" in told.err
+    assert (
+        "All runs of stock and lowmem_load ended with the same weights." in told.out
+        and "lowmem_load, 2 ranks, run 1 of 1" in told.err
+    )
     assert len(ran) == 3
     app(["bench", str(tiny_llama(tmp_path)), "--json"], standalone_mode=False)
     found = json.loads(capsys.readouterr().out)

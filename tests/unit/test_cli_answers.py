@@ -84,7 +84,8 @@ def test_plan_of_a_mesh_states_the_figures_of_a_ranks_plan(answer: Answer, llama
     assert {name: found["costs"][name] for name in names} == {name: getattr(plan.costs, name) for name in names}
     needs = [need["needed_bytes"] for need in found["needs"] if "reads" not in need["what"]]
     assert needs[0] == plan.partition_bytes and needs[0] < min(needs[1:])
-    assert found["about"]["job"] == "8 ranks: fsdp_size 4, tp_size 2"
+    assert found["about"]["job"] == "8 ranks on one node: fsdp_size 4, tp_size 2"
+    assert found["about"]["planned for"] == "full training under FSDP2, on GPUs"
     code, found = answer("plan", llama, "--fsdp", 4, "--device-memory", "1kB", "--json")
     assert (code, found["fits"]) == (1, False)
 
@@ -132,10 +133,25 @@ def test_plan_ends_with_a_verdict(
     assert read_by_stock in row
 
 
+def test_plan_says_first_what_it_plans_for(answer: Answer, llama: Path, ds_config: Path) -> None:
+    asked = ("plan", llama, "--ds-config", ds_config, "--world-size", 12)
+    code, text = answer(*asked)
+    assert code == 0 and "No verdict: give --host-memory." in text, "DS_ACCELERATOR is cpu"
+    head = text.splitlines()[1:5]
+    assert "full training under ZeRO-3, on CPUs: all memory is host memory" in head[0] and "DS_ACCELERATOR" in head[0]
+    assert "12 ranks, 8 on one node and 4 on another" in head[3]
+    text = answer(*asked, "--accelerator", "cuda", "--device-memory", "80GiB")[1]
+    assert "full training under ZeRO-3, on GPUs" in text.splitlines()[1]
+    assert "Fits what is known (--host-memory is not given); the smallest" in text
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--host-memory", "lots"], "--host-memory: expected a size"),
+        (["--accelerator", "cuda", "--device-memory", "80"], "--device-memory: .* such as 80GiB, .*, got '80'"),
+        (["--read-rate", "5"], "--read-rate: expected a size with its unit"),
+        (["--revision", "main"], "--revision main: .* is a local folder, which has no revisions"),
         (["--read-rate", "9" * 400 + "TB"], "--read-rate: expected a size"),
         (["--accelerator", "cpuu"], "accelerator 'cpuu' .*: this torch knows no such device"),
     ],
@@ -151,6 +167,10 @@ def test_plan_refuses(options: list[str], message: str, answer: Answer, llama: P
         (["--fsdp", 2, "--ds-config", "ds.json"], "for ZeRO-3, or --fsdp"),
         (["--fsdp", 2, "--tp", 2, "--world-size", 2], "--world-size 2: the mesh has 4 ranks"),
         *((["--ds-config", "ds.json", "--world-size", 2, name, 2], "go with --fsdp") for name in OF_MESHES),
+        (["--fsdp", 2, "--host-memory", "1TiB"], "--host-memory: what FSDP2 needs of it is not estimated"),
+        (["--fsdp", 2, "--accelerator", "cpu"], "--accelerator: FSDP2 is planned for GPUs"),
+        # DS_ACCELERATOR is cpu here, as docs/start.md has it.
+        (["--ds-config", "ds.json", "--world-size", 2, "--device-memory", "80GiB"], "on CPUs all memory is host"),
     ],
 )
 def test_plan_refuses_options_of_the_other_sharding(

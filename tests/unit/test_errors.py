@@ -36,7 +36,7 @@ def classes() -> dict[str, type[BaseException]]:
 
 def test_every_error_is_drawn() -> None:
     assert drawn().keys() == classes().keys()
-    assert len(drawn()) == 10
+    assert len(drawn()) == 11
 
 
 @pytest.mark.parametrize("name", sorted(classes()))

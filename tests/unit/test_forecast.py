@@ -142,6 +142,18 @@ def test_fewer_ranks_on_the_last_node_mean_more_memory_on_each() -> None:
         assert partly[1] - full[1] == int(host * 8 / 12) - int(host / 2)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "words"),
+    [
+        *((1, "1 rank on one node"), (3, "3 ranks on one node"), (8, "8 ranks on one node")),
+        *((12, "12 ranks, 8 on one node and 4 on another"), (16, "16 ranks, 8 on each of 2 nodes")),
+        (17, "17 ranks, 8 on each of 2 nodes and 1 on another"),
+    ],
+)
+def test_a_job_says_how_many_ranks_each_node_has(world_size: int, words: str) -> None:
+    assert Job(world_size, 8).in_words == words
+
+
 def test_a_layer_in_fp32_and_a_second_copy_of_parameters_count() -> None:
     assert training(MODEL, 16, 8, hpz_ranks=8)[0] - training(MODEL, 16, 8)[0] == 2 * 8 * B // 8
     in_fp32 = training(replace(MODEL, item_bytes=4, persistent_elements=0), 16, 8)

@@ -192,3 +192,20 @@ def test_computing_counts_as_progress_and_sleeping_does_not() -> None:
     while time.thread_time() < until:
         pass
     assert progress().amount >= slept + 2
+
+
+def test_of_a_rank_that_is_not_in_the_step_it_is_known_what_it_does() -> None:
+    assert Peer().absence("world", 4) == "has not called lowmem_load"
+    assert seen((0.0, HERE)).absence("world", 4) == ""
+    assert seen((0.0, changed(HERE, entry=ENTRY))).absence("world", 4) == ""
+    pid = os.getpid()
+    assert (
+        seen((0.0, changed(HERE, title=""))).absence("world", 4) == f"was last seen between loads (pid {pid} on node1)"
+    )
+    assert seen((0.0, HERE)).absence("other", 4).startswith("was last seen while model: reading, 3.0 of")
+
+
+def test_a_rank_of_another_machine_that_ended_while_it_waited_in_another_group_is_named_at_once() -> None:
+    waiting = seen((0.0, changed(ELSEWHERE, entry=ENTRY, group="other")))
+    assert why(waiting, 11.0, waited_s=11.0) == ""
+    assert "no heartbeat for more than 11 s" in why(waiting, 11.5, waited_s=11.5)

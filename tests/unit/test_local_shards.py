@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
-import deepspeed  # noqa: F401  what it has done to a parameter is looked for once it is imported
+import deepspeed
 import pytest
 import torch
+import transformers
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
-from lowmem_load import DistributedInterface
+from lowmem_load import DistributedInterface, iter_weights, model_digest, save_model
 from lowmem_load.errors import UnsupportedError
+from lowmem_load.partial.partial_engine import PartialEngine
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.saving.local_shards import local_shards
+from lowmem_load.saving.local_shards import local_shards, unwrapped
 
 
 @pytest.fixture
@@ -66,3 +72,71 @@ def test_a_tensor_without_values_is_refused() -> None:
     model.register_buffer("sparse", torch.eye(2).to_sparse())
     with pytest.raises(UnsupportedError, match=r"^sparse: is of layout"):
         local_shards(model, 0, masters=False)
+
+
+def tiny_bert() -> transformers.BertModel:
+    sizes = dict(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    return transformers.BertModel(transformers.BertConfig(**sizes, max_position_embeddings=8))
+
+
+class OwnerConfig(transformers.PretrainedConfig):
+    """Of `Owner`."""
+
+    model_type = "owner"
+
+
+class Owner(transformers.PreTrainedModel):
+    """A model whose only child is called `module`."""
+
+    config_class = OwnerConfig
+
+    def __init__(self, config: OwnerConfig) -> None:
+        super().__init__(config)
+        self.module = tiny_bert()
+        self.post_init()
+
+
+def test_a_model_with_a_child_named_module_is_saved_whole(lone_process: None, tmp_path: Path) -> None:
+    model = Owner(OwnerConfig())
+    model.save_pretrained(tmp_path / "stock")
+    save_model(model, tmp_path / "ours")
+    names = sorted(path.name for path in (tmp_path / "stock").iterdir())
+    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes(), name
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "owner"
+    sent = {name for bucket in iter_weights(model) for name, _ in bucket}
+    assert sent == set(model_digest(model)) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, in torch.compile
+def test_wrappers_are_known_by_class(lone_process: None) -> None:
+    model = nn.Linear(3, 2)
+    averaged = AveragedModel(model)
+    assert unwrapped(averaged) is averaged.module
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for wrapper in (parallel, nn.DataParallel(model), torch.compile(model), torch.compile(parallel)):
+        assert unwrapped(wrapper) is model
+    for engine in (deepspeed.DeepSpeedEngine, deepspeed.InferenceEngine, PartialEngine):
+        wrapper = engine.__new__(engine)
+        nn.Module.__init__(wrapper)
+        wrapper.module = parallel
+        assert unwrapped(wrapper) is model
+    assert isinstance(unwrapped(nn.Sequential(model)), nn.Sequential)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, in torch.compile
+def test_a_compiled_model_is_saved_under_its_own_names(lone_process: None, tmp_path: Path) -> None:
+    model = tiny_bert()
+    save_model(model, tmp_path / "plain")
+    save_model(torch.compile(model), tmp_path / "compiled")
+    assert model_digest(torch.compile(model)) == model_digest(model)
+    file = "model.safetensors"
+    assert (tmp_path / "compiled" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP:UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_fsdp1_is_refused(lone_process: None) -> None:
+    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 2), device_id=torch.device("cpu")))
+    with pytest.raises(UnsupportedError, match=r"^0: is wrapped by FSDP1 .*use FSDP2"):
+        model_digest(model)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lowmem_load import plan
+from lowmem_load import DistributedInterface, plan, streaming, verify_checkpoint
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.hf import loader
 from lowmem_load.hf.names import (
@@ -25,6 +28,7 @@ from lowmem_load.hf.names import (
     model_config,
     refuse_foreign,
 )
+from lowmem_load.hf.remote_names import located_checkpoint
 from lowmem_load.hf.sharding import refuse_parted
 from tests import builders
 
@@ -104,6 +108,8 @@ def test_a_plan_that_parts_gates_from_what_they_gate_is_refused(tp_size: int, st
         (["model.ckpt.index"], None, "from_tf=True"),
         (["flax_model.msgpack"], None, "from_flax=True"),
         (["consolidated.00.pth"], None, "the script that came with the model"),
+        (["optimizer.pt", "scheduler.pt", "rng_state_0.pth"], None, "state of a training run .*name the folder of the"),
+        (["mp_rank_00_model_states.pt"], None, "state of a training run .*`lowmem-load consolidate`"),
     ],
 )
 def test_folders_without_weights_to_stream_are_refused(
@@ -116,6 +122,56 @@ def test_folders_without_weights_to_stream_are_refused(
         return
     with pytest.raises(CheckpointError, match=text):
         check_weights(str(tmp_path), "", use_safetensors)
+
+
+FILES_OF_SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        (FILES_OF_SHARDS, "holds model-00001-of-00002.safetensors, .*but no model.safetensors.index.json, which says"),
+        (("pytorch_model-00001-of-00002.bin",), "but no pytorch_model.bin.index.json"),
+        (("model.fp16-00001-of-00002.safetensors",), "but no model.fp16.safetensors.index.json"),
+        (("weights.safetensors",), "no file named model.safetensors.* It holds config.json, weights.safetensors"),
+        (("model.safetensors",), None),
+    ],
+)
+def test_files_that_transformers_does_not_look_for_are_named(
+    files: Sequence[str], text: str | None, checkpoints: Path, tmp_path: Path
+) -> None:
+    source = Path(builders.tiny_llama(checkpoints))
+    shutil.copy(source / "config.json", tmp_path)
+    for file in files:
+        shutil.copy(source / "model.safetensors", tmp_path / file)
+    asked = functools.partial(plan, tmp_path, {"zero_optimization": {"stage": 3}}, rank=0, world_size=2)
+    if text is None:
+        assert asked().files
+        return
+    with pytest.raises(CheckpointError, match=text) as raised:
+        asked()
+    assert str(raised.value).startswith(str(tmp_path))
+
+
+def test_weights_without_a_configuration_are_refused(checkpoints: Path, tmp_path: Path) -> None:
+    shutil.copy(Path(builders.tiny_llama(checkpoints)) / "model.safetensors", tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no config.json, which says what model the weights are of"):
+        model_config(str(tmp_path), {})
+    # transformers would build the default model of the class: of 7 B parameters.
+    with streaming({"zero_optimization": {"stage": 3}}), pytest.raises(CheckpointError, match=r"has no config\.json"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+    DistributedInterface().destroy()
+
+
+def test_a_relative_name_is_looked_for_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("checkpoint-500", "out/checkpoint-500", "./out", "out/x/y"):
+        for find in (lambda name: model_config(name, {}), located_checkpoint, verify_checkpoint):
+            with pytest.raises(CheckpointError, match=f"^{re.escape(name)}: no such folder in {tmp_path}") as raised:
+                find(name)
+            assert "huggingface.co" not in str(raised.value)
 
 
 # -- configurations of models ----------------------------------------------------------------------------------------
@@ -233,7 +289,8 @@ def test_a_configuration_in_the_cache_is_checked_before_transformers_reads_it(ca
 
 
 def test_a_configuration_that_is_in_no_cache_is_named(cached: Path) -> None:
-    with pytest.raises(CheckpointError, match="someone/other: no usable model configuration: OSError"):
+    expected = f"someone/other: no such folder in {Path.cwd()}; as a model on the Hub: the Hub's cache does not have"
+    with pytest.raises(CheckpointError, match=re.escape(expected)):
         model_config("someone/other", {"cache_dir": str(cached)})
 
 

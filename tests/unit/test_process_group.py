@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+from lowmem_load import load_into
 from lowmem_load.distributed import environment, process_group
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import CheckpointError, ConfigError, RankError
@@ -32,6 +33,11 @@ def _without_launcher(fn: Callable[[], Any]) -> Any:
     for name in LAUNCHER:
         os.environ.pop(name, None)
     return fn()
+
+
+def test_without_a_group_the_error_says_how_to_make_one() -> None:
+    with pytest.raises(ConfigError, match=r"^there is no process group: .*init_process_group .* on every rank before"):
+        load_into(torch.nn.Linear(1, 1), "model")
 
 
 def launcher_env() -> dict[str, str]:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging as hf_logging
 
-from lowmem_load import DistributedInterface, save_model
+from lowmem_load import DistributedInterface, UnsupportedError, save_model
 from tests import builders
 
 
@@ -41,6 +42,27 @@ def test_what_transformers_logs_of_a_save_names_the_folder_that_the_user_gave(
     assert f"Configuration saved in {tmp_path / 'saved' / 'config.json'}" in configuration.out
     assert "lowmem_load-" not in weights.out + configuration.out
     assert all(not logger.filters for logger in loggers)
+
+
+class SavesItself(nn.Linear):
+    def save_pretrained(self, folder: str) -> None:
+        raise AssertionError("is not to be called")
+
+
+def test_what_transformers_does_not_know_is_refused(checkpoints: Path, tmp_path: Path) -> None:
+    owner = nn.Module()
+    owner.projection, owner.llm = (
+        nn.Linear(2, 2),
+        AutoModelForCausalLM.from_pretrained(builders.tiny_llama(checkpoints)),
+    )
+    refused = {
+        "Linear: has no save_pretrained: .* write what model.state_dict": nn.Linear(2, 2),
+        "SavesItself: has a save_pretrained of its own, which takes no state_dict: ": SavesItself(2, 2),
+        "Module: has no save_pretrained: .*; save the model inside of it, llm$": owner,
+    }
+    for text, model in refused.items():
+        with pytest.raises(UnsupportedError, match=text):
+            save_model(model, tmp_path / "saved")
 
 
 def test_the_class_is_that_of_before_it_was_sharded(checkpoints: Path, tmp_path: Path) -> None:

@@ -93,10 +93,10 @@ def test_ranks_of_a_secondary_partition(size: int, world_size: int, expected: in
     assert settings.secondary_size == expected
 
 
-def test_ranks_that_were_given_the_same_have_one_fingerprint() -> None:
+def test_ranks_compare_what_they_were_given_by_key() -> None:
     same = read(zero_optimization={"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/on/node1"}})
     other = read(zero_optimization={"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/on/node2"}})
-    assert same.fingerprint == other.fingerprint
+    assert same.compared == other.compared
     different = [
         same,
         read(zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}}),
@@ -105,7 +105,17 @@ def test_ranks_that_were_given_the_same_have_one_fingerprint() -> None:
         read(partition="model"),
         read(train_batch_size=4),
     ]
-    assert len({settings.fingerprint for settings in different}) == len(different)
+    assert len({str(settings.compared) for settings in different}) == len(different)
+    assert same.compared == {
+        "ds_config bf16.enabled": '"auto"',
+        "ds_config zero_optimization.stage": "3",
+        "ds_config zero_optimization.offload_param.device": '"nvme"',
+        "ds_config zero_optimization.offload_param.nvme_path": '""',
+        "precision": "bfloat16",
+        "partition": "of the whole model",
+    }
+    assert read(flops_profiler={}).compared["ds_config flops_profiler"] == "{}"
+    assert len(read(tags=["x"] * 99).compared["ds_config tags"]) == 16
 
 
 @pytest.mark.parametrize("bf16", [None, "auto", False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetModel
 
-from lowmem_load import DistributedInterface, load_model, load_report, phases, plan
-from lowmem_load.errors import CheckpointError
-from lowmem_load.io import open_sources
+from lowmem_load import DistributedInterface, load_into, load_model, load_report, phases, plan
+from lowmem_load.distributed.node_memory import Room
+from lowmem_load.errors import CheckpointError, MemoryShortageError
+from lowmem_load.io import open_sources, source
+from lowmem_load.pipeline import checks
 from lowmem_load.pipeline import load as stages
 
 BF16 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
@@ -135,6 +138,67 @@ def test_a_file_overwritten_in_place_is_refused(path: Path, monkeypatch: pytest.
     with pytest.raises(CheckpointError, match=f"{last.name}: was replaced or written to after its header was read"):
         load_model(path, FP32)
     assert open_below(path) == []
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the next read of a shard file fail."""
+    ordinary, failing = os.preadv, [1]
+
+    def preadv(descriptor: int, *args: Any) -> int:
+        if failing and os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors"):
+            failing.clear()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return ordinary(descriptor, *args)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+
+def load_sharded_elsewhere(path: Path) -> LlamaForCausalLM:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(path))
+    load_into(model.to_empty(device="cpu"), path)
+    return model
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda path: load_model(path, FP32),
+        lambda path: load_model(path, {"zero_optimization": {"stage": 0}}),
+        load_sharded_elsewhere,
+    ],
+    ids=["ZeRO-3", "stage 0", "load_into"],
+)
+def test_reads_that_were_tried_again_are_in_the_notes(
+    load: Callable[[Path], Any], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "RETRY_DELAYS_S", (0.0,))
+    fail_once(monkeypatch)
+    (note,) = load_report(load(path)).notes
+    assert note.startswith(f"tried again after {path}/model-")
+    assert note.endswith(".safetensors: Input/output error (1x)")
+    assert load_report(load(path)).notes == [], "another load has its own"
+
+
+def test_shards_need_host_memory_until_they_have_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`to_empty` only maps them. What is there and used is not needed again."""
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=512, intermediate_size=512, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    total_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    model.to_empty(device="cpu")
+    monkeypatch.setattr(checks, "free_heap_bytes", lambda: 0)
+    monkeypatch.setattr(checks, "rooms", lambda _: [Room("this node", "", 8 << 20)])
+    with pytest.raises(MemoryShortageError, match=r"need [12]\d\.\d MiB, and 8\.00 MiB are free \(this node\)"):
+        load_into(model, tmp_path)
+    monkeypatch.setattr(checks, "rooms", lambda _: [Room("address space", "", 8 << 20, is_mapped=True)])
+    load_into(model, tmp_path)
+    monkeypatch.setattr(checks, "rooms", lambda _: [Room("this node", "", 8 << 20)])
+    load_into(model, tmp_path)
+    assert total_bytes > 20 << 20
 
 
 def test_a_plan_leaves_no_file_open(path: Path) -> None:

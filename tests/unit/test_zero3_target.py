@@ -18,6 +18,7 @@ from lowmem_load.planning.expression import held
 from lowmem_load.planning.load_plan import Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.target import HostBytes
 
 CPU = torch.device("cpu")
 
@@ -117,6 +118,27 @@ def test_where_memory_will_be_is_known_without_the_device(device: str, offload: 
     target = Zero3(settings(2, **zero), 0, torch.device(device))
     assert target.layout("w", torch.empty(4, device="meta")).on_host is on_host
     assert target.device.type == device
+
+
+@pytest.mark.parametrize(
+    ("device", "offload", "inside", "outside"),
+    [
+        ("cpu", {}, 24, 24),
+        ("cuda", {}, 0, 0),
+        ("cuda", {"device": "cpu"}, 24, 0),
+        ("cuda", {"device": "nvme", "nvme_path": "/x", "buffer_count": 3, "buffer_size": 100}, 3 * 100 * 4, 0),
+        ("cuda", {"device": "nvme", "nvme_path": "/x"}, 5 * 100_000_000 * 4, 0),
+    ],
+)
+def test_host_memory_is_that_of_what_lies_there(device: str, offload: Any, inside: int, outside: int) -> None:
+    """Under nvme the buffers of the swapper, whatever the model's size is."""
+    plan = plan_of(nn.Linear(3, 2, bias=False).weight, FlatRange(0, 6))
+    with_settings = settings(2, **({"offload_param": offload} if offload else {}))
+    target = Zero3(with_settings, 0, torch.device(device))
+    assert target.host_bytes([plan]) == HostBytes(inside)
+    elsewhere = Zero3(with_settings, 0, torch.device(device), modules=("other",))
+    buffers = inside if offload.get("device") == "nvme" else 0
+    assert elsewhere.host_bytes([plan]) == HostBytes(outside + buffers)
 
 
 @pytest.fixture
