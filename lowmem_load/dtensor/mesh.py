@@ -85,8 +85,10 @@ def fsdp_over_all_ranks(
 def made_real(make_real: Callable[[torch.Tensor], torch.Tensor]) -> contextlib.AbstractContextManager[None]:
     """Inside, what torch reads past its dispatcher goes through `make_real` first. For all threads.
 
-    Source: torch 2.13 `distributed/tensor/placement_types.py`, `Shard._shard_tensor`, of which c10d scatters a list of
-    lists; `distributed/fsdp/_flat_param.py`, `FlatParamHandle.flatten_tensors`, whose result FSDP1 gives other storages.
+    c10d scatters a list of lists, and FSDP1 gives its flat parameters other storages.
+
+    Source: torch 2.13 `distributed/tensor/placement_types.py`, `Shard._shard_tensor`;
+    `distributed/fsdp/_flat_param.py`, `FlatParamHandle.flatten_tensors`.
     """
 
     def scatter(ordinary: Any, output: torch.Tensor, parts: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
