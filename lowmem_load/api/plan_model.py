@@ -29,6 +29,7 @@ from lowmem_load.hf.sharding import is_distributed_config, is_kept_on_host
 from lowmem_load.hf.skeleton import file_keywords, filled_by
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
+from lowmem_load.io.stand_ins import origins_named
 from lowmem_load.phases import host_memory
 from lowmem_load.pipeline.checks import check_described, is_left_alone, refuse_device_map
 from lowmem_load.pipeline.describe import Described, describe
@@ -86,6 +87,7 @@ def plan(
     return plan_ranks(name, ds_config, ranks=[rank], world_size=world_size, **options, **from_pretrained_kwargs)[0]
 
 
+@origins_named()
 def plan_sharded(
     name: str | os.PathLike[str],
     sharding: Any,
@@ -121,6 +123,7 @@ def plan_sharded(
     return found
 
 
+@origins_named()
 def plan_ranks(
     name: str | os.PathLike[str],
     ds_config: Any,
@@ -145,6 +148,7 @@ def plan_ranks(
     return _instead_of_loading(checked, planned)
 
 
+@origins_named()
 def describe_checkpoint(
     name: str,
     dtype: torch.dtype,

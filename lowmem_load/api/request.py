@@ -17,7 +17,7 @@ from lowmem_load.hf import names
 from lowmem_load.hf.hub_files import adapter_sought_alike, commit_of
 from lowmem_load.hf.quantizers import refuse_quantized
 from lowmem_load.hf.remote_names import located, located_names, named_as_asked
-from lowmem_load.io.stand_ins import is_stand_in
+from lowmem_load.io.stand_ins import is_stand_in, origins_named
 from lowmem_load.replaced import replaced
 from lowmem_load.report import OnLoad
 
@@ -93,6 +93,7 @@ class Checked(NamedTuple):
     cls: Any
     kwargs: Mapping[str, Any]
 
+    @origins_named()
     def from_pretrained(self) -> Any:
         """Call the class's `from_pretrained`."""
         has_base = is_stand_in(self.name) or os.path.isfile(os.path.join(self.name, "adapter_config.json"))

@@ -20,7 +20,7 @@ from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf import names
 from lowmem_load.hf.quantizers import dequantizing, is_four_bit, quantization_method
 from lowmem_load.hf.remote_names import Located
-from lowmem_load.io.stand_ins import open_file
+from lowmem_load.io.stand_ins import open_file, origins_named
 from lowmem_load.planning import expression as ex
 from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
 
@@ -88,6 +88,7 @@ class Inspection:
         return found
 
 
+@origins_named()
 def inspect_checkpoint(checkpoint: Located, auto_class: str | None = None, **keywords: Any) -> Inspection:
     """Return what a checkpoint holds. Reads headers, and the values that transformers needs to describe the model.
 

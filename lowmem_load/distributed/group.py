@@ -24,6 +24,7 @@ from lowmem_load.distributed.live_group import default_group, default_store, new
 from lowmem_load.distributed.store_channel import PART, Group, StoppedError, StoreChannel
 from lowmem_load.distributed.verdict import Entry, Verdict, verdict_on
 from lowmem_load.errors import ConfigError, RankError, spelled
+from lowmem_load.io.stand_ins import name_origins
 
 MAX_TEXT = 20_000
 """Characters of an error that are sent to other ranks: megabytes would break the store's connection."""
@@ -126,6 +127,7 @@ class RankGroup:
                 if self._all_know(caught):  # an inner step has ended with it, on all ranks of this one
                     raise
                 error = caught
+                name_origins(error)
                 entry = Entry(title, name, spelled(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
             verdict = self._verdict(channel, entry, limits)
             if not verdict.failures:
@@ -144,6 +146,7 @@ class RankGroup:
             try:
                 yield
             except BaseException as error:
+                name_origins(error)
                 self.abort(what, error)
                 raise
 

@@ -100,14 +100,18 @@ _FOREIGN_FILES: Mapping[str, str] = {
 """How to convert weights that cannot be streamed, by the end of their file names."""
 
 
+_INDEX = r"(\.index(\..+)?\.json)?"
+"""What an index has after the name of the file in place of which there are several, which may be in other folders."""
+
+
 def check_weights(name: str, subfolder: str, use_safetensors: bool | None) -> None:
-    """Refuse a local folder with neither safetensors files nor `pytorch_model*.bin`."""
+    """Refuse a local folder with neither safetensors files nor `pytorch_model*.bin`, nor an index of such files."""
     folder = os.path.join(name, subfolder)
     if not os.path.isdir(folder):  # on the Hub, where transformers chooses the files
         return
     files = sorted(os.listdir(folder))
-    safe = any(file.endswith(".safetensors") for file in files)
-    torch_files = any(file.startswith("pytorch_model") and file.endswith(".bin") for file in files)
+    safe = any(re.search(rf"\.safetensors{_INDEX}\Z", file) for file in files)
+    torch_files = any(re.match(rf"pytorch_model.*\.bin{_INDEX}\Z", file) for file in files)
     if (safe and use_safetensors is not False) or (torch_files and not use_safetensors):
         return
     if safe or torch_files:

@@ -22,7 +22,7 @@ from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.hf.hub_files import hub_keywords
 from lowmem_load.hf.loader import is_loading
 from lowmem_load.hf.names import check_name, no_folder
-from lowmem_load.io.stand_ins import is_stand_in, is_url, origin_of
+from lowmem_load.io.stand_ins import is_stand_in, is_url, origin_of, origins_named
 from lowmem_load.replaced import Replacement, replaced
 
 T = TypeVar("T")
@@ -45,9 +45,6 @@ _OF_THE_HUB = ("revision", "token", "cache_dir", "force_download", "local_files_
 """Keywords of `from_pretrained` that a folder has no use for."""
 
 
-_WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
-
-
 def located(
     name: Any, kwargs: Mapping[str, Any], *, stream: bool = False, check: Callable[[], object] = int
 ) -> tuple[Any, dict[str, Any]]:
@@ -65,7 +62,7 @@ def located(
     if is_url(name):
         from lowmem_load.io.remote_checkpoint import folder_of_url
 
-        folder = folder_of_url(name, subfolder=subfolder, check=check)
+        folder = folder_of_url(name, subfolder=subfolder, variant=kwargs.get("variant"), check=check)
     elif stream and isinstance(name, str) and not os.path.isdir(name) and not _is_cached(name, kwargs):
         from lowmem_load.io.remote_checkpoint import folder_of_model
 
@@ -139,7 +136,8 @@ def _from_pretrained(owner: type) -> Replacement:
             return ordinary(cls, *args, **kwargs)
         folder, kwargs = located(name, kwargs)
         kwargs.pop(_NAME, None)
-        return named_as_asked(ordinary(cls, folder, *args[1:], **kwargs))
+        with origins_named():
+            return named_as_asked(ordinary(cls, folder, *args[1:], **kwargs))
 
     return owner, "from_pretrained", from_pretrained
 
@@ -173,6 +171,8 @@ def _is_cached(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Return whether the Hub's cache holds the weights of a model, or the Hub may not be asked."""
     if kwargs.get("local_files_only") or huggingface_hub.constants.HF_HUB_OFFLINE:
         return True
+    from lowmem_load.io.remote_checkpoint import WEIGHTS, of_variant
+
     subfolder = kwargs.get("subfolder") or ""
 
     def cached(file: str) -> str | None:
@@ -181,12 +181,12 @@ def _is_cached(name: str, kwargs: Mapping[str, Any]) -> bool:
         return found if isinstance(found, str) else None
 
     try:
-        for file in _WEIGHTS:
-            if cached(file) is not None:
-                return True
-            if (index := cached(f"{file}.index.json")) is not None:
-                shards = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+        for file in (of_variant(file, kwargs.get("variant")) for file in WEIGHTS):
+            if (path := cached(file)) is not None and file.endswith(".json"):
+                shards = set(json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"].values())
                 return all(cached(str(shard)) is not None for shard in shards)
+            if path is not None:
+                return True
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{name}: neither a Hub id nor usable in the Hub's cache: {error}") from error
     return False

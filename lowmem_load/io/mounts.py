@@ -17,6 +17,9 @@ NETWORK = frozenset(
 )
 """Types of network file systems. Those whose type starts with "fuse" may be, too."""
 
+COHERENT = frozenset({"lustre", "gpfs", "ceph", "wekafs"})
+"""Types of network file systems whose nodes lock what they cache, so that one sees what another has written."""
+
 NETWORK_CALL_S, NETWORK_BYTES_PER_S = 1e-3, 5e8
 """Cost of a read from a network file system: seconds for each read, and bytes per second of one thread.
 
@@ -67,6 +70,12 @@ def mount_of(path: str) -> Mount | None:
 def _unescaped(text: bytes) -> str:
     # mountinfo writes space, tab, newline and backslash in octal.
     return os.fsdecode(re.sub(rb"\\([0-3][0-7]{2})", lambda found: bytes([int(found[1], 8)]), text))
+
+
+def has_caches_apart(folder: str) -> bool:
+    """Return whether nodes cache what they write to a folder without asking each other, as those of NFS do."""
+    mount = mount_of(folder)
+    return mount is not None and mount.is_network and mount.kind not in COHERENT
 
 
 def read_cost(paths: Iterable[str]) -> ReadCost:

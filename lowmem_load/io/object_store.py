@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.io.http_object import DENIED, THROTTLED, TRANSIENT, USE_ANOTHER, without_secrets
-from lowmem_load.io.remote_file import TIMEOUT_S, TransientError
+from lowmem_load.io.remote_file import TIMEOUT_S, Check, RemoteObject, TransientError, in_threads, retried
 from lowmem_load.io.stand_ins import plain_url
 
 PART_BYTES = 1 << 20
@@ -62,10 +62,53 @@ class StoreObject:
             raise TransientError(f"the store sent {filled} bytes, expected {memory.nbytes}")
 
 
-def listed(url: str, subfolder: str) -> dict[str, StoreObject]:
+def listed(url: str, subfolder: str) -> dict[str, RemoteObject]:
     """Return the files in a folder of an object store, and in one subfolder of it, by path inside the folder."""
+    store = _opened(url)
+    import obstore
+
+    with _our_errors(plain_url(url)):
+        files: dict[str, RemoteObject] = {}
+        for prefix in dict.fromkeys(("", subfolder.strip("/"))):
+            for meta in obstore.list_with_delimiter(store, prefix or None)["objects"]:
+                if meta["path"] not in ("", prefix):  # an empty object that marks a folder
+                    files[meta["path"]] = _object(store, url, meta)
+        return files
+
+
+def looked_up(url: str, files: Iterable[str], check: Check) -> dict[str, RemoteObject]:
+    """Return those of some files that are there, by their path in the folder at `url`."""
+    files = list(files)
+    if not files:
+        return {}
+    store = _opened(url)
+    import obstore
+
+    def look_up(file: str) -> RemoteObject | None:
+        with _our_errors(name := f"{plain_url(url).rstrip('/')}/{file}"):
+            _check_process(name)
+            try:
+                return _object(store, url, obstore.head(store, file))
+            except FileNotFoundError:
+                return None
+
+    def look_up_again(file: str, check: Check) -> RemoteObject | None:
+        return retried(lambda: look_up(file), f"{plain_url(url).rstrip('/')}/{file}: cannot be found", check=check)
+
+    items = in_threads(look_up_again, files, check)
+    return {file: item for file, item in zip(files, items, strict=True) if item is not None}
+
+
+def _object(store: Any, url: str, meta: Any) -> StoreObject:
+    name, tag = f"{plain_url(url).rstrip('/')}/{meta['path']}", meta["e_tag"]
+    if tag is None:
+        raise CheckpointError(f"{name}: the store gives no ETag, so it may change unseen")
+    return StoreObject(store, meta["path"], name, meta["size"], _quoted_tag(tag))
+
+
+def _opened(url: str) -> Any:
+    """Return obstore's store of a URL, which has asked nobody yet."""
     try:
-        import obstore
         from obstore import exceptions
         from obstore.store import from_url
     except ImportError as error:
@@ -77,23 +120,11 @@ def listed(url: str, subfolder: str) -> dict[str, StoreObject]:
         options["allow_http"] = True  # as the owner of the environment says
     try:
         store = from_url(url, client_options=options, retry_config={"max_retries": 0})
-    except (exceptions.BaseError, ValueError) as error:  # it has asked nobody yet
+    except (exceptions.BaseError, ValueError) as error:
         reason = without_secrets(str(error).partition("\n")[0])[:200]
         raise CheckpointError(f"{plain_url(url)}: is no URL of a store, or one that lacks settings: {reason}") from None
     _check_process(plain_url(url))
-    with _our_errors(plain_url(url)):
-        found: dict[str, StoreObject] = {}
-        for prefix in dict.fromkeys(("", subfolder.strip("/"))):
-            for meta in obstore.list_with_delimiter(store, prefix or None)["objects"]:
-                key, tag = meta["path"], meta["e_tag"]
-                if key in ("", prefix):  # an empty object that marks a folder
-                    continue
-                if tag is None:
-                    raise CheckpointError(f"{plain_url(url)}/{key}: the store gives no ETag, so it may change unseen")
-                found[key] = StoreObject(
-                    store, key, f"{plain_url(url).rstrip('/')}/{key}", meta["size"], _quoted_tag(tag)
-                )
-    return found
+    return store
 
 
 def _check_process(name: str) -> None:

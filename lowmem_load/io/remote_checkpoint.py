@@ -14,13 +14,11 @@ import posixpath
 import re
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -28,9 +26,9 @@ from huggingface_hub.utils import build_hf_headers
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.fingerprint import fingerprint
-from lowmem_load.io import object_store
-from lowmem_load.io.http_object import HttpObject, refuse_status, requested, without_secrets
-from lowmem_load.io.remote_file import HEAD_BYTES, RemoteFile, RemoteObject, retried
+from lowmem_load.io import http_folder, object_store
+from lowmem_load.io.http_object import HttpObject, without_secrets
+from lowmem_load.io.remote_file import HEAD_BYTES, Check, RemoteFile, RemoteObject, in_threads, retried
 from lowmem_load.io.source import read_bytes
 from lowmem_load.io.stand_ins import HEADS, head_of, note_folder, plain_url
 
@@ -40,11 +38,14 @@ MAX_SMALL_NBYTES = 64 << 20
 MAX_NAME_NBYTES = 255
 """Most bytes of a file name, as on most file systems."""
 
-SAFETENSORS, TORCH = ("model.safetensors", "adapter_model.safetensors"), ("pytorch_model.bin", "adapter_model.bin")
+WEIGHTS = (
+    *("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin"),
+    *("model.safetensors.index.json", "pytorch_model.bin.index.json"),
+)
+"""Files of weights and indexes that transformers looks for; see `of_variant`."""
 
 ON_HTTP = (
-    *("config.json", "generation_config.json", "adapter_config.json", "quantize_config.json", "SHA256SUMS"),
-    *("model.safetensors.index.json", "pytorch_model.bin.index.json", *SAFETENSORS, *TORCH),
+    *("config.json", "generation_config.json", "adapter_config.json", "quantize_config.json", "SHA256SUMS", *WEIGHTS),
     *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("chat_template.jinja", "chat_template.json", "processor_config.json", "preprocessor_config.json"),
@@ -55,9 +56,6 @@ ON_HTTP = (
 LOCK_LOOK_S = 0.05
 """Between two tries to take a lock that another process has."""
 
-NUM_THREADS = 16
-"""Small requests at a time."""
-
 MAX_FILES = 4096
 """Most files of a checkpoint: twenty times as many as the largest published ones have."""
 
@@ -67,15 +65,20 @@ MAX_SMALL_NBYTES_IN_ALL = 256 << 20
 SMALL = (".json", ".py", ".sha256", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe", "SHA256SUMS")
 """Ends of names of files that are fetched whole: configurations, tokenizers, code, checksums."""
 
-Check = Callable[[], object]
-T = TypeVar("T")
-Item = TypeVar("Item")
-
-Listing = Mapping[str, RemoteObject]
+Listing: TypeAlias = Mapping[str, RemoteObject]
 """Files by their path in the checkpoint: "config.json", "subfolder/config.json"."""
 
+Fetch: TypeAlias = Callable[[str, RemoteObject, Check], bytes]
+"""Returns the content of a small file, given its path in the checkpoint."""
 
-def folder_of_url(url: str, *, subfolder: str = "", check: Check = int) -> str:
+
+def of_variant(file: str, variant: str | None) -> str:
+    """Return the name that a file of weights, or an index, has for a `variant` of `from_pretrained`."""
+    stem, _, end = file.rpartition(".")
+    return f"{stem}.{variant}.{end}" if variant else file
+
+
+def folder_of_url(url: str, *, subfolder: str = "", variant: str | None = None, check: Check = int) -> str:
     """Return the folder that stands for a URL. `check` is called while this waits, and may raise to end it.
 
     Raises:
@@ -84,13 +87,18 @@ def folder_of_url(url: str, *, subfolder: str = "", check: Check = int) -> str:
     """
     _check_url(url)
     origin = plain_url(url).rstrip("/")
-    if urlsplit(url).scheme in ("http", "https"):
-        listing: Listing = _listed_on_http(url, subfolder, check)
+    is_http = urlsplit(url).scheme in ("http", "https")
+    looked_up = http_folder.looked_up if is_http else object_store.looked_up
+    if is_http:
+        names = dict.fromkeys((*ON_HTTP, *(of_variant(file, variant) for file in WEIGHTS)))
+        folders = dict.fromkeys(("", subfolder.strip("/")))
+        listing = looked_up(url, [posixpath.join(folder, name) for folder in folders for name in names], check)
     else:
         listing = retried(lambda: object_store.listed(url, subfolder), f"{origin}: cannot be listed", check=check)
     if not listing:
         raise CheckpointError(f"{origin}: no files are there; name the folder that holds config.json")
-    return _laid_out(origin, listing, lambda file, check: _content(listing[file], check), check)
+    files = _with_named(listing, lambda named: looked_up(url, named, check), _content, check)
+    return _laid_out(origin, files, _content, check)
 
 
 def _check_url(url: str) -> None:
@@ -122,16 +130,18 @@ def folder_of_model(
     info = _model_info(name, revision, token)
     commit = str(info.sha)
     listing: dict[str, RemoteObject] = {}
+    deeper: dict[str, RemoteObject] = {}  # files of weights and indexes in other folders
     for sibling in info.siblings:
         file, sha256 = str(sibling.rfilename), sibling.lfs.sha256 if sibling.lfs is not None else None
-        if posixpath.dirname(file) in ("", subfolder.strip("/")):
+        is_listed = posixpath.dirname(file) in ("", subfolder.strip("/"))
+        if is_listed or file.endswith((".safetensors", ".bin", ".index.json")):
             url = huggingface_hub.hf_hub_url(name, file, revision=commit)
             version = f"{commit} {sha256 or sibling.blob_id}"
-            listing[file] = HttpObject(
+            (listing if is_listed else deeper)[file] = HttpObject(
                 url, int(sibling.size or 0), version, lambda: build_hf_headers(token=token), of_hub=True, sha256=sha256
             )
 
-    def fetch(file: str, check: Check) -> bytes:
+    def fetch(file: str, _: RemoteObject, check: Check) -> bytes:
         check()
         try:
             return Path(
@@ -142,7 +152,12 @@ def folder_of_model(
                 f"{name}: {file} cannot be fetched from the Hub: {without_secrets(str(error))}"
             ) from None  # the error itself quotes signed URLs
 
-    return _laid_out(name, listing, fetch, check, tokenizers=False), commit
+    files: Listing = listing
+    if deeper:
+        files = _with_named(
+            listing, lambda named: {file: deeper[file] for file in named if file in deeper}, fetch, check
+        )
+    return _laid_out(name, files, fetch, check, tokenizers=False), commit
 
 
 def _is_small(file: str, item: RemoteObject, *, tokenizers: bool) -> bool:
@@ -164,87 +179,51 @@ def _model_info(name: str, revision: str | None, token: str | bool | None) -> An
         ) from error
 
 
-# -- listings ----------------------------------------------------------------------------------------------------------
+# -- files that others name --------------------------------------------------------------------------------------------
 
 
-def _listed_on_http(url: str, subfolder: str, check: Check) -> Listing:
-    parts = urlsplit(url)
-    base = parts._replace(path=parts.path.rstrip("/") + "/").geturl()
-    prefixes = list(dict.fromkeys(("", f"{subfolder.strip('/')}/" if subfolder.strip("/") else "")))
-    found = _looked_up(base, [f"{prefix}{file}" for prefix in prefixes for file in ON_HTTP], check)
-    more: list[str] = []
-    for prefix in prefixes:
-        for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-            if (item := found.get(prefix + index)) is not None:
-                more += [prefix + file for file in _shards(item, check)]
-        if (item := found.get(f"{prefix}config.json")) is not None:
-            more += [prefix + file for file in _code(item, check)]
-    code = _looked_up(base, more, check)
-    while code:  # code may import more of it
-        found |= code
-        beside = {
-            posixpath.join(posixpath.dirname(file), name) for file in code for name in _imported(code[file], check)
+def _with_named(listing: Listing, look_up: Callable[[Iterable[str]], Listing], fetch: Fetch, check: Check) -> Listing:
+    """Return the files with those that indexes and configurations name, and code that such code imports."""
+    files, latest = dict(listing), {file: listing[file] for file in listing if not file.endswith(".py")}
+    while latest:
+        naming = [(file, item) for file, item in latest.items() if _names_others(file)]
+        contents = in_threads(lambda named, check: fetch(*named, check), naming, check)
+        names = {
+            posixpath.join(posixpath.dirname(file), name)
+            for (file, item), content in zip(naming, contents, strict=True)
+            for name in _named_in(item.name, content)
         }
-        code = _looked_up(base, beside - found.keys(), check)
-    return found
+        latest = dict(look_up(sorted(names - files.keys())))
+        files |= latest
+    return files
 
 
-def _imported(code: RemoteObject, check: Check) -> set[str]:
-    """Return the files beside it that a file of code imports."""
-    if not code.name.endswith(".py"):
-        return set()
-    modules = re.findall(r"^\s*from \.(\w+)[\w.]* import", _content(code, check).decode(errors="replace"), re.MULTILINE)
-    return {f"{module}.py" for module in modules}
+def _names_others(file: str) -> bool:
+    return re.search(r"(\A|/)config\.json\Z|\.index(\.[^/]+)?\.json\Z|\.py\Z", file) is not None
 
 
-def _looked_up(base: str, files: Iterable[str], check: Check) -> dict[str, RemoteObject]:
-    def look_up(file: str, check: Check) -> RemoteObject | None:
-        return retried(lambda: _head(base, file), f"{plain_url(base)}{file}: cannot be found", check=check)
-
-    files = list(dict.fromkeys(files))
-    items = _in_threads(look_up, files, check)
-    return {file: item for file, item in zip(files, items, strict=True) if item is not None}
-
-
-def _head(base: str, file: str) -> RemoteObject | None:
-    parts = urlsplit(base)
-    url = parts._replace(path=parts.path + quote(file)).geturl()
-    with requested("HEAD", url, {}, dict, first=url) as (_, answer):
-        if answer.status in (404, 410) or (answer.status == 403 and file != "config.json"):
-            return None  # S3 says 403 for what is not there, to who may not list
-        refuse_status(plain_url(url), answer)
-        sent, length = answer.headers, str(answer.headers.get("Content-Length", ""))
-        tag = str(sent.get("ETag", ""))
-        version = tag if tag.startswith('"') else sent.get("Last-Modified")  # a weak tag is no condition
-        if not version or not re.fullmatch(r"[0-9]{1,15}", length):
-            raise CheckpointError(
-                f"{plain_url(url)}: the server sends no {'Content-Length' if version else 'ETag and no Last-Modified'}"
-                ", without which a file that is replaced goes unnoticed; use another server, or download the checkpoint"
-            )
-        return HttpObject(url, int(length), version)
-
-
-def _shards(index: RemoteObject, check: Check) -> set[str]:
-    """Return the names in an index that may be files beside it; `check_index` refuses the others."""
-    content = _content(index, check)
+def _named_in(url: str, content: bytes) -> set[str]:
+    """Return the paths beside a file that it names. Its content is untrusted; its readers say what is wrong."""
+    if url.endswith(".py"):
+        pattern = r"^\s*from \.(\w+)[\w.]* import"
+        return {f"{module}.py" for module in re.findall(pattern, content.decode(errors="replace"), re.MULTILINE)}
     try:
-        names = set(json.loads(content)["weight_map"].values())
+        values = json.loads(content)
+        if posixpath.basename(url) == "config.json":
+            code = [name for name in values.get("auto_map", {}).values() if isinstance(name, str) and "--" not in name]
+            names = {values.get("transformers_weights"), *(f"{name.partition('.')[0]}.py" for name in code)}
+        else:
+            names = set(values["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return set()
     if len(names) > MAX_FILES:
-        raise CheckpointError(f"{index.name}: names {len(names)} files, expected at most {MAX_FILES}")
-    return {name for name in names if isinstance(name, str) and _is_plain(name)}
+        raise CheckpointError(f"{url}: names {len(names)} files, expected at most {MAX_FILES}")
+    return {name for name in names if isinstance(name, str) and _is_plain_path(name)}
 
 
-def _code(config: RemoteObject, check: Check) -> set[str]:
-    """Return the files of code that a configuration names."""
-    content = _content(config, check)
-    try:
-        modules = json.loads(content).get("auto_map", {}).values()
-    except (ValueError, AttributeError, RecursionError):
-        return set()
-    found = {f"{each.partition('.')[0]}.py" for each in modules if isinstance(each, str) and "--" not in each}
-    return {name for name in found if _is_plain(name)}
+def _is_plain_path(path: str) -> bool:
+    """Return whether this may be the path of a file in a checkpoint: it leads neither out nor into `HEADS`."""
+    return all(map(_is_plain, path.split("/")))
 
 
 def _is_plain(name: str) -> bool:
@@ -257,7 +236,7 @@ def _is_plain(name: str) -> bool:
     return is_name and not any(each in name for each in ("/", "\\", "\0", "?", "#"))
 
 
-def _content(item: RemoteObject, check: Check) -> bytes:
+def _content(_: str, item: RemoteObject, check: Check) -> bytes:
     if item.nbytes > MAX_SMALL_NBYTES:
         raise CheckpointError(f"{item.name}: has {item.nbytes} bytes, expected at most {MAX_SMALL_NBYTES}")
     return _front(item, item.nbytes, check)
@@ -269,29 +248,10 @@ def _front(item: RemoteObject, nbytes: int, check: Check) -> bytes:
     return read_bytes(file, 0, nbytes)
 
 
-def _in_threads(act: Callable[[Item, Check], T], items: Iterable[Item], check: Check) -> list[T]:
-    """Return what `act` makes of each item, called with a check that raises once one of them, or this thread, has."""
-    ended = threading.Event()
-
-    def look() -> None:
-        if ended.is_set():
-            raise CheckpointError("another request has failed")
-        check()
-
-    pool = ThreadPoolExecutor(NUM_THREADS, "lowmem_load-find")
-    try:
-        return list(pool.map(lambda item: act(item, look), items))
-    finally:
-        ended.set()
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
 # -- the folder --------------------------------------------------------------------------------------------------------
 
 
-def _laid_out(
-    origin: str, listing: Listing, fetch: Callable[[str, Check], bytes], check: Check, *, tokenizers: bool = True
-) -> str:
+def _laid_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, tokenizers: bool = True) -> str:
     """Return the folder for a listing, filled by this process or by another one of this user."""
     small = {file for file, item in listing.items() if _is_small(file, item, tokenizers=tokenizers)}
     small_nbytes = sum(listing[file].nbytes for file in small)
@@ -318,23 +278,21 @@ def _is_there(folder: str, file: str, small: RemoteObject | None) -> bool:
     return os.path.isfile(path) and os.path.getsize(path) == (0 if small is None else small.nbytes)
 
 
-def _fill(
-    folder: str, listing: Listing, small: Container[str], fetch: Callable[[str, Check], bytes], check: Check
-) -> None:
+def _fill(folder: str, listing: Listing, small: Container[str], fetch: Fetch, check: Check) -> None:
     target, last = os.path.split(folder)
     base = os.path.dirname(target)
     made = tempfile.mkdtemp(dir=base)
 
     def fill(file: str, check: Check) -> None:
         path = os.path.join(made, last, file)
-        Path(path).write_bytes(fetch(file, check) if file in small else b"")
+        Path(path).write_bytes(fetch(file, listing[file], check) if file in small else b"")
         if file.endswith(".safetensors"):
             Path(head_of(path)).write_bytes(_front(listing[file], HEAD_BYTES, check))
 
     try:
         for file in listing:
             os.makedirs(os.path.dirname(head_of(os.path.join(made, last, file))), exist_ok=True)
-        _in_threads(fill, listing, check)
+        in_threads(fill, listing, check)
         os.rename(made, target)  # there at once and whole, or not at all
     except OSError as error:
         shutil.rmtree(made, ignore_errors=True)
@@ -346,7 +304,7 @@ def _fill(
 
 def _check_file_name(origin: str, file: str) -> None:
     """Refuse a name that would leave the folder."""
-    if not all(map(_is_plain, file.split("/"))):
+    if not _is_plain_path(file):
         raise CheckpointError(f"{origin}: lists a file with the impossible name {file[:80]!r}")
 
 

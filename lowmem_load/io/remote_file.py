@@ -13,12 +13,17 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 
 T = TypeVar("T")
+Item = TypeVar("Item")
+
+Check: TypeAlias = Callable[[], object]
+"""Is called while something waits, and may raise to end it."""
 
 REQUEST_BYTES = 16 << 20
 """Most bytes of a request. AWS advises 8 to 16 MiB (S3 performance guidelines, byte-range fetches)."""
@@ -34,6 +39,9 @@ TIMEOUT_S = 15.0
 
 PATIENCE_S, THROTTLED_PATIENCE_S = 20.0, 90.0
 """Seconds for which a request is made again after it failed; and after the store said "slow down"."""
+
+NUM_THREADS = 16
+"""Small requests at a time."""
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.1, 5.0
 """Most seconds before the second attempt, and before any."""
@@ -213,3 +221,20 @@ def retried(call: Callable[[], T], what: str, nbytes: int = 0, check: Callable[[
         while (left_s := until_s - time.monotonic()) > 0:
             check()
             time.sleep(min(left_s, 0.1))
+
+
+def in_threads(act: Callable[[Item, Check], T], items: Iterable[Item], check: Check) -> list[T]:
+    """Return what `act` makes of each item, called with a check that raises once one of them, or this thread, has."""
+    ended = threading.Event()
+
+    def look() -> None:
+        if ended.is_set():
+            raise CheckpointError("another request has failed")
+        check()
+
+    pool = ThreadPoolExecutor(NUM_THREADS, "lowmem_load-find")
+    try:
+        return list(pool.map(lambda item: act(item, look), items))
+    finally:
+        ended.set()
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from lowmem_load.io.remote_file import RemoteFile, RemoteObject
@@ -73,6 +75,31 @@ def origin_of(folder: str) -> str:
     if is_url(folder):
         return plain_url(folder)
     return _origins.get(os.path.abspath(folder), folder)
+
+
+@contextlib.contextmanager
+def origins_named() -> Iterator[None]:
+    """Have errors that leave the block name URLs and Hub ids in place of the folders that stand for them."""
+    try:
+        yield
+    except BaseException as error:
+        name_origins(error)
+        raise
+
+
+def name_origins(error: BaseException | None) -> None:
+    """Let an error, and those that led to it, name URLs and Hub ids in place of the folders that stand for them."""
+    while error is not None:
+        error.args = tuple(map(_with_origins, error.args))
+        if isinstance(error, OSError) and error.filename is not None:  # its text changes once it is set, also to None
+            error.filename = _with_origins(error.filename)
+        error = error.__cause__ or error.__context__
+
+
+def _with_origins(value: Any) -> Any:
+    for folder, origin in _origins.items() if isinstance(value, str) else ():
+        value = value.replace(folder, origin)
+    return value
 
 
 def is_stand_in(folder: str) -> bool:

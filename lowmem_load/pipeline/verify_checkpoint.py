@@ -19,7 +19,7 @@ from lowmem_load.hf.remote_names import located
 from lowmem_load.io.checksums import SHA256, Checksum, checksums_of
 from lowmem_load.io.open_sources import OpenSources
 from lowmem_load.io.source import ByteSource
-from lowmem_load.io.stand_ins import open_file
+from lowmem_load.io.stand_ins import open_file, origins_named
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.quantities import share
 
@@ -66,6 +66,7 @@ class FileCheck:
         return None
 
 
+@origins_named()
 def verify_checkpoint(
     name: str | os.PathLike[str],
     *,

@@ -19,12 +19,14 @@ from torch import nn
 
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
+from lowmem_load.distributed.nodes import node_name
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import PlanError, UnsupportedError, listed
 from lowmem_load.hf import merging, saver
 from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.merging import Merge
 from lowmem_load.io.elements import trim_heap
+from lowmem_load.io.mounts import has_caches_apart
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Source
 from lowmem_load.quantities import share
@@ -136,15 +138,16 @@ def save_described(
                 step.digest = {key: repr(value) for key, value in arguments.items()}
                 step.digest["files"] = listed([f"{file.name} ({file.nbytes} bytes)" for file in planned.files])
                 step.digest["headers of the files"] = digest_of(planned.files)
-                step.payload = planned.own_bytes, target
-            each, targets = zip(*step.payloads, strict=True)
+                step.payload = planned.own_bytes, target, node_name(ranks.rank)
+            each, targets, nodes = zip(*step.payloads, strict=True)
             if sum(each) != planned.all_bytes:  # see [Note: the plan read backwards]
                 raise PlanError(
                     f"{save.folder}: the ranks hold {sum(each)} bytes of {planned.all_bytes} that are to be written "
                     f"(by rank: {', '.join(map(str, each))}); were all ranks of the model called?"
                 )
             with save.staging(planned, targets) as staging:
-                save.write(planned, staging, progress)
+                past_cache = len(set(nodes)) > 1 and has_caches_apart(target)
+                save.write(planned, staging, progress, past_cache=past_cache)
                 with ranks.step("renaming", name=save.folder), report.phase("rename"):
                     if ranks.rank == 0:
                         for processor in also:
@@ -211,7 +214,9 @@ class _Save:
                 folders.discard(made)
             raise
 
-    def write(self, planned: _Planned, staging: folders.Staging, show_progress: bool | None) -> None:
+    def write(
+        self, planned: _Planned, staging: folders.Staging, show_progress: bool | None, *, past_cache: bool
+    ) -> None:
         report, total = self.report, planned.own_bytes
         paths = [staging.path / file.name for file in planned.files]
 
@@ -224,7 +229,7 @@ class _Save:
             self.ranks.check()
 
         bar = progress_bar(total, "Saving partitions", show_progress, self.ranks.rank)
-        with bar as update, Writer(paths, on_bytes) as writer:
+        with bar as update, Writer(paths, on_bytes, past_cache=past_cache) as writer:
             todo = _in_turn(planned.writes, len(planned.files), self.ranks)
             found = {id(shard.tensor): shard for shard in planned.shards.values()}
             for merge in planned.merges:

@@ -24,7 +24,9 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from lowmem_load.errors import CheckpointError
 from tests import builders
 from tests.parity import BF16, FP32, differences
 from tests.ranks import run_ranks
@@ -661,6 +663,52 @@ def test_what_fails_is_one_error_on_all_ranks(checkpoints: Path, place: Place) -
     folder = shutil.copytree(source, checkpoints / "remote-failing", dirs_exist_ok=True)
     with hub_of({"org/model": source}, token="hub-token") as (hub, _):
         run(fail, place, (str(folder), BF16, None, torch.bfloat16), hub)
+
+
+def load_layouts(place: Place, folders: dict[str, str]) -> None:
+    """Rank function: what loads from a folder loads from its URL; errors name the URL."""
+    from lowmem_load import load_model, plan, streaming
+
+    place.start()
+    for scheme in ("http", "s3"):
+        assert_loads_alike(
+            place(folders["in subfolders"], scheme), (folders["in subfolders"], BF16, None, torch.bfloat16)
+        )
+        url = place(folders["variant"], scheme)
+        case = (folders["plain"], BF16, None, torch.bfloat16)
+        assert_loads_alike(url, case, variant="fp16")
+        absent = place(folders["shard is absent"], scheme)
+        texts = [error_of(lambda name=absent: load_model(name, BF16))]
+        with streaming(BF16):
+            texts.append(error_of(lambda name=absent: transformers.AutoModelForCausalLM.from_pretrained(name)))
+        with pytest.raises(CheckpointError) as caught:
+            plan(absent, BF16, rank=0, world_size=2)
+        for text in (*texts, str(caught.value)):
+            assert text.startswith(f"{absent}/lm_head/part.safetensors: cannot be read"), text
+    place.set(head_status=405)
+    assert_loads_alike(place(folders["plain"], "http"), case)
+
+
+def test_layouts_that_load_from_a_folder_load_from_a_url(checkpoints: Path, place: Place) -> None:
+    source = builders.tiny_llama(checkpoints)
+    tensors = load_file(source / "model.safetensors")
+    folders = {
+        name: checkpoints / f"remote-{name.replace(' ', '-')}"
+        for name in ("in subfolders", "variant", "shard is absent")
+    }
+    for folder in folders.values():
+        shutil.copytree(source, folder)
+    (folders["variant"] / "model.safetensors").rename(folders["variant"] / "model.fp16.safetensors")
+    for folder in (folders["in subfolders"], folders["shard is absent"]):
+        (folder / "model.safetensors").unlink()
+        weight_map = {name: f"{name.rpartition('.')[0]}/part.safetensors" for name in tensors}
+        for name, file in weight_map.items():
+            (folder / file).parent.mkdir()
+            save_file({name: tensors[name]}, folder / file, metadata={"format": "pt"})
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folders["shard is absent"] / weight_map["lm_head.weight"]).unlink()
+    run(load_layouts, place, {name: str(folder) for name, folder in {**folders, "plain": source}.items()})
 
 
 # -- secrets -----------------------------------------------------------------------------------------------------------

@@ -217,6 +217,45 @@ def save_by_two_paths(path: str, out: str) -> None:
     assert not os.path.lexists(Path(out, "another")) and not [name for name in os.listdir(out) if name[0] == "."]
 
 
+def save_from_two_nodes(path: str, out: str) -> None:
+    """Each rank is a node, and the folder is on NFS, of which each node has all pages in its cache."""
+    from unittest import mock
+
+    from lowmem_load import load_model, save_model
+    from lowmem_load.saving import save, writer
+    from tests.storage import PageCache, on_network
+
+    class Node(PageCache):
+        def fsync(self, descriptor: int) -> None:
+            torch.distributed.barrier()  # no node has the bytes of another one in its pages
+            super().fsync(descriptor)
+
+    class Cached:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def open(self, path: Any, flags: int) -> int:
+            assert not flags & os.O_DIRECT
+            return os.open(path, flags)
+
+    model, rank = load_model(path, FP32), int(os.environ["RANK"])
+    for name, node, system in (("one-node", "one", Cached()), ("two-nodes", f"node {rank}", Node())):
+        with (
+            on_network(),
+            mock.patch.object(save, "node_name", return_value=node),
+            mock.patch.object(writer, "os", system),
+        ):
+            save_model(model, f"{out}/{name}")
+    if rank == 0:
+        AutoModelForCausalLM.from_pretrained(path).save_pretrained(f"{out}/ordinary")
+        for name in ("one-node", "two-nodes"):
+            equal_folders(Path(out, name), Path(out, "ordinary"))
+
+
+def test_two_nodes_write_into_one_page(paths: dict[str, str], tmp_path: Path) -> None:
+    run_ranks(save_from_two_nodes, paths["odd"], str(tmp_path), world_size=2, timeout_s=120)
+
+
 def fail_together(path: str, out: str) -> None:
     """Rank 1 fails in several ways: both raise, and what was there is there still."""
     from deepspeed import zero

@@ -65,6 +65,8 @@ class Behaviour:
     """Bytes by which other ranges are sent than are asked for."""
     adds: int = 0
     """Zero bytes that follow each range."""
+    head_status: int = 0
+    """Answer HEAD with this status; 0: as GET, without a body."""
     weak_etags: bool = False
     no_etags: bool = False
 

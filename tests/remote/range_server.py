@@ -257,6 +257,8 @@ class RangeServer:
 
     def _refusal(self, request: Request, behaviour: Behaviour) -> Answer | None:
         authorization = request.headers.get("authorization", "")
+        if request.method == "HEAD" and behaviour.head_status:
+            return Answer(behaviour.head_status)
         if behaviour.gone:
             return _s3_error(403, "AccessDenied", "Access Denied", request if behaviour.repeats else None)
         if behaviour.refuse_authorization and authorization:

@@ -10,7 +10,7 @@ import pytest
 
 from lowmem_load import plan
 from lowmem_load.io import mounts
-from lowmem_load.io.mounts import Mount, mount_of, read_cost
+from lowmem_load.io.mounts import Mount, has_caches_apart, mount_of, read_cost
 from lowmem_load.planning.reads import ReadCost
 from tests import builders
 from tests.parity import BF16
@@ -39,6 +39,14 @@ def test_a_file_is_on_the_nearest_mount_above(files: dict[str, str]) -> None:
     assert mount_of("/") == Mount("xfs", 0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_apart"), [("nfs4", True), ("nfs", True), ("fuse.x", True), ("lustre", False), ("ext4", False)]
+)
+def test_nodes_of_nfs_cache_what_others_write(kind: str, is_apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounts, "mount_of", lambda _: Mount(kind, 0))
+    assert has_caches_apart("/folder") is is_apart
+
+
 def test_a_read_costs_more_on_the_network(files: dict[str, str], tmp_path: Path) -> None:
     assert read_cost([files["local"]]) == read_cost([]) == ReadCost() == ReadCost(25e-6, 5e9, 1)
     block_bytes = os.stat(files["fuse"]).st_blksize
@@ -58,6 +66,7 @@ def test_a_plan_goes_by_the_file_system(files: dict[str, str]) -> None:
 
 def test_without_proc_nothing_is_on_the_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(mounts, "MOUNTS", tmp_path / "gone")
+    assert not has_caches_apart("/")
     assert (mount_of("/"), read_cost([str(tmp_path / "file")])) == (None, ReadCost())
 
 

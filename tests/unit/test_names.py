@@ -98,6 +98,9 @@ def test_a_plan_that_parts_gates_from_what_they_gate_is_refused(tp_size: int, st
         (["pytorch_model.bin"], None, None),
         (["pytorch_model.bin"], False, None),
         (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], None, None),
+        (["model.safetensors.index.json"], None, None),  # its files may be in subfolders
+        (["pytorch_model.bin.index.fp16.json"], False, None),
+        (["model.safetensors.index.json"], False, "use_safetensors=False, but it holds only safetensors"),
         (["model.safetensors", "pytorch_model.bin", "tf_model.h5"], None, None),
         (["model.safetensors", "pytorch_model.bin"], False, None),
         (["model.safetensors"], False, "use_safetensors=False, but it holds only safetensors"),

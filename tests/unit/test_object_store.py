@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import logging
 import os
 import sys
@@ -21,6 +22,7 @@ from lowmem_load.io.object_store import listed
 from lowmem_load.io.remote_checkpoint import folder_of_url
 from lowmem_load.io.remote_file import RemoteFile, Traffic
 from lowmem_load.io.source import read_bytes
+from lowmem_load.io.stand_ins import open_file
 from tests.remote import stores
 from tests.remote.behaviour import CHANCES
 from tests.remote.range_server import RangeServer, range_server
@@ -108,6 +110,22 @@ def test_the_files_of_a_folder_and_of_a_subfolder_are_listed(server: RangeServer
     assert set(listed("s3://bucket", "models/one")) == {f"models/one/{name}" for name in here}
     assert listed("s3://bucket/nothing", "") == {}
     assert read_bytes(RemoteFile(listed(URL, "")["ümläut & <b>.json"]), 0, 2) == b"{}"
+
+
+def test_shards_in_subfolders_that_the_index_names_are_there(server: RangeServer, file: Path) -> None:
+    names = {"layers.0/a.safetensors": 1, "layers.1/ü b.safetensors": 2, "absent/c.safetensors": 3, "../d": 4}
+    for name in (*names, "layers.0/unnamed.safetensors"):
+        (file.parent / name).parent.mkdir(exist_ok=True)
+        (file.parent / name).write_bytes(CONTENT)
+    (file.parent / "absent/c.safetensors").unlink()
+    (file.parent / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {n: n for n in names}}))
+    folder = Path(folder_of_url(URL))
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert {name for name in there if "/" in name and ".heads" not in name} == {*list(names)[:2]}
+    for name in list(names)[:2]:
+        found = open_file(str(folder / name))
+        assert (found.path, found.nbytes) == (f"{URL}/{name}", len(CONTENT))
+        assert read_bytes(found, 1000, 1000) == CONTENT[1000:2000]
 
 
 def test_a_bucket_that_is_not_there_is_an_error(server: RangeServer) -> None:

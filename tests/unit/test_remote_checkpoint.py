@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import stat
 import struct
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from lowmem_load.io import http_object, remote_checkpoint, remote_file
 from lowmem_load.io.remote_checkpoint import ON_HTTP, folder_of_model, folder_of_url
 from lowmem_load.io.remote_file import HEAD_BYTES, Traffic
 from lowmem_load.io.source import LocalFile, read_bytes
-from lowmem_load.io.stand_ins import is_stand_in, open_file, origin_of, remote_object
+from lowmem_load.io.stand_ins import is_stand_in, open_file, origin_of, origins_named, remote_object
 from tests.hub import pointed_at
 from tests.ranks import REPO
 from tests.remote.hub_front import COMMIT, HubServer, hub_front
@@ -159,6 +160,97 @@ def test_code_that_a_configuration_names_is_fetched(server: RangeServer, checkpo
     assert {name for name in found if name.endswith(".py")} == {"configuring.py", "modeling.py"}
 
 
+def in_subfolders(checkpoint: Path, names: dict[str, str], index: str = "model.safetensors.index.json") -> None:
+    """Move shards of a checkpoint to other paths, which its index then names."""
+    for old, new in names.items():
+        (checkpoint / new).parent.mkdir(parents=True, exist_ok=True)
+        (checkpoint / old).rename(checkpoint / new)
+    weight_map = {f"w{number}": name for number, name in enumerate(names.values())}
+    (checkpoint / "model.safetensors.index.json").unlink()
+    (checkpoint / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+SUBFOLDERS = {"model-0.safetensors": "layers.0/a.safetensors", "model-1.safetensors": "layers.1/deep/b.safetensors"}
+
+
+def assert_has_shards(folder: str, checkpoint: Path, names: Iterable[str]) -> None:
+    for name in names:
+        source, content = open_file(os.path.join(folder, name)), (checkpoint / name).read_bytes()
+        assert read_bytes(source, HEAD_BYTES, 1000) == content[HEAD_BYTES : HEAD_BYTES + 1000]
+        assert files_in(folder)[f"{os.path.dirname(name)}/.heads/{os.path.basename(name)}"] == HEAD_BYTES
+
+
+def test_shards_in_subfolders_that_the_index_names_are_there(server: RangeServer, checkpoint: Path) -> None:
+    in_subfolders(checkpoint, SUBFOLDERS)
+    (checkpoint / "layers.0" / "unnamed.safetensors").write_bytes(b"")
+    folder = folder_of_url(url_of(server))
+    assert_has_shards(folder, checkpoint, SUBFOLDERS.values())
+    assert "layers.0/unnamed.safetensors" not in files_in(folder)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_weights_of_a_variant_are_there(suffix: str, server: RangeServer, checkpoint: Path) -> None:
+    name = "model" if suffix == "safetensors" else "pytorch_model"
+    (checkpoint / f"{name}.fp16.{suffix}").write_bytes(b"x" * 100)
+    assert f"{name}.fp16.{suffix}" not in files_in(folder_of_url(url_of(server)))
+    assert f"{name}.fp16.{suffix}" in files_in(folder_of_url(url_of(server), variant="fp16"))
+    (checkpoint / f"{name}.fp16.{suffix}").unlink()
+    in_subfolders(checkpoint, SUBFOLDERS, f"{name}.{suffix}.index.fp16.json")
+    assert_has_shards(folder_of_url(url_of(server), variant="fp16"), checkpoint, SUBFOLDERS.values())
+
+
+def test_weights_that_a_configuration_names_are_there(server: RangeServer, checkpoint: Path) -> None:
+    (checkpoint / "other.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "sub/own.safetensors"}}))
+    (checkpoint / "sub").mkdir()
+    (checkpoint / "sub" / "own.safetensors").write_bytes(b"x")
+    for value, named in {
+        "other.safetensors.index.json": {"other.safetensors.index.json", "sub/own.safetensors"},
+        "../outside.safetensors": set(),
+    }.items():
+        (checkpoint / "config.json").write_text(json.dumps({"transformers_weights": value}))
+        assert set(files_in(folder_of_url(url_of(server)))) >= named
+    assert not [line for line in server.stats()["asked"] if "outside" in line]
+
+
+@pytest.mark.parametrize("status", [403, 405, 501])
+def test_where_head_is_refused_the_first_byte_tells(status: int, server: RangeServer, checkpoint: Path) -> None:
+    (checkpoint / "special_tokens_map.json").write_bytes(b"")  # of which there is no first byte
+    before = folder_of_url(url_of(server))
+    server.set(head_status=status)
+    server.reset()
+    assert folder_of_url(url_of(server)) == before  # sizes and versions are the same
+    assert server.stats()["bytes_sent"] < 2000  # the index and the configuration, and a byte of each file
+    assert "special_tokens_map.json" in files_in(before)
+
+
+def test_where_only_get_is_answered_a_size_is_needed_too(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    ordinary = RangeServer.answer_to
+
+    def answer_to(self: RangeServer, request: Any, behaviour: Any) -> Any:
+        answer = ordinary(self, request, behaviour)
+        answer.headers["Content-Range"] = "bytes 0-0/*"
+        return answer
+
+    monkeypatch.setattr(RangeServer, "answer_to", answer_to)
+    server.set(head_status=405)
+    with pytest.raises(CheckpointError, match=r"/models/one/.*: the server sends no size in Content-Range, without"):
+        folder_of_url(url_of(server))
+
+
+def test_errors_name_the_url_and_not_the_folder_that_stands_for_it(server: RangeServer, checkpoint: Path) -> None:
+    (checkpoint / "model-1.safetensors").unlink()
+    folder = folder_of_url(url_of(server))
+    with (
+        pytest.raises(CheckpointError, match=f"^{url_of(server)}/model-1.safetensors: cannot be read"),
+        origins_named(),
+    ):
+        open_file(os.path.join(folder, "model-1.safetensors"))
+    with pytest.raises(OSError, match=f"^no file in {url_of(server)}$"), origins_named():
+        raise OSError(f"no file in {folder}")
+    with pytest.raises(FileNotFoundError, match=re.escape(f"'{url_of(server)}/none'")), origins_named():
+        Path(folder, "none").read_bytes()
+
+
 @pytest.mark.parametrize("name", ["a b.safetensors", "ü.safetensors", "100%.safetensors", "%41.safetensors", "a+b.bin"])
 def test_names_are_escaped(name: str, server: RangeServer, checkpoint: Path) -> None:
     (checkpoint / "model-0.safetensors").rename(checkpoint / name)
@@ -221,7 +313,7 @@ def test_who_may_not_read_is_told_at_once(server: RangeServer) -> None:
     server.set(token="", gone=True)
     with pytest.raises(CheckpointError, match=r"config.json: the server refuses access \(status 403\)"):
         folder_of_url(url_of(server))
-    assert server.stats()["requests"] <= 2 * len(ON_HTTP)
+    assert server.stats()["requests"] <= 3 * len(ON_HTTP)  # HEAD with a wrong token; then HEAD, and GET
 
 
 def test_what_s3_hides_by_403_is_not_there(
@@ -284,6 +376,11 @@ def test_the_folder_is_inside_whatever_the_url_ends_with(last: str, tmp_path: Pa
 # -- files of strangers ------------------------------------------------------------------------------------------------
 
 HOSTILE = [
+    "http://example.com/outside.safetensors",
+    "//example.com/outside.safetensors",
+    "sub//outside.safetensors",
+    "sub/./outside.safetensors",
+    ".heads/outside.safetensors",
     "../outside.safetensors",
     "/etc/passwd",
     "..",
@@ -501,6 +598,14 @@ def test_a_model_on_the_hub_is_pinned_to_its_commit(hub: HubServer, checkpoint: 
     assert open_file(os.path.join(folder, "model-1.safetensors")).version.startswith(f"{COMMIT} ")
     hub.commit = "d" * 40  # the branch has moved on
     assert folder_of_model("org/model") != (folder, commit)
+
+
+def test_shards_in_subfolders_on_the_hub_are_there(hub: HubServer, checkpoint: Path) -> None:
+    in_subfolders(checkpoint, SUBFOLDERS)
+    (checkpoint / "layers.0" / "unnamed.safetensors").write_bytes(b"")
+    folder, _ = folder_of_model("org/model")
+    assert_has_shards(folder, checkpoint, SUBFOLDERS.values())
+    assert "layers.0/unnamed.safetensors" not in files_in(folder)
 
 
 def test_the_sha256_of_the_hub_is_known(hub: HubServer, checkpoint: Path) -> None:

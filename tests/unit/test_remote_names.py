@@ -109,6 +109,8 @@ def test_a_url_becomes_a_folder_without_keywords_of_the_hub(server: RangeServer)
     assert kwargs == {"trust_remote_code": True, "attn_implementation": "eager"}
     assert is_stand_in(folder) and origin_of(folder) == url
     assert located_checkpoint(url) == (url, folder, None)
+    located(url, {"variant": "fp16"})
+    assert "/models/llama/model.fp16.safetensors" in server.stats()["path_requests"]
 
 
 # -- the Hub -----------------------------------------------------------------------------------------------------------
@@ -135,6 +137,12 @@ def test_a_streamed_model_that_the_cache_holds_is_read_from_there(name: str, hub
 def test_a_model_of_which_the_cache_lacks_a_file_is_streamed(hub: HubServer) -> None:
     huggingface_hub.snapshot_download("org/sharded", ignore_patterns=["model-00002-*"])
     folder, _ = located("org/sharded", {}, stream=True)
+    assert is_stand_in(folder)
+
+
+def test_a_model_of_whose_variant_the_cache_lacks_a_file_is_streamed(hub: HubServer) -> None:
+    huggingface_hub.snapshot_download("org/model")
+    folder, _ = located("org/model", {"variant": "fp16"}, stream=True)
     assert is_stand_in(folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.saving import writer as writer_module
 from lowmem_load.saving.writer import FileLayout, Writer, held_writes, lay_out_saved, plan_writes, total_bytes
 from lowmem_load.symbolic.tensor import SymbolicTensor
+from tests.storage import PageCache
 
 SHAPES = {"a": (6, 10), "b": (4, 3, 5), "scalar": (), "empty": (0, 3), "row": (7,)}
 
@@ -85,6 +87,54 @@ def test_all_ranks_together_write_each_byte_once(
         saved = load_file(path)
         for name, value in converted(values).items():
             assert saved[name].dtype == value.dtype and torch.equal(saved[name], value), (name, world_size)
+
+
+@pytest.mark.parametrize("past_cache", [False, True])
+def test_nodes_that_cache_pages_write_past_them(
+    past_cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank is a node. Without that, one undoes what another wrote to the page where their ranges meet."""
+    tensors, path, values = described(), tmp_path / "f", memory(0)
+    layout = layout_of("f", tensors)
+    writes = plan_writes([layout])
+    wanted = {name: value.contiguous() for name, value in converted(values).items()}
+    for world_size in (2, 3):
+        path.write_bytes(layout.header + bytes(layout.nbytes - len(layout.header)))
+        caches, writers = [PageCache() for _ in range(world_size)], []
+        for rank, cache in enumerate(caches):
+            monkeypatch.setattr(writer_module, "os", cache)
+            writers.append(Writer([path], lambda _: None, past_cache=past_cache))
+            held = {name: [partition_range(value.numel(), rank, world_size)] for name, value in values.items()}
+            for name, parts in held_writes(writes, held).items():
+                for write in parts:
+                    writers[-1].write(write, values[name].reshape(-1), 0)
+        for writer, cache in zip(writers, caches, strict=True):
+            monkeypatch.setattr(writer_module, "os", cache)
+            writer.sync()
+            writer.__exit__()
+        saved = load_file(path)
+        is_right = all(torch.equal(saved[name], value) for name, value in wanted.items())
+        assert is_right is past_cache
+
+
+def test_a_file_system_that_refuses_to_be_written_past_its_cache_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(PageCache):
+        def open(self, path: Path, flags: int) -> int:
+            raise OSError(errno.EINVAL if flags & os.O_DIRECT else errno.EIO, "refused")
+
+    layout = layout_of("f", {"a": described()["a"]})
+    monkeypatch.setattr(writer_module, "os", Refusing())
+    for past_cache, text in (
+        (True, r"refused\. Its file system refuses O_DIRECT, .*; save to Lustre"),
+        (False, "refused$"),
+    ):
+        with (
+            Writer([tmp_path / "f"], lambda _: None, past_cache=past_cache) as writer,
+            pytest.raises(CheckpointError, match=text),
+        ):
+            writer.write(plan_writes([layout])[0], memory(0)["a"].reshape(-1), 0)
 
 
 def test_a_partition_is_one_write_of_its_own_memory(tmp_path: Path) -> None:
