@@ -40,6 +40,14 @@ def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
+def is_replaceable(owner: Any, name: str) -> bool:
+    """Return whether a module or class has a function of this name, which no `__getattr__` makes up."""
+    if not isinstance(owner, type):
+        return callable(getattr(owner, "__dict__", {}).get(name))
+    holder = next((cls for cls in owner.__mro__ if name in vars(cls)), None)
+    return holder is not None and callable(getattr(holder, name))
+
+
 @contextlib.contextmanager
 def replaced(*replacements: Replacement, everywhere: bool = False) -> Iterator[None]:
     """Inside, the handlers are called in place of the functions: in this thread or task, or in all.

@@ -1,4 +1,4 @@
-"""FSDP2 of accelerate and LLaMA-Factory under `install`: they shard a model without memory, each rank reads its shards.
+"""FSDP2 of accelerate under `install`: it shards a model without memory, and each rank reads its shards.
 
 In stock every rank builds the whole model, in fp32 if it trains in mixed precision, before it is sharded. With
 `cpu_ram_efficient_loading` rank 0 then broadcasts it, tensor by tensor.
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.load_into import load_into
 from lowmem_load.api.request import Options, stage_3
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import has_group
@@ -35,14 +34,17 @@ from lowmem_load.errors import NotStreamedWarning, UnsupportedError, listed, out
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, transformers_class, transformers_models
 from lowmem_load.hf.skeleton import allocate
-from lowmem_load.integrations.imports import once_imported
+from lowmem_load.integrations import frameworks
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
-from lowmem_load.replaced import Handler, Replacement, replaced
+from lowmem_load.replaced import Replacement, is_replaceable, replaced
 from lowmem_load.symbolic.initialise import with_random_state
 
 _PENDING = "lowmem_load_pending"
 """Attribute of a model that is to be filled once it is sharded: its `_PendingLoad`."""
+
+_BROADCAST = "fsdp2_load_full_state_dict"
+"""The function by which accelerate gives weights to a model that it has sharded."""
 
 _NOT_PENDING = (
     *("quantization_config", "gguf_file"),
@@ -90,33 +92,11 @@ def pending_loads(options: Options) -> Iterator[None]:
                 _mark_pending(model, _PendingLoad(call, state, options._replace(is_lenient=False)))
             return model, info
 
-        hooks.enter_context(loader.intercepted(begin, _is_fsdp2, everywhere=True))
+        def may_wait(kwargs: Mapping[str, Any]) -> bool:
+            return _is_fsdp2(kwargs) and _is_hookable(is_lenient=reading_nothing.is_lenient)
+
+        hooks.enter_context(loader.intercepted(begin, may_wait, everywhere=True))
         yield
-
-
-def llamafactory_loads(options: Options) -> contextlib.AbstractContextManager[object]:
-    """Inside, LLaMA-Factory v1 fills what it has made by `init_on_meta` and sharded by FSDP2 as `load_into` does.
-
-    Source: LLaMA-Factory 0.9.5 `v1/plugins/trainer_plugins/distributed/fsdp2.py`, `FSDP2Engine.materialize_and_load`.
-    """
-
-    def load(_: Any, __: Any, model: nn.Module, name: str) -> None:
-        report = load_into(model, name, progress=options.progress, verify=options.verify)
-        if options.on_load is not None:
-            options.on_load(report)
-
-    module = "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2"
-    return _replaced_once_imported(module, "FSDP2Engine._load_weights_from_hf_checkpoint", load)
-
-
-def _replaced_once_imported(module: str, path: str, handler: Handler) -> contextlib.AbstractContextManager[object]:
-    """Inside, `handler` is called in place of a function or method, once its module is imported. For all threads."""
-    owner, _, name = path.rpartition(".")
-
-    def replace(found: Any) -> contextlib.AbstractContextManager[None]:
-        return replaced((getattr(found, owner) if owner else found, name, handler), everywhere=True)
-
-    return once_imported(module, replace)
 
 
 # -- which loads -----------------------------------------------------------------------------------------------------
@@ -130,19 +110,27 @@ def _is_fsdp2(kwargs: Mapping[str, Any]) -> bool:
         return False
     if not has_group() or any(kwargs.get(keyword) is not None for keyword in _NOT_PENDING):
         return False
-    if _fsdp_version() != "2" or active_zero3_config() is not None:
-        return False
-    import accelerate.utils.fsdp_utils as fsdp_utils
+    return _fsdp_version() == "2" and active_zero3_config() is None
 
-    return hasattr(fsdp_utils, "fsdp2_load_full_state_dict")  # accelerate 1.6 on
+
+def _is_hookable(*, is_lenient: bool) -> bool:
+    """Return whether all is there that a model relies on which waits for FSDP2. If not, warn or raise."""
+    missing = frameworks.missing_of_fsdp2()
+    if missing and not is_lenient:
+        raise UnsupportedError(missing)
+    if missing:
+        warnings.warn(missing, NotStreamedWarning, stacklevel=outside_level())
+    return not missing
 
 
 def _fsdp_version() -> str:
     """Return the version of FSDP that an `Accelerator`, the environment or `TrainingArguments` ask for."""
     state: Any = sys.modules.get("accelerate.state")  # whoever has an Accelerator has imported it
-    plugin = None if state is None else state.AcceleratorState._shared_state.get("fsdp_plugin")  # noqa: SLF001
-    if plugin is not None:
-        return str(plugin.fsdp_version)
+    shared = getattr(getattr(state, "AcceleratorState", None), "_shared_state", None)
+    if state is not None and shared is None:
+        frameworks.warn_missing(frameworks.ACCELERATE_STATE, frameworks.ACCELERATE_STATE.names)
+    if (plugin := (shared or {}).get("fsdp_plugin")) is not None:
+        return str(getattr(plugin, "fsdp_version", 1))  # accelerate 1.6 on
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         return os.environ.get("FSDP_VERSION", "")
     # TrainingArguments(fsdp=...) set this variable, and keep all else to themselves until a Trainer is made.
@@ -196,12 +184,13 @@ def _hooks() -> Iterator[None]:
         (transformers_class(), "resize_token_embeddings", _resize),
         *((nn.Module, name, _move) for name in ("to", "cuda", "cpu")),
     ]
-    peft = _replaced_once_imported("peft.tuners.tuners_utils", "BaseTuner.inject_adapter", _keep_adapters)
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(*replacements, everywhere=True))
-        stack.enter_context(peft)
-        for module in ("axolotl.loaders.model", "axolotl.train"):
-            stack.enter_context(_replaced_once_imported(module, "materialize_trainable_meta_params", _keep_pending))
+        stack.enter_context(
+            frameworks.hooked(frameworks.PEFT_INJECT, lambda: {"BaseTuner.inject_adapter": _keep_adapters})
+        )
+        for hook in frameworks.AXOLOTL_META:
+            stack.enter_context(frameworks.hooked(hook, lambda: {"materialize_trainable_meta_params": _keep_pending}))
         yield
 
 
@@ -210,10 +199,13 @@ def _prepare(ordinary: Any, accelerator: Any, model: nn.Module) -> nn.Module:
     if base is None:
         return ordinary(accelerator, model)  # type: ignore[no-any-return]
     owner = sys.modules[inspect.unwrap(ordinary).__module__]  # axolotl has these two functions of its own
+    if not is_replaceable(owner, _BROADCAST):
+        _make_whole(base, f"fsdp2_prepare_model of {owner.__name__}, which has no {_BROADCAST} to replace,")
+        return ordinary(accelerator, model)  # type: ignore[no-any-return]
     added = _added(model, base)  # now: accelerate moves the model to meta
     pending = vars(base).pop(_PENDING)  # else `_shard` would take what accelerate shards
     # Instead of a broadcast: the sharded model, which comes after the ordinary function and the accelerator.
-    with replaced((owner, "fsdp2_load_full_state_dict", lambda *args, **_: args[2])):
+    with replaced((owner, _BROADCAST, lambda *args, **_: args[2])):
         prepared: nn.Module = ordinary(accelerator, model)
     is_offloaded = offloads({"offload_policy": accelerator.state.fsdp_plugin.cpu_offload})
     _fill(prepared, base, pending, torch.device("cpu") if is_offloaded else accelerator.device, added)

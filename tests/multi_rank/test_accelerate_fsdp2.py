@@ -206,6 +206,49 @@ def test_what_is_needed_before_sharding_cannot_be_verified(checkpoints: Path) ->
     run_ranks(refuse_unverified, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
 
 
+def load_with_moved_names(path: str) -> None:
+    """Rank function: what a release of accelerate has moved is a warning, and stock's load; or an error."""
+    import accelerate.utils.fsdp_utils as fsdp_utils
+
+    start()
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
+    expected = whole(prepare(from_files(path, "plain"), efficient=False))
+
+    def prepared_whole(said: str) -> None:
+        with warnings.catch_warnings(record=True) as seen:
+            ours = prepare(from_files(path, "plain"), efficient=False)
+        texts = [str(each.message) for each in seen if issubclass(each.category, NotStreamedWarning)]
+        assert [said in text for text in texts] == [True], texts
+        found = whole(ours)
+        assert found.keys() <= expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+    warnings.simplefilter("always", NotStreamedWarning)
+    moved = vars(fsdp_utils).pop("fsdp2_load_full_state_dict")
+    lowmem_load.install()
+    prepared_whole("lacks accelerate.utils.fsdp_utils.fsdp2_load_full_state_dict, so models for FSDP2 are loaded by")
+    lowmem_load.integrations.install.uninstall()
+    lowmem_load.install(strict=True)
+    with pytest.raises(UnsupportedError, match=r"lacks accelerate.utils.*fsdp2_load_full_state_dict, so"):
+        from_files(path, "plain")
+    lowmem_load.integrations.install.uninstall()
+
+    fsdp_utils.fsdp2_load_full_state_dict = moved
+    others: Any = types.ModuleType("others")  # such as axolotl's, where the function has another name
+    sys.modules["others"] = others
+    others.ordinary = fsdp_utils.fsdp2_prepare_model
+    exec("def fsdp2_prepare_model(accelerator, model): return ordinary(accelerator, model)", vars(others))
+    fsdp_utils.fsdp2_prepare_model = others.fsdp2_prepare_model
+    lowmem_load.install()
+    prepared_whole(
+        "fsdp2_prepare_model of others, which has no fsdp2_load_full_state_dict to replace, needs its weights"
+    )
+
+
+def test_names_that_accelerate_has_moved_leave_the_load_to_stock(checkpoints: Path) -> None:
+    run_ranks(load_with_moved_names, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT, timeout_s=120)
+
+
 class Wrapper(nn.Module):
     """A model with state of its own beside it. On meta it has none, but for what accelerate keeps."""
 
