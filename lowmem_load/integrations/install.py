@@ -82,7 +82,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Undo `install`: all loads are ordinary again. Does nothing if nothing is installed."""
+    """Undo `install`: all loads are ordinary again. Does nothing if nothing is installed. For tests; not public."""
     while _installed:
         _installed.pop().close()
 

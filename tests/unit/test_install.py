@@ -183,3 +183,47 @@ assert deepspeed.initialize.__code__.co_filename == lowmem_load.replaced.__file_
 
 def test_deepspeed_is_hooked_once_a_program_imports_it() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_DEEPSPEED], check=True)
+
+
+NO_TRACE = """
+import inspect, sys
+import accelerate, deepspeed, lowmem_load, torch, transformers
+from transformers import LlamaForCausalLM, Trainer
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+PACKAGES = {"accelerate", "deepspeed", "huggingface_hub", "peft", "safetensors", "torch", "transformers", "trl"}
+
+def functions():
+    seen = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in PACKAGES:
+            continue
+        for key, value in list(getattr(module, "__dict__", {}).items()):
+            if isinstance(value, type) and value.__module__ == name:
+                for inner, function in list(vars(value).items()):
+                    function = getattr(function, "__func__", function)
+                    if callable(function):
+                        seen[f"{name}.{key}.{inner}"] = function
+            elif callable(value):
+                seen[f"{name}.{key}"] = value
+    return seen
+
+def load():
+    kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    return hasattr(LlamaForCausalLM.from_pretrained(sys.argv[1]), "lowmem_load_report")
+
+before = functions()
+lowmem_load.install()
+assert load()
+from lowmem_load.integrations.install import uninstall
+uninstall()
+after = functions()
+changed = {name for name in before if after.get(name) is not before[name]}
+print(*sorted(name for name in changed if after.get(name) is not None))
+"""
+
+
+def test_nothing_is_left_after_uninstall(llama: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", NO_TRACE, llama], check=True, capture_output=True, text=True)
+    linear = {"torch.nn.functional.linear"}  # DeepSpeed's, under memory_efficient_linear
+    assert set(ran.stdout.splitlines()[-1].split()) == linear, "above it DeepSpeed says what it builds"
