@@ -322,6 +322,28 @@ def test_verified_loads_verify_first(checkpoints: Path) -> None:
     run_ranks(run_verified, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
 
 
+def load_with_moved_names(path: str) -> None:
+    """Rank function: where accelerate has moved its names, its broadcast from rank 0 gives the same values."""
+    from lowmem_load.integrations import accelerate_fsdp2
+
+    start()
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+    stock = prepare(from_files(path), efficient=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerate_fsdp2, "_HANDLERS", {})
+        lowmem_load.install()
+        ours = prepare(from_files(path), efficient=True)
+    lowmem_load.integrations.install.uninstall()
+    found, expected = whole(ours), whole(stock)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_names_that_accelerate_has_moved_cost_time_only(checkpoints: Path) -> None:
+    run_ranks(load_with_moved_names, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT, timeout_s=120)
+
+
 class Wrapper(nn.Module):
     """A model with state of its own beside it. On meta it has none, but for what accelerate keeps."""
 
@@ -347,7 +369,7 @@ def keep_buffers(path: str) -> None:
     assert torch.equal(ours.base.model.rotary_emb.inv_freq, expected)
 
 
-def test_buffers_beside_a_pending_model_are_kept(checkpoints: Path) -> None:
+def test_buffers_beside_a_lazy_model_are_kept(checkpoints: Path) -> None:
     run_ranks(keep_buffers, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
 
 
@@ -429,7 +451,7 @@ def test_a_model_that_others_shard_is_filled_too(checkpoints: Path) -> None:
 
 
 def keep_identity(path: str) -> None:
-    """Rank function: whoever holds a parameter of a pending model holds that of the model, whatever fills it."""
+    """Rank function: whoever holds a parameter of a lazy model holds that of the model, whatever fills it."""
     import peft
 
     start()
@@ -466,7 +488,7 @@ def keep_identity(path: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_parameters_of_a_pending_model_stay_the_same_objects(checkpoints: Path) -> None:
+def test_parameters_of_a_lazy_model_stay_the_same_objects(checkpoints: Path) -> None:
     if Version(torch.__version__) < Version("2.7"):
         pytest.skip("torch's fully_shard takes no ignored_params")
     env = {**ENVIRONMENT, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
