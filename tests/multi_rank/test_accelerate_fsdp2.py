@@ -7,6 +7,7 @@ import inspect
 import itertools
 import os
 import sys
+import tempfile
 import types
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import torch
 import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
 from packaging.version import Version
+from safetensors.torch import load_file
 from torch import nn
 
 import lowmem_load
@@ -105,12 +107,12 @@ def changed(path: str) -> nn.Module:
 
 
 def saved(path: str) -> nn.Module:
-    import tempfile
-
     model = from_files(path)
+    if torch.distributed.get_rank() > 0:  # where transformers saves nothing
+        return model
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        state = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+        state = load_file(Path(folder) / "model.safetensors")
         assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
     return model
 
@@ -123,12 +125,12 @@ class ValueHead(nn.Module):
         self._no_split_modules = base._no_split_modules
         self.base = base
         self.head = nn.Linear(base.config.hidden_size, 1).to(base.device)
-        self.scale = nn.Parameter(torch.ones_like(base.lm_head.weight[:2]))
+        self.scale = nn.ParameterList([torch.ones_like(base.lm_head.weight[:2])])
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
         out = self.base(input_ids=input_ids, labels=labels, output_hidden_states=True)
         values = self.head(out.hidden_states[-1].to(self.head.weight.dtype)).float()
-        return types.SimpleNamespace(loss=out.loss + (values * self.scale.float().mean()).mean())
+        return types.SimpleNamespace(loss=out.loss + (values * self.scale[0].float().mean()).mean())
 
 
 def new_head(path: str) -> nn.Module:
