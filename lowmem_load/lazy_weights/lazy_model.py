@@ -25,7 +25,7 @@ from lowmem_load.planning.expression import Expression, Source, leaves
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.report import LoadReport, OnLoad, write_report
 from lowmem_load.symbolic.initialise import SharedValue
-from lowmem_load.symbolic.lazy import LazyTensor, become, keep, settle, values_of
+from lowmem_load.symbolic.lazy import LazyTensor, assigned_data_is_real, become, keep, settle, values_of
 from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
 
 _NOT_A_CALLER = ("lowmem_load.", "torch.", "accelerate.big_modeling")
@@ -51,6 +51,7 @@ class LazyReader(Reader):
         self.name, self.report, self.progress = described.name, report, progress
         self.leaves: dict[int, Expression] = {}
         self.closing.enter_context(made_real(values_of))
+        self.closing.enter_context(assigned_data_is_real())
         self.closing.callback(_tell, report, on_load)
 
     def now(self, expression: Expression, reason: str) -> torch.Tensor:

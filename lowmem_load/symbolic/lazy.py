@@ -35,6 +35,7 @@ _OWN = frozenset({"value", "views", "meta", "read_now", "_is_param"})
 _RESHAPES = frozenset({aten.set_, aten.resize_, aten.resize_as_})
 
 _KEEPING = threading.RLock()
+_assigning: list[object] = []  # blocks of `assigned_data_is_real`
 _ONLY_COMPARED: ContextVar[bool] = ContextVar("lowmem_load_addresses_are_only_compared", default=False)
 
 
@@ -43,6 +44,30 @@ def addresses_are_only_compared() -> Iterator[None]:
     """Inside, `data_ptr` of a lazy tensor reads nothing. Its number is the same for all names of one value."""
     with holding(_ONLY_COMPARED, True):
         yield
+
+
+@contextlib.contextmanager
+def assigned_data_is_real() -> Iterator[None]:
+    """Inside, `parameter.data = lazy` gives ordinary parameters real memory: torch would take the lazy tensor's, none.
+
+    For all threads. Blocks may end in any order.
+    """
+    ordinary, block = torch.Tensor.data, object()
+
+    def assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
+        ordinary.__set__(parameter, keep(value))  # type: ignore[attr-defined]
+
+    with _KEEPING:
+        _assigning.append(block)
+        if len(_assigning) == 1:
+            nn.Parameter.data = property(ordinary.__get__, assign)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        with _KEEPING:
+            _assigning.remove(block)
+            if not _assigning:
+                del nn.Parameter.data
 
 
 class LazyTensor(SymbolicTensor):

@@ -132,6 +132,15 @@ def give_data(model: Any) -> None:
     model.model.norm.weight.data = torch.ones(3)
 
 
+def lend_to_new_modules(model: Any) -> None:
+    model.lent = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+    model.lent.weight.data = model.lm_head.weight.data
+    model.lent.weight.data.add_(1)
+    model.lm_head.weight.data.mul_(2)
+    model.cloned = nn.Linear(2, 2, bias=False)
+    model.cloned.weight.data = model.model.norm.weight.data.clone()
+
+
 def share_data(model: Any) -> None:
     first, second = model.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.gate_proj.weight
     first.data = second.data
@@ -202,7 +211,17 @@ SCRIPTS: dict[str, Callable[[Any], None]] = {
     each.__name__: each
     for each in (
         *(scale, draw, round_twice, tie, load_scaled, assign_state, drop_and_copy_layers, write_through_views),
-        *(write_by_numpy, give_data, share_data, freeze, add_heads, merge_lora, average, in_inference_mode),
+        *(
+            write_by_numpy,
+            give_data,
+            lend_to_new_modules,
+            share_data,
+            freeze,
+            add_heads,
+            merge_lora,
+            average,
+            in_inference_mode,
+        ),
         *(run, generate, run_compiled, train, train_a_head_alone),
     )
 } | {
@@ -320,6 +339,15 @@ def test_any_sequence_of_changes_gives_the_values_of_an_ordinary_load(path: str,
     for action in actions:
         ours, theirs = act(ours, *action), act(theirs, *action)
     assert_equal(ours, theirs)
+
+
+def test_torch_is_as_before_when_the_last_lazy_weight_is_gone(path: str) -> None:
+    gc.collect()
+    model = lazily(path)
+    assert "data" in vars(nn.Parameter)
+    del model
+    gc.collect()
+    assert "data" not in vars(nn.Parameter)
 
 
 # -- what looks below torch --------------------------------------------------------------------------------------------
