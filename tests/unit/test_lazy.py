@@ -9,6 +9,8 @@ import io
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -342,12 +344,17 @@ def test_any_sequence_of_changes_gives_the_values_of_an_ordinary_load(path: str,
 
 
 def test_torch_is_as_before_when_the_last_lazy_weight_is_gone(path: str) -> None:
-    gc.collect()
-    model = lazily(path)
-    assert "data" in vars(nn.Parameter)
-    del model
-    gc.collect()
-    assert "data" not in vars(nn.Parameter)
+    program = f"""
+import gc, torch, lowmem_load
+from torch.distributed.tensor import placement_types
+ordinary = placement_types.mesh_scatter
+model = lowmem_load.lazy({path!r})
+assert "data" in vars(torch.nn.Parameter) and placement_types.mesh_scatter is not ordinary
+del model
+gc.collect()
+assert "data" not in vars(torch.nn.Parameter) and placement_types.mesh_scatter is ordinary
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 # -- what looks below torch --------------------------------------------------------------------------------------------
