@@ -1,12 +1,12 @@
 """Train on a device mesh as torchtitan and verl do: build on meta, parallelize, then `load_into`; DCP resumes.
 
-torchrun --nproc_per_node 2 examples/mesh_loop.py --model /tmp/tiny --output /tmp/out [--tp 2] [--resume]
+torchrun --nproc_per_node 2 examples/mesh_loop.py --model /tmp/tiny --output /tmp/out [--tp 2] [--resume] [--lora]
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 
@@ -48,11 +49,55 @@ def load(name: str, mesh: DeviceMesh, device: str) -> nn.Module:
     return model
 
 
-def load_stock(name: str, mesh: DeviceMesh, device: str) -> nn.Module:
-    """Do the same with all of the model on every rank."""
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
-    parallelize(model, mesh)
+def load_adapted(name: str, mesh: DeviceMesh, device: str, adapt: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Do the same with a LoRA. `adapt` puts it on the model: PEFT draws it, or reads it. Rank 0's values count."""
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32)
+    own = put_on_host(base)
+    model = adapt(base)
+    adapters = {key: parameter.detach() for key, parameter in base.named_parameters() if id(parameter) not in own}
+    base.to("meta").tie_weights()  # `to` unties
+    parallelize(base, mesh)
+    model.to_empty(device=device)
+    lowmem_load.load_into(model, name, leave=adapters)
+    with torch.no_grad():
+        for key, parameter in base.named_parameters():
+            if key in adapters:
+                whole = adapters[key].to(device)
+                parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
     return model
+
+
+def put_on_host(model: nn.Module) -> set[int]:
+    """Replace parameters on meta by such on the host that take no memory; return their `id`s.
+
+    PEFT makes an adapter on the device of its layer. On meta it would lose its values.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:  # else it is tied
+                value = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                made[parameter] = nn.Parameter(value)
+            setattr(module, key, made[parameter])
+    return set(map(id, made.values()))
+
+
+def load_stock(
+    name: str, mesh: DeviceMesh, device: str, adapt: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> nn.Module:
+    """Do the same with all of the model on every rank. `adapt` must draw the same on all."""
+    base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
+    model = adapt(base)
+    parallelize(base, mesh)
+    return model
+
+
+def add_lora(model: nn.Module) -> nn.Module:
+    """Put a LoRA on a model."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
@@ -64,8 +109,12 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
     mesh = init_device_mesh(device, (torch.distributed.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
-    model = (load_stock if options.stock else load)(options.model, mesh, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(0)
+    if options.lora:
+        model = (load_stock if options.stock else load_adapted)(options.model, mesh, device, add_lora)
+    else:
+        model = (load_stock if options.stock else load)(options.model, mesh, device)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
 
     first_step, folder = 0, Path(options.output, "dcp")
     if options.resume:  # into a loaded model: buffers such as rotary frequencies are in no checkpoint

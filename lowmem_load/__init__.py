@@ -8,6 +8,7 @@ TYPE_CHECKING = False  # typing's own would import typing, in every process of a
 if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from typing import Any
 
+    from lowmem_load.api.lazy import lazy as lazy
     from lowmem_load.api.load_into import load_into as load_into
     from lowmem_load.api.load_model import load_model as load_model
     from lowmem_load.api.load_model import load_report as load_report
@@ -49,6 +50,7 @@ _HOMES = {
     "api.load_model": ("load_model", "load_report"),
     "api.streaming": ("streaming",),
     "api.plan_model": ("plan",),
+    "api.lazy": ("lazy",),
     "partial.initialize": ("initialize", "partial_zero3"),
     "integrations.arguments": ("DistConfig", "ModelArguments"),
     "integrations.install": ("install",),

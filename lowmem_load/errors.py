@@ -70,9 +70,9 @@ class LoadOrderWarning(UserWarning):
 
 
 class NotStreamedWarning(UserWarning):
-    """Under `install`, transformers and stock ZeRO-3 do a load that cannot be streamed.
+    """Under `install`, a load that cannot be streamed is left to stock, or a framework lacks a name that is replaced.
 
-    `install(strict=True)` raises the error that says why instead.
+    `install(strict=True)` raises instead of leaving a load to stock.
     """
 
 

@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from torch.compiler import is_compiling
@@ -22,12 +23,25 @@ Replacement: TypeAlias = tuple[Any, str, Handler]
 _Block: TypeAlias = dict[Callable[..., Any], Handler]
 """The handlers of a block, by dispatcher; empty when the block is over."""
 
-_MARK = "lowmem_load_dispatcher"
-"""Attribute of a dispatcher that refers to itself. functools.wraps copies it to a wrapper, where it does not."""
-
 _BLOCKS: ContextVar[tuple[_Block, ...]] = ContextVar("lowmem_load_blocks", default=())
 _EVERYWHERE: list[_Block] = []
-_PLACING = threading.Lock()
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a dispatcher stands for a function while blocks replace it."""
+
+    owner: Any
+    name: str
+    former: Any  # what was there before the first of the blocks, such as a classmethod
+    dispatch: Any
+    num_blocks: int = 0
+
+
+_PLACES: dict[tuple[int, str], _Place] = {}
+"""The latest place by the `id` of its owner, and the name. Kept: others may have kept the dispatcher, too."""
+
+_PLACING = threading.RLock()  # a finalizer may leave a block at any moment
 
 
 @contextlib.contextmanager
@@ -40,47 +54,78 @@ def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
+def is_replaceable(owner: Any, name: str) -> bool:
+    """Return whether a module or class has a function of this name, which no `__getattr__` makes up."""
+    if not isinstance(owner, type):
+        return callable(getattr(owner, "__dict__", {}).get(name))
+    holder = next((cls for cls in owner.__mro__ if name in vars(cls)), None)
+    return holder is not None and callable(getattr(holder, name))
+
+
 @contextlib.contextmanager
 def replaced(*replacements: Replacement, everywhere: bool = False) -> Iterator[None]:
     """Inside, the handlers are called in place of the functions: in this thread or task, or in all.
 
     An inner handler is called with the outer one. Blocks may end in any order.
     """
-    block = {_dispatcher(owner, name): handler for owner, name, handler in replacements}
-    if everywhere:
-        _EVERYWHERE.append(block)
-    else:
-        _BLOCKS.set((*_BLOCKS.get(), block))
+    block: _Block = {}
+    places: list[_Place] = []
     try:
+        for owner, name, handler in replacements:
+            places.append(_enter(owner, name))
+            block[places[-1].dispatch] = handler
+        if everywhere:
+            _EVERYWHERE.append(block)
+        else:
+            _BLOCKS.set((*_BLOCKS.get(), block))
         yield
     finally:
         block.clear()  # a task that started inside has a copy of the context
         _BLOCKS.set(tuple(filter(None, _BLOCKS.get())))
-        if everywhere:
+        if everywhere and block in _EVERYWHERE:
             _EVERYWHERE.remove(block)
+        for place in places:
+            _leave(place)
 
 
-def _dispatcher(owner: Any, name: str) -> Callable[..., Any]:
-    """Return what asks for the blocks of its caller. It stays in the place of the function, so nobody restores it."""
+def _enter(owner: Any, name: str) -> _Place:
+    """Put a dispatcher in the place of a function, unless one is there."""
     if isinstance(owner, type):
         owner = next(cls for cls in owner.__mro__ if name in vars(cls))
     with _PLACING:
-        held = vars(owner)[name]
-        kind = type(held) if isinstance(held, classmethod | staticmethod) else None
-        ordinary: Callable[..., Any] = held if kind is None else held.__func__
-        is_dispatcher = getattr(ordinary, _MARK, None) is ordinary
-        if is_dispatcher:
-            return ordinary
+        former = vars(owner)[name]
+        kind = type(former) if isinstance(former, classmethod | staticmethod) else None
+        ordinary: Any = former if kind is None else former.__func__
+        place = _PLACES.get((id(owner), name))
+        if place is None or (ordinary is not place.dispatch and ordinary is not place.dispatch.__wrapped__):
+            place = _PLACES[id(owner), name] = _Place(owner, name, former, _dispatcher(ordinary))
+        if place.num_blocks == 0:
+            place.former = former
+        place.num_blocks += 1
+        if ordinary is not place.dispatch:
+            setattr(owner, name, place.dispatch if kind is None else kind(place.dispatch))
+        return place
 
-        @functools.wraps(ordinary)
-        def dispatch(*args: Any, **kwargs: Any) -> Any:
-            function = ordinary
-            if not is_compiling():  # Dynamo cannot trace a ContextVar
-                for block in (*_EVERYWHERE, *_BLOCKS.get()):
-                    if (handler := block.get(dispatch)) is not None:
-                        function = functools.partial(handler, function)
-            return function(*args, **kwargs)
 
-        setattr(dispatch, _MARK, dispatch)
-        setattr(owner, name, dispatch if kind is None else kind(dispatch))
+def _leave(place: _Place) -> None:
+    """Put the function back if this was the last block, and nobody has put something else there."""
+    with _PLACING:
+        place.num_blocks -= 1
+        there = vars(place.owner).get(place.name)
+        if place.num_blocks == 0 and getattr(there, "__func__", there) is place.dispatch:
+            setattr(place.owner, place.name, place.former)
+
+
+def _dispatcher(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls the handlers of its caller's blocks, or else the function."""
+
+    @functools.wraps(ordinary)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        function = ordinary
+        if not is_compiling():  # Dynamo cannot trace a ContextVar
+            for block in (*_EVERYWHERE, *_BLOCKS.get()):
+                if (handler := block.get(dispatch)) is not None:
+                    function = functools.partial(handler, function)
+        return function(*args, **kwargs)
+
     return dispatch

@@ -74,6 +74,8 @@ class LoadReport(Phases):
         loading_info: missing_keys, unexpected_keys and mismatched_keys, as transformers' `output_loading_info` has
             them.
         slow_paths: parameters and buffers that took a slower path.
+        read_early: of a lazy model: tensors of the files that were read by themselves, and the function that looked.
+        num_unread: of a lazy model: parameters that nobody has looked at. `load_report` counts them.
         notes: a sentence for each surprise: parameters that nothing initialised, parameters in another dtype than an
             ordinary load gives, reads that could not be shared, reads that were tried again.
     """
@@ -97,6 +99,8 @@ class LoadReport(Phases):
     peak_device_bytes: int = 0
     loading_info: dict[str, list[Any]] = field(default_factory=dict)
     slow_paths: list[SlowPath] = field(default_factory=list)
+    read_early: dict[str, str] = field(default_factory=dict)
+    num_unread: int = 0
     notes: list[str] = field(default_factory=list)
     _device_start: DeviceMemory = field(default_factory=device_memory, repr=False)
 
@@ -148,11 +152,13 @@ class LoadReport(Phases):
         read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files, {size(self.needed_bytes)} needed"
         from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
         lists = {**self.loading_info, "slow paths": [path.name for path in self.slow_paths]}
+        lists["read by themselves"] = [f"{name} (by {caller})" for name, caller in self.read_early.items()]
         on_device = f"{size(self.peak_device_bytes)} above the start at the peak" if self.peak_device_bytes else ""
         rows = {
             "model": f"{self.num_parameters} parameters, {count(self.num_elements)} elements{of_dtype}{quantized}",
             "holds": ", ".join(text for text, nbytes in held.items() if nbytes),
             "read": from_files,
+            "not read yet": f"{self.num_unread} parameters" if self.num_unread else "",
             "requests": self._requests_text(),
             "shared reads": self._sharing_text(),
             "host memory": f"{size(self.peak_memory.total_bytes)} above the start at the peak",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowmem_load.api.request import Options, Request, agree_on_request, spelled
 from lowmem_load.config.settings import Partition, Settings, read_settings
@@ -21,6 +22,7 @@ from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.sharding import is_distributed_config
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load
 from lowmem_load.report import LoadReport
+from lowmem_load.symbolic.lazy import is_unread
 
 
 def load_model(
@@ -115,6 +117,7 @@ def load_report(model: Any) -> LoadReport:
             f"{type(model).__name__} was not loaded by lowmem_load, so there is no report of its load"
             + (f": it was left to {reason}" if reason else "")
         )
+    report.num_unread = sum(map(is_unread, model.parameters())) if isinstance(model, nn.Module) else 0
     return report
 
 

@@ -17,7 +17,13 @@ from lowmem_load.replaced import replaced
 
 _STATE, _MAY_GATHER = "_zero3_consolidated_16bit_state_dict", "zero_gather_16bit_weights_on_model_save"
 
-require(DEEPSPEED, {"deepspeed:DeepSpeedEngine": (_STATE, _MAY_GATHER)})
+require(
+    DEEPSPEED,
+    {
+        "deepspeed": ("initialize",),
+        "deepspeed:DeepSpeedEngine": (_STATE, _MAY_GATHER, "load_checkpoint", "save_16bit_model"),
+    },
+)
 
 Handler: TypeAlias = "Callable[[dict[str, Any]], Any]"
 """Gets the given arguments by name; returns the result of the call, or None to let the call go on."""

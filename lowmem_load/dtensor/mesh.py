@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -15,16 +15,13 @@ from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
+    _flat_param,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor, placement_types
 
 from lowmem_load.errors import UnsupportedError
-
-
-def fsdp_package() -> Any:
-    """Return the module from which others import `fully_shard`."""
-    return torch.distributed.fsdp
+from lowmem_load.replaced import Replacement, replaced
 
 
 def is_mesh(value: object) -> bool:
@@ -83,6 +80,26 @@ def fsdp_over_all_ranks(
     if offload_params:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
     return init_device_mesh(device_type, (world_size,)), policy
+
+
+def made_real(make_real: Callable[[torch.Tensor], torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Inside, what torch reads past its dispatcher goes through `make_real` first. For all threads.
+
+    c10d scatters a list of lists, and FSDP1 gives its flat parameters other storages.
+
+    Source: torch 2.13 `distributed/tensor/placement_types.py`, `Shard._shard_tensor`;
+    `distributed/fsdp/_flat_param.py`, `FlatParamHandle.flatten_tensors`.
+    """
+
+    def scatter(ordinary: Any, output: torch.Tensor, parts: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return ordinary(output, [make_real(part) for part in parts], *args, **kwargs)
+
+    def flatten(ordinary: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return make_real(ordinary(*args, **kwargs))
+
+    replacements: list[Replacement] = [(placement_types, "mesh_scatter", scatter)]
+    replacements.append((_flat_param.FlatParamHandle, "flatten_tensors", flatten))
+    return replaced(*replacements, everywhere=True)
 
 
 def scatter_into(tensor: torch.Tensor, values: torch.Tensor) -> None:

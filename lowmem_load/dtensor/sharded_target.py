@@ -175,17 +175,13 @@ class Sharded(Target):
 
 
 class Unfilled(Target):
-    """Every parameter on meta, but for those of some names, which are whole in host memory. A `Target`."""
+    """Every parameter without memory on this rank: it is filled by others, or later. A `Target`."""
 
     device = torch.device("cpu")
 
-    def __init__(self, whole: Collection[str] = ()) -> None:
-        self._whole = whole
-
-    def layout(self, name: str, parameter: torch.Tensor) -> Layout:
+    def layout(self, name: str, parameter: torch.Tensor) -> Layout:  # noqa: ARG002  the base class's
         """See `Target`."""
-        numel = parameter.numel() if name in self._whole else 0
-        return Layout(SHARDED, parameter.dtype, (FlatRange(0, numel),), (numel,), on_host=True)
+        return Layout(SHARDED, parameter.dtype, (FlatRange(0, 0),), (0,), on_host=True)
 
     def make(
         self,
@@ -194,10 +190,8 @@ class Unfilled(Target):
         wait: Callable[[], None],  # noqa: ARG002  the base class's
     ) -> tuple[nn.Parameter, list[torch.Tensor]]:
         """See `Target`."""
-        is_whole = plan.names[0] in self._whole
-        values = torch.empty(plan.shape, dtype=plan.dtype, device="cpu" if is_whole else "meta")
-        memory = values.view(-1) if is_whole else torch.empty(0, dtype=plan.dtype)
-        return nn.Parameter(values, requires_grad=parameter.requires_grad), [memory]
+        values = torch.empty(plan.shape, dtype=plan.dtype, device="meta")
+        return nn.Parameter(values, requires_grad=parameter.requires_grad), [torch.empty(0, dtype=plan.dtype)]
 
 
 def _parameters(model: nn.Module, left: Collection[str]) -> dict[str, nn.Parameter]:

@@ -93,6 +93,11 @@ def local_shard(name: str, tensor: torch.Tensor, *, needs_memory: bool) -> tuple
     return grid, local.view(-1)
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a DTensor; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001  see `local_shard`
+
+
 def all_ranks() -> Any:
     """Return the default process group, whose ranks hold the shards of all DTensors together."""
     return dist.group.WORLD

@@ -29,7 +29,7 @@ from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf.active import quiet
 from lowmem_load.hf.names import model_config, plain_class
 from lowmem_load.planning.expression import Expression, Source, cast, numel
-from lowmem_load.replaced import Replacement, replaced
+from lowmem_load.replaced import Handler, Replacement, replaced
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 _WRITE_WEIGHTS = "safe_save_file"
@@ -344,6 +344,11 @@ def plain_saves(
 
     with replaced((cls, "save_pretrained", save_pretrained), everywhere=True):
         yield
+
+
+def files_written_by(handler: Handler) -> contextlib.AbstractContextManager[None]:
+    """Inside, `handler` writes the safetensors files of a `save_pretrained`, given what it replaces."""
+    return replaced((transformers.modeling_utils, _WRITE_WEIGHTS, handler))
 
 
 def saves_adapters_only(model: nn.Module) -> bool:

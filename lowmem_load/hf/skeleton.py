@@ -72,22 +72,6 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         model.to_empty(device=device)
 
 
-def give_memory(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Give a parameter on meta the memory of `values`, in its dtype. It stays the object that an optimizer holds."""
-    attributes = {name: value for name, value in vars(parameter).items() if name != "data_ptr"}  # no real address
-    made = nn.Parameter(values.detach().to(parameter.dtype), requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, made)
-    vars(parameter).update(attributes)
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # torch keeps them, but calls them no more
-        setattr(parameter, hooks, getattr(parameter, hooks))
-
-
-def tie_again(model: Any) -> None:
-    """Tie what `to_empty` has untied in a model that transformers had loaded."""
-    recomputes = "recompute_mapping" in inspect.signature(model.tie_weights).parameters  # since transformers 5
-    model.tie_weights(**({"recompute_mapping": False} if recomputes else {}))
-
-
 def ties_kept() -> list[Replacement]:
     """Return what keeps `tie_weights` from tying, by the configuration, what a load has found to differ.
 

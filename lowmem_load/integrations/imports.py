@@ -62,7 +62,7 @@ class Finder:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            del loader.exec_module  # type: ignore[attr-defined]
+            vars(loader).pop("exec_module", None)  # another finder may have awaited the same module
             if self in sys.meta_path:  # else nobody waits any more
                 self.leave()
                 self._act(module)

@@ -7,17 +7,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from types import ModuleType
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from torch import nn
+
+from lowmem_load.api.load_into import load_into
 from lowmem_load.api.request import Options
 from lowmem_load.api.streaming import following
-from lowmem_load.integrations.accelerate_fsdp2 import llamafactory_loads, pending_loads
-from lowmem_load.integrations.imports import once_imported
+from lowmem_load.integrations import frameworks
+from lowmem_load.integrations.accelerate_fsdp2 import lazy_loads
+from lowmem_load.replaced import Handler
 from lowmem_load.report import OnLoad
-
-_TRL = "trl.generation.vllm_generation", "trl.experimental.online_dpo.online_dpo_trainer", "trl.trainer.callbacks"
-"""Modules of TRL that gather weights."""
 
 _installed: list[contextlib.ExitStack] = []  # what to undo: at most one
 
@@ -40,6 +42,9 @@ def install(
     A load that works without `install` works with it. One that cannot be streamed (of an 8-bit model, for example) is
     left to stock ZeRO-3, and every rank emits a `NotStreamedWarning` with the reason. All ranks decide this together,
     before they allocate or read anything.
+
+    Where a release of a framework lacks a function that is replaced, every rank emits one `NotStreamedWarning` that
+    says what stays stock's.
 
     Every rank emits a `LoadOrderWarning` if `deepspeed.initialize` under stage 3 gets a transformers model without
     partitions, or if a model loads after an `HfDeepSpeedConfig` was dropped that served no load.
@@ -69,16 +74,15 @@ def install(
     options = Options(progress, verify, on_load, is_lenient=not strict, stream=stream)
     with contextlib.ExitStack() as stack:
         stack.enter_context(following(options, everywhere=True))
-        stack.enter_context(pending_loads(options))
-        stack.enter_context(llamafactory_loads(options))
-        stack.enter_context(once_imported("deepspeed", lambda _: _hooks(saves=saves)))
-        for name in _TRL:
-            stack.enter_context(once_imported(name, _trl_hooked))
+        stack.enter_context(lazy_loads(options))
+        stack.enter_context(_llamafactory_loads(options))
+        stack.enter_context(frameworks.entered_once_imported(frameworks.ENGINE, lambda _: _hooks(saves=saves)))
+        stack.enter_context(_trl_weights())
         _installed.append(stack.pop_all())
 
 
 def uninstall() -> None:
-    """Undo `install`: all loads are ordinary again. Does nothing if nothing is installed."""
+    """Undo `install`: all loads are ordinary again. Does nothing if nothing is installed. For tests; not public."""
     while _installed:
         _installed.pop().close()
 
@@ -93,7 +97,31 @@ def _hooks(*, saves: bool) -> Iterator[None]:
         yield
 
 
-def _trl_hooked(module: ModuleType) -> contextlib.AbstractContextManager[None]:
-    from lowmem_load.integrations.trl_weights import weights_hooked
+@contextlib.contextmanager
+def _trl_weights() -> Iterator[None]:
+    """Inside, TRL gathers no weights."""
 
-    return weights_hooked(module)
+    def handlers(hook: frameworks.Hook) -> Mapping[str, Handler]:
+        from lowmem_load.integrations.trl_weights import HANDLERS
+
+        return {name: HANDLERS[name] for name in hook.names}
+
+    with contextlib.ExitStack() as stack:
+        for hook in (frameworks.TRL_SYNC, frameworks.TRL_ONLINE_DPO, frameworks.TRL_MIX):
+            stack.enter_context(frameworks.hooked(hook, functools.partial(handlers, hook)))
+        yield
+
+
+def _llamafactory_loads(options: Options) -> contextlib.ExitStack:
+    """Inside, LLaMA-Factory v1 fills what it has made by `init_on_meta` and sharded by FSDP2 as `load_into` does.
+
+    Source: LLaMA-Factory 0.9.5 `v1/plugins/trainer_plugins/distributed/fsdp2.py`, `FSDP2Engine.materialize_and_load`.
+    """
+
+    def load(_: Any, __: Any, model: nn.Module, name: str) -> None:
+        report = load_into(model, name, progress=options.progress, verify=options.verify)
+        if options.on_load is not None:
+            options.on_load(report)
+
+    hook = frameworks.LLAMAFACTORY_LOAD
+    return frameworks.hooked(hook, lambda: dict.fromkeys(hook.names, load))

@@ -9,7 +9,6 @@ instead of weights. Only `save_pretrained` may look at the placeholder, and reco
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from lowmem_load.ds.hooks import consolidates_to, engine_hooked, hooked, may_gather
@@ -24,7 +24,6 @@ from lowmem_load.ds.parameters import full_numel, is_partitioned
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.merging import Merge
 from lowmem_load.hf.saver import (
-    SAVING_CLASSES,
     LookedIntoError,
     NotGathered,
     SavedFile,
@@ -39,6 +38,7 @@ from lowmem_load.hf.saver import (
     symbolic_state,
     trainer_saves,
 )
+from lowmem_load.integrations import frameworks
 from lowmem_load.planning.expression import Source
 from lowmem_load.replaced import holding
 from lowmem_load.saving.local_shards import unwrapped
@@ -48,17 +48,22 @@ from lowmem_load.saving.save import ranks_of, save_described, save_model
 @contextlib.contextmanager
 def saves_hooked() -> Iterator[None]:
     """Inside, saves of each library are ours from the first `deepspeed.initialize` after its import."""
-    blocks: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-        "deepspeed": lambda: engine_hooked("save_16bit_model", save_of_engine),
-        "accelerate.accelerator": lambda: accelerate_saves(save_of_accelerator, state_of_accelerator),
-        "transformers.trainer": lambda: trainer_saves(save_of_trainer),
-        **{one: functools.partial(plain_saves, one, save_of_state, refuse_empty) for one in SAVING_CLASSES},
+
+    def saves_of_class(module: ModuleType) -> contextlib.AbstractContextManager[None]:
+        return plain_saves(module.__name__, save_of_state, refuse_empty)
+
+    blocks: dict[frameworks.Hook, Callable[[ModuleType], contextlib.AbstractContextManager[None]]] = {
+        frameworks.ENGINE_SAVE: lambda _: engine_hooked("save_16bit_model", save_of_engine),
+        frameworks.ACCELERATE_SAVE: lambda _: accelerate_saves(save_of_accelerator, state_of_accelerator),
+        frameworks.TRAINER_SAVE: lambda _: trainer_saves(save_of_trainer),
+        frameworks.MODEL_SAVE: saves_of_class,
+        frameworks.ADAPTER_SAVE: saves_of_class,
     }
     with contextlib.ExitStack() as stack:
 
         def begin(_: Mapping[str, Any]) -> None:
-            for module in [module for module in blocks if module in sys.modules]:
-                stack.enter_context(blocks.pop(module)())
+            for hook in [hook for hook in blocks if hook.module in sys.modules]:
+                stack.enter_context(frameworks.entered(hook, sys.modules[hook.module], blocks.pop(hook)))
 
         with hooked(begin):
             yield

@@ -9,19 +9,18 @@ gathers both models whole.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.replaced import Replacement, holding, replaced
+from lowmem_load.integrations.frameworks import TRL_SYNC, warn_missing
+from lowmem_load.replaced import Handler, holding
 from lowmem_load.saving.iter_weights import Arguments, plan_weights
 from lowmem_load.saving.local_shards import is_dtensor
 from lowmem_load.saving.push_weights import flat, give, handed_out, metadata_of
@@ -32,29 +31,19 @@ logger = logging.getLogger(__name__)
 BUCKET_BYTES = 1 << 28
 """Enough for the bandwidth of a network. TRL by itself takes the memory of one parameter."""
 
-_SYNC, _ITERATE, _METADATA = "sync_weights", "_iter_named_params", "_weight_metadata"
-
-_MOVE, _MIX = "_move_model_to_vllm_inner", "sync_target_model"
+_METADATA = "_weight_metadata"
+"""Attribute of a `VLLMGeneration`: what the server is told of the weights."""
 
 _PAIRS: ContextVar[Iterator[tuple[str, torch.Tensor]] | None] = ContextVar("lowmem_load_pairs", default=None)
 """What the running `sync_weights` sends."""
 
 
-def weights_hooked(module: Any) -> contextlib.AbstractContextManager[None]:
-    """Inside, this module of TRL gathers no weights. Modules of releases that work otherwise are left alone."""
-    found: list[Replacement] = []
-    generation, callback = getattr(module, "VLLMGeneration", None), getattr(module, "SyncRefModelCallback", None)
-    if hasattr(generation, _SYNC) and hasattr(generation, _ITERATE) and _METADATA in inspect.getsource(module):
-        found += [(generation, _SYNC, sync), (generation, _ITERATE, iterate)]
-    if hasattr(trainer := getattr(module, "OnlineDPOTrainer", None), _MOVE):
-        found.append((trainer, _MOVE, move))
-    if hasattr(callback, _MIX):
-        found.append((callback, _MIX, mix))
-    return replaced(*found, everywhere=True)
-
-
 def sync(ordinary: Callable[[Any], None], generation: Any) -> None:
     """Do what `VLLMGeneration.sync_weights` does. Collective: all ranks, as that is."""
+    if not hasattr(generation, _METADATA):
+        warn_missing(TRL_SYNC, [f"VLLMGeneration.{_METADATA}"])
+        ordinary(generation)
+        return
     weights = _planned(generation.model, generation.mode)
     if weights is None:
         ordinary(generation)
@@ -120,6 +109,15 @@ def iterate(ordinary: Callable[[Any], Iterator[Any]], generation: Any) -> Iterat
     """Return what `sync` sends, if it runs."""
     pairs = _PAIRS.get()
     return ordinary(generation) if pairs is None else pairs
+
+
+HANDLERS: Mapping[str, Handler] = {
+    "VLLMGeneration.sync_weights": sync,
+    "VLLMGeneration._iter_named_params": iterate,
+    "OnlineDPOTrainer._move_model_to_vllm_inner": move,
+    "SyncRefModelCallback.sync_target_model": mix,
+}
+"""What is called in place of the names of TRL's hooks in `frameworks.py`."""
 
 
 def _is_in_pieces(parameter: torch.Tensor) -> bool:

@@ -39,8 +39,7 @@ def execute(
     """
     plan = planned.plan
     executor.sources.expect(plan.files)
-    for buffer in plan.buffers:
-        _fill_buffer(buffer, planned, target, executor)
+    fill_buffers(planned, target, executor)
     uses = [plan.values_of(part.fills) for part in plan.targets]
     last_use = {number: position for position, numbers in enumerate(uses) for number in numbers}
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -79,6 +78,12 @@ def execute(
         restore()
     target.finish()
     return shared
+
+
+def fill_buffers(planned: Planned, target: Target, executor: Executor) -> None:
+    """Start to replace the symbolic buffers of the described model. Call `executor.finish` before they are used."""
+    for buffer in planned.plan.buffers:
+        _fill_buffer(buffer, planned, target, executor)
 
 
 def _copies(part: TargetPlan, memory: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

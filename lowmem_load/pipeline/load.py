@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,10 @@ LEFT_ATTRIBUTE = "lowmem_load_left_to_stock"
 """Attribute of a model that was left to stock: to which, and why, as text."""
 
 
+HandOut = Callable[[Described, Planned, Executor, LoadReport], object]
+"""Gives a described model its parameters. The executor, which stays open, belongs to them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """Loads models by one set of settings on one group of ranks. For `progress` and `verify`, see `load_model`.
@@ -80,6 +84,7 @@ class Load:
         stream: whether a model on the Hub is read from there, without a download.
         open_source: opens files of the checkpoint.
         stock: who does what cannot be streamed, for the warning.
+        hand_out: gives the described model parameters that are read later; see `lazy_weights`. None: all are read now.
 
     [Note: left to stock] Describing and planning show whether a load can be streamed. If it cannot, on all ranks alike,
     nothing has been allocated or read, and the random state is put back. So transformers can start the load afresh.
@@ -95,6 +100,7 @@ class Load:
     stream: bool = False
     open_source: Opener = open_file
     stock: str = "stock ZeRO-3"
+    hand_out: HandOut | None = None
 
     def __call__(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
@@ -131,7 +137,8 @@ class Load:
             around = stack.enter_context(zero_init.set_aside())
             stack.enter_context(on_host())
             stack.enter_context(random_state_of(base64.b64decode(payloads[0][1])))
-            executor = stack.enter_context(self._executor(is_remote=is_stand_in(call.path)))
+            files = stack.enter_context(contextlib.ExitStack())
+            executor = files.enter_context(self._executor(is_remote=is_stand_in(call.path)))
             executor.sources.on_wait = self.ranks.check
             sharing = stack.enter_context(contextlib.closing(ReadSharing()))
             with self._streamable(is_remote=is_stand_in(call.path)):
@@ -140,6 +147,12 @@ class Load:
             with self._streamable(is_remote=is_stand_in(call.path), made=True):
                 self._prepare(described, planned, report)
             self._check_files(described, executor, seen, report)
+            if self.hand_out is not None:
+                with self.ranks.step("reading buffers", name=described.name):
+                    self.hand_out(described, planned, executor, report)
+                executor.sources.on_wait = int
+                files.pop_all()  # they stay open for the model
+                return described.model, described.info
             together = sharing.meet(nodes, offers, planned, self.ranks.check)
             self._execute(planned, described, executor, together, report)
             report.requests = attempts.requests

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
@@ -188,14 +188,7 @@ def agree_on_checksums(
     Ranks of one machine that opened the very same files (equal `views`, see `agree_on_bytes`) share the hashing.
     """
     with ranks.step("looking for checksums", name=name):
-        known = checksums_of(file.path for file in files)
-        unknown = sorted(path for path, checksum in known.items() if checksum is None)
-        if unknown:
-            raise CheckpointError(
-                f"verify=True, but nothing is known of {listed(unknown, FILES_SHOWN)}: neither the Hub's "
-                "cache nor a SHA256SUMS beside it has a checksum. Where the files are known to be good, run sha256sum "
-                "*.safetensors > SHA256SUMS in the folder; or load without verify"
-            )
+        known = _known_checksums(files)
     together = [rank for rank, view in enumerate(views) if view == views[ranks.rank]]
     mine = shares(files, len(together))[together.index(ranks.rank)]
     hashed, total_bytes = [0], sum(file.nbytes for file in mine)
@@ -213,6 +206,25 @@ def agree_on_checksums(
         checks = check_files(asked, sources.reading, num_threads=num_threads, on_bytes=on_bytes)
         step.payload = [check.problem for check in checks if check.problem is not None]
     refuse([f"rank {rank}: {problem}" for rank, found in enumerate(step.payloads) for problem in found])
+
+
+def check_planned(files: Sequence[PlannedFile], sources: OpenSources, *, num_threads: int) -> None:
+    """Do what `agree_on_checksums` does, for a load without other ranks. Local."""
+    known = _known_checksums(files)
+    sources.expect(files)
+    refuse([check.problem for check in check_files(known.items(), sources.reading, num_threads=num_threads)])
+
+
+def _known_checksums(files: Sequence[PlannedFile]) -> Mapping[str, Checksum | None]:
+    """Return the checksums of all files; raise CheckpointError if one is missing."""
+    known = checksums_of(file.path for file in files)
+    if unknown := sorted(path for path, checksum in known.items() if checksum is None):
+        raise CheckpointError(
+            f"verify=True, but nothing is known of {listed(unknown, FILES_SHOWN)}: neither the Hub's "
+            "cache nor a SHA256SUMS beside it has a checksum. Where the files are known to be good, run sha256sum "
+            "*.safetensors > SHA256SUMS in the folder; or load without verify"
+        )
+    return known
 
 
 def shares(files: Sequence[PlannedFile], num_ranks: int) -> list[list[PlannedFile]]:

@@ -139,10 +139,8 @@ class TargetPlan:
 
     @property
     def sort_key(self) -> tuple[str, int, str]:
-        """Path and byte of the first tensor that is read, then the name: files are read front to back."""
-        steps = (step for fill in self.fills for step in fill.steps)
-        first = next((step.tensor for step in steps if isinstance(step, Read)), None)
-        return ("", 0, self.name) if first is None else (first.path, first.start, self.name)
+        """See `reading_order`."""
+        return reading_order(self.fills, self.name)
 
 
 class BufferPlan(NamedTuple):
@@ -252,6 +250,13 @@ class LoadPlan:
         lines += [f"buffer {buffer.names[0]} {buffer.fingerprint}" for buffer in self.buffers]
         lines += sorted(f"file {_file_name(file.path)} {file.nbytes} {file.digest}" for file in self.files)
         return fingerprint(lines)
+
+
+def reading_order(fills: Iterable[Fill], name: str) -> tuple[str, int, str]:
+    """Return path and byte of the first tensor that is read, then the name: files are read front to back."""
+    steps = (step for fill in fills for step in fill.steps)
+    first = next((step.tensor for step in steps if isinstance(step, Read)), None)
+    return ("", 0, name) if first is None else (first.path, first.start, name)
 
 
 REPLICATED = "replicated"

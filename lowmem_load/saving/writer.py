@@ -281,13 +281,13 @@ class Writer:
         is_same = {memory.dtype, *nest.casts} == {write.dtype}
         if nest.is_run and is_same and memory.device.type == "cpu":
             at = write.start + nest.destination * itemsize
-            self._put(write.file, memory[nest.source : nest.source + nest.numel], at)
+            self.put(write.file, memory[nest.source : nest.source + nest.numel], at)
             return
         for part in nest.split(max(1, STAGING_BYTES // itemsize)):
             staged = self._stage(part, memory, write.dtype)
             self.staged_bytes += staged.numel() * itemsize
             for first_staged, destination, run in _runs(part):
-                self._put(write.file, staged[first_staged : first_staged + run], write.start + destination * itemsize)
+                self.put(write.file, staged[first_staged : first_staged + run], write.start + destination * itemsize)
 
     def sync(self) -> None:
         """Have all that was written reach the disk."""
@@ -307,7 +307,8 @@ class Writer:
         staged.view(values.shape).copy_(values)
         return staged
 
-    def _put(self, number: int, elements: torch.Tensor, offset: int) -> None:
+    def put(self, number: int, elements: torch.Tensor, offset: int) -> None:
+        """Write a flat, contiguous host tensor from a byte of file `number` on."""
         data = memoryview(elements.view(torch.uint8).numpy().data)
         while data:
             size = min(len(data), DIRECT_BYTES)

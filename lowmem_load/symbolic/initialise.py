@@ -41,6 +41,8 @@ class SharedValue:
         computed_from: of a value that is no parameter: the initialiser of the parameter that it was computed from.
         keep: of a parameter: the elements that this rank will be asked for; `initialised` has them after writes.
         log: the writes, each with the random state before it if it draws; `before` is the value before the first.
+        device: where code that looks at the tensor sees it. strides: of the tensor that the views were taken from.
+        memory: of a lazy tensor whose value stays in memory: that memory, in the shape of the tensor. It is the value.
     """
 
     expression: Expression
@@ -50,6 +52,9 @@ class SharedValue:
     initialised: Held | None = None
     log: list[_Write] = field(default_factory=list)
     before: Expression | None = None
+    device: torch.device = CPU
+    strides: tuple[int, ...] = ()
+    memory: torch.Tensor | None = None
 
     def replace(self, expression: Expression) -> None:
         """Drop all writes and become `expression`."""

@@ -34,7 +34,7 @@ from lowmem_load.symbolic.operations import BUILDERS, Template, describe, equal
 
 aten = torch.ops.aten
 
-_FACTORIES = {
+FACTORIES = {
     *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided),
     *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like),
 }
@@ -59,6 +59,8 @@ class SymbolicTensor(torch.Tensor):
     views: tuple[_View, ...]
     meta: torch.Tensor
     read_now: ReadNow
+    family: type[SymbolicTensor]
+    """Class of the tensors that operations on this one give."""
 
     @staticmethod
     def __new__(  # noqa: D102  the class docstring says it
@@ -72,7 +74,7 @@ class SymbolicTensor(torch.Tensor):
         if meta is None:
             meta = _meta(value.expression.shape, value.expression.dtype)
         tensor = torch.Tensor._make_wrapper_subclass(
-            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=CPU, requires_grad=False
+            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=value.device, requires_grad=False
         )
         tensor.value, tensor.views, tensor.meta, tensor.read_now = value, views, meta, read_now
         return tensor
@@ -142,7 +144,7 @@ class SymbolicTensor(torch.Tensor):
         operation = func.overloadpacket
         if operation is aten.detach or operation is aten.alias:  # nn.Parameter calls it
             base = args[0]
-            return SymbolicTensor(base.value, base.read_now, base.meta, base.views)
+            return base.family(base.value, base.read_now, base.meta, base.views)
         if operation is aten.equal:
             left, right = args
             return left.dtype == right.dtype and equal(
@@ -150,21 +152,34 @@ class SymbolicTensor(torch.Tensor):
             )
         if func._schema.is_mutable:
             return _write(func, args, kwargs)
-        if operation in _FACTORIES:
+        if operation in FACTORIES:
             return func(args[0].meta, *args[1:], **{**kwargs, "device": CPU})
         try:
             on_meta = {name: value for name, value in kwargs.items() if name != "device"}
             metas = func(*tree_map_only(torch.Tensor, _meta_of, args), **tree_map_only(torch.Tensor, _meta_of, on_meta))
         except (RuntimeError, NotImplementedError):  # the result depends on values: item, nonzero, ...
-            return _run_now(func, args, kwargs)
+            return cls.run_now(func, args, kwargs)
         args, kwargs = tree_map_only(torch.Tensor, _snapshot, (args, kwargs))
         if func._schema.returns and func._schema.returns[0].alias_info is not None:
             return _view(func, args, kwargs, metas)
         expression = _pointwise(func, args, kwargs, metas)
         expression = expression or describe(operation, tree_map_only(torch.Tensor, expression_of, args), metas)
         if expression is None:
-            return _compute(func, args, kwargs, metas)
+            return cls.compute(func, args, kwargs, metas)
         return _made(expression, args, metas)
+
+    @classmethod
+    def run_now(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of an operation that cannot wait."""
+        return _run_now(func, args, kwargs)
+
+    @classmethod
+    def compute(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> Any:
+        """Return the result of an operation that needs whole tensors: another symbolic tensor, where that can wait."""
+        return _compute(func, args, kwargs, metas)
+
+
+SymbolicTensor.family = SymbolicTensor
 
 
 @functools.lru_cache(maxsize=4096)
@@ -192,7 +207,7 @@ def expression_of(tensor: torch.Tensor) -> Expression:
 
 def _made(expression: Expression, args: Any, meta: torch.Tensor) -> SymbolicTensor:
     sources = _symbolic(args)
-    made = SymbolicTensor(expression, sources[0].read_now, meta)
+    made = sources[0].family(expression, sources[0].read_now, meta)
     made.value.computed_from = next(
         (found for s in sources if (found := s.value.initialiser or s.value.computed_from)), None
     )
@@ -251,9 +266,9 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) 
             if parts is not None:
                 return parts[position] if isinstance(parts, list) else parts
             shape, dtype = tuple(meta.shape), meta.dtype
-            return Computed(str(func), lambda real: apply(_with_strides(real[0], strides)), (part,), shape, dtype)
+            return Computed(str(func), lambda real: apply(with_strides(real[0], strides)), (part,), shape, dtype)
 
-        return SymbolicTensor(base.value, base.read_now, meta, (*base.views, _View(describe_view, apply)))
+        return base.family(base.value, base.read_now, meta, (*base.views, _View(describe_view, apply)))
 
     return Template(metas).filled([view(position, meta) for position, meta in enumerate(tree_leaves(metas))])
 
@@ -307,7 +322,7 @@ def _on_values(
     writes = func._schema.is_mutable
 
     def run(values: Sequence[torch.Tensor]) -> Any:
-        real_args, real_kwargs = call.filled(values if writes else map(_with_strides, values, strides))
+        real_args, real_kwargs = call.filled(values if writes else map(with_strides, values, strides))
         return func(*real_args, **real_kwargs)
 
     return tuple(tensor.expression for tensor in tensors), run
@@ -327,7 +342,7 @@ def _run_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map_only(torch.Tensor, marked, result)
 
 
-def _with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """Return `value` with the strides that the caller saw, on which as_strided and its like depend."""
     if value.stride() == strides:
         return value

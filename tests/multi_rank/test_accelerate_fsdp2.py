@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import os
 import sys
+import tempfile
 import types
 import warnings
 from collections.abc import Callable
@@ -18,11 +20,13 @@ import torch
 import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
 from packaging.version import Version
+from safetensors.torch import load_file
 from torch import nn
 
 import lowmem_load
-from lowmem_load import NotStreamedWarning, UnsupportedError
-from lowmem_load.integrations.accelerate_fsdp2 import _needs_weights
+from lowmem_load import CheckpointError, NotStreamedWarning, UnsupportedError
+from lowmem_load.dtensor.shards import local_tensor
+from lowmem_load.symbolic.lazy import LazyTensor, is_unread
 from tests import builders
 from tests.multi_rank.test_load_into import TRAINS_ON_CPU, losses, start
 from tests.ranks import run_ranks
@@ -34,19 +38,6 @@ if "fsdp_version" not in inspect.signature(FullyShardedDataParallelPlugin).param
     pytest.skip("this release of accelerate has no FSDP2", allow_module_level=True)
 
 ENVIRONMENT = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-LORA: dict[str, dict[str, Any]] = {
-    "lora": {"init_lora_weights": False},
-    "lora, head": {"modules_to_save": ["lm_head", "embed_tokens"]},
-    "lora, dora": {"use_dora": True},
-    "lora, pissa": {"init_lora_weights": "pissa"},
-}
-WHOLE = {
-    "lora, dora": "LORA adapter",
-    "lora, pissa": "LORA adapter",
-    "run": "its forward",
-    "moved": "to a device",
-}
-"""What of these loads the whole model before it is sharded, as the warning has it."""
 
 
 def prepare(model: nn.Module, *, efficient: bool, mixed_precision: str = "no", checkpointed: bool = False) -> nn.Module:
@@ -78,64 +69,215 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: (each.full_tensor() if isinstance(each, DTensor) else each).detach() for name, each in held}
 
 
-def from_files(path: str, kind: str) -> nn.Module:
+def from_files(path: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     torch.manual_seed(0)
-    if kind == "missing":
-        return transformers.LlamaForSequenceClassification.from_pretrained(path, dtype=torch.bfloat16, num_labels=3)
-    if kind == "from_config":
-        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    model.generation_config.eos_token_id = 3
-    if kind.startswith("resized"):
-        model.resize_token_embeddings(model.config.vocab_size + 7)
-    if kind == "given memory" and torch.distributed.get_rank() > 0:
-        give_memory(model)
-    if kind == "axolotl":
-        sys.modules["axolotl.train"].materialize_trainable_meta_params(model)
-    if kind == "copied":
-        model = copy.deepcopy(model)
-    if kind == "run":
-        model(torch.tensor([[1, 2]]))
-    if kind == "moved":
-        model.to("cpu") if os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "True" else model.cpu()
-    if kind in LORA:
-        import peft
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
 
-        config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **LORA[kind]})
-        model = peft.get_peft_model(model, config)
+
+def with_missing_head(path: str) -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.LlamaForSequenceClassification.from_pretrained(path, dtype=torch.bfloat16, num_labels=3)
+
+
+def from_config(path: str) -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+
+
+def resized(path: str, num_tokens: int = 140, **kwargs: Any) -> nn.Module:
+    model = from_files(path)
+    model.generation_config.eos_token_id = 3
+    model.resize_token_embeddings(num_tokens, **kwargs)
     return model
 
 
+def rounded(path: str) -> nn.Module:
+    return from_files(path, torch.float32).to(torch.bfloat16).float()
+
+
+def changed(path: str) -> nn.Module:
+    """Changes that were lost, or errors, when such a model had no values."""
+    model = from_files(path)
+    model.lm_head.weight.data.mul_(2)
+    model.model.norm.weight.data.normal_()
+    nn.init.zeros_(model.model.layers[0].mlp.up_proj.weight)
+    model.load_state_dict({name: tensor * 0.5 for name, tensor in model.state_dict().items()})
+    model.norms = [parameter.norm().item() for parameter in model.parameters()]
+    return model
+
+
+def saved(path: str) -> nn.Module:
+    model = from_files(path)
+    if torch.distributed.get_rank() > 0:  # where transformers saves nothing
+        return model
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        state = load_file(Path(folder) / "model.safetensors")
+        assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    return model
+
+
+class ValueHead(nn.Module):
+    """What TRL and others put around a model: heads by its device, by `ones_like`, and a buffer."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self._no_split_modules = base._no_split_modules
+        self.base = base
+        self.head = nn.Linear(base.config.hidden_size, 1).to(base.device)
+        self.scale = nn.ParameterList([torch.ones_like(base.lm_head.weight[:2])])
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        out = self.base(input_ids=input_ids, labels=labels, output_hidden_states=True)
+        values = self.head(out.hidden_states[-1].to(self.head.weight.dtype)).float()
+        return types.SimpleNamespace(loss=out.loss + (values * self.scale[0].float().mean()).mean())
+
+
+def new_head(path: str) -> nn.Module:
+    model = from_files(path)
+    model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False, dtype=torch.bfloat16)
+    model.lm_head.to(model.device)
+    return model
+
+
+def untied(path: str) -> nn.Module:
+    model = from_files(path)
+    model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach().clone())
+    return model
+
+
+def other_layers(path: str) -> nn.Module:
+    model = from_files(path)
+    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+    del model.model.layers[0]
+    return model
+
+
+def run_before(path: str) -> nn.Module:
+    model = from_files(path)
+    model.generate(torch.tensor([[1, 2]]), max_new_tokens=2)
+    return model
+
+
+def adapted(path: str, kind: str, **kwargs: Any) -> Any:
+    import peft
+
+    model = from_files(path)
+    if kind == "lora":
+        config: Any = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **kwargs})
+    elif kind == "ia3":
+        config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    else:
+        config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    return peft.get_peft_model(model, config)
+
+
+def merged(path: str) -> nn.Module:
+    model: nn.Module = adapted(path, "lora", init_lora_weights=False).merge_and_unload().requires_grad_()
+    return model
+
+
+def two_adapters(path: str) -> nn.Module:
+    import peft
+
+    model: nn.Module = adapted(path, "lora", init_lora_weights=False)
+    model.add_adapter("second", peft.LoraConfig(target_modules=["o_proj"], init_lora_weights=False))  # type: ignore[operator]
+    return model
+
+
+def materialized(path: str) -> nn.Module:
+    """axolotl gives memory to what is on meta, on all ranks where some parameters are frozen."""
+    model = from_files(path)
+    sys.modules["axolotl.train"].materialize_trainable_meta_params(model)
+    return model
+
+
+Made = Callable[[str], nn.Module]
+GROUPS: dict[str, dict[str, Made]] = {
+    "loads": {
+        "plain": from_files,
+        "fp32": lambda path: from_files(path, torch.float32),
+        "checkpointed": from_files,
+        "missing head": with_missing_head,
+        "from_config": from_config,
+        "axolotl": materialized,
+        "copied": lambda path: copy.deepcopy(from_files(path)),
+        "inner": lambda path: from_files(path).model,
+    },
+    "changes": {
+        "changed": changed,
+        "rounded": rounded,
+        "saved": saved,
+        "other layers": other_layers,
+        "run": run_before,
+        "moved": lambda path: from_files(path).to("cpu"),
+        "frozen": lambda path: from_files(path).requires_grad_(requires_grad=False),
+    },
+    "heads": {
+        "value head": lambda path: ValueHead(from_files(path)),
+        "new head": new_head,
+        "untied": untied,
+        "resized": resized,
+        "resized, plain": lambda path: resized(path, mean_resizing=False),
+        "resized, smaller": lambda path: resized(path, 64),
+    },
+    "adapters": {
+        "lora": lambda path: adapted(path, "lora", init_lora_weights=False),
+        "lora, head": lambda path: adapted(path, "lora", modules_to_save=["lm_head", "embed_tokens"]),
+        "dora": lambda path: adapted(path, "lora", use_dora=True),
+        "pissa": lambda path: adapted(path, "lora", init_lora_weights="pissa"),
+        "tokens": lambda path: adapted(path, "lora", trainable_token_indices=[1, 3]),
+        "merged": merged,
+        "two": two_adapters,
+    },
+    "other adapters": {
+        "ia3": lambda path: adapted(path, "ia3"),
+        **{
+            kind: lambda path, kind=kind: adapted(path, kind)  # type: ignore[misc]
+            for kind in ("PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig")
+        },
+    },
+}
+"""What scripts do to a model before accelerate shards it."""
+
+
 def give_memory(model: nn.Module) -> None:
-    """axolotl's function of this name, in short. It runs on all ranks where some parameters are frozen."""
+    """axolotl's function `materialize_trainable_meta_params`, in short."""
     for module in model.modules():
         for name, each in list(module.named_parameters(recurse=False)):
             if each.is_meta:
                 setattr(module, name, nn.Parameter(torch.zeros_like(each, device="cpu")))
 
 
-def compare(path: str, kind: str) -> None:
+def losses_or_error(model: nn.Module) -> list[float] | str:
+    """Losses of some steps; the error where torch trains no such model, as stock does not."""
+    try:
+        return losses(model, 3)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def compare(path: str, group: str) -> None:
     """Rank function: stock and ours, then training."""
     start()
     sys.modules["axolotl.train"] = types.ModuleType("axolotl.train")
     sys.modules["axolotl.train"].materialize_trainable_meta_params = give_memory  # type: ignore[attr-defined]
-    warnings.simplefilter("always", NotStreamedWarning)
-    # Before transformers 5 only the first rank has weights with efficient loading: stock's PiSSA computes with garbage.
-    is_stock_able = kind != "lora, pissa" or Version(transformers.__version__) >= Version("5")
-    for efficient in (True, False) if is_stock_able else (False,):
+    warnings.simplefilter("error", NotStreamedWarning)
+    has_all = Version(transformers.__version__) >= Version("5")  # before, efficient loads gave one rank values
+    for kind, efficient in itertools.product(GROUPS[group], (True, False)):
+        if efficient and not has_all and group != "loads":
+            continue
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(efficient)  # the launcher sets it, and stock loads by it
-        precision = "no" if kind in LORA else "bf16"
+        precision = "no" if "adapters" in group else "bf16"
         how: Any = {"efficient": efficient, "mixed_precision": precision, "checkpointed": kind == "checkpointed"}
-        stock = prepare(from_files(path, kind), **how)
+        stock = prepare(GROUPS[group][kind](path), **how)
         lowmem_load.install()
-        with warnings.catch_warnings(record=True) as seen:
-            pending = from_files(path, kind)
-        said = [str(each.message) for each in seen if issubclass(each.category, NotStreamedWarning)]
-        assert [WHOLE[kind] in text for text in said] == ([True] if kind in WHOLE else []), said
-        is_pending = hasattr(pending, "lowmem_load_pending") or any(each.is_meta for each in pending.parameters())
-        assert is_pending == (kind not in WHOLE and kind != "from_config")
-        ours = prepare(pending, **how)
+        before = GROUPS[group][kind](path)
+        num_lazy = sum(map(is_unread, before.parameters()))
+        assert (num_lazy == 0) == (kind in ("from_config", "run")), kind
+        ours = prepare(before, **how)
         lowmem_load.integrations.install.uninstall()
+        assert not any(isinstance(local_tensor(each), LazyTensor) for each in ours.parameters()), kind
         expected, found = whole(stock), whole(ours)
         parted = expected.keys() - found.keys()
         assert found.keys() <= expected.keys()
@@ -145,66 +287,63 @@ def compare(path: str, kind: str) -> None:
             assert torch.equal(tensor, expected[name]), (name, kind, efficient)
         if kind == "checkpointed":
             assert any("_checkpoint_wrapped_module" in name for name, _ in ours.named_modules())
-        if kind == "plain":
+        if kind == "resized":
             assert ours.generation_config.eos_token_id == 3
-            assert not TRAINS_ON_CPU or losses(ours, 3) == losses(stock, 3)
+        if TRAINS_ON_CPU and kind not in ("inner", "missing head"):
+            assert losses_or_error(ours) == losses_or_error(stock), kind
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "plain",
-        "tied",
-        "missing",
-        "from_config",
-        "resized",
-        "resized, tied",
-        "copied",
-        "checkpointed",
-        "given memory",
-        "axolotl",
-        "fp32",
-        *LORA,
-        "run",
-        "moved",
-    ],
-)
-def test_what_accelerate_prepares_equals_stock(checkpoints: Path, kind: str) -> None:
-    path = builders.tiny_qwen2_tied(checkpoints) if "tied" in kind else builders.tiny_llama(checkpoints)
-    if kind == "fp32":
-        path = builders.tiny_llama(checkpoints, torch.float32)
-    run_ranks(compare, str(path), kind, env=ENVIRONMENT, timeout_s=120)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_accelerate_prepares_equals_stock(checkpoints: Path, group: str) -> None:
+    run_ranks(compare, str(builders.tiny_llama(checkpoints)), group, env=ENVIRONMENT, timeout_s=240)
 
 
-def refuse_changes(path: str) -> None:
-    """Rank function: values that would be lost are an error."""
-    start()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
-        del sys.modules[name]
-    lowmem_load.install()
-    model = from_files(path, "plain")
-    assert not any(name.startswith("peft.") for name in sys.modules)  # it takes longer to import than a load takes
-    torch.nn.init.zeros_(model.lm_head.weight)
-    with pytest.raises(UnsupportedError, match=r"lm_head.weight changed before FSDP2"):
-        prepare(model, efficient=True)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("group", ["loads", "heads"])
+def test_tied_models_equal_stock(checkpoints: Path, group: str) -> None:
+    kinds = {"loads": ["plain", "copied"], "heads": ["resized"]}[group]
+    run_ranks(compare_tied, str(builders.tiny_qwen2_tied(checkpoints)), group, kinds, env=ENVIRONMENT, timeout_s=240)
 
 
-def test_changes_of_a_pending_model_are_refused(checkpoints: Path) -> None:
-    run_ranks(refuse_changes, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
+def compare_tied(path: str, group: str, kinds: list[str]) -> None:
+    """Rank function: as `compare`, for some kinds."""
+    GROUPS[group] = {kind: GROUPS[group][kind] for kind in kinds}
+    compare(path, group)
 
 
-def refuse_unverified(path: str) -> None:
-    """Rank function: what would be read by stock cannot be verified."""
+def run_verified(path: str) -> None:
+    """Rank function: files are verified before anything is read, also what is needed before the model is sharded."""
     start()
     lowmem_load.install(verify=True)
-    model = from_files(path, "plain")
-    for _ in range(2):
-        with pytest.raises(UnsupportedError, match="its forward needs its weights before FSDP2 has sharded it"):
-            model(torch.tensor([[1, 2]]))
+    with pytest.raises(CheckpointError, match="nothing is known of"):
+        from_files(path)
 
 
-def test_what_is_needed_before_sharding_cannot_be_verified(checkpoints: Path) -> None:
-    run_ranks(refuse_unverified, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
+def test_verified_loads_verify_first(checkpoints: Path) -> None:
+    run_ranks(run_verified, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
+
+
+def load_with_moved_names(path: str) -> None:
+    """Rank function: where accelerate has moved its names, its broadcast from rank 0 gives the same values."""
+    from lowmem_load.integrations import accelerate_fsdp2
+
+    start()
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+    stock = prepare(from_files(path), efficient=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerate_fsdp2, "_HANDLERS", {})
+        lowmem_load.install()
+        ours = prepare(from_files(path), efficient=True)
+    lowmem_load.integrations.install.uninstall()
+    found, expected = whole(ours), whole(stock)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_names_that_accelerate_has_moved_cost_time_only(checkpoints: Path) -> None:
+    run_ranks(load_with_moved_names, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT, timeout_s=120)
 
 
 class Wrapper(nn.Module):
@@ -224,22 +363,16 @@ def keep_buffers(path: str) -> None:
     start()
     lowmem_load.install()
     device = "cpu" if torch.distributed.get_rank() == 0 else "meta"
-    ours = prepare(Wrapper(from_files(path, "plain"), device), efficient=True)
+    ours = prepare(Wrapper(from_files(path), device), efficient=True)
     lowmem_load.integrations.install.uninstall()
     assert torch.equal(ours.mean, torch.full((3, 2), 1.5))
     assert ours.count.item() == ours.again.item() == 7
-    expected = from_files(path, "plain").model.rotary_emb.inv_freq
+    expected = from_files(path).model.rotary_emb.inv_freq
     assert torch.equal(ours.base.model.rotary_emb.inv_freq, expected)
 
 
-def test_buffers_beside_a_pending_model_are_kept(checkpoints: Path) -> None:
+def test_buffers_beside_a_lazy_model_are_kept(checkpoints: Path) -> None:
     run_ranks(keep_buffers, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
-
-
-@pytest.mark.parametrize(("kind", "is_plain"), [("LORA", True), ("ADALORA", True), ("RANDLORA", False)])
-def test_only_plain_lora_needs_no_weights(kind: str, is_plain: bool) -> None:
-    config = types.SimpleNamespace(peft_type=f"PeftType.{kind}", **({"init_lora_weights": True} if is_plain else {}))
-    assert _needs_weights(config) is not is_plain
 
 
 def load_for_trainer(path: str, folder: str) -> None:
@@ -247,10 +380,8 @@ def load_for_trainer(path: str, folder: str) -> None:
     start()
     lowmem_load.install()
     arguments = transformers.TrainingArguments(folder, fsdp=True, fsdp_config={"fsdp_version": 2}, use_cpu=True)
-    pending = from_files(path, "plain")
-    assert all(parameter.is_meta for parameter in pending.parameters())
-    arguments.fsdp_plugin_args["fsdp_version"] = 1
-    assert not any(parameter.is_meta for parameter in from_files(path, "plain").parameters())
+    assert all(map(is_unread, from_files(path).parameters()))
+    assert arguments.fsdp_plugin_args["fsdp_version"] == 2
 
 
 def test_training_arguments_alone_ask_for_fsdp2(checkpoints: Path, tmp_path: Path) -> None:
@@ -281,12 +412,12 @@ def train_qlora(path: str, folder: str) -> None:
     expected = train(path, quantization_config=bits)
     lowmem_load.install()
     assert train(path, quantization_config=bits) == expected
-    with pytest.warns(NotStreamedWarning, match="left to stock FSDP2: .*quantized weights cannot be filled"):
+    with pytest.warns(NotStreamedWarning, match="left to stock FSDP2: .*quantized weights cannot be lazy"):
         packed = train(folder)
     lowmem_load.integrations.install.uninstall()
     assert packed == train(folder)
     lowmem_load.install(verify=True)
-    with pytest.raises(UnsupportedError, match="quantized weights cannot be filled"):  # stock would not verify
+    with pytest.raises(UnsupportedError, match="quantized weights cannot be lazy"):  # stock would not verify
         train(folder)
 
 
@@ -298,34 +429,19 @@ def test_qlora_is_left_to_stock(checkpoints: Path, tmp_path: Path) -> None:
     )
 
 
-def map_optimizer(path: str) -> None:
-    """Rank function: accelerate tells the parameters of an optimizer by their addresses."""
-    start()
-    lowmem_load.install()
-    model = from_files(path, "plain")
-    addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    assert len(set(addresses)) == len(addresses)
-    assert 0 not in addresses
-
-
-def test_parameters_of_a_pending_model_can_be_told_apart(checkpoints: Path) -> None:
-    run_ranks(map_optimizer, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
-
-
 def shard_as_trl(path: str) -> None:
     """Rank function: TRL shards a reference model by `fully_shard` itself."""
     start()
     seen: list[Any] = []
     lowmem_load.install(on_load=seen.append)
-    ours = from_files(path, "plain")
-    ours.resize_token_embeddings(ours.config.vocab_size)  # reads the embeddings, which is not yet the load
+    ours = from_files(path)
     assert seen == []
     from torch.distributed.fsdp import fully_shard  # as TRL does, in a function
 
     fully_shard(ours)
     assert seen == [lowmem_load.load_report(ours)]
     lowmem_load.integrations.install.uninstall()
-    expected = from_files(path, "plain")
+    expected = from_files(path)
     assert {name: str(tensor.device) for name, tensor in ours.named_parameters() if tensor.is_meta} == {}
     found = whole(ours)
     assert all(torch.equal(found[name], tensor.detach()) for name, tensor in expected.named_parameters())
@@ -337,7 +453,7 @@ def test_a_model_that_others_shard_is_filled_too(checkpoints: Path) -> None:
 
 
 def keep_identity(path: str) -> None:
-    """Rank function: whoever holds a parameter of a pending model holds that of the model, whatever fills it."""
+    """Rank function: whoever holds a parameter of a lazy model holds that of the model, whatever fills it."""
     import peft
 
     start()
@@ -354,7 +470,7 @@ def keep_identity(path: str) -> None:
     }
     lowmem_load.install()
     for name, fill in fills.items():
-        model: Any = from_files(path, "plain")
+        model: Any = from_files(path)
         head, counts = model.lm_head.weight, [0, 0]
         head.learning_rate = 3
         head.register_hook(lambda _, counts=counts: counts.__setitem__(0, counts[0] + 1))
@@ -374,7 +490,7 @@ def keep_identity(path: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_parameters_of_a_pending_model_stay_the_same_objects(checkpoints: Path) -> None:
+def test_parameters_of_a_lazy_model_stay_the_same_objects(checkpoints: Path) -> None:
     if Version(torch.__version__) < Version("2.7"):
         pytest.skip("torch's fully_shard takes no ignored_params")
     env = {**ENVIRONMENT, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
@@ -387,7 +503,7 @@ def train_early(path: str) -> None:
     def train(fill: Callable[[nn.Module], object], *, shards: bool) -> list[float]:
         import accelerate.utils.fsdp_utils as fsdp_utils
 
-        model = from_files(path, "plain")
+        model = from_files(path)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         fill(model)
         if shards:  # as `Accelerator.prepare` does with an optimizer
@@ -427,13 +543,13 @@ def draw_missing(path: str) -> None:
     start()
     for efficient in (True, False):
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(efficient)
-        from_files(path, "missing")
+        with_missing_head(path)
         expected = torch.rand(3)
         lowmem_load.install()
-        pending = from_files(path, "missing")
+        pending = with_missing_head(path)
         ours = torch.rand(3)
         lowmem_load.integrations.install.uninstall()
-        assert hasattr(pending, "lowmem_load_pending")
+        assert any(map(is_unread, pending.parameters()))
         assert torch.equal(ours, expected), efficient
 
 

@@ -200,12 +200,86 @@ def train_on_mesh(path: str, out: str) -> None:
         stock = main([*common, f"{out}/stock{tp}", "--steps", "4", "--stock"])
         assert main([*common, f"{out}/{tp}", "--steps", "2"]) == stock[:2]
         assert main([*common, f"{out}/{tp}", "--steps", "4", "--resume"]) == stock[2:]
+    common = ["--model", path, "--save-steps", "2", "--lora", "--output"]
+    stock = main([*common, f"{out}/stock-lora", "--steps", "4", "--stock"])
+    assert main([*common, f"{out}/lora", "--steps", "2"]) == stock[:2]
+    assert main([*common, f"{out}/lora", "--steps", "4", "--resume"]) == stock[2:]
 
 
 @pytest.mark.skipif(not TRAINS_ON_CPU, reason="torch 2.6's FSDP2 trains on no CPU")
 def test_the_example_trains_as_stock_and_resumes(tmp_path: Path) -> None:
     import_example("make_model").main([str(tmp_path / "tiny")])
     run_ranks(train_on_mesh, str(tmp_path / "tiny"), str(tmp_path), timeout_s=120)
+
+
+def adapted_as_verl(path: str, mesh: Any, dtype: torch.dtype, adapt: Callable[[nn.Module], Any]) -> nn.Module:
+    """What verl does: rank 0 has the whole model and draws the adapter, or reads it; all is broadcast into shards.
+
+    Source: verl 0.9.1 `workers/engine/fsdp/transformer_impl.py`, `_build_module`, `_build_lora_module` and
+    `_build_fsdp_module`; `utils/fsdp_utils.py`, `fsdp2_load_full_state_dict`.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    is_first = torch.distributed.get_rank() == 0
+    base = transformers.LlamaForCausalLM.from_pretrained(path, dtype=dtype) if is_first else built(path, dtype)
+    model = adapt(base)
+    full_state = model.state_dict()
+    import_example("mesh_loop").parallelize(base, mesh)
+    if not is_first:
+        model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full_state, options=options)
+    for _, buffer in sorted(model.named_buffers()):
+        torch.distributed.broadcast(buffer, 0)
+    return model
+
+
+def adapt_all(path: str, tied: str, folder: str) -> None:
+    """Rank function: adapters that are drawn, and adapters of a folder, as verl's `lora_adapter_path` names it."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (start(), 1), mesh_dim_names=("dp", "tp"))
+    config = {"r": 3, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+    def draw(base: nn.Module) -> nn.Module:
+        adapted = get_peft_model(base, LoraConfig(**config))
+        of_base = next(each.dtype for each in adapted.parameters() if not each.requires_grad)
+        for parameter in adapted.parameters():
+            parameter.data = parameter.data.to(of_base)  # as verl does: PEFT draws in fp32
+        return adapted
+
+    def read(base: nn.Module) -> nn.Module:
+        return PeftModel.from_pretrained(base, folder, is_trainable=True)
+
+    if torch.distributed.get_rank() == 0:
+        first = get_peft_model(built(path, torch.float32).to_empty(device="cpu"), LoraConfig(**config))
+        for parameter in first.parameters():
+            nn.init.normal_(parameter)
+        first.save_pretrained(folder)
+    torch.distributed.barrier()
+    for name, adapt in (("drawn", draw), ("read", read)):
+        torch.manual_seed(torch.distributed.get_rank())  # rank 0's counts
+        stock = adapted_as_verl(path, mesh, torch.float32, adapt)
+        torch.manual_seed(torch.distributed.get_rank())
+        ours = import_example("mesh_loop").load_adapted(path, mesh, "cpu", adapt)
+        whole = {key: each.full_tensor() for key, each in stock.named_parameters()}
+        found = {key: each.full_tensor() for key, each in ours.named_parameters()}
+        assert found.keys() == whole.keys()
+        assert [key for key in found if not torch.equal(found[key], whole[key])] == [], name
+        adapters = {key for key in found if "lora_" in key}
+        assert {key for key, each in ours.named_parameters() if each.requires_grad} == adapters
+        assert all(found[key].any() for key in adapters if "lora_A" in key or name == "read")
+        assert dict(ours.named_buffers()).keys() == dict(stock.named_buffers()).keys()
+        assert not TRAINS_ON_CPU or losses(ours, 3) == losses(stock, 3)
+    base: Any = import_example("mesh_loop").load_adapted(tied, mesh, "cpu", draw).get_base_model()
+    assert base.lm_head.weight is base.model.embed_tokens.weight
+
+
+def test_adapters_equal_those_of_peft_on_a_whole_model(checkpoints: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    path, tied = builders.tiny_llama(checkpoints, torch.float32), builders.tiny_qwen2_tied(checkpoints)
+    run_ranks(adapt_all, str(path), str(tied), str(tmp_path / "adapter"), timeout_s=120)
 
 
 def refuse_all(path: str) -> None:

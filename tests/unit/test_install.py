@@ -193,10 +193,55 @@ import torch.distributed, transformers, lowmem_load
 torch.distributed.init_process_group("gloo", init_method="file://{tmp_path}/meeting", rank=0, world_size=1)
 lowmem_load.install(progress=False)
 model = transformers.LlamaForCausalLM.from_pretrained({llama!r})
-assert any(parameter.is_meta for parameter in model.parameters())
+from lowmem_load.symbolic.lazy import is_unread
+assert all(map(is_unread, model.parameters()))
 torch.distributed.destroy_process_group()
 """
     env = {**os.environ, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
     command = [sys.executable, "-W", "ignore", "-c", source]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+NO_TRACE = """
+import inspect, sys
+import accelerate, deepspeed, lowmem_load, torch, transformers
+from transformers import LlamaForCausalLM, Trainer
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+PACKAGES = {"accelerate", "deepspeed", "huggingface_hub", "peft", "safetensors", "torch", "transformers", "trl"}
+
+def functions():
+    seen = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in PACKAGES:
+            continue
+        for key, value in list(getattr(module, "__dict__", {}).items()):
+            if isinstance(value, type) and value.__module__ == name:
+                for inner, function in list(vars(value).items()):
+                    function = getattr(function, "__func__", function)
+                    if callable(function):
+                        seen[f"{name}.{key}.{inner}"] = function
+            elif callable(value):
+                seen[f"{name}.{key}"] = value
+    return seen
+
+def load():
+    kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    return hasattr(LlamaForCausalLM.from_pretrained(sys.argv[1]), "lowmem_load_report")
+
+before = functions()
+lowmem_load.install()
+assert load()
+from lowmem_load.integrations.install import uninstall
+uninstall()
+after = functions()
+changed = {name for name in before if after.get(name) is not before[name]}
+print(*sorted(name for name in changed if after.get(name) is not None))
+"""
+
+
+def test_nothing_is_left_after_uninstall(llama: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", NO_TRACE, llama], check=True, capture_output=True, text=True)
+    linear = {"torch.nn.functional.linear"}  # DeepSpeed's, under memory_efficient_linear
+    assert set(ran.stdout.splitlines()[-1].split()) == linear, "above it DeepSpeed says what it builds"

@@ -23,14 +23,16 @@ distributed
 dtensor
 report
 pipeline
-api saving
+saving
+lazy_weights
+api
 partial
 resume
 integrations
 cli
 __init__ __main__
 """
-FILES = "cli ds formats hf partial phases integrations distributed io report resume saving config"
+FILES = "cli lazy_weights ds formats hf partial phases integrations distributed io report resume saving config"
 # Who may use a name, and all that is below it. A name on two rows may be used by the folders of both.
 # ".name()" is a method of any object, ".ds_" each attribute that DeepSpeed puts on parameters.
 ONLY = {

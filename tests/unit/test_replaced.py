@@ -133,12 +133,45 @@ def test_what_somebody_puts_around_a_replaced_function_is_replaced_too(module: A
         assert module.base() == "other than base"
 
 
-def test_a_function_is_replaced_in_one_place_however_often(module: Any) -> None:
+def test_a_function_is_replaced_in_one_place_and_put_back(module: Any) -> None:
+    with replaced((module, "base", other), (module, "base", other)):
+        dispatcher = module.base
+        with replaced((module, "base", other)):
+            assert module.base is dispatcher
+        assert module.base is dispatcher
+    assert module.base is base
+
+
+def test_what_was_kept_from_a_block_is_replaced_in_the_next_one(module: Any) -> None:
+    with replaced((module, "base", other)):
+        kept = module.base
+    with replaced((module, "base", other)):
+        assert kept() == "other than base"
+    module.base = kept  # as `mock.patch` does that began inside
     for _ in range(3):
         with replaced((module, "base", other)):
-            held = module.base
-        assert held is module.base
-    assert held.__wrapped__ is base
+            assert module.base() == "other than base"
+        assert module.base is kept
+    assert kept.__wrapped__ is base
+
+
+def test_what_is_put_back_is_what_was_there() -> None:
+    before = dict(vars(Base))
+    with replaced((Heir, "method", other), (Base, "of_class", other), (Base, "static", other), everywhere=True):
+        pass
+    assert {name: vars(Base)[name] is value for name, value in before.items()} == dict.fromkeys(before, True)
+
+
+def test_what_somebody_else_has_put_there_stays(module: Any) -> None:
+    with replaced((module, "base", other)):
+        module.base = in_thread
+    assert module.base is in_thread
+
+
+def test_nothing_stays_replaced_where_a_name_is_missing(module: Any) -> None:
+    with pytest.raises(KeyError), replaced((module, "base", other), (module, "missing", other)):
+        pass
+    assert module.base is base
 
 
 def test_what_calls_a_function_that_was_replaced_is_compiled_as_before(module: Any) -> None:

@@ -1,0 +1,99 @@
+"""lazy: a model whose weights are read when somebody looks at them, in a plain process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.api.request import spelled, stage_3
+from lowmem_load.distributed import environment
+from lowmem_load.ds import zero_init
+from lowmem_load.dtensor.sharded_target import Unfilled
+from lowmem_load.errors import ConfigError
+from lowmem_load.hf import loader, names
+from lowmem_load.hf.active import on_host
+from lowmem_load.hf.loader import load_lock
+from lowmem_load.hf.remote_names import located, named_as_asked
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.stand_ins import open_file
+from lowmem_load.lazy_weights.lazy_model import hand_out
+from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS, check_described
+from lowmem_load.pipeline.describe import describe
+from lowmem_load.pipeline.load import MAX_THREADS
+from lowmem_load.pipeline.make_plan import make_plan
+from lowmem_load.pipeline.verify_checkpoint import check_planned
+from lowmem_load.report import LoadReport
+
+
+def lazy(
+    name: str | os.PathLike[str],
+    *,
+    auto_class: str | type | None = None,
+    verify: bool = False,
+    stream: bool = False,
+    **from_pretrained_kwargs: Any,
+) -> Any:
+    """Return a model on the CPU that costs its module objects. Weights are read when somebody looks at them.
+
+    It is the model that `from_pretrained` returns with the same keywords: any code may look at its parameters, change
+    them, copy, cast, move, tie, resize, shard or save them, and gets the same values. Slices read what they hold: on
+    such a model `torch.distributed.fsdp.fully_shard` reads the shards of its rank. A forward reads the parameters
+    first, which are then ordinary ones. Parameters keep their identity.
+
+    `save_pretrained` holds one tensor at a time, and pickles hold the values. `.to(device)` of a model that is not
+    read yet reads nothing: the forward reads to the device.
+
+    Args:
+        name: as for `load_model`.
+        auto_class: as for `load_model`.
+        verify: compare the files with their checksums first, as `verify_checkpoint` does.
+        stream: as for `load_model`.
+        **from_pretrained_kwargs: as `from_pretrained` takes them, but for those that place, shard or quantize.
+
+    Local: a plain process, or one rank of many.
+    Memory: the modules, buffers, and what was read to describe the model; later what looks at it holds, and a staging
+        buffer of 8 MiB for each of at most 4 threads.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+        CheckpointError: the files cannot be used. Later: they cannot be read, or have changed.
+        UnsupportedError: the weights are quantized ones that stay packed.
+    """
+    for keyword in (*PLACED_BY_STOCK, *SHARDS):
+        if from_pretrained_kwargs.get(keyword) is not None:
+            raise ConfigError(f"lazy: remove {keyword}; place, shard or quantize the model that lazy() returns")
+    where, kwargs = located(spelled(name), from_pretrained_kwargs, stream=stream)
+    names.check_name(where, kwargs.get("subfolder", ""))
+    config = names.model_config(where, kwargs)
+    cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
+
+    def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
+        executor = Executor(num_threads=min(MAX_THREADS, environment.cores(1)), open_source=open_file)
+        try:
+            return describe_lazily(call, executor, verify=verify)
+        except BaseException as error:
+            executor.__exit__(type(error), error, None)
+            raise
+
+    with load_lock(), zero_init.set_aside(), on_host(), loader.intercepted(load):
+        return named_as_asked(cls.from_pretrained(where, **kwargs))
+
+
+def describe_lazily(call: loader.Call, executor: Executor, *, verify: bool) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the lazy model of a call of `from_pretrained`, and the loading info. Local."""
+    report = LoadReport(call.name)
+    with report.phase("describe"):
+        settings = stage_3(torch.float32, 1)
+        described = describe(call, settings, lambda *_: Unfilled(), executor, holds_values=True)
+        check_described(described)
+    with report.phase("plan"):
+        planned = make_plan(described, 0, shares_reads=False)
+    if verify:
+        with report.phase("verify"):
+            check_planned(described.files, executor.sources, num_threads=executor.num_threads)
+    report.take_plan(planned.plan, {})
+    hand_out(described, planned, executor, report)
+    return described.model, described.info

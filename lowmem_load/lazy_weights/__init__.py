@@ -1,0 +1,1 @@
+"""Models whose weights are read when somebody looks at them."""

@@ -1,0 +1,137 @@
+"""Fills a model that was sharded on the meta device from the lazy state dict that it had before.
+
+What comes from files unchanged, or moved and cast, each rank reads for itself: the elements of its shards. What a
+script has made or changed comes from rank 0, as in stock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.heartbeat import Progress
+from lowmem_load.dtensor.mesh import scatter_into
+from lowmem_load.dtensor.shards import local_shard
+from lowmem_load.errors import CheckpointError, listed
+from lowmem_load.fingerprint import fingerprint
+from lowmem_load.io.reader import Part
+from lowmem_load.lazy_weights.lazy_model import LazyReader, leave, reader_of
+from lowmem_load.phases import progress_bar
+from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children
+from lowmem_load.quantities import share
+from lowmem_load.symbolic.lazy import LazyTensor, is_unread, values_of
+
+
+def is_lazy(state: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a state dict holds weights that nobody has read yet."""
+    return any(map(is_unread, state.values()))
+
+
+def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Give a model that is sharded on meta memory on a device, and the values of a state dict of the same names.
+
+    Collective: all ranks of the default process group. Memory: beside the shards a staging buffer for each reading
+    thread; for what comes from rank 0, one tensor.
+
+    Raises:
+        CheckpointError: the state dict lacks a name, or the ranks hold different weights.
+        RankError: another rank failed.
+    """
+    ranks = RankGroup(None)
+    with ranks.session("filling the sharded model"), torch.no_grad():
+        _allocate(model, device)
+        shards = model.state_dict()
+        with ranks.step("finding what was changed") as step:
+            if missing := sorted(shards.keys() - state.keys()):
+                raise CheckpointError(f"the state dict that the sharded model is filled from lacks {listed(missing)}")
+            step.payload = [name for name in shards if not _is_of_files(state[name])]
+        changed = {name for names in step.payloads for name in names}
+        with ranks.step("comparing the weights") as step:
+            lines = (f"{name} {line}" for name in sorted(shards.keys() - changed) for line in _lines(state[name]))
+            step.digest = {"weights that are not read yet": fingerprint(lines)}
+        parts: dict[LazyReader, dict[int, Part]] = {}
+        for name, tensor in state.items():
+            if name in shards and name not in changed:
+                assert isinstance(tensor, LazyTensor)  # `_is_of_files`
+                region, memory = local_shard(name, shards[name], needs_memory=True)
+                part = Part(name, tensor.expression, region, memory)
+                parts.setdefault(reader_of(tensor), {}).setdefault(memory.data_ptr() or id(memory), part)
+        for reader, own in parts.items():
+            _read(reader, list(own.values()), ranks)
+        for name in shards:
+            if name in changed:
+                values = values_of(state[name]) if ranks.rank == 0 else torch.empty(shards[name].shape)
+                scatter_into(shards[name], values)
+    leave(model)
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Do what `to_empty` does, which makes several parameters of a tied one."""
+    first: dict[int, str] = {}
+    ties = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            ties.append((name, first[id(parameter)]))
+    model.to_empty(device=device)
+    for name, origin in ties:
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, model.get_parameter(origin))
+
+
+def _read(reader: LazyReader, parts: list[Part], ranks: RankGroup) -> None:
+    executor, report = reader.executor, reader.report
+    needed_bytes, read_before = sum(part.memory.nbytes for part in parts), executor.stats.read_bytes
+
+    def progress() -> Progress:
+        read = share(executor.stats.read_bytes - read_before, needed_bytes)
+        return Progress(executor.stats.read_bytes, f"{read} read, last from {executor.stats.path or 'no file'}")
+
+    def on_part() -> None:
+        ranks.check()
+        report.sample_memory()
+
+    def on_bytes(num_bytes: int) -> None:
+        update(num_bytes)
+        ranks.check()
+
+    reading = ranks.step("reading", name=reader.name, progress=progress)
+    bar = progress_bar(needed_bytes, "Loading shards", reader.progress, ranks.rank)
+    with reading, report.phase("read"), bar as update:
+        executor.on_bytes, executor.sources.on_wait = on_bytes, ranks.check
+        try:
+            costs = reader.fill(parts, on_part)
+        finally:
+            executor.on_bytes, executor.sources.on_wait = int, int
+    report.needed_bytes, report.partition_bytes = costs.needed_bytes, needed_bytes
+    reader.count_reads()
+
+
+def _is_of_files(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is what a load has described, elements perhaps moved or cast since."""
+    if not isinstance(tensor, LazyTensor) or not is_unread(tensor):
+        return False
+    known, nodes = reader_of(tensor).leaves, [tensor.expression]
+    while nodes:
+        node = nodes.pop()
+        if id(node) in known:
+            continue
+        if isinstance(node, Source | Held | Computed | Elementwise):
+            return False
+        nodes.extend(children(node))
+    return True
+
+
+def _lines(tensor: torch.Tensor) -> Iterator[str]:
+    """Yield a line for each step from files to a tensor. Ranks that differ here would give it other values."""
+    assert isinstance(tensor, LazyTensor)
+    nodes: list[Expression] = [tensor.expression]
+    while nodes:
+        node = nodes.pop()
+        text = f"{type(node).__name__} {node.shape} {node.dtype}"
+        if isinstance(node, Source):
+            text += f" {node.path.rpartition('/')[2]} {node.name} {node.start}"
+        yield text
+        nodes.extend(children(node))

@@ -1,0 +1,155 @@
+"""A model whose parameters are lazy: how a described model becomes one, and how its parameters become ordinary ones."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.dtensor.mesh import made_real
+from lowmem_load.dtensor.shards import local_tensor
+from lowmem_load.errors import UnsupportedError, listed
+from lowmem_load.hf import loader
+from lowmem_load.hf.active import transformers_class
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.reader import Part, Reader
+from lowmem_load.lazy_weights.save import save_lazily
+from lowmem_load.pipeline.describe import Described
+from lowmem_load.pipeline.execute import fill_buffers
+from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
+from lowmem_load.pipeline.make_plan import Planned
+from lowmem_load.planning.expression import Expression, Source, leaves
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.report import LoadReport, OnLoad, write_report
+from lowmem_load.symbolic.initialise import SharedValue
+from lowmem_load.symbolic.lazy import LazyTensor, assigned_data_is_real, become, keep, settle, values_of
+from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
+
+_NOT_A_CALLER = ("lowmem_load.", "torch.", "accelerate.big_modeling")
+"""Modules that read for others: the report names who asked them to."""
+
+
+class LazyReader(Reader):
+    """Reads for the parameters of one lazy model, and keeps its report.
+
+    `leaves` are those of the expressions that the load has given the parameters, by id. `progress` is as for
+    `load_model`. `on_load` is called when nobody has a weight that is still to be read.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        described: Described,
+        report: LoadReport,
+        progress: bool | None = None,
+        on_load: OnLoad | None = None,
+    ) -> None:
+        super().__init__(executor, described.files)
+        self.name, self.report, self.progress = described.name, report, progress
+        self.leaves: dict[int, Expression] = {}
+        self.closing.enter_context(made_real(values_of))
+        self.closing.enter_context(assigned_data_is_real())
+        self.closing.callback(_tell, report, on_load)
+
+    def now(self, expression: Expression, reason: str) -> torch.Tensor:
+        """See `Reader`. The report notes the name of the function outside that caused the read."""
+        values = super().now(expression, reason)
+        frame = sys._getframe()  # noqa: SLF001  inspect would read source files
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_A_CALLER):
+            frame = frame.f_back
+        for leaf in leaves(expression):
+            if isinstance(leaf, Source):
+                self.report.read_early.setdefault(leaf.name, frame.f_code.co_name)
+        self.count_reads()
+        return values
+
+    def count_reads(self) -> None:
+        """Bring the report's counts of reads up to date."""
+        self.report.read_bytes, self.report.num_reads = self.executor.stats.read_bytes, self.executor.stats.num_reads
+
+
+def _tell(report: LoadReport, on_load: OnLoad | None) -> None:
+    """Hand out the report once nothing is left to read."""
+    write_report(report)
+    if on_load is not None:
+        on_load(report)
+
+
+def reader_of(tensor: LazyTensor) -> LazyReader:
+    """Return what reads a lazy tensor."""
+    reader = getattr(tensor.read_now, "__self__", None)
+    assert isinstance(reader, LazyReader)  # `hand_out` made the tensor that this one comes from
+    return reader
+
+
+def hand_out(described: Described, planned: Planned, executor: Executor, report: LoadReport, **options: Any) -> None:
+    """Give a described model lazy parameters and ordinary buffers. The executor stays open as long as they need it.
+
+    `options` are those of `LazyReader`. Raises UnsupportedError for quantized parameters, which cannot be lazy.
+    """
+    if quantized := [name for name, each in planned.parameters.items() if isinstance(each, QuantizedTensor)]:
+        raise UnsupportedError(f"{described.name}: quantized weights cannot be lazy: {listed(quantized)}")
+    fill_buffers(planned, described.target, executor)
+    executor.finish()
+    reader = LazyReader(executor, described, report, **options)
+    for name, parameter in planned.parameters.items():
+        if isinstance(parameter, SymbolicTensor):
+            reader.leaves |= {id(leaf): leaf for leaf in leaves(parameter.expression)}
+            made = nn.Parameter(LazyTensor(parameter.expression, reader.now), parameter.requires_grad)
+            loader.copy_marks(parameter, made)
+            for module, last in planned.places[name]:
+                setattr(module, last, made)
+            parameter.value.forget()
+    for module in described.model.modules():
+        module.register_forward_pre_hook(_read_before_forward)
+        if isinstance(module, transformers_class()):
+            module.save_pretrained = functools.partial(save_lazily, module)
+    setattr(described.model, REPORT_ATTRIBUTE, report)
+
+
+# -- parameters become ordinary --------------------------------------------------------------------------------------
+
+
+def lazy_parameters(module: nn.Module) -> dict[str, LazyTensor]:
+    """Return the lazy parameters of a module and below by name, the first one of those that are one object."""
+    named = ((name, local_tensor(parameter)) for name, parameter in module.named_parameters())
+    return {name: tensor for name, tensor in named if isinstance(tensor, LazyTensor)}
+
+
+def read_parameters(module: nn.Module) -> None:
+    """Read all lazy parameters of a module and below, file by file. They become ordinary parameters, in place."""
+    lazy = lazy_parameters(module)
+    by_reader: dict[LazyReader, dict[int, tuple[SharedValue, Part]]] = {}
+    for name, tensor in lazy.items():
+        value = tensor.value
+        if value.memory is None and not tensor.views and tensor.is_contiguous():
+            memory = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+            part = Part(name, value.expression, FlatRange(0, tensor.numel()), memory)
+            by_reader.setdefault(reader_of(tensor), {})[id(value)] = value, part
+    for reader, parts in by_reader.items():
+        reader.fill([part for _, part in parts.values()])
+        reader.count_reads()
+        for value, part in parts.values():
+            settle(value, part.memory.view(value.expression.shape))
+    for tensor in lazy.values():
+        become(tensor, keep(tensor))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _read_before_forward(module: nn.Module, _: Any) -> None:
+    read_parameters(module)
+    leave(module)
+
+
+def leave(module: nn.Module) -> None:
+    """Take back what `hand_out` has put on the modules of a model whose parameters are ordinary."""
+    for each in module.modules():
+        hooks = each._forward_pre_hooks  # noqa: SLF001  a handle would not survive a deepcopy
+        for key in [key for key, hook in hooks.items() if hook is _read_before_forward]:
+            del hooks[key]
+        saves = vars(each).get("save_pretrained")
+        if isinstance(saves, functools.partial) and saves.func is save_lazily:
+            del each.save_pretrained

@@ -1,0 +1,141 @@
+"""Lazy models in the hands of code that shards, wraps or partitions: equal to ordinary ones, whoever does it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import lowmem_load
+from tests import builders
+from tests.multi_rank.test_load_into import TRAINS_ON_CPU, layers, parallelize, shard_fully, start
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOKENS = torch.arange(1, 17).view(2, 8)
+
+
+def both(path: str) -> tuple[Any, Any]:
+    ordinary = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return lowmem_load.lazy(path, dtype=torch.float32), ordinary
+
+
+def losses(model: Any, parameters: Any = None) -> list[float]:
+    optimizer, found = torch.optim.SGD(parameters or model.parameters(), lr=0.1), []
+    for _ in range(3):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def assert_whole(ours: nn.Module, theirs: nn.Module) -> None:
+    from torch.distributed.tensor import DTensor
+
+    for (name, left), (_, right) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        found = left.full_tensor() if isinstance(left, DTensor) else left
+        assert torch.equal(found, right), name
+
+
+def shard(path: str) -> None:
+    """Rank function: torch's own fully_shard reads half of the files on each of two ranks."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    start()
+    size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    for policy in ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}):
+        ours, theirs = both(path)
+        shard_fully(ours, **policy)
+        read_bytes = lowmem_load.load_report(ours).read_bytes
+        assert 0.4 < read_bytes / size < 0.55, read_bytes / size
+        assert lowmem_load.load_report(ours).num_unread == 0
+        assert_whole(ours, theirs)
+        shard_fully(theirs, **policy)
+        if TRAINS_ON_CPU:
+            assert losses(ours) == losses(theirs)
+
+
+def parallelize_both_ways(path: str) -> None:
+    """Rank function: tensor parallelism, which scatters from rank 0, or cuts on each rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    start()
+    mesh = init_device_mesh("cpu", (2,))
+    for source in (0, None):
+        ours, theirs = both(path)
+        for placement in (Shard(0), Shard(1), Replicate()):
+            made = distribute_tensor(ours.lm_head.weight, mesh, [placement], src_data_rank=source)
+            assert torch.equal(made.full_tensor(), theirs.lm_head.weight)
+            assert torch.equal(made.redistribute(placements=[Shard(1)]).full_tensor(), theirs.lm_head.weight)
+    ours, theirs = both(path)
+    parallelize(ours, mesh)
+    assert_whole(ours, theirs)
+    assert sum(isinstance(parameter, DTensor) for parameter in ours.parameters()) > 0
+    parallelize(theirs, mesh)
+    assert losses(ours) == losses(theirs)
+
+
+def wrap(path: str) -> None:
+    """Rank function: DDP and FSDP1."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+    from torch.nn.parallel import DistributedDataParallel
+
+    start()
+    ours, theirs = both(path)
+    assert losses(DistributedDataParallel(ours)) == losses(DistributedDataParallel(theirs))
+    kind = {type(layers(theirs)[0])}
+    wrapped = functools.partial(
+        FullyShardedDataParallel,
+        auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=kind),
+        device_id=torch.device("cpu"),
+    )
+    for options in ({}, {"use_orig_params": True}):
+        ours, theirs = both(path)
+        assert losses(wrapped(ours, **options)) == losses(wrapped(theirs, **options)), options
+
+
+def partition(path: str, stage: int) -> None:
+    """Rank function: deepspeed.initialize of a model that nothing has partitioned before."""
+    import deepspeed
+
+    start()
+    config = {
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    found = []
+    for model in both(path):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = deepspeed.initialize(model=model, config=copy.deepcopy(config), optimizer=optimizer)[0]
+        losses_of_engine = []
+        for _ in range(3):
+            loss = engine(input_ids=TOKENS, labels=TOKENS).loss
+            engine.backward(loss)
+            engine.step()
+            losses_of_engine.append(loss.item())
+        found.append(losses_of_engine)
+    assert found[0] == found[1], found
+    assert found[0][-1] < found[0][0]
+
+
+@pytest.mark.parametrize("act", [shard, parallelize_both_ways, wrap])
+def test_sharded_and_wrapped_models_equal_ordinary_ones(checkpoints: Path, act: Any) -> None:
+    run_ranks(act, str(builders.tiny_llama(checkpoints)), timeout_s=120)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_partitions_lazy_models(checkpoints: Path, stage: int) -> None:
+    run_ranks(partition, str(builders.tiny_llama(checkpoints)), stage, timeout_s=120)

@@ -1,0 +1,166 @@
+"""Hooks on frameworks: a release that lacks a name costs one warning, which says what is lost, and breaks no import."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lowmem_load import NotStreamedWarning, install
+from lowmem_load.integrations import frameworks
+from lowmem_load.integrations.frameworks import Hook
+from lowmem_load.integrations.install import uninstall
+from lowmem_load.replaced import is_replaceable
+
+AT_IMPORT = (
+    *(frameworks.TRL_SYNC, frameworks.TRL_ONLINE_DPO, frameworks.TRL_MIX),
+    *(frameworks.LLAMAFACTORY_LOAD, frameworks.AXOLOTL_FILL),
+)
+"""What `install` replaces once a program imports it."""
+
+
+def write_package(folder: Path, module: str, version: str, text: str | None) -> None:
+    """Write a package with one module; without it if `text` is None."""
+    parts = module.split(".")
+    for depth in range(1, len(parts)):
+        inner = folder.joinpath(*parts[:depth])
+        inner.mkdir(parents=True, exist_ok=True)
+        (inner / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    if text is not None:
+        folder.joinpath(*parts).with_suffix(".py").write_text(text)
+    metadata = folder / f"{parts[0]}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {parts[0]}\nVersion: {version}\n")
+
+
+def imported(folder: Path, hook: Hook, version: str, text: str | None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Import the module of a hook under `install`, of a package of our own; return the warnings."""
+    package = hook.releases.package
+    write_package(folder, hook.module, version, text)
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(folder))
+    try:
+        with warnings.catch_warnings(record=True) as seen, contextlib.ExitStack() as stack:
+            warnings.simplefilter("always")
+            install()
+            stack.callback(uninstall)
+            with contextlib.nullcontext() if text is not None else pytest.raises(ModuleNotFoundError):
+                importlib.import_module(hook.module)
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]
+    return [str(each.message) for each in seen if each.category is NotStreamedWarning]
+
+
+def classes_without_methods(hook: Hook) -> str:
+    owners = {name.partition(".")[0] for name in hook.names if "." in name}
+    return "".join(f"class {owner}:\n    pass\n" for owner in owners)
+
+
+def lazily_there(hook: Hook) -> str:
+    """A module that has moved its names, and finds them for whoever asks."""
+    return (
+        "def __getattr__(name):\n    if name.startswith('__'):\n        raise AttributeError(name)\n    return object\n"
+    )
+
+
+@pytest.mark.parametrize("hook", AT_IMPORT, ids=lambda hook: hook.module)
+@pytest.mark.parametrize("what", ["an empty module", "classes without methods", "lazy names", "no module"])
+def test_a_name_that_moved_is_one_warning(
+    hook: Hook, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {
+        "an empty module": "",
+        "classes without methods": classes_without_methods(hook),
+        "lazy names": lazily_there(hook),
+        "no module": None,
+    }
+    seen = imported(tmp_path, hook, "99.1.2", texts[what], monkeypatch)
+    of_hook = [text for text in seen if hook.module in text]
+    assert len(of_hook) == 1, seen
+    package = hook.releases.package
+    assert of_hook[0].startswith(f"{package} 99.1.2 lacks {hook.module}")
+    assert hook.loss in of_hook[0]
+    if what != "no module":
+        assert all(f"{hook.module}.{name}" in of_hook[0] for name in hook.names)
+
+
+@pytest.mark.parametrize("hook", [frameworks.TRL_SYNC, frameworks.AXOLOTL_FILL], ids=lambda hook: hook.module)
+def test_nothing_is_said_of_releases_before_the_feature(
+    hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert imported(tmp_path, hook, "0.1", "", monkeypatch) == []
+
+
+def test_what_is_inherited_is_there() -> None:
+    class Base:
+        def method(self) -> None: ...
+
+        @property
+        def value(self) -> int:
+            return 1
+
+    class Heir(Base): ...
+
+    assert is_replaceable(Heir, "method")
+    assert not is_replaceable(Heir, "value")
+    assert not is_replaceable(Heir, "other")
+    assert not is_replaceable(None, "other")
+
+
+def test_a_package_without_metadata_has_its_own_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = frameworks.AXOLOTL_FILL
+    monkeypatch.setitem(sys.modules, "axolotl", ModuleType("axolotl"))
+    expected = rf"axolotl \(of no known release\) lacks {hook.module}, so rank 0 reads all weights"
+    with pytest.warns(NotStreamedWarning, match=expected):
+        frameworks.warn_missing(hook, [hook.module])
+    setattr(sys.modules["axolotl"], "__version__", "0.18.0")  # noqa: B010  for mypy
+    frameworks.warn_missing(hook, [hook.module])  # it had no such function yet
+
+
+def test_an_import_of_deepspeed_goes_on_without_its_private_names(tmp_path: Path) -> None:
+    program = f"""
+import sys, warnings
+import deepspeed
+del deepspeed.DeepSpeedEngine._zero3_consolidated_16bit_state_dict
+import lowmem_load
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    lowmem_load.install()
+[text] = [str(each.message) for each in seen if each.category is lowmem_load.NotStreamedWarning]
+assert "lacks deepspeed.DeepSpeedEngine._zero3_consolidated_16bit_state_dict" in text, text
+assert {frameworks.ENGINE.loss!r} in text, text
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("hook", [frameworks.ACCELERATE_SAVE, frameworks.TRAINER_SAVE])
+def test_a_save_that_moved_is_left_to_stock(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = __import__(hook.module, fromlist=["it"])
+    owner, _, name = hook.names[0].partition(".")
+    monkeypatch.delattr(getattr(module, owner), name)
+    import deepspeed
+
+    from lowmem_load.integrations.trainer_saves import saves_hooked
+
+    monkeypatch.setattr(deepspeed, "initialize", lambda *_, **__: "engine")
+    with saves_hooked(), pytest.warns(NotStreamedWarning, match=f"lacks {hook.module}.{hook.names[0]}"):
+        assert deepspeed.initialize(model=None) == "engine"
+
+
+def test_trl_syncs_itself_where_it_keeps_other_metadata() -> None:
+    from lowmem_load.integrations.trl_weights import sync
+
+    synced: list[Any] = []
+    generation = SimpleNamespace(mode="server")
+    with pytest.warns(NotStreamedWarning, match="lacks VLLMGeneration._weight_metadata, so TRL gathers the weights"):
+        sync(synced.append, generation)
+    assert synced == [generation]

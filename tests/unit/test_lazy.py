@@ -1,0 +1,496 @@
+"""`lazy`: whatever code does to a model that is read when it is looked at, values are those of an ordinary one."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+import gc
+import io
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lowmem_load import CheckpointError, ConfigError, UnsupportedError, lazy, load_report
+from lowmem_load.symbolic.lazy import LazyTensor
+from tests import builders
+
+TOKENS = torch.arange(1, 9)[None]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(builders.tiny_llama(tmp_path_factory.mktemp("lazy")))
+
+
+def ordinary(path: str, **kwargs: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, **{"dtype": torch.float32, **kwargs})
+
+
+def lazily(path: str, **kwargs: Any) -> Any:
+    return lazy(path, **{"dtype": torch.float32, **kwargs})
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(tensor.tolist(), dtype=tensor.dtype) for name, tensor in model.state_dict().items()}
+
+
+def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
+    found, expected = values(ours), values(theirs)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert isinstance(left, nn.Parameter)
+        assert left.requires_grad == right.requires_grad
+    for (name, left), (_, right) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
+        assert torch.equal(left, right), name
+
+
+def num_lazy(model: nn.Module) -> int:
+    """How many parameters are neither ordinary nor in memory."""
+    return sum(isinstance(each, LazyTensor) and each.value.memory is None for each in model.parameters())
+
+
+def test_a_load_reads_nothing(path: str) -> None:
+    model = lazily(path)
+    assert load_report(model).read_bytes == 0
+    assert num_lazy(model) == load_report(model).num_unread == len(list(model.parameters()))
+    assert (model.device.type, model.dtype) == ("cpu", torch.float32)
+    assert "not read yet: " in str(load_report(model))
+    assert_equal(model, ordinary(path))
+    assert num_lazy(model) == len(list(model.parameters()))
+
+
+# -- what scripts do ---------------------------------------------------------------------------------------------------
+
+
+def scale(model: Any) -> None:
+    model.lm_head.weight.data.mul_(2)
+
+
+def draw(model: Any) -> None:
+    torch.manual_seed(1)
+    model.lm_head.weight.data.normal_()
+    model.drawn = nn.Parameter(torch.randn(3))
+
+
+def round_twice(model: Any) -> None:
+    model.to(torch.bfloat16).half().float()
+
+
+def tie(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.embed_tokens.weight.data.add_(1)
+
+
+def load_scaled(model: Any) -> None:
+    model.load_state_dict({name: tensor * 0.5 for name, tensor in model.state_dict().items()})
+
+
+def assign_state(model: Any) -> None:
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def drop_and_copy_layers(model: Any) -> None:
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+    del model.model.layers[1]
+    model.model.layers[1].mlp.up_proj.weight.data.zero_()
+
+
+def resize(model: Any, **kwargs: Any) -> None:
+    torch.manual_seed(1)
+    model.resize_token_embeddings(**kwargs)
+
+
+def write_through_views(model: Any) -> None:
+    weight = model.lm_head.weight.data
+    weight.t()[3].fill_(7)
+    weight.view(-1)[::5] = 0
+    weight[2:4].copy_(torch.ones(2, weight.shape[1]))
+
+
+def write_by_numpy(model: Any) -> None:
+    model.lm_head.weight.detach().numpy()[1] = 5
+
+
+def give_data(model: Any) -> None:
+    weight = model.lm_head.weight
+    weight.data = weight.data[:10].clone()
+    model.model.norm.weight.data = torch.ones(3)
+
+
+def lend_to_new_modules(model: Any) -> None:
+    model.lent = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+    model.lent.weight.data = model.lm_head.weight.data
+    model.lent.weight.data.add_(1)
+    model.lm_head.weight.data.mul_(2)
+    model.cloned = nn.Linear(2, 2, bias=False)
+    model.cloned.weight.data = model.model.norm.weight.data.clone()
+
+
+def share_data(model: Any) -> None:
+    first, second = model.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.gate_proj.weight
+    first.data = second.data
+    second.data.add_(3)
+
+
+def freeze(model: Any) -> None:
+    model.model.requires_grad_(requires_grad=False)
+
+
+def add_heads(model: Any) -> None:
+    torch.manual_seed(1)
+    model.value = nn.Linear(model.config.hidden_size, 1).to(model.device)
+    model.ones = nn.Parameter(torch.ones_like(model.lm_head.weight))
+    model.register_buffer("mean", model.lm_head.weight.detach().mean(0))
+
+
+def merge_lora(model: Any) -> None:
+    import peft
+
+    torch.manual_seed(1)
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, config).merge_and_unload()
+
+
+def average(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.5 * parameter + 0.5 * parameter.flip(0))
+
+
+def in_inference_mode(model: Any) -> None:
+    with torch.inference_mode():
+        model.lm_head.weight.norm()
+
+
+def run(model: Any) -> None:
+    with torch.no_grad():
+        model.logits = model(TOKENS).logits
+    assert not num_lazy(model)
+
+
+def generate(model: Any) -> None:
+    model.tokens = model.generate(TOKENS, max_new_tokens=3, do_sample=False)
+
+
+def run_compiled(model: Any) -> None:
+    model.logits = torch.compile(model, backend="eager")(TOKENS).logits.detach()
+
+
+def train(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())  # made before the parameters are read
+    for _ in range(2):
+        model(TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_a_head_alone(model: Any) -> None:
+    optimizer = torch.optim.SGD([model.lm_head.weight], 0.1)
+    for _ in range(2):
+        (torch.ones(2, model.config.hidden_size) @ model.lm_head.weight.t()).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+SCRIPTS: dict[str, Callable[[Any], None]] = {
+    each.__name__: each
+    for each in (
+        *(scale, draw, round_twice, tie, load_scaled, assign_state, drop_and_copy_layers, write_through_views),
+        *(
+            write_by_numpy,
+            give_data,
+            lend_to_new_modules,
+            share_data,
+            freeze,
+            add_heads,
+            merge_lora,
+            average,
+            in_inference_mode,
+        ),
+        *(run, generate, run_compiled, train, train_a_head_alone),
+    )
+} | {
+    "resize": lambda model: resize(model, new_num_tokens=140),
+    "resize, plain": lambda model: resize(model, new_num_tokens=140, mean_resizing=False),
+    "resize, smaller": lambda model: resize(model, new_num_tokens=50),
+    "inner model": lambda model: model.model(TOKENS),
+    "nn.init": lambda model: nn.init.zeros_(model.lm_head.weight),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT's calls of transformers
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_give_the_values_of_an_ordinary_load(path: str, script: str) -> None:
+    ours, theirs = lazily(path), ordinary(path)
+    kept = list(ours.parameters())
+    for model in (ours, theirs):
+        SCRIPTS[script](model)
+    assert_equal(ours, theirs)
+    for name in ("logits", "tokens"):
+        assert torch.equal(getattr(ours, name, torch.ones(1)), getattr(theirs, name, torch.ones(1)))
+    if not script.startswith(("resize", "assign", "tie", "drop")):
+        assert {id(each) for each in kept} <= {id(each) for each in ours.parameters()}  # optimizers refer to them
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "dora": {"use_dora": True},
+    "pissa": {"init_lora_weights": "pissa"},
+    "head": {"modules_to_save": ["lm_head"]},
+    "tokens": {"trainable_token_indices": [1, 3]},
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT's calls of transformers
+@pytest.mark.parametrize("kind", [*ADAPTERS, "PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig", "IA3"])
+def test_adapters_are_those_of_an_ordinary_load(path: str, kind: str) -> None:
+    import peft
+
+    made = []
+    for model in (lazily(path), ordinary(path)):
+        torch.manual_seed(1)
+        if kind in ADAPTERS:
+            config: Any = peft.LoraConfig(**{"target_modules": ["q_proj"], **ADAPTERS[kind]})
+        elif kind == "IA3":
+            config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+        else:
+            config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        made.append(peft.get_peft_model(model, config))
+    assert_equal(*made)
+
+
+Action = tuple[str, int, int]
+
+
+def write_row(a: nn.Parameter, b: nn.Parameter, number: int) -> None:
+    a.data[number % 5] = b.data[1]
+
+
+def lend(a: nn.Parameter, b: nn.Parameter, _: int) -> None:
+    a.data = b.data
+
+
+def halve(a: nn.Parameter, _: nn.Parameter, __: int) -> None:
+    a.data = a.data * 0.5
+
+
+def clone(a: nn.Parameter, b: nn.Parameter, _: int) -> None:
+    a.data = b.detach().clone()
+
+
+def swap(a: nn.Parameter, b: nn.Parameter, _: int) -> None:
+    a.data, b.data = b.data, a.data
+
+
+def draw_again(a: nn.Parameter, _: nn.Parameter, number: int) -> None:
+    torch.manual_seed(number)
+    nn.init.normal_(a)
+
+
+ON_PARAMETERS: dict[str, Callable[[nn.Parameter, nn.Parameter, int], object]] = {
+    "scale": lambda a, _, number: a.data.mul_(number + 0.5),
+    "add": lambda a, b, _: a.data.add_(b.data, alpha=0.5),
+    "copy": lambda a, b, _: a.data.copy_(b.data),
+    "stripes": lambda a, _, number: a.data.view(-1)[:: number % 7 + 2].zero_(),
+    "columns": lambda a, _, number: a.data.t()[number % 3].add_(1),
+    "real": lambda a, _, __: a.data.sub_(torch.arange(a.shape[1]).float()),
+    "numpy": lambda a, _, __: np.multiply(a.detach().numpy(), 2, out=a.detach().numpy()),
+    "look": lambda a, _, __: torch.isfinite(a).all().item(),
+    **{each.__name__: each for each in (write_row, lend, halve, clone, swap, draw_again)},
+}
+ON_MODELS: dict[str, Callable[[Any], Any]] = {
+    "cast": lambda model: model.to(torch.bfloat16).float(),
+    "deepcopy": copy.deepcopy,
+    "state": lambda model: model.load_state_dict({key: each.clone() for key, each in model.state_dict().items()}),
+    "tie": lambda model: setattr(model.model.layers[0].mlp.up_proj, "weight", model.model.layers[1].mlp.up_proj.weight),
+}
+ACTIONS = (*ON_PARAMETERS, *ON_MODELS)
+
+
+def act(model: Any, action: str, first: int, second: int) -> Any:
+    """Do one of the things that scripts do, with two parameters of equal shape; return the model to go on with."""
+    if action in ON_MODELS:
+        made = ON_MODELS[action](model)
+        return made if isinstance(made, nn.Module) else model
+    mlps = [layer.mlp for layer in model.model.layers]
+    parameters = [each for mlp in mlps for each in (mlp.up_proj.weight, mlp.gate_proj.weight)]
+    ON_PARAMETERS[action](parameters[first % len(parameters)], parameters[second % len(parameters)], second)
+    return model
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=9))
+def test_any_sequence_of_changes_gives_the_values_of_an_ordinary_load(path: str, actions: list[Action]) -> None:
+    ours, theirs = lazily(path), ordinary(path)
+    for action in actions:
+        ours, theirs = act(ours, *action), act(theirs, *action)
+    assert_equal(ours, theirs)
+
+
+def test_torch_is_as_before_when_the_last_lazy_weight_is_gone(path: str) -> None:
+    program = f"""
+import gc, torch, lowmem_load
+from torch.distributed.tensor import placement_types
+ordinary = placement_types.mesh_scatter
+model = lowmem_load.lazy({path!r})
+assert "data" in vars(torch.nn.Parameter) and placement_types.mesh_scatter is not ordinary
+del model
+gc.collect()
+assert "data" not in vars(torch.nn.Parameter) and placement_types.mesh_scatter is ordinary
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# -- what looks below torch --------------------------------------------------------------------------------------------
+
+
+def test_files_and_pickles_hold_the_values(path: str, tmp_path: Path) -> None:
+    expected = ordinary(path).state_dict()
+    save_file(lazily(path).state_dict(), tmp_path / "state.safetensors")
+    buffer = io.BytesIO()
+    torch.save(lazily(path).state_dict(), buffer)
+    buffer.seek(0)
+    weight = pickle.loads(pickle.dumps(lazily(path).lm_head.weight))
+    assert isinstance(weight, nn.Parameter)
+    assert torch.equal(weight, expected["lm_head.weight"])
+    for state in (load_file(tmp_path / "state.safetensors"), torch.load(buffer)):
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def test_memory_is_real_once_somebody_has_its_address(path: str) -> None:
+    weight, expected = lazily(path).lm_head.weight.detach(), ordinary(path).lm_head.weight.detach()
+    assert weight.untyped_storage().data_ptr() == weight.view(-1).untyped_storage().data_ptr()  # reads nothing
+    assert weight.value.memory is None
+    address = weight.data_ptr()
+    assert weight[1:].data_ptr() == address + weight.shape[1] * 4
+    weight.add_(1)
+    held = (torch.frombuffer(np.ctypeslib.as_array(_pointer(address), (weight.numel(),)), dtype=torch.float32)).clone()
+    assert torch.equal(held.view(weight.shape), expected + 1)
+
+
+def _pointer(address: int) -> Any:
+    import ctypes
+
+    return ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
+
+
+def test_code_past_the_dispatcher_meets_an_error(path: str) -> None:
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch._C._to_dlpack(lazily(path).lm_head.weight.detach())
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slice_reads_what_it_holds(path: str) -> None:
+    model = lazily(path, dtype=torch.bfloat16)
+    weight = model.lm_head.weight
+    torch.chunk(weight.detach(), 4)[1].tolist()
+    assert load_report(model).read_bytes == weight.nbytes // 4
+    assert load_report(model).read_early == {"lm_head.weight": "test_a_slice_reads_what_it_holds"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_folder_is_that_of_an_ordinary_model(path: str, tmp_path: Path, dtype: torch.dtype) -> None:
+    ours, theirs = lazily(path, dtype=dtype), ordinary(path, dtype=dtype)
+    for model, name in ((ours, "ours"), (theirs, "theirs")):
+        model.lm_head.weight.data.mul_(2)
+        model.save_pretrained(tmp_path / name, max_shard_size="20KB")
+    assert num_lazy(ours) == len(list(ours.parameters()))  # one tensor at a time was in memory
+    files = sorted(file.name for file in (tmp_path / "theirs").iterdir())
+    assert sorted(file.name for file in (tmp_path / "ours").iterdir()) == files
+    for file in files:
+        assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes(), file
+
+
+def test_a_model_can_be_saved_over_the_files_it_is_read_from(path: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(path, tmp_path / "model")
+    model = lazily(str(folder))
+    model.lm_head.weight.data.mul_(2)
+    model.save_pretrained(folder)
+    assert torch.equal(ordinary(str(folder)).lm_head.weight, ordinary(path).lm_head.weight * 2)
+
+
+def test_files_that_change_are_an_error(path: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(path, tmp_path / "model")
+    model = lazily(str(folder))
+    for file in folder.glob("*.safetensors"):
+        os.utime(file, (1, 1))
+    with pytest.raises(CheckpointError, match="was replaced or written to"):
+        model.lm_head.weight.sum()
+
+
+def test_files_are_closed_with_the_last_weight(path: str) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    model = lazily(path)
+    kept = model.lm_head.weight.detach()
+    del model
+    gc.collect()
+    assert torch.equal(torch.tensor(kept.tolist()), ordinary(path).lm_head.weight)
+    del kept
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_threads_and_forked_processes_read(path: str) -> None:
+    model, expected = lazily(path), list(ordinary(path).parameters())
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        parameters = list(model.parameters())
+        assert all(pool.map(lambda at: torch.equal(parameters[at], expected[at]), list(range(len(expected))) * 3))
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(parameters[0], expected[0]) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# -- calls that cannot be --------------------------------------------------------------------------------------------
+
+
+def test_what_places_or_shards_is_refused(path: str) -> None:
+    for keyword in ("device_map", "quantization_config", "tp_plan"):
+        with pytest.raises(ConfigError, match=f"remove {keyword}"):
+            lazy(path, **{keyword: "auto"})
+
+
+def test_a_folder_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        lazy("/nowhere/at/all")
+
+
+def test_files_are_verified_first(path: str, tmp_path: Path) -> None:
+    import hashlib
+
+    with pytest.raises(CheckpointError, match="nothing is known of"):
+        lazily(path, verify=True)
+    folder = shutil.copytree(path, tmp_path / "model")
+    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.safetensors")}
+    (folder / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+    assert num_lazy(lazily(str(folder), verify=True))
+    (folder / "SHA256SUMS").write_text("".join(f"{'0' * 64}  {name}\n" for name in digests))
+    with pytest.raises(CheckpointError, match="its sha256 is"):
+        lazily(str(folder), verify=True)
+
+
+def test_packed_weights_are_refused(path: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    bits = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    transformers.AutoModelForCausalLM.from_pretrained(path, quantization_config=bits).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="quantized weights cannot be lazy"):
+        lazy(tmp_path)
