@@ -25,11 +25,6 @@ from lowmem_load.quantities import share
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread, values_of
 
 
-def is_lazy(state: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a state dict holds weights that nobody has read yet."""
-    return any(map(is_unread, state.values()))
-
-
 def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Give a model that is sharded on meta memory on a device, and the values of a state dict of the same names.
 
