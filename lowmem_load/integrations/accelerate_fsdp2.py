@@ -257,6 +257,9 @@ def _fill(
     with ranks.step("noting what was added to the model") as step:
         step.payload = sorted(added) if ranks.rank == 0 else []
     named = set(step.payloads[0])  # axolotl gives the others memory for all
+    filled = {id(each) for _, each in _tensors(base)} | {id(each) for name, each in _tensors(model) if name in named}
+    if lost := [name for name, each in _tensors(model) if id(each) not in filled]:
+        raise UnsupportedError(f"{type(model).__name__}: no file fills {listed(lost)}; make them on the CPU")
     model.to_empty(device=device)
     allocate(base, None)
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
