@@ -176,11 +176,13 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         tensors = _tensors(*args, *kwargs.values())
         device = kwargs.get("device")
+        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
         if all(tensor.is_meta for tensor in tensors) and (device == META or (tensors and device is None)):
+            if draws and func._schema.is_mutable:  # there is nothing to draw, and torch takes long for it
+                return args[0]
             return func(*args, **kwargs)
         if any(map(_is_special, tensors)):  # it has an implementation of its own
             return func(*args, **kwargs)
-        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
         if func._schema.is_mutable:
             return self._write(func, args, kwargs, tensors, draws)
         if func._schema.returns and func._schema.returns[0].alias_info is not None:  # views share their memory
