@@ -180,7 +180,7 @@ def _plan_buffer(
     planner: Planner, names_: list[str], buffer: torch.Tensor, *, keeps_fp32: bool, on_host: bool
 ) -> BufferPlan:
     dtype, fill = torch.float32 if keeps_fp32 else buffer.dtype, None
-    whole = ex.held(buffer) if not isinstance(buffer, SymbolicTensor) else buffer.expression
+    whole = ex.held(buffer) if not isinstance(buffer, SymbolicTensor) else buffer.initialised or buffer.expression
     if isinstance(buffer, SymbolicTensor):
         expression = whole
         while keeps_fp32 and isinstance(expression, ex.Cast):  # upcasting later would not give back what a cast took

@@ -377,6 +377,20 @@ def keep_buffers(path: str) -> None:
     assert torch.equal(ours.base.model.rotary_emb.inv_freq, expected)
 
 
+def refuse_garbage(path: str) -> None:
+    """Rank function: a head on meta would become memory without values."""
+    start()
+    lowmem_load.install()
+    model = Wrapper(from_files(path), "cpu")
+    model.head = nn.Linear(4, 2, device="meta")
+    with pytest.raises(UnsupportedError, match=r"FSDPWrapper: head\.weight, head\.bias have no values"):
+        prepare(model, efficient=True)
+
+
+def test_parameters_beside_a_lazy_model_need_values(checkpoints: Path) -> None:
+    run_ranks(refuse_garbage, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
+
+
 def test_buffers_beside_a_lazy_model_are_kept(checkpoints: Path) -> None:
     run_ranks(keep_buffers, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
 
