@@ -45,8 +45,8 @@ def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: to
             step.payload = [name for name in shards if not _is_of_files(state[name])]
             if ranks.rank == 0 and (empty := [name for name in step.payload if state[name].is_meta]):
                 raise UnsupportedError(
-                    f"{type(model).__name__}: {listed(empty)} have no values: they are on the meta device on rank 0. Make "
-                    "them on the CPU"
+                    f"{type(model).__name__}: {listed(empty)} have no values: they are on the meta device on rank 0; "
+                    "make them on the CPU"
                 )
         changed = {name for names in step.payloads for name in names}
         with ranks.step("comparing the weights") as step:

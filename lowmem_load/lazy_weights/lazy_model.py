@@ -26,7 +26,8 @@ from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.report import LoadReport, OnLoad, write_report
 from lowmem_load.symbolic.initialise import SharedValue
 from lowmem_load.symbolic.lazy import LazyTensor, assigned_data_is_real, become, keep, settle, values_of
-from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
+from lowmem_load.symbolic.quantized import QuantizedTensor
+from lowmem_load.symbolic.tensor import SymbolicTensor
 
 _WAS_LAZY = "lowmem_load_was_lazy"
 """Attribute of the modules of a lazy model."""
@@ -108,6 +109,7 @@ def hand_out(
             for module, last in planned.places[name]:
                 setattr(module, last, made)
             parameter.value.forget()
+    described.constructor.finish(described.model, described.target.device)
     for module in described.model.modules():
         setattr(module, _WAS_LAZY, True)
         module.register_forward_pre_hook(_read_before_forward)

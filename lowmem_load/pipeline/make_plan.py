@@ -19,7 +19,8 @@ from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
 from lowmem_load.planning.sharing import shared_reads
 from lowmem_load.symbolic.initialise import INITIALISED, UNINITIALISED
-from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
+from lowmem_load.symbolic.quantized import QuantizedTensor
+from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.target import Layout
 
 Place = tuple[nn.Module, str]

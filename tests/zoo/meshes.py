@@ -132,4 +132,4 @@ LOADS: dict[str, Callable[..., Loaded]] = {
     "stock-tp": _by_config(stock=True, tp_size=2),
     "stock-ep": _by_config(stock=True, ep_size=2),
 }
-"""Ways to load a model that is sharded, or read when it is looked at; `stock` is transformers' own `from_pretrained`."""
+"""Ways to load a model that is sharded, or lazy; `stock` is transformers' own `from_pretrained`."""
