@@ -28,7 +28,8 @@ from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by, hand_ove
 from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
 from lowmem_load.report import LoadReport
-from lowmem_load.symbolic.constructor import Constructor, hand_over_attributes
+from lowmem_load.symbolic.attributes import hand_over_attributes
+from lowmem_load.symbolic.constructor import Constructor
 
 
 def load_into(

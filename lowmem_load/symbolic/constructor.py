@@ -1,9 +1,12 @@
 """Building a model: no memory for its parameters, real values for all that its constructor computes.
 
-Inside `Constructor.building` tensors are real, so `item()`, numpy and the like work. A parameter goes to the meta
-device when it is registered. Random numbers and tensors of more than `MAX_NUMEL` elements are on meta, and so is all
-that is computed from them. Memory that was allocated and not written is noted. So `is_known` says what the constructor
-has computed, and in the end `check` says which buffers and tensor attributes have no value.
+Inside `Constructor.building` the tensors that an ordinary load makes on meta are real, so `item()`, numpy and the like
+work. A parameter goes to meta when it is registered. Random numbers and tensors of more than `MAX_NUMEL` elements are
+on meta, and so is all that is computed from them. Memory that was allocated and not written is noted. So `is_known`
+says what the constructor has computed, and in the end `check` says which buffers and tensor attributes have no value.
+
+What an ordinary load makes in memory (a tensor on a device that is named, `torch.Tensor(3)`) is made as ever: random
+numbers for it are drawn, so that those after it are the same.
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -25,7 +30,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lowmem_load.errors import UnsupportedError, listed
 from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.symbolic.initialise import UNINITIALISED, Initialiser, ReadNow
+from lowmem_load.symbolic.attributes import is_computed_in_forward, replaced_in, tensor_attributes, tensors_in
+from lowmem_load.symbolic.initialise import CPU, UNINITIALISED, Initialiser, ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor, uninitialised
 
 aten = torch.ops.aten
@@ -34,6 +40,8 @@ MAX_NUMEL = 1 << 24
 """Elements of the largest value that is computed: rotary tables of 128 Ki positions and 128 dims, in 64 MiB of fp32."""
 
 META = torch.device("meta")
+_DEFAULT = torch.device("meta", 1)
+"""The default device of an ordinary load, told apart from a meta device that the model's code names."""
 
 _EMPTY = {aten.empty, aten.empty_strided, aten.empty_permuted, aten.empty_like, aten.new_empty, aten.new_empty_strided}
 """Operations that return memory without values."""
@@ -44,23 +52,22 @@ _LIKE = {
 }
 """Operations that use only the shape, dtype and device of their argument."""
 
+_OF_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
+"""Functions that make tensors of data, which they would lose on meta."""
+
 _OVERWRITES = {aten.copy_, aten.fill_, aten.zero_, aten.index_put_, aten.index_copy_, aten.scatter_, aten.masked_fill_}
 """Operations that give elements values that do not depend on those before."""
-
-_OWN_STATE = frozenset(vars(nn.Module()))
-"""Attributes that torch gives every module."""
 
 
 class Constructor:
     """What the constructors of one model have made: which values are known, its buffers and its tensor attributes.
 
-    A buffer of random numbers has no right value: each rank would draw its own. So none are drawn, and the random state
-    stays as it is. Only what writes in place gets numbers, from a generator of this object.
+    A buffer of random numbers that an ordinary load does not draw has no right value. None are drawn for it, and the
+    random state stays as it is. Only what writes in place gets numbers, from a generator of this object.
     """
 
     def __init__(self) -> None:
-        self._unknown: dict[StorageWeakRef, bool] = {}  # memory without values; True: also where part was overwritten
-        self._generator = torch.Generator()
+        self._memory = _Memory(set(), {})
         self._depth = 0
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._parameters: dict[int, tuple[nn.Parameter, nn.Module, str]] = {}  # by id: those in attributes, and a place
@@ -72,7 +79,7 @@ class Constructor:
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Return whether the constructor has computed the value of a tensor."""
-        return tensor.numel() == 0 or not (tensor.is_meta or _storage(tensor) in self._unknown)
+        return tensor.numel() == 0 or not (tensor.is_meta or _storage(tensor) in self._memory.unknown)
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
@@ -83,7 +90,9 @@ class Constructor:
             if threading.get_ident() != thread or parameter is None or parameter.is_meta or _is_special(parameter):
                 return None
             if parameter not in on_meta:
-                self._unknown.pop(_storage(parameter), None)
+                if _storage(parameter) not in self._memory.instead_of_meta:
+                    return None
+                self._memory.forget(_storage(parameter))
                 on_meta[parameter] = _without_memory(parameter)
             moved: nn.Parameter = on_meta[parameter]
             return moved
@@ -91,7 +100,7 @@ class Constructor:
         registering = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
         self._depth += 1
         try:
-            with _Values(self._unknown, self._generator):
+            with _DefaultDevice(self._memory), _Values(self._memory):
                 yield
         finally:
             self._depth -= 1
@@ -105,7 +114,7 @@ class Constructor:
             for name, buffer in module.named_buffers(recurse=False)
             if not isinstance(buffer, SymbolicTensor)
         ]
-        held = {id(tensor) for module, name, _ in _attributes(model) for tensor in _tensors_in(vars(module)[name])}
+        held = {id(tensor) for module, name, _ in tensor_attributes(model) for tensor in tensors_in(vars(module)[name])}
         for module in model.modules() if held else ():
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) in held:
@@ -131,9 +140,9 @@ class Constructor:
     def check(self, name: str, model: nn.Module) -> None:
         """Raise UnsupportedError, which names the buffers and tensor attributes of a described model without values."""
         unfilled = {each: buffer for each, buffer in model.named_buffers() if not self._is_filled(buffer)}
-        for module, attribute, full_name in _attributes(model):
-            for tensor in _tensors_in(vars(module)[attribute]):
-                is_loaded = id(tensor) in self._parameters or _is_computed_in_forward(module, attribute)
+        for module, attribute, full_name in tensor_attributes(model):
+            for tensor in tensors_in(vars(module)[attribute]):
+                is_loaded = id(tensor) in self._parameters or is_computed_in_forward(module, attribute)
                 if not (is_loaded or self._is_filled(tensor)):
                     unfilled[full_name] = tensor
         if unfilled:
@@ -161,73 +170,112 @@ class Constructor:
                 return loaded
             return tensor.to(device) if tensor.device.type == "cpu" else tensor
 
-        for module, name, _ in list(_attributes(model)):
-            setattr(module, name, _replaced_in(vars(module)[name], replace))
+        for module, name, _ in list(tensor_attributes(model)):
+            setattr(module, name, replaced_in(vars(module)[name], replace))
+
+
+class _Memory(NamedTuple):
+    """Notes on the memory of tensors."""
+
+    instead_of_meta: set[StorageWeakRef]  # real, where an ordinary load has no memory
+    unknown: dict[StorageWeakRef, bool]  # without values; True: random, also where a part was overwritten
+
+    def note(self, tensors: Iterable[torch.Tensor], *, instead_of_meta: bool, is_random: bool | None) -> None:
+        """Note what is known of real tensors; `is_random` None means that their values are known."""
+        for key in [_storage(tensor) for tensor in tensors if not tensor.is_meta]:
+            if instead_of_meta:
+                self.instead_of_meta.add(key)
+            if is_random is not None:
+                self.unknown[key] = is_random
+
+    def forget(self, key: StorageWeakRef) -> None:
+        self.instead_of_meta.discard(key)
+        self.unknown.pop(key, None)
+
+
+class _DefaultDevice(TorchFunctionMode):
+    """Makes meta the default device, but for tensors that are made of data."""
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _device_constructors() or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        if func not in _OF_DATA:
+            return func(*args, **{**kwargs, "device": _DEFAULT})
+        made = func(*args, **kwargs)
+        if not any(isinstance(value, torch.Tensor) for value in args):  # else it may be the same memory
+            self._memory.note([made], instead_of_meta=True, is_random=None)
+        return made
 
 
 class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs the operations of a constructor, and notes which memory holds no values."""
+    """Runs the operations of a constructor on real tensors, and notes which memory holds no values."""
 
-    def __init__(self, unknown: dict[StorageWeakRef, bool], generator: torch.Generator) -> None:
+    def __init__(self, memory: _Memory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._unknown, self._generator = unknown, generator
+        self._memory, self._generator = memory, torch.Generator()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = _tensors(*args, *kwargs.values())
-        device = kwargs.get("device")
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
-        if all(tensor.is_meta for tensor in tensors) and (device == META or (tensors and device is None)):
-            if draws and func._schema.is_mutable:  # there is nothing to draw, and torch takes long for it
-                return args[0]
-            return func(*args, **kwargs)
-        if any(map(_is_special, tensors)):  # it has an implementation of its own
-            return func(*args, **kwargs)
         if func._schema.is_mutable:
             return self._write(func, args, kwargs, tensors, draws)
-        if func._schema.returns and func._schema.returns[0].alias_info is not None:  # views share their memory
+        returns = func._schema.returns
+        if any(map(_is_special, tensors)) or (returns and returns[0].alias_info is not None):  # views share memory
             return func(*args, **kwargs)
-        operation = func.overloadpacket
-        inputs = [] if operation in _LIKE else tensors
-        if draws or any(tensor.is_meta for tensor in inputs):
-            return _on_meta(func, args, kwargs)
-        try:
-            metas = _on_meta(func, args, kwargs)
-        except (RuntimeError, NotImplementedError):  # the result depends on values: item, nonzero
-            metas = None
-        if any(leaf.numel() > MAX_NUMEL for leaf in _tensors(metas)):
-            return metas
+        uses_shape_only, device = func.overloadpacket in _LIKE, kwargs.get("device")
+        inputs = [] if uses_shape_only and device is not None else tensors
+        is_on_meta = any(map(self._is_on_meta, inputs)) or device == _DEFAULT
+        if is_on_meta:
+            if draws or any(tensor.is_meta for tensor in inputs):
+                return _on_meta(func, args, kwargs)
+            metas = _shapes(func, args, kwargs)
+            if device == META or any(tensor.numel() > MAX_NUMEL for tensor in _tensors(metas)):
+                return metas
+            kwargs = {**kwargs, "device": CPU} if device == _DEFAULT else kwargs
         result = func(*args, **kwargs)
-        if operation in _EMPTY or any(_storage(tensor) in self._unknown for tensor in inputs):
-            self._mark(_tensors(result), is_random=any(self._unknown.get(_storage(tensor)) for tensor in inputs))
+        unknown = [] if uses_shape_only else self._unknown(inputs)
+        is_random = any(unknown) if unknown or func.overloadpacket in _EMPTY else None
+        self._memory.note(_tensors(result), instead_of_meta=is_on_meta, is_random=is_random)
         return result
 
     def _write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any], draws: bool) -> Any:
+        if any(map(_is_special, tensors)):
+            return func(*args, **kwargs)
         arguments = enumerate(func._schema.arguments)
         places = [args[i] if i < len(args) else kwargs.get(each.name) for i, each in arguments if each.is_write]
         written = _tensors(*places)
         others = [tensor for tensor in tensors if all(tensor is not target for target in written)]
         if any(tensor.is_meta for tensor in tensors):
-            self._mark(written, is_random=True)
-            if all(tensor.is_meta for tensor in written):
-                return _on_meta(func, args, kwargs)
-            return places[0] if len(places) == 1 else tuple(places)
-        result = func(*args, **kwargs, **({"generator": self._generator} if draws else {}))
-        unknown = [self._unknown[key] for tensor in others if (key := _storage(tensor)) in self._unknown]
-        if draws or unknown:
-            self._mark(written, is_random=draws or any(unknown))
-        elif func.overloadpacket in _OVERWRITES:
+            self._memory.note(written, instead_of_meta=False, is_random=True)
+            if not all(tensor.is_meta for tensor in written) or draws:  # there is nothing to write or to draw
+                return places[0] if len(places) == 1 else tuple(places)
+            return _on_meta(func, args, kwargs)
+        draws_apart = draws and any(map(self._is_on_meta, written))
+        result = func(*args, **kwargs, **({"generator": self._generator} if draws_apart else {}))
+        unknown = self._unknown(others)
+        if draws_apart or unknown:
+            self._memory.note(written, instead_of_meta=False, is_random=draws_apart or any(unknown))
+        elif draws or func.overloadpacket in _OVERWRITES:
             for tensor in written:
                 # Memory that was allocated is filled part by part. Random numbers must all be overwritten.
                 key, nbytes = _storage(tensor), tensor.numel() * tensor.itemsize
-                if not self._unknown.get(key) or nbytes == tensor.untyped_storage().nbytes():
-                    self._unknown.pop(key, None)
+                if not self._memory.unknown.get(key) or nbytes == tensor.untyped_storage().nbytes():
+                    self._memory.unknown.pop(key, None)
         return result
 
-    def _mark(self, tensors: Iterable[torch.Tensor], *, is_random: bool) -> None:
-        for tensor in tensors:
-            if not tensor.is_meta:
-                self._unknown[_storage(tensor)] = is_random
+    def _is_on_meta(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is on meta in an ordinary load."""
+        return tensor.is_meta or _storage(tensor) in self._memory.instead_of_meta
+
+    def _unknown(self, tensors: Iterable[torch.Tensor]) -> list[bool]:
+        keys = [_storage(tensor) for tensor in tensors if not tensor.is_meta]
+        return [self._memory.unknown[key] for key in keys if key in self._memory.unknown]
 
 
 def _tensors(*values: Any) -> list[torch.Tensor]:
@@ -257,6 +305,14 @@ def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def _shapes(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the results of an operation on meta; None if they depend on values, as those of item and nonzero."""
+    try:
+        return _on_meta(func, args, kwargs)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
 def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
     data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=META)
     if type(parameter) is nn.Parameter:
@@ -268,76 +324,7 @@ def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
     return made
 
 
-def _is_computed_in_forward(module: nn.Module, attribute: str) -> bool:
-    # Source: torch 2.13 `nn/utils/weight_norm.py`, `nn/utils/spectral_norm.py`.
-    return any(getattr(hook, "name", None) == attribute for hook in module._forward_pre_hooks.values())
-
-
 def _reason(tensor: torch.Tensor) -> str:
     if tensor.numel() > MAX_NUMEL:
         return f"{tensor.numel()} elements, of which at most {MAX_NUMEL} are computed"
     return "made of random numbers, or of memory that nothing was written to"
-
-
-# -- tensors that are plain attributes ---------------------------------------------------------------------------------
-
-
-def hand_over_attributes(loaded: nn.Module, modules: Mapping[str, nn.Module], device: torch.device) -> None:
-    """Give modules, by their names in a loaded model, its tensor attributes where their own are on meta."""
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.is_meta else tensor.to(device)
-
-    for module, name, full_name in _attributes(loaded):
-        own = modules.get(full_name.rpartition(".")[0])
-        if own is not None and any(tensor.is_meta for tensor in _tensors_in(vars(own).get(name))):
-            setattr(own, name, _replaced_in(vars(module)[name], move))
-    lost = [
-        f"{prefix}.{name}"
-        for prefix, module in modules.items()
-        for name in _own_attributes(module)
-        if not _is_computed_in_forward(module, name)
-        if any(tensor.is_meta for tensor in _tensors_in(vars(module)[name]))
-    ]
-    if lost:
-        raise UnsupportedError(
-            f"{type(loaded).__name__}: has no value for {listed(lost)}, tensor attributes of the model on the meta "
-            "device; build the model from the configuration of the checkpoint, or set them before the load"
-        )
-
-
-def _attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Yield the attributes that are tensors, or lists, tuples or dicts of them: the module, the attribute, its name."""
-    for prefix, module in model.named_modules():
-        for name in _own_attributes(module):
-            yield module, name, f"{prefix}.{name}" if prefix else name
-
-
-def _own_attributes(module: nn.Module) -> list[str]:
-    return [
-        name
-        for name, value in vars(module).items()
-        if name not in _OWN_STATE and next(_tensors_in(value), None) is not None
-    ]
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(part)
-
-
-def _replaced_in(value: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return an attribute with each of its tensors replaced. Lists and dicts stay the same objects."""
-    if isinstance(value, torch.Tensor):
-        return replace(value)
-    if isinstance(value, dict):
-        value.update({key: _replaced_in(part, replace) for key, part in value.items()})
-    elif isinstance(value, list):
-        value[:] = [_replaced_in(part, replace) for part in value]
-    elif isinstance(value, tuple):
-        parts = [_replaced_in(part, replace) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value

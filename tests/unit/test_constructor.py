@@ -15,7 +15,8 @@ from torch import nn
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.expression import Expression
 from lowmem_load.symbolic import constructor as constructor_module
-from lowmem_load.symbolic.constructor import Constructor, hand_over_attributes
+from lowmem_load.symbolic.attributes import hand_over_attributes
+from lowmem_load.symbolic.constructor import Constructor
 from lowmem_load.symbolic.initialise import Initialiser
 
 
@@ -148,6 +149,35 @@ def test_memory_of_large_parameters_is_not_touched(monkeypatch: pytest.MonkeyPat
     with Constructor().building():
         made = nn.Parameter(torch.ones(5))
     assert made.is_meta
+
+
+class Drawing(nn.Module):
+    """Draws random numbers, some of them into memory that it has also where the default device is meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum = nn.Parameter(torch.Tensor(4).uniform_())
+        self.own = nn.Parameter(torch.FloatTensor(3))
+        nn.init.normal_(self.own)
+        self.register_buffer("noise", torch.randn(2, device="cpu"))
+        self.register_buffer("signs", torch.Tensor(2).bernoulli_())
+        self.other = nn.Parameter(torch.zeros(2).normal_() + torch.rand(2))
+        nn.init.normal_(self.other)
+
+
+def test_random_numbers_are_those_of_an_ordinary_load() -> None:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        ordinary = Drawing()
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    constructor = Constructor()
+    with constructor.building():
+        drawing = Drawing()
+    assert torch.equal(torch.get_rng_state(), state)
+    for (name, tensor), (_, right) in zip(drawing.state_dict().items(), ordinary.state_dict().items(), strict=True):
+        assert tensor.device == right.device, name
+        assert tensor.is_meta or (torch.equal(tensor, right) and constructor.is_known(tensor)), name
 
 
 class Holder(nn.Module):
