@@ -23,19 +23,16 @@ from torch import nn
 from lowmem_load.api.request import Options, stage_3
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import has_group
-from lowmem_load.dtensor.mesh import offloads
-from lowmem_load.dtensor.sharded_target import Unfilled
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, draws_no_missing
 from lowmem_load.hf.skeleton import ties_kept
 from lowmem_load.integrations import frameworks
-from lowmem_load.lazy_weights.fill import fill_sharded
-from lowmem_load.lazy_weights.lazy_model import hand_out, was_lazy
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, Load
 from lowmem_load.replaced import Handler, replaced
 from lowmem_load.symbolic.lazy import addresses_are_only_compared
+from lowmem_load.target import Target
 
 _NOT_LAZY = (
     *("quantization_config", "gguf_file"),
@@ -50,6 +47,10 @@ def lazy_loads(options: Options, *, everywhere: bool) -> Iterator[None]:
     """Inside, models for accelerate's FSDP2 are lazy until they are sharded: in this thread or task, or in all."""
 
     def hand_out_hooked(*args: Any) -> None:
+        from lowmem_load.lazy_weights.lazy_model import (
+            hand_out,  # most jobs have no FSDP2, and need not import all this
+        )
+
         reader = hand_out(*args, progress=options.progress, on_load=options.on_load)
         reader.closing.enter_context(_hooks())  # also after the block
 
@@ -113,13 +114,19 @@ def _fsdp_version() -> str:
     return "unknown" if "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ else "1"
 
 
-def _unquantized(_: Any, model: Any) -> Unfilled:
+def _unquantized(_: Any, model: Any) -> Target:
+    from lowmem_load.dtensor.sharded_target import Unfilled
+
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise UnsupportedError(f"{type(model).__name__}: quantized weights cannot be lazy")
     return Unfilled()
 
 
 def _fill(ordinary: Any, accelerator: Any, model: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
+    from lowmem_load.dtensor.mesh import offloads
+    from lowmem_load.lazy_weights.fill import fill_sharded
+    from lowmem_load.lazy_weights.lazy_model import was_lazy
+
     if not was_lazy(model):
         return ordinary(accelerator, model, state, *args, **kwargs)
     is_offloaded = offloads({"offload_policy": accelerator.state.fsdp_plugin.cpu_offload})

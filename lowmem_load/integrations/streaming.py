@@ -10,7 +10,6 @@ from lowmem_load.api.request import Options
 from lowmem_load.api.streaming import following, streaming_by
 from lowmem_load.config.settings import Partition
 from lowmem_load.errors import ConfigError
-from lowmem_load.integrations.accelerate_fsdp2 import lazy_loads
 
 
 @contextlib.contextmanager
@@ -50,5 +49,7 @@ def streaming(
         return
     if partition is not None or data_parallel_group is not None:
         raise ConfigError("streaming() without a ds_config takes neither partition nor data_parallel_group")
+    from lowmem_load.integrations.accelerate_fsdp2 import lazy_loads  # a load by a ds_config needs none of it
+
     with following(options), lazy_loads(options, everywhere=False):
         yield
