@@ -13,7 +13,6 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.api.load_model import load_model as load_model
     from lowmem_load.api.load_model import load_report as load_report
     from lowmem_load.api.plan_model import plan as plan
-    from lowmem_load.api.streaming import streaming as streaming
     from lowmem_load.distributed.process_group import DistributedInterface as DistributedInterface
     from lowmem_load.errors import CheckpointError as CheckpointError
     from lowmem_load.errors import ConfigError as ConfigError
@@ -27,6 +26,7 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.integrations.arguments import ModelArguments as ModelArguments
     from lowmem_load.integrations.install import install as install
     from lowmem_load.integrations.model_engine import ModelEngine as ModelEngine
+    from lowmem_load.integrations.streaming import streaming as streaming
     from lowmem_load.partial.initialize import initialize as initialize
     from lowmem_load.partial.initialize import partial_zero3 as partial_zero3
     from lowmem_load.pipeline.verify_checkpoint import verify_checkpoint as verify_checkpoint
@@ -48,13 +48,13 @@ _HOMES = {
     "saving.model_digest": ("model_digest",),
     "api.load_into": ("load_into",),
     "api.load_model": ("load_model", "load_report"),
-    "api.streaming": ("streaming",),
     "api.plan_model": ("plan",),
     "api.lazy": ("lazy",),
     "partial.initialize": ("initialize", "partial_zero3"),
     "integrations.arguments": ("DistConfig", "ModelArguments"),
     "integrations.install": ("install",),
     "integrations.model_engine": ("ModelEngine",),
+    "integrations.streaming": ("streaming",),
     "distributed.process_group": ("DistributedInterface",),
     "report": ("LoadReport",),
     "resume.consolidate": ("consolidate",),

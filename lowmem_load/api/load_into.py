@@ -17,8 +17,8 @@ from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, reshard, shard_fully
-from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
-from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, plain_name
+from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import ordinary_path, transformers_models
 from lowmem_load.hf.loader import load_lock
@@ -28,6 +28,8 @@ from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by, hand_ove
 from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
 from lowmem_load.report import LoadReport
+from lowmem_load.symbolic.attributes import hand_over_attributes
+from lowmem_load.symbolic.constructor import Constructor
 
 
 def load_into(
@@ -50,11 +52,13 @@ def load_into(
     keep their dtypes: values are cast as they are read.
 
     Args:
-        model: the model, or what wraps it: PEFT, torch.compile, activation checkpointing.
+        model: the model, or a module that holds it: PEFT, torch.compile, activation checkpointing, one of your own.
         name: as for `load_model`.
         dtype: of the ordinary load. None: that of the model's parameters.
         auto_class: class of the ordinary load. None: that of the model.
-        leave: names of parameters and buffers of the transformers model that the caller fills: adapters, a new head.
+        leave: names of parameters and buffers that the caller fills: adapters, a new head, a vision tower beside the
+            transformers model. They are names in `model`, or else in the transformers model. All that no file fills
+            must be named.
         progress: as for `load_model`.
         verify: as for `load_model`.
         stream: as for `load_model`.
@@ -94,7 +98,7 @@ def _load_into(
         with ranks.step("checking the model"):
             plain = _transformers_model(model)
             reshard(model)  # what a forward has left gathered is no memory of a shard
-            sharded = ShardedModel(plain, leave, is_skeleton=is_skeleton)
+            sharded = ShardedModel(plain, _left(model, plain, leave), is_skeleton=is_skeleton)
         asked = functools.partial(
             ordinary_load, plain, name, dtype, auto_class, from_pretrained_kwargs, ranks.world_size
         )
@@ -105,6 +109,8 @@ def _load_into(
         with ranks.step("filling buffers"), torch.no_grad():
             sharded.fill_buffers(loaded)
             hand_over(loaded, plain)
+            modules = {plain_name(name): module for name, module in plain.named_modules()}
+            hand_over_attributes(loaded, modules, next(plain.parameters()).device)
     report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
     setattr(model, REPORT_ATTRIBUTE, report)
     return report
@@ -117,6 +123,27 @@ def _transformers_model(model: nn.Module) -> nn.Module:
             f"{type(model).__name__}: holds {len(found)} transformers models; call load_into for each of them"
         )
     return found[0] if found else model
+
+
+def _left(model: nn.Module, plain: nn.Module, leave: Collection[str]) -> set[str]:
+    """Return which tensors of the transformers model the caller fills. Raise unless he fills all that is beside it."""
+    prefix = next(plain_name(name) for name, module in model.named_modules() if module is plain)
+    inside = {id(tensor) for _, tensor in _tensors(plain)}
+    named = {plain_name(name): id(tensor) in inside for name, tensor in _tensors(model)}
+    wanted = set(map(plain_name, leave))
+    if lost := sorted(name for name, is_inside in named.items() if not is_inside and name not in wanted):
+        raise ConfigError(
+            f"{type(model).__name__}: this load fills the {type(plain).__name__} at {prefix!r}, and not {listed(lost)} "
+            "beside it; fill these yourself and name them in leave, or call load_into for that model alone"
+        )
+    # A name may be one of either model.
+    inner = {name.removeprefix(f"{prefix}.") if prefix else name for name in wanted if named.get(name, False)}
+    return inner | (wanted - named.keys())
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def ordinary_load(
@@ -190,8 +217,9 @@ def filling(
     def fill(model: nn.Module, dtype: torch.dtype) -> Mapping[str, Any]:
         refuse_parted(model)
         shard(model)
-        on_host = is_offloaded or is_kept_on_host(model)
-        allocate(model, torch.device("cpu") if on_host else mesh_device(model))
+        device = torch.device("cpu") if is_offloaded or is_kept_on_host(model) else mesh_device(model)
+        allocate(model, device)
+        Constructor().finish(model, device)  # `to_empty` moves no attributes
         with loader.outermost():
             report = _load_into(model, name, plain_options, dtype, is_skeleton=True, **file_keywords(kwargs))
         if options.on_load is not None:

@@ -1,4 +1,4 @@
-"""streaming: loads inside code that calls `from_pretrained` by itself."""
+"""Loads inside code that calls `from_pretrained` by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from lowmem_load.api.request import Options
 from lowmem_load.config.settings import Partition, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import (
-    ConfigError,
     LoadOrderWarning,
     NotStreamedWarning,
     RankError,
@@ -30,41 +29,10 @@ from lowmem_load.pipeline.checks import SHARDS
 
 
 @contextlib.contextmanager
-def streaming(
-    ds_config: Any = None,
-    *,
-    progress: bool | None = None,
-    partition: Partition | None = None,
-    data_parallel_group: Any = None,
-    verify: bool = False,
-    stream: bool = False,
+def streaming_by(
+    ds_config: Any, options: Options, *, partition: Partition | None, data_parallel_group: Any
 ) -> Iterator[None]:
-    """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
-
-    Under stages 0 to 2 models keep the dtype that the caller asked for; under stage 3 the ds_config decides, as with
-    stock ZeRO-3. Other threads load in the ordinary way. On exit everything is as before.
-
-    Args:
-        ds_config: as for `load_model`. None follows transformers: each load goes by the ZeRO-3 configuration that
-            TrainingArguments, accelerate's plugin or an `HfDeepSpeedConfig` has set. While there is none, loads are
-            ordinary.
-        progress: as for `load_model`.
-        partition: as for `load_model`, for each model that is loaded inside. A model without a chosen module stays
-            whole.
-        data_parallel_group: as for `load_model`.
-        verify: as for `load_model`.
-        stream: as for `load_model`.
-
-    Raises:
-        ConfigError: ds_config cannot be used. Loads inside raise as `load_model` does.
-    """
-    options = Options(progress, verify, stream=stream)
-    if ds_config is None:
-        if partition is not None or data_parallel_group is not None:
-            raise ConfigError("streaming() without a ds_config takes neither partition nor data_parallel_group")
-        with following(options):
-            yield
-        return
+    """Do what `streaming()` does with a ds_config."""
     with load_lock():
         ranks = DistributedInterface().subgroup(data_parallel_group)
         with ranks.step("checking the ds_config") as step:

@@ -22,7 +22,8 @@ from lowmem_load.hf.quantizers import dequantizing, is_four_bit, quantization_me
 from lowmem_load.hf.remote_names import Located
 from lowmem_load.io.stand_ins import open_file, origins_named
 from lowmem_load.planning import expression as ex
-from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
+from lowmem_load.symbolic.quantized import QuantizedTensor
+from lowmem_load.symbolic.tensor import SymbolicTensor
 
 CHOICES = (
     ("model.safetensors", "model.safetensors.index.json"),

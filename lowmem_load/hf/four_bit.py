@@ -20,7 +20,8 @@ from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersion
 from lowmem_load.io.elements import trim_heap
 from lowmem_load.planning.expression import Computed, Shape
 from lowmem_load.replaced import Replacement
-from lowmem_load.symbolic.tensor import Companion, Quantized, QuantizedTensor, SymbolicTensor
+from lowmem_load.symbolic.quantized import Companion, Quantized, QuantizedTensor
+from lowmem_load.symbolic.tensor import SymbolicTensor
 
 _NESTED_BLOCK = 256
 """Number of scales that share a scale under double quantization: bitsandbytes 0.50.2 `functional.py`."""

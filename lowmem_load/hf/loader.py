@@ -32,6 +32,7 @@ from lowmem_load.hf.names import MAX_QUOTED, check_config, files_explained, refu
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.io.stand_ins import origin_of
 from lowmem_load.replaced import Replacement, holding, replaced
+from lowmem_load.symbolic.constructor import META, Constructor
 from lowmem_load.symbolic.context import Context, Once
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, uninitialised
@@ -61,6 +62,9 @@ require(
         "transformers:PreTrainedModel": (
             "from_pretrained.__func__",
             "_from_config.__func__",
+            "_load_pretrained_model",
+            "get_init_context.__func__",
+            "init_weights",
             _INITIALISES,
             "load_adapter",
         ),
@@ -134,6 +138,8 @@ class Call:
             _checked_indexes(context.once, keeps_names=keeps_names),
             asked_once(context.once),
             _initialised_in(context),
+            *built_with_values(context.constructor),
+            (PreTrainedModel, "_load_pretrained_model", _noted(context.constructor)),
             _adapters(context.read_now),
             _built(self._cls, self.name, context.check_built),
         ]
@@ -218,6 +224,29 @@ def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Replaceme
     return cls, "__init__", build
 
 
+def built_with_values(constructor: Constructor) -> list[Replacement]:
+    """Return what has transformers 5 build a model by `constructor`, not on meta. transformers 4 builds with memory."""
+
+    def init_contexts(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> list[Any]:
+        contexts = ordinary(cls, *args, **kwargs)
+        return [constructor.building() if context == META else context for context in contexts]
+
+    def init_weights(ordinary: Callable[..., Any], model: nn.Module) -> None:
+        # It initialises unless it finds itself on meta.
+        with META if constructor.is_building else contextlib.nullcontext():
+            ordinary(model)
+
+    return [(PreTrainedModel, "get_init_context", init_contexts), (PreTrainedModel, "init_weights", init_weights)]
+
+
+def _noted(constructor: Constructor) -> Callable[..., Any]:
+    def load(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        constructor.note(next(each for each in (*args, *kwargs.values()) if isinstance(each, PreTrainedModel)))
+        return ordinary(*args, **kwargs)
+
+    return load
+
+
 @contextlib.contextmanager
 def _modules_counted(name: str) -> Iterator[None]:
     num_modules, thread = 0, threading.get_ident()
@@ -254,6 +283,7 @@ def _initialised_in(context: Context) -> Replacement:
                         empty.initialise_in(initialiser, keeps(parameter))
                         made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                     setattr(module, name, made[id(parameter)])
+        context.constructor.restore(read_now, initialiser)
         ordinary(model, *args, **kwargs)
         initialiser.release()
 

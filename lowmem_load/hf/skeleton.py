@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.hub_files import HUB_KEYWORDS, hub_keywords
+from lowmem_load.hf.loader import built_with_values
 from lowmem_load.io.shortage import naming_shortage
 from lowmem_load.replaced import Replacement, replaced
+from lowmem_load.symbolic.constructor import Constructor
 
 Fill = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
 """Fills a skeleton, given the dtype of the load; returns the loading info."""
@@ -43,6 +45,7 @@ def filled_by(fill: Fill) -> Iterator[None]:
             raise UnsupportedError(
                 "pp_size > 1: pipeline stages hold a part of the model; load them without lowmem_load"
             )
+        building.close()  # the load that fills it builds a model of its own
         _set_dtypes(model, load_config.dtype_plan or {})
         is_filling = True
         try:
@@ -58,9 +61,12 @@ def filled_by(fill: Fill) -> Iterator[None]:
         # Of the skeleton nothing is left to do: the load that filled it has initialised, tied and reported.
         return ordinary(model, load_config, loading_info) if is_filling else loading_info
 
-    with replaced(
-        (PreTrainedModel, "_load_pretrained_model", load), (PreTrainedModel, "_finalize_model_loading", finalize)
-    ):
+    loading: list[Replacement] = [
+        (PreTrainedModel, "_load_pretrained_model", load),
+        (PreTrainedModel, "_finalize_model_loading", finalize),
+    ]
+    with replaced(*loading), contextlib.ExitStack() as building:
+        building.enter_context(replaced(*built_with_values(Constructor())))
         yield
 
 

@@ -23,19 +23,16 @@ from torch import nn
 from lowmem_load.api.request import Options, stage_3
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import has_group
-from lowmem_load.dtensor.mesh import offloads
-from lowmem_load.dtensor.sharded_target import Unfilled
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, draws_no_missing
 from lowmem_load.hf.skeleton import ties_kept
 from lowmem_load.integrations import frameworks
-from lowmem_load.lazy_weights.fill import fill_sharded, is_lazy
-from lowmem_load.lazy_weights.lazy_model import hand_out
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, Load
 from lowmem_load.replaced import Handler, replaced
 from lowmem_load.symbolic.lazy import addresses_are_only_compared
+from lowmem_load.target import Target
 
 _NOT_LAZY = (
     *("quantization_config", "gguf_file"),
@@ -46,8 +43,16 @@ _NOT_LAZY = (
 
 
 @contextlib.contextmanager
-def lazy_loads(options: Options, *, everywhere: bool = True) -> Iterator[None]:
+def lazy_loads(options: Options, *, everywhere: bool) -> Iterator[None]:
     """Inside, models for accelerate's FSDP2 are lazy until they are sharded: in this thread or task, or in all."""
+
+    def hand_out_hooked(*args: Any) -> None:
+        from lowmem_load.lazy_weights.lazy_model import (
+            hand_out,  # most jobs have no FSDP2, and need not import all this
+        )
+
+        reader = hand_out(*args, progress=options.progress, on_load=options.on_load)
+        reader.closing.enter_context(_hooks())  # also after the block
 
     def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         call.kwargs.pop("device_map", None)
@@ -60,7 +65,7 @@ def lazy_loads(options: Options, *, everywhere: bool = True) -> Iterator[None]:
             is_lenient=options.is_lenient,
             stream=options.stream,
             stock="stock FSDP2",
-            hand_out=functools.partial(hand_out, progress=options.progress, on_load=options.on_load),
+            hand_out=hand_out_hooked,
         )
         state = torch.get_rng_state()
         model, info = load_lazily(call)
@@ -68,11 +73,19 @@ def lazy_loads(options: Options, *, everywhere: bool = True) -> Iterator[None]:
             torch.set_rng_state(state)
         return model, info
 
+    # With `everywhere`, names that are missing are noticed when accelerate or axolotl is imported.
+    hooked = _hooks() if everywhere else contextlib.nullcontext()
+    with hooked, loader.intercepted(load, _is_fsdp2, everywhere=everywhere):
+        yield
+
+
+@contextlib.contextmanager
+def _hooks() -> Iterator[None]:
+    """Inside, each rank reads its shards of a lazy model that accelerate shards on the meta device."""
     with contextlib.ExitStack() as stack:
         for hook, handler in _HANDLERS.items():
             handlers = dict.fromkeys(hook.names, handler)
             stack.enter_context(frameworks.hooked(hook, functools.partial(dict, handlers)))
-        stack.enter_context(loader.intercepted(load, _is_fsdp2, everywhere=everywhere))
         yield
 
 
@@ -101,14 +114,20 @@ def _fsdp_version() -> str:
     return "unknown" if "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ else "1"
 
 
-def _unquantized(_: Any, model: Any) -> Unfilled:
+def _unquantized(_: Any, model: Any) -> Target:
+    from lowmem_load.dtensor.sharded_target import Unfilled
+
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise UnsupportedError(f"{type(model).__name__}: quantized weights cannot be lazy")
     return Unfilled()
 
 
 def _fill(ordinary: Any, accelerator: Any, model: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
-    if not is_lazy(state):
+    from lowmem_load.dtensor.mesh import offloads
+    from lowmem_load.lazy_weights.fill import fill_sharded
+    from lowmem_load.lazy_weights.lazy_model import was_lazy
+
+    if not was_lazy(model):
         return ordinary(accelerator, model, state, *args, **kwargs)
     is_offloaded = offloads({"offload_policy": accelerator.state.fsdp_plugin.cpu_offload})
     fill_sharded(model, state, torch.device("cpu") if is_offloaded else accelerator.device)

@@ -74,7 +74,7 @@ def install(
     options = Options(progress, verify, on_load, is_lenient=not strict, stream=stream)
     with contextlib.ExitStack() as stack:
         stack.enter_context(following(options, everywhere=True))
-        stack.enter_context(lazy_loads(options))
+        stack.enter_context(lazy_loads(options, everywhere=True))
         stack.enter_context(_llamafactory_loads(options))
         stack.enter_context(frameworks.entered_once_imported(frameworks.ENGINE, lambda _: _hooks(saves=saves)))
         stack.enter_context(_trl_weights())

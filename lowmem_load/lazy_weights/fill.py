@@ -15,7 +15,7 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.dtensor.mesh import scatter_into
 from lowmem_load.dtensor.shards import local_shard
-from lowmem_load.errors import CheckpointError, listed
+from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.fingerprint import fingerprint
 from lowmem_load.io.reader import Part
 from lowmem_load.lazy_weights.lazy_model import LazyReader, leave, reader_of
@@ -23,11 +23,6 @@ from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children
 from lowmem_load.quantities import share
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread, values_of
-
-
-def is_lazy(state: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a state dict holds weights that nobody has read yet."""
-    return any(map(is_unread, state.values()))
 
 
 def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -48,6 +43,11 @@ def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: to
             if missing := sorted(shards.keys() - state.keys()):
                 raise CheckpointError(f"the state dict that the sharded model is filled from lacks {listed(missing)}")
             step.payload = [name for name in shards if not _is_of_files(state[name])]
+            if ranks.rank == 0 and (empty := [name for name in step.payload if state[name].is_meta]):
+                raise UnsupportedError(
+                    f"{type(model).__name__}: {listed(empty)} have no values: they are on the meta device on rank 0; "
+                    "make them on the CPU"
+                )
         changed = {name for names in step.payloads for name in names}
         with ranks.step("comparing the weights") as step:
             lines = (f"{name} {line}" for name in sorted(shards.keys() - changed) for line in _lines(state[name]))

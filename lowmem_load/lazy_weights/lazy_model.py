@@ -26,7 +26,11 @@ from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.report import LoadReport, OnLoad, write_report
 from lowmem_load.symbolic.initialise import SharedValue
 from lowmem_load.symbolic.lazy import LazyTensor, assigned_data_is_real, become, keep, settle, values_of
-from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
+from lowmem_load.symbolic.quantized import QuantizedTensor
+from lowmem_load.symbolic.tensor import SymbolicTensor
+
+_WAS_LAZY = "lowmem_load_was_lazy"
+"""Attribute of the modules of a lazy model."""
 
 _NOT_A_CALLER = ("lowmem_load.", "torch.", "accelerate.big_modeling")
 """Modules that read for others: the report names who asked them to."""
@@ -85,8 +89,10 @@ def reader_of(tensor: LazyTensor) -> LazyReader:
     return reader
 
 
-def hand_out(described: Described, planned: Planned, executor: Executor, report: LoadReport, **options: Any) -> None:
-    """Give a described model lazy parameters and ordinary buffers. The executor stays open as long as they need it.
+def hand_out(
+    described: Described, planned: Planned, executor: Executor, report: LoadReport, **options: Any
+) -> LazyReader:
+    """Give a described model lazy parameters and ordinary buffers; return what reads them, as long as one is there.
 
     `options` are those of `LazyReader`. Raises UnsupportedError for quantized parameters, which cannot be lazy.
     """
@@ -103,11 +109,19 @@ def hand_out(described: Described, planned: Planned, executor: Executor, report:
             for module, last in planned.places[name]:
                 setattr(module, last, made)
             parameter.value.forget()
+    described.constructor.finish(described.model, described.target.device)
     for module in described.model.modules():
+        setattr(module, _WAS_LAZY, True)
         module.register_forward_pre_hook(_read_before_forward)
         if isinstance(module, transformers_class()):
             module.save_pretrained = functools.partial(save_lazily, module)
     setattr(described.model, REPORT_ATTRIBUTE, report)
+    return reader
+
+
+def was_lazy(model: nn.Module) -> bool:
+    """Return whether a part of a model was handed out lazy. All ranks agree, whatever each has looked at."""
+    return any(getattr(module, _WAS_LAZY, False) for module in model.modules())
 
 
 # -- parameters become ordinary --------------------------------------------------------------------------------------

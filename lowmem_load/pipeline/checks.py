@@ -65,6 +65,7 @@ def refuse_device_map(call: loader.Call, settings: Settings) -> None:
 def check_described(described: Described) -> None:
     """Raise for what cannot be planned."""
     zero_init.refuse_partitioned(described.model)
+    described.constructor.check(described.name, described.model)
     quantizer: Any = getattr(described.model, "hf_quantizer", None)
     if quantizer is not None:
         _check_quantized(described, quantizer.quantization_config)

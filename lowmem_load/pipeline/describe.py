@@ -21,6 +21,7 @@ from lowmem_load.planning.expression import Expression, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, bounding_range
+from lowmem_load.symbolic.constructor import Constructor
 from lowmem_load.symbolic.context import Context, Keeps, Once, by_itself
 from lowmem_load.symbolic.initialise import Initialiser
 from lowmem_load.target import Layout, Target
@@ -37,6 +38,7 @@ class Described:
         files: of the checkpoint that were opened.
         descriptions: of these files, by path.
         read_to_describe: see `LoadPlan`.
+        constructor: the values that the model's constructor has computed.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Described:
     files: tuple[PlannedFile, ...]
     descriptions: Mapping[str, CheckpointFile]
     read_to_describe: tuple[tuple[str, int], ...]
+    constructor: Constructor
 
 
 def describe(
@@ -85,7 +88,8 @@ def describe(
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     descriptions = {file.path: file for file in context.files.values()}
     _, resolved, target = settled(model)
-    return Described(call.name, model, info, resolved, target, files, descriptions, tuple(reads.nbytes.items()))
+    read = tuple(reads.nbytes.items())
+    return Described(call.name, model, info, resolved, target, files, descriptions, read, context.constructor)
 
 
 class _Reads:

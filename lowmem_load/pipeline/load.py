@@ -324,6 +324,7 @@ class Load:
         with reading, report.phase("read"), bar as update:
             executor.on_bytes = on_bytes
             report.shared = execute(planned, described.target, executor, on_parameter, together)
+            described.constructor.finish(described.model, described.target.device)
 
 
 class _NotStreamedError(Exception):

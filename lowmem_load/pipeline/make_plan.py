@@ -19,7 +19,8 @@ from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
 from lowmem_load.planning.sharing import shared_reads
 from lowmem_load.symbolic.initialise import INITIALISED, UNINITIALISED
-from lowmem_load.symbolic.tensor import QuantizedTensor, SymbolicTensor
+from lowmem_load.symbolic.quantized import QuantizedTensor
+from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.target import Layout
 
 Place = tuple[nn.Module, str]
@@ -180,7 +181,7 @@ def _plan_buffer(
     planner: Planner, names_: list[str], buffer: torch.Tensor, *, keeps_fp32: bool, on_host: bool
 ) -> BufferPlan:
     dtype, fill = torch.float32 if keeps_fp32 else buffer.dtype, None
-    whole = ex.held(buffer) if not isinstance(buffer, SymbolicTensor) else buffer.expression
+    whole = ex.held(buffer) if not isinstance(buffer, SymbolicTensor) else buffer.initialised or buffer.expression
     if isinstance(buffer, SymbolicTensor):
         expression = whole
         while keeps_fp32 and isinstance(expression, ex.Cast):  # upcasting later would not give back what a cast took

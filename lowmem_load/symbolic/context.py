@@ -19,6 +19,7 @@ from lowmem_load.io.source import ByteSource
 from lowmem_load.io.stand_ins import is_url
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.symbolic.constructor import Constructor
 from lowmem_load.symbolic.initialise import Initialiser, ReadNow
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ class Context:
         keeps_of: called with the model once it has its parameters; returns what this rank keeps of each.
         check_built: called with the model as soon as it is built; raises for one that cannot be described.
         reading: opens a file of the checkpoint for a block; the file may stay open afterwards.
+        constructor: the values that the model's constructor computes.
     """
 
     read_now: ReadNow
@@ -58,6 +60,7 @@ class Context:
     reading: Callable[[str], AbstractContextManager[ByteSource]]
     once: Once = by_itself
     files: dict[str, CheckpointFile] = field(default_factory=dict)
+    constructor: Constructor = field(default_factory=Constructor)
 
     def file(self, path: str, checkpoint_format: CheckpointFormat) -> CheckpointFile:
         """Return the description of a file. One rank of a node reads it, once."""

@@ -7,13 +7,12 @@ A write into a parameter is done at once too: random numbers must be drawn in th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem_load.errors import UnsupportedError
@@ -22,7 +21,6 @@ from lowmem_load.planning.expression import (
     Elementwise,
     Expression,
     Held,
-    Shape,
     expand,
     held,
     numel,
@@ -364,55 +362,3 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: An
         return _made(Computed(str(func), compute, inputs, tuple(meta.shape), meta.dtype), (args, kwargs), meta)
 
     return Template(metas).filled([node(position, meta) for position, meta in enumerate(results)])
-
-
-# -- weights that are stored quantized ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Companion:
-    """A tensor that goes with packed values, such as scales; without an expression it is made when they are packed.
-
-    Every rank has it in full, since any rank may gather the weight.
-    """
-
-    shape: Shape
-    dtype: torch.dtype
-    expression: Expression | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Quantized:
-    """How packed values become the parameter that their module expects.
-
-    Attributes:
-        method: the method with its settings, for reports and for the agreement of the ranks.
-        companions: by the name that the method gives them.
-        restore: called with the name of the parameter, the parameter that holds the packed values, the companions that
-            have an expression, and the device of the model.
-        problem: why it cannot be packed. It is raised later: transformers catches errors where it is found.
-    """
-
-    method: str
-    companions: Mapping[str, Companion]
-    restore: Callable[[str, nn.Parameter, Mapping[str, torch.Tensor], torch.device], None]
-    problem: str | None = None
-
-
-class QuantizedTensor(SymbolicTensor):
-    """The packed values of a weight, as a parameter."""
-
-    quantized: Quantized
-
-    @staticmethod
-    def of(data: SymbolicTensor, packed: Expression, quantized: Quantized, **attributes: Any) -> QuantizedTensor:
-        """Return the parameter for the packed values of `data`, with attributes that other code reads of it."""
-        tensor = QuantizedTensor(packed, data.read_now)
-        tensor._is_param = True  # isinstance(_, nn.Parameter) asks for it; nn.Parameter(tensor) would drop our class
-        tensor.quantized = quantized
-        vars(tensor).update(attributes)
-        return tensor
-
-    def to(self, *_: Any, **__: Any) -> QuantizedTensor:
-        """Return itself: a loader places parameters by this call, and here the target decides."""
-        return self

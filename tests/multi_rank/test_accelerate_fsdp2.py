@@ -159,6 +159,10 @@ def run_before(path: str) -> nn.Module:
     return model
 
 
+def run_on_one_rank(path: str) -> nn.Module:
+    return run_before(path) if torch.distributed.get_rank() == 0 else from_files(path)
+
+
 def adapted(path: str, kind: str, **kwargs: Any) -> Any:
     import peft
 
@@ -205,6 +209,7 @@ GROUPS: dict[str, dict[str, Made]] = {
         "inner": lambda path: from_files(path).model,
     },
     "changes": {
+        "run on one rank": run_on_one_rank,
         "changed": changed,
         "rounded": rounded,
         "saved": saved,
@@ -274,7 +279,8 @@ def compare(path: str, group: str) -> None:
         lowmem_load.install()
         before = GROUPS[group][kind](path)
         num_lazy = sum(map(is_unread, before.parameters()))
-        assert (num_lazy == 0) == (kind in ("from_config", "run")), kind
+        has_run = kind == "run" or (kind == "run on one rank" and torch.distributed.get_rank() == 0)
+        assert (num_lazy == 0) == (has_run or kind == "from_config"), kind
         ours = prepare(before, **how)
         lowmem_load.integrations.install.uninstall()
         assert not any(isinstance(local_tensor(each), LazyTensor) for each in ours.parameters()), kind
@@ -369,6 +375,20 @@ def keep_buffers(path: str) -> None:
     assert ours.count.item() == ours.again.item() == 7
     expected = from_files(path).model.rotary_emb.inv_freq
     assert torch.equal(ours.base.model.rotary_emb.inv_freq, expected)
+
+
+def refuse_garbage(path: str) -> None:
+    """Rank function: a head on meta would become memory without values."""
+    start()
+    lowmem_load.install()
+    model = Wrapper(from_files(path), "cpu")
+    model.head = nn.Linear(4, 2, device="meta")
+    with pytest.raises(UnsupportedError, match=r"FSDPWrapper: head\.weight, head\.bias have no values"):
+        prepare(model, efficient=True)
+
+
+def test_parameters_beside_a_lazy_model_need_values(checkpoints: Path) -> None:
+    run_ranks(refuse_garbage, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
 
 
 def test_buffers_beside_a_lazy_model_are_kept(checkpoints: Path) -> None:
@@ -557,3 +577,23 @@ def draw_missing(path: str) -> None:
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.13"), reason="draws there are this release's own")
 def test_a_missing_head_leaves_each_rank_the_random_state_of_stock(checkpoints: Path) -> None:
     run_ranks(draw_missing, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
+
+
+def stream(path: str) -> None:
+    """Rank function: `streaming()` hands out a lazy model, which accelerate shards after the block."""
+    start()
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+    stock = prepare(from_files(path), efficient=True)
+    with lowmem_load.streaming(progress=False):
+        ours = from_files(path)
+    assert all(map(is_unread, ours.parameters()))
+    size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    prepared = prepare(ours, efficient=True)
+    assert lowmem_load.load_report(prepared).read_bytes < 0.6 * size  # not rank 0 for all
+    found, expected = whole(prepared), whole(stock)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_streaming_hands_out_lazy_models(checkpoints: Path) -> None:
+    run_ranks(stream, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT, timeout_s=120)

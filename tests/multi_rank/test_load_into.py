@@ -323,3 +323,47 @@ def refuse_all(path: str) -> None:
 
 def test_what_cannot_be_filled_is_refused_by_name(checkpoints: Path) -> None:
     run_ranks(refuse_all, str(builders.tiny_llama(checkpoints)))
+
+
+class VisionLanguage(nn.Module):
+    """A transformers model beside parts that no file of it has."""
+
+    def __init__(self, llm: nn.Module) -> None:
+        super().__init__()
+        self.tower, self.llm = nn.Linear(3, 4), llm
+        self.register_buffer("mean", torch.empty(3))
+
+
+def fill_beside_others(path: str) -> None:
+    """Rank function: what is beside the model that the files fill is named by the caller, or in one error."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (start(),))
+    with torch.device("meta"):
+        model = VisionLanguage(built(path, torch.float32))
+    shard_fully(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in [*model.parameters(), model.mean]:
+            tensor.fill_(7)
+    beside = ["tower.weight", "tower.bias", "mean"]
+    for leave, lost in (((), "mean, tower.bias, tower.weight"), (beside[:2], "mean")):
+        with pytest.raises(
+            ConfigError, match=f"VisionLanguage: .* LlamaForCausalLM at 'llm', and not {lost} beside it"
+        ):
+            load_into(model, path, leave=leave)
+    assert all(bool((tensor.to_local() == 7).all()) for tensor in model.parameters()), "nothing is filled"
+
+    head = "lm_head.weight"
+    for name in (f"llm.{head}", head):  # a name of either model
+        load_into(model, path, leave=[*beside, name])
+        reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        assert differing(model.llm, reference) == [head]
+        assert bool((model.llm.lm_head.weight.to_local() == 7).all())
+    load_into(model, path, leave=beside)
+    assert differing(model.llm, reference) == []
+    assert bool((model.mean == 7).all()) and bool((model.tower.weight.to_local() == 7).all())
+
+
+def test_what_is_beside_the_model_is_named(checkpoints: Path) -> None:
+    run_ranks(fill_beside_others, str(builders.tiny_llama(checkpoints)))

@@ -98,7 +98,9 @@ NEEDED_BY_SOME = (
         "resume",
         "saving",
         "partial",
-        "integrations",
+        "lazy_weights",
+        "integrations.install",
+        "integrations.model_engine",
         "cli",
     ),
 )

@@ -18,7 +18,7 @@ from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.report import LoadReport
 from lowmem_load.symbolic.context import Context
-from lowmem_load.symbolic.tensor import Companion, Quantized, QuantizedTensor
+from lowmem_load.symbolic.quantized import Companion, Quantized, QuantizedTensor
 from tests.described import CPU, X, Y, described, planned, write_file
 from tests.described import module as module_of
 

@@ -112,10 +112,19 @@ def _meshes(config: str) -> Any:
     return initialize_distributed_mesh(DistributedConfig(**json.loads(config)))[1]
 
 
+def _lazily(cls: Any, path: str, _: nn.Module, dtype: torch.dtype) -> Loaded:
+    """Loads without a mesh: every weight is read when it is compared."""
+    from lowmem_load import lazy, load_report
+
+    model = lazy(path, auto_class=cls, dtype=dtype)
+    return model, load_report(model).loading_info
+
+
 LOADS: dict[str, Callable[..., Loaded]] = {
     "fsdp": _over_mesh(lambda world_size: (world_size,)),
     "columns": _over_mesh(lambda world_size: (world_size,), columns=True),
     "hsdp": _over_mesh(lambda world_size: (2, world_size // 2)),
+    "lazy": _lazily,
     "tp": _by_config(tp_size=2),
     "ep": _by_config(ep_size=2),
     "stock-fsdp": _by_config(stock=True),
@@ -123,4 +132,4 @@ LOADS: dict[str, Callable[..., Loaded]] = {
     "stock-tp": _by_config(stock=True, tp_size=2),
     "stock-ep": _by_config(stock=True, ep_size=2),
 }
-"""Ways to load a sharded model; `stock` is transformers' own `from_pretrained`."""
+"""Ways to load a model that is sharded, or lazy; `stock` is transformers' own `from_pretrained`."""

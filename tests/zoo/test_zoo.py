@@ -68,6 +68,10 @@ def test_more_ranks_and_the_other_precision(cases: list[Case]) -> None:
     assert _failures(chosen, 3, "bf16", saves=True) == {}
 
 
+def test_lazy_models(cases: list[Case]) -> None:
+    assert _failures(cases, 1, "fp32", method="lazy") == {}
+
+
 def test_two_ranks_of_fsdp2(tmp_path: Path) -> None:
     """The types whose weights transformers converts: where it slices before it converts, their shards are wrong."""
     known = registry()

@@ -1,0 +1,84 @@
+"""Tensors that are plain attributes of modules, or in lists, tuples and dicts that are. torch does not move them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.errors import UnsupportedError, listed
+
+_OWN_STATE = frozenset(vars(nn.Module()))
+"""Attributes that torch gives every module."""
+
+
+def hand_over_attributes(loaded: nn.Module, modules: Mapping[str, nn.Module], device: torch.device) -> None:
+    """Give modules, by their names in a loaded model, its tensor attributes where their own are on meta."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_meta else tensor.to(device)
+
+    for module, name, full_name in tensor_attributes(loaded):
+        own = modules.get(full_name.rpartition(".")[0])
+        if own is not None and any(tensor.is_meta for tensor in tensors_in(vars(own).get(name))):
+            setattr(own, name, replaced_in(vars(module)[name], move))
+    lost = [
+        f"{prefix}.{name}"
+        for prefix, module in modules.items()
+        for name in _own_attributes(module)
+        if not is_computed_in_forward(module, name)
+        if any(tensor.is_meta for tensor in tensors_in(vars(module)[name]))
+    ]
+    if lost:
+        raise UnsupportedError(
+            f"{type(loaded).__name__}: has no value for {listed(lost)}, tensor attributes of the model on the meta "
+            "device; build the model from the configuration of the checkpoint, or set them before the load"
+        )
+
+
+def tensor_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yield the attributes that are tensors, or lists, tuples or dicts of them: the module, the attribute, its name."""
+    for prefix, module in model.named_modules():
+        for name in _own_attributes(module):
+            yield module, name, f"{prefix}.{name}" if prefix else name
+
+
+def _own_attributes(module: nn.Module) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if name not in _OWN_STATE and next(tensors_in(value), None) is not None
+    ]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an attribute."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)
+
+
+def replaced_in(value: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return an attribute with each of its tensors replaced. Lists and dicts stay the same objects."""
+    if isinstance(value, torch.Tensor):
+        return replace(value)
+    if isinstance(value, dict):
+        value.update({key: replaced_in(part, replace) for key, part in value.items()})
+    elif isinstance(value, list):
+        value[:] = [replaced_in(part, replace) for part in value]
+    elif isinstance(value, tuple):
+        parts = [replaced_in(part, replace) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def is_computed_in_forward(module: nn.Module, attribute: str) -> bool:
+    """Return whether an attribute is made anew before each forward, of parameters.
+
+    Source: torch 2.13 `nn/utils/weight_norm.py`, `nn/utils/spectral_norm.py`.
+    """
+    return any(getattr(hook, "name", None) == attribute for hook in module._forward_pre_hooks.values())

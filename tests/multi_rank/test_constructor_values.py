@@ -1,0 +1,210 @@
+"""What the constructor of a model computes is there after every kind of load: code that comes with a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from tests.parity import FP32
+from tests.ranks import run_ranks
+
+CODE = """
+import math
+import numpy as np
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+
+class TableConfig(PretrainedConfig):
+    model_type = "table_lm"
+
+    def __init__(self, hidden_size=16, vocab_size=53, trouble="", **kwargs):
+        self.hidden_size, self.vocab_size, self.trouble = hidden_size, vocab_size, trouble
+        super().__init__(**kwargs)
+
+
+class Angles(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        steps = torch.outer(torch.arange(32).float(), 1.0 / 10000 ** (torch.arange(dim).float() / dim))
+        self.register_buffer("cos", steps.cos(), persistent=False)
+        mask = torch.empty(8, 8)
+        mask.fill_(float("-inf"))
+        self.mask = mask.triu_(1)
+
+
+class TableForCausalLM(PreTrainedModel):
+    config_class = TableConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        dim = config.hidden_size
+        self.embed = nn.Embedding(config.vocab_size, dim)
+        self.angles = nn.ModuleList([Angles(dim)])
+        self.scale = torch.arange(dim).float()
+        self.tables = [torch.tensor(np.linspace(0, 1, 4)), {"bias": (torch.ones(2), "name")}]
+        self.rates = [rate.item() for rate in torch.arange(4) / 4] + torch.arange(3).tolist()
+        self.register_buffer("mean", torch.full((dim,), 0.5))  # the files lack it
+        self.register_buffer("steps", torch.zeros(dim))  # the files have it
+        self.register_buffer("filled", torch.empty(dim), persistent=False)
+        self.head = nn.Linear(dim, config.vocab_size, bias=False)
+        self.score = nn.Linear(dim, 2)  # the files lack it: it is drawn
+        self.hidden = [self.score.weight]
+        if config.trouble == "large":
+            self.register_buffer("too_large", torch.zeros(1 << 25), persistent=False)
+        if config.trouble == "random":
+            self.angles[0].noise = [torch.randn(3)]
+        self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            torch.nn.init.normal_(module.weight)
+            if module.bias is not None:
+                torch.nn.init.zeros_(module.bias)
+        if isinstance(module, TableForCausalLM):
+            with torch.no_grad():
+                module.filled.copy_(torch.arange(module.config.hidden_size))
+
+    def forward(self, input_ids, labels=None, **_):
+        states = self.embed(input_ids) * self.angles[0].cos[: input_ids.shape[1]] * self.scale + self.mean
+        logits = self.head(states)
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+"""
+REMOTE: dict[str, Any] = {"trust_remote_code": True}
+AUTO = "AutoModelForCausalLM"
+
+
+def make_checkpoint(folder: Path, **config: Any) -> str:
+    folder.mkdir()
+    (folder / "modeling_table.py").write_text(CODE)
+    auto_map = {"AutoConfig": "modeling_table.TableConfig", AUTO: "modeling_table.TableForCausalLM"}
+    names = {"model_type": "table_lm", "architectures": ["TableForCausalLM"], "auto_map": auto_map}
+    (folder / "config.json").write_text(json.dumps({**names, **config}))
+    torch.manual_seed(0)
+    tensors = {"embed.weight": torch.randn(53, 16), "head.weight": torch.randn(53, 16), "steps": torch.randn(16)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    return make_checkpoint(tmp_path / "table")
+
+
+def values(model: Any) -> dict[str, torch.Tensor]:
+    """All buffers and tensor attributes."""
+    bias, _ = model.tables[1]["bias"]
+    attributes = {"scale": model.scale, "mask": model.angles[0].mask, "linspace": model.tables[0], "bias": bias}
+    return dict(model.named_buffers()) | attributes | {"rates": torch.tensor(model.rates)}
+
+
+def expected(path: str) -> dict[str, torch.Tensor]:
+    """Those of a model that is built with memory, and the one buffer of the files."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, **REMOTE)
+    model = AutoModelForCausalLM.from_config(config, **REMOTE)
+    with torch.no_grad():
+        model.filled.copy_(torch.arange(16))  # transformers 4 does not initialise the model itself
+    return values(model) | {"steps": load_file(f"{path}/model.safetensors")["steps"]}
+
+
+def check(model: Any, right: dict[str, torch.Tensor]) -> None:
+    found = values(model)
+    assert found.keys() == right.keys()
+    assert [name for name, value in found.items() if not torch.equal(value.cpu(), right[name])] == []
+    assert model.scale.device == model.tables[1]["bias"][0].device == model.mean.device
+    assert model.hidden[0] is model.score.weight
+
+
+def load_all(path: str) -> None:
+    """Rank function: each kind of load."""
+    import warnings
+
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    import lowmem_load
+
+    right = expected(path)
+
+    def models() -> Iterator[Any]:
+        yield lowmem_load.load_model(path, FP32, auto_class=AUTO, **REMOTE)
+        yield lowmem_load.load_model(path, {**FP32, "zero_optimization": {"stage": 1}}, auto_class=AUTO, **REMOTE)
+        with lowmem_load.streaming(FP32):
+            yield AutoModelForCausalLM.from_pretrained(path, **REMOTE)
+        kept = HfDeepSpeedConfig(FP32)
+        lowmem_load.install(strict=True)
+        yield AutoModelForCausalLM.from_pretrained(path, **REMOTE)
+        assert kept.is_zero3()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lowmem_load.NotStreamedWarning)
+        for model in models():
+            check(model, right)
+
+
+def load_on_meshes(path: str) -> None:
+    """Rank function: a model that its owner has built on meta and sharded, and one that a mesh shards."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import lowmem_load
+
+    dist.init_process_group("gloo")
+    right, config = expected(path), AutoConfig.from_pretrained(path, **REMOTE)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    check(lowmem_load.load_model(path, mesh, auto_class=AUTO, dtype=torch.float32, **REMOTE), right)
+
+    model = AutoModelForCausalLM.from_config(config, **REMOTE)
+    for module in model.modules():  # as if it had been built on meta, which the items of this one forbid
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to("meta"))
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.to("meta")))
+    model.scale, model.angles[0].mask = model.scale.to("meta"), model.angles[0].mask.to("meta")
+    model.tables[0], model.tables[1]["bias"] = model.tables[0].to("meta"), (torch.empty(2, device="meta"), "name")
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    model.hidden = [model.score.weight]
+    lowmem_load.load_into(model, path, **REMOTE)
+    check(model, right)
+
+
+def refuse(large: str, random: str) -> None:
+    """Rank function: what has no value is named, before anything is read."""
+    import lowmem_load
+
+    with pytest.raises(lowmem_load.UnsupportedError, match=r"too_large \(33554432 elements"):
+        lowmem_load.load_model(large, FP32, auto_class=AUTO, **REMOTE)
+    with pytest.raises(lowmem_load.UnsupportedError, match=r"angles\.0\.noise \(made of random numbers"):
+        lowmem_load.load_model(random, FP32, auto_class=AUTO, **REMOTE)
+    plan = {"rank": 0, "world_size": 2, "auto_class": AUTO, **REMOTE}
+    with pytest.raises(lowmem_load.UnsupportedError, match=r"angles\.0\.noise"):
+        lowmem_load.plan(random, FP32, **plan)
+
+
+def test_values_of_the_constructor_are_there_under_zero(checkpoint: str) -> None:
+    run_ranks(load_all, checkpoint, timeout_s=180)
+
+
+def test_values_of_the_constructor_are_there_on_meshes(checkpoint: str) -> None:
+    run_ranks(load_on_meshes, checkpoint, timeout_s=180)
+
+
+def test_what_has_no_value_is_refused_by_name(tmp_path: Path) -> None:
+    large, random = (make_checkpoint(tmp_path / trouble, trouble=trouble) for trouble in ("large", "random"))
+    run_ranks(refuse, large, random, timeout_s=180)
