@@ -47,8 +47,8 @@ def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: to
         changed = {name for names, _ in step.payloads for name in names}
         if empty := step.payloads[0][1]:
             raise UnsupportedError(
-                f"{type(model).__name__}: {listed(empty)} have no values: they are on the meta device on rank 0; make them "
-                "on the CPU"
+                f"{type(model).__name__}: {listed(empty)} have no values: they are on the meta device on rank 0; make "
+                "them on the CPU"
             )
         with ranks.step("comparing the weights") as step:
             lines = (f"{name} {line}" for name in sorted(shards.keys() - changed) for line in _lines(state[name]))
