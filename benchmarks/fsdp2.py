@@ -22,7 +22,7 @@ from benchmarks.checkpoint import checkpoint_of, warm_page_cache
 from benchmarks.launch import run_processes
 from benchmarks.results import log, show_table
 
-WAYS = ("accelerate", "accelerate, install()", "transformers", "transformers, install()")
+WAYS = ("accelerate", "accelerate, install()", "fully_shard, lazy()", "transformers", "transformers, install()")
 COLUMNS = ("way", "seconds", "shard", "rank 0 anonymous", "rank 0 file", "rank 1 anonymous", "rank 1 file")
 MIB = 1 << 20
 
@@ -48,6 +48,19 @@ def prepare(model: Any) -> Any:
     return fsdp_utils.fsdp2_prepare_model(accelerator, model)
 
 
+def shard_lazily(path: str) -> Any:
+    """Shard a lazy model by torch's own function, in fp32."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    import lowmem_load
+
+    model = lowmem_load.lazy(path, dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
 def measure(way: str, path: str) -> dict[str, Any]:
     """Load in this process, one of the ranks."""
     import torch
@@ -60,7 +73,7 @@ def measure(way: str, path: str) -> dict[str, Any]:
     torch.distributed.init_process_group("gloo")
     if library == "accelerate":
         os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
-    if install:
+    if install == "install()":
         import lowmem_load
 
         lowmem_load.install()
@@ -69,6 +82,8 @@ def measure(way: str, path: str) -> dict[str, Any]:
     with MemorySampler() as memory:
         if library == "accelerate":
             model = prepare(transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16))
+        elif library == "fully_shard":
+            model = shard_lazily(path)
         else:
             config = transformers.distributed.DistributedConfig(fsdp_size=torch.distributed.get_world_size())
             model = transformers.AutoModelForCausalLM.from_pretrained(

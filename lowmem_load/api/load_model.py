@@ -22,7 +22,6 @@ from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.sharding import is_distributed_config
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load
 from lowmem_load.report import LoadReport
-from lowmem_load.symbolic.lazy import is_unread
 
 
 def load_model(
@@ -117,6 +116,8 @@ def load_report(model: Any) -> LoadReport:
             f"{type(model).__name__} was not loaded by lowmem_load, so there is no report of its load"
             + (f": it was left to {reason}" if reason else "")
         )
+    from lowmem_load.symbolic.lazy import is_unread  # a process without lazy models has not imported it
+
     report.num_unread = sum(map(is_unread, model.parameters())) if isinstance(model, nn.Module) else 0
     return report
 

@@ -42,13 +42,14 @@ def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: to
         with ranks.step("finding what was changed") as step:
             if missing := sorted(shards.keys() - state.keys()):
                 raise CheckpointError(f"the state dict that the sharded model is filled from lacks {listed(missing)}")
-            step.payload = [name for name in shards if not _is_of_files(state[name])]
-            if ranks.rank == 0 and (empty := [name for name in step.payload if state[name].is_meta]):
-                raise UnsupportedError(
-                    f"{type(model).__name__}: {listed(empty)} have no values: they are on the meta device on rank 0; "
-                    "make them on the CPU"
-                )
-        changed = {name for names in step.payloads for name in names}
+            others = [name for name in shards if not _is_of_files(state[name])]
+            step.payload = others, [name for name in others if state[name].is_meta]
+        changed = {name for names, _ in step.payloads for name in names}
+        if empty := step.payloads[0][1]:
+            raise UnsupportedError(
+                f"{type(model).__name__}: {listed(empty)} have no values: they are on the meta device on rank 0; make "
+                "them on the CPU"
+            )
         with ranks.step("comparing the weights") as step:
             lines = (f"{name} {line}" for name in sorted(shards.keys() - changed) for line in _lines(state[name]))
             step.digest = {"weights that are not read yet": fingerprint(lines)}

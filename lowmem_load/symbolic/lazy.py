@@ -15,7 +15,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -98,6 +98,8 @@ class LazyTensor(SymbolicTensor):
         kwargs, operation = kwargs or {}, func.overloadpacket
         if operation is aten.detach or operation is aten.alias:
             return super().__torch_dispatch__(func, types, args, kwargs)
+        if operation is aten._has_compatible_shallow_copy_type:  # for `Module.to`: whether to assign to `data`
+            return not any(tensor.is_meta for tensor in args)
         if func.namespace == "c10d":  # its schemas do not say what they write to
             tree_map_only(LazyTensor, keep, (args, kwargs))
         args, kwargs = tree_map_only(LazyTensor, _in_memory, (args, kwargs))
@@ -271,7 +273,8 @@ def become(tensor: LazyTensor, other: torch.Tensor) -> None:
     """
     other, gradient = _in_memory(other.detach()), tensor.grad
     made = _like(tensor, other)
-    if tensor._use_count() == 1:
+    is_alike = (other.shape, other.dtype, other.device) == (tensor.shape, tensor.dtype, tensor.device)
+    if tensor._use_count() == 1 or (not is_alike and _only_a_graph_refers_to(tensor)):
         # As `torch.utils.swap_tensors`, which refuses weak references: those to this object go on to mean it.
         tensor.__class__, made.__class__ = made.__class__, tensor.__class__  # type: ignore[assignment]
         tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
@@ -279,7 +282,7 @@ def become(tensor: LazyTensor, other: torch.Tensor) -> None:
         tensor.grad = gradient
         for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # torch keeps them, but calls them no more
             setattr(tensor, hooks, getattr(tensor, hooks))
-    elif (other.shape, other.dtype, other.device) != (tensor.shape, tensor.dtype, tensor.device):
+    elif not is_alike:
         raise UnsupportedError(
             f"a lazy weight of shape {tuple(tensor.shape)} and {tensor.dtype}, which autograd or C++ code refers to, "
             f"was given data of shape {tuple(other.shape)} and {other.dtype}; change it before it is used"
@@ -288,6 +291,24 @@ def become(tensor: LazyTensor, other: torch.Tensor) -> None:
         tensor.value, tensor.views, tensor.meta = other.value, other.views, other.meta
     else:
         tensor.value, tensor.views = SharedValue(held(other), device=other.device, memory=other), ()
+
+
+def _only_a_graph_refers_to(tensor: torch.Tensor) -> bool:
+    """Return whether all that refers to a leaf's implementation is the graph of an operation, as of `leaf.to(device)`.
+
+    A backward through that graph, which would miss the leaf from now on, is an error.
+    """
+    if tensor._use_count() != 2 or not tensor.is_leaf or not tensor.requires_grad:
+        return False
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    if tensor._use_count() != 2:  # there was no such node before
+        return False
+
+    def refuse(_: Any) -> NoReturn:
+        raise UnsupportedError("a lazy weight was given other data after the forward; do so before it")
+
+    node.register_prehook(refuse)
+    return True
 
 
 def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

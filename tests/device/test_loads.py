@@ -241,7 +241,7 @@ def run_out_of_memory(path: str) -> None:
 
     if DistributedInterface().rank == 1:
         set_capacity(2 << 20)
-    with pytest.raises(RankError, match=r"rank 1: OutOfMemoryError: .* Tried to allocate 1280000 bytes"):
+    with pytest.raises(RankError, match=r"rank 1: MemoryShortageError: .* Tried to allocate 1280000 bytes"):
         load_model(path, BF16)
 
 

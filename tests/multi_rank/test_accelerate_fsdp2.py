@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 import os
+import shutil
 import sys
 import tempfile
 import types
@@ -24,7 +25,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import lowmem_load
-from lowmem_load import CheckpointError, NotStreamedWarning, UnsupportedError
+from lowmem_load import CheckpointError, NotStreamedWarning, RankError, UnsupportedError
 from lowmem_load.dtensor.shards import local_tensor
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread
 from tests import builders
@@ -597,3 +598,25 @@ def stream(path: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_streaming_hands_out_lazy_models(checkpoints: Path) -> None:
     run_ranks(stream, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT, timeout_s=120)
+
+
+def fail_on_one_rank(folder: str) -> None:
+    """Rank function: the files of rank 1 change between the load and the sharding."""
+    start()
+    rank = torch.distributed.get_rank()
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+    lowmem_load.install()
+    model = from_files(f"{folder}/{rank}")
+    if rank == 1:
+        for file in Path(folder, "1").glob("*.safetensors"):
+            os.utime(file, (1, 1))
+    with pytest.raises(RankError, match="was replaced or written to") as caught:
+        prepare(model, efficient=True)
+    assert list(caught.value.failures) == [1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_that_cannot_read_is_named_on_all(checkpoints: Path, tmp_path: Path) -> None:
+    for rank in range(2):
+        shutil.copytree(builders.tiny_llama(checkpoints), tmp_path / str(rank))
+    run_ranks(fail_on_one_rank, str(tmp_path), env=ENVIRONMENT, timeout_s=120)

@@ -112,7 +112,7 @@ def test_a_plain_load_imports_only_what_it_needs() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     ours = {name for name in run.stdout.split() if name.startswith("lowmem_load.")}
     assert not ours & {f"lowmem_load.{name}" for name in NEEDED_BY_SOME}
-    assert len(ours) <= 80
+    assert len(ours) <= 83  # 75 before buffers of constructors, host memory and absent ranks were looked after
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
