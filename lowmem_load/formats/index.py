@@ -9,7 +9,7 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-from lowmem_load.errors import CheckpointError
+from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.io.source import read_small
 
 MAX_JSON_NBYTES = 64 << 20
@@ -40,6 +40,23 @@ def check_index(index: str) -> None:
         if os.path.isabs(file) or ".." in Path(file).parts:
             raise CheckpointError(f"{what}, outside of the folder")
         seen.add(file)
+
+
+def files_below(folder: str) -> list[str]:
+    """Return the files in subfolders that the indexes of a folder name, by their paths below it.
+
+    Raises CheckpointError if an index is malformed, or names a file that is not there.
+    """
+    named: set[str] = set()
+    for name in os.listdir(folder):
+        if name.endswith(".index.json"):
+            index = os.path.join(folder, name)
+            check_index(index)
+            files = {file for file in read_json(index)["weight_map"].values() if os.path.dirname(file)}
+            if missing := sorted(file for file in files if not os.path.isfile(os.path.join(folder, file))):
+                raise CheckpointError(f"{index}: names {listed(missing)}, which the folder lacks")
+            named |= files
+    return sorted(named)
 
 
 def _is_file_name(value: object) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import CheckpointError, listed
+from lowmem_load.formats.index import files_below
 from lowmem_load.hf.hub_files import cached_folder
 from lowmem_load.hf.names import check_name
 from lowmem_load.hf.remote_names import located
@@ -87,7 +88,7 @@ def verify_checkpoint(
 
     Args:
         name: a local folder, a Hub id that is in the cache, or a URL.
-        subfolder: of it, whose files are meant. Folders below are not looked at.
+        subfolder: of it, whose files are meant. In folders below, those that an index names.
         revision: of a Hub id; None for its main branch.
         cache_dir: of the Hub; None for the usual one.
         stream: see above.
@@ -106,7 +107,7 @@ def verify_checkpoint(
         folder = cached_folder(place, subfolder, revision, cache_dir)
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder}: no such folder")
-    paths = [os.path.join(folder, file) for file in sorted(os.listdir(folder))]
+    paths = [os.path.join(folder, file) for file in (*sorted(os.listdir(folder)), *files_below(folder))]
     known = checksums_of(path for path in paths if os.path.isfile(path))
     chosen = {path: checksum for path, checksum in known.items() if checksum is not None or _is_weights(path)}
     if not any(map(_is_weights, chosen)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 from pathlib import Path
 
@@ -176,6 +177,21 @@ def test_all_files_that_differ_are_named(folder: Path) -> None:
 
 
 # -- what is no checkpoint -------------------------------------------------------------------------------------------
+
+
+def test_files_below_that_an_index_names_are_compared_too(folder: Path) -> None:
+    below = folder / "part" / "second.safetensors"
+    index = {"metadata": {}, "weight_map": {"a": WEIGHTS, "b": "part/second.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"names part/second.safetensors, which the folder lacks"):
+        verify_checkpoint(folder)
+    below.parent.mkdir()
+    below.write_bytes(DATA)
+    (below.parent / "SHA256SUMS").write_text(sha256sum(below.parent, below.name))
+    assert [check.is_proven for check in verify_checkpoint(folder) if check.path == str(below)] == [True]
+    below.write_bytes(DATA[::-1])
+    with pytest.raises(CheckpointError, match=r"second.safetensors: its sha256 is"):
+        verify_checkpoint(folder)
 
 
 def test_a_folder_without_weights_is_refused(folder: Path) -> None:
