@@ -82,7 +82,7 @@ def prepare(method: str) -> None:
     if method == "lowmem":
         # Imported before the clock starts, as DeepSpeed and transformers are.
         import lowmem_load.api.load_model
-        import lowmem_load.ds.comm
+        import lowmem_load.ds.ops
         import lowmem_load.ds.parameters
         import lowmem_load.ds.partition  # noqa: F401
 

@@ -89,7 +89,7 @@ class RankError(LowMemLoadError, RuntimeError):
         super().__init__(f"{step} failed on {len(lines)} rank(s), so it was stopped on all:\n" + "\n".join(lines))
 
 
-def spelled(error: BaseException, max_chars: int) -> str:
+def error_text(error: BaseException, max_chars: int) -> str:
     """Return class and text of any error, cut to `max_chars` characters."""
     try:
         text = f"{type(error).__name__}: {error}"

@@ -21,7 +21,7 @@ from lowmem_load.io.source import retries
 from lowmem_load.phases import Phases
 from lowmem_load.planning.load_plan import SHARDED, LoadPlan, SlowPath
 from lowmem_load.planning.sharing import Shared
-from lowmem_load.quantities import count, size
+from lowmem_load.text import count, size
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.request import spelled, stage_3
+from lowmem_load.api.request import name_text, stage_3
 from lowmem_load.distributed import environment
-from lowmem_load.ds import zero_init
+from lowmem_load.ds.zero3_target import zero_init_disabled
 from lowmem_load.dtensor.sharded_target import Unfilled
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf import loader, names
@@ -65,7 +65,7 @@ def lazy(
     for keyword in (*PLACED_BY_STOCK, *SHARDS):
         if from_pretrained_kwargs.get(keyword) is not None:
             raise ConfigError(f"lazy: remove {keyword}; place, shard or quantize the model that lazy() returns")
-    where, kwargs = located(spelled(name), from_pretrained_kwargs, stream=stream)
+    where, kwargs = located(name_text(name), from_pretrained_kwargs, stream=stream)
     names.check_name(where, kwargs.get("subfolder", ""))
     config = names.model_config(where, kwargs)
     cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
@@ -78,7 +78,7 @@ def lazy(
             executor.__exit__(type(error), error, None)
             raise
 
-    with load_lock(), zero_init.set_aside(), on_host(), loader.intercepted(load):
+    with load_lock(), zero_init_disabled(), on_host(), loader.intercepted(load):
         return named_as_asked(cls.from_pretrained(where, **kwargs))
 
 

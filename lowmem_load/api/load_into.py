@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.request import Options, Request, agree_on_request, spelled, stage_3
+from lowmem_load.api.request import Options, Request, agree_on_request, name_text, stage_3
 from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -168,7 +168,7 @@ def ordinary_load(
     floating = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
     if dtype is None:
         dtype = next(iter(floating)) if len(floating) == 1 else torch.float32
-    return Request(spelled(name), auto_class, "auto", kwargs), stage_3(dtype, world_size)
+    return Request(name_text(name), auto_class, "auto", kwargs), stage_3(dtype, world_size)
 
 
 def load_sharded(
@@ -185,7 +185,7 @@ def load_sharded(
     has_mesh, policy_of_mesh = is_mesh(sharding), policy or {}
     with load_lock(), (ranks := DistributedInterface()).session("the load"):
         with ranks.step("checking the arguments") as step:
-            where, kwargs = located(spelled(name), kwargs)
+            where, kwargs = located(name_text(name), kwargs)
             config = names.model_config(where, kwargs)
             cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
             if policy is not None and not has_mesh:

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from lowmem_load.api.load_into import ordinary_load
-from lowmem_load.api.request import Checked, Request, spelled, stage_3
+from lowmem_load.api.request import Checked, Request, name_text, stage_3
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.live_group import fake_group
-from lowmem_load.ds import zero_init
-from lowmem_load.ds.zero3_target import TargetMaker, target_maker
+from lowmem_load.ds.zero3_target import TargetMaker, target_maker, zero_init_disabled
 from lowmem_load.dtensor.mesh import mesh_device
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
@@ -99,7 +98,7 @@ def plan_sharded(
     **kwargs: Any,
 ) -> LoadPlan:
     """Return the plan of a model that a `DistributedConfig` shards, as one rank of a fake process group."""
-    where, kwargs = located(spelled(name), kwargs)
+    where, kwargs = located(name_text(name), kwargs)
 
     def fill(model: nn.Module, dtype: torch.dtype) -> NoReturn:
         device = "cpu" if is_kept_on_host(model) else mesh_device(model).type
@@ -137,7 +136,7 @@ def plan_ranks(
     **from_pretrained_kwargs: Any,
 ) -> list[LoadPlan]:
     """Return the plans of several ranks, in less time than `plan` takes for each."""
-    request = Request(spelled(name), auto_class, dtype, from_pretrained_kwargs).located()
+    request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs).located()
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
     checked = request.checked(settings)
 
@@ -222,7 +221,7 @@ def _describing(call: loader.Call, settings: Settings) -> Iterator[Executor]:
     if is_left_alone(call, settings):
         raise UnsupportedError(f"{call.name}: transformers places this model by itself, so there is nothing to plan")
     random_state = torch.random.fork_rng(devices=[])
-    with random_state, zero_init.set_aside(), on_host(), Executor() as executor:
+    with random_state, zero_init_disabled(), on_host(), Executor() as executor:
         yield executor
 
 

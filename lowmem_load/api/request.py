@@ -128,7 +128,7 @@ def stage_3(dtype: str | torch.dtype, world_size: int) -> Settings:
     return read_settings({"zero_optimization": {"stage": 3}, **sections}, world_size=world_size)
 
 
-def spelled(name: Any) -> str:
+def name_text(name: Any) -> str:
     """Return the name of a model as text; raise ConfigError if it is neither a path nor text."""
     if not isinstance(name, str | os.PathLike) or not os.fspath(name):
         raise ConfigError(f"name: expected a local folder, a Hub id or a URL, got {name!r}")

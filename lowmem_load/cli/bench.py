@@ -21,7 +21,7 @@ from lowmem_load.cli.bench_worker import FLOOR, STOCK, STREAMED, available_bytes
 from lowmem_load.cli.common import NO, Json, answer, table, working
 from lowmem_load.errors import LowMemLoadError
 from lowmem_load.integrations.startup_hook import OFF, SWITCH
-from lowmem_load.quantities import size
+from lowmem_load.text import size
 
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 

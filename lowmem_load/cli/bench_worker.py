@@ -130,9 +130,9 @@ def _method(spec: Mapping[str, Any]) -> Callable[[], Any]:
 
 def measure(spec: Mapping[str, Any], ranks: Any) -> dict[str, Any]:
     """Load, then compute the digest of the model ("" for the floor). Peaks are above the start. Collective."""
-    from lowmem_load.fingerprint import fingerprint
     from lowmem_load.report import device_memory
     from lowmem_load.saving.model_digest import model_digest
+    from lowmem_load.text import fingerprint
 
     load = _method(spec)
     ranks.barrier()

@@ -14,7 +14,7 @@ import typer
 from lowmem_load.cli import common
 from lowmem_load.cli.common import NO, Json, Name, Revision, Subfolder, answer, facts, table, working
 from lowmem_load.errors import ConfigError, listed
-from lowmem_load.quantities import count, parse_size, size
+from lowmem_load.text import count, parse_size, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

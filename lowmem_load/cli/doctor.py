@@ -20,7 +20,7 @@ from lowmem_load.cli.bench_worker import available_bytes, memory_limit
 from lowmem_load.cli.common import NO, Json, answer, table, working
 from lowmem_load.distributed.environment import LAUNCHER_NAMES, alone, launched
 from lowmem_load.errors import ConfigError
-from lowmem_load.quantities import size
+from lowmem_load.text import size
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 """Levels of findings. A problem makes a run fail or go wrong unless it is mended."""

@@ -32,7 +32,7 @@ from lowmem_load.planning.sharing import (
     shared_reads,
     touched_bytes,
 )
-from lowmem_load.quantities import count, size
+from lowmem_load.text import count, size
 
 OVERHEAD_BYTES = 16 << 20
 """Bytes of a load beside its plan: threads, page tables, objects of DeepSpeed and the model. `make bench` measured 14

@@ -244,7 +244,7 @@ KINDS: Mapping[str, _Kind] = {
 """What a load reads, by dotted key, sections before their keys. DeepSpeed judges all other keys.
 
 Source: deepspeed 0.19.8 runtime/zero/config.py and offload_config.py; runtime/config.py:562 for keep_in_fp32_modules;
-runtime/swap_tensor/aio_config.py. bf16 and fp16: `precision_of`; batch sizes: `config/auto.py`.
+runtime/swap_tensor/aio_config.py. bf16 and fp16: `precision_of`; batch sizes: `resolve_auto`.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +11,20 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from lowmem_load.config.auto import for_loading, hidden_size_of, resolve_auto
-from lowmem_load.config.ds_config import Precision, check_kinds, comparable, precision_of, read_ds_config, zero_stage
+from lowmem_load.config.ds_config import (
+    AUTO,
+    Precision,
+    check_kinds,
+    comparable,
+    is_int,
+    plain_copy,
+    precision_of,
+    read_ds_config,
+    with_precision,
+    zero_stage,
+)
 from lowmem_load.errors import ConfigError
-from lowmem_load.fingerprint import MAX_VALUE, fingerprint
+from lowmem_load.text import MAX_VALUE, fingerprint
 
 Choice: TypeAlias = "str | type[nn.Module] | Callable[[str, nn.Module], bool]"
 Partition: TypeAlias = "Choice | Sequence[Choice]"
@@ -146,3 +157,162 @@ def choices_of(partition: Partition) -> list[Choice]:
                 "or a function of (name, module) that returns a bool"
             )
     return entries
+
+
+# -- "auto", resolved in a copy ------------------------------------------------------------------------------------
+#
+# DeepSpeed replaces an "auto" silently by its own default (deepspeed 0.19.8 runtime/config_utils.py:56), so one that
+# cannot be resolved is refused here.
+
+_TRAIN = "train_batch_size"
+_MICRO = "train_micro_batch_size_per_gpu"
+_STEPS = "gradient_accumulation_steps"
+_BATCH_KEYS = (_TRAIN, _MICRO, _STEPS)
+
+# Defaults of TrainingArguments; transformers 5.23.0 training_args.py:777, 849, 866.
+_DEFAULT_MICRO_BATCH_SIZE = 8
+_DEFAULT_ACCUMULATION_STEPS = 1
+_DEFAULT_GRADIENT_CLIPPING = 1.0
+
+# Source: transformers 5.23.0 integrations/deepspeed.py:232-242, HfTrainerDeepSpeedConfig.trainer_config_finalize.
+_HIDDEN_SIZE_KEYS: Mapping[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda hidden_size: hidden_size * hidden_size,
+    "stage3_prefetch_bucket_size": lambda hidden_size: int(0.9 * hidden_size * hidden_size),
+    "stage3_param_persistence_threshold": lambda hidden_size: 10 * hidden_size,
+}
+
+_RESOLVED_PATHS = frozenset({"gradient_clipping"} | {f"zero_optimization.{key}" for key in _HIDDEN_SIZE_KEYS})
+"""Keys that `resolve_auto` resolves, besides batch sizes and precision."""
+
+_TRAINING_LOOP_SECTIONS = ("optimizer", "scheduler")
+"""Trainer completes these once it knows the number of steps."""
+
+_DEEPSPEED_AUTO_KEYS = ("data_types.keep_in_fp32_modules", "zero_optimization.zenflow.", "expert_parallel.")
+"""Keys for which DeepSpeed itself defines "auto".
+
+Source: deepspeed 0.19.8 runtime/constants.py:391, runtime/zenflow/zenflow_config.py:18-26,
+module_inject/auto_ep_config.py:61-82.
+"""
+
+
+def resolve_auto(
+    ds_config: Mapping[str, Any], *, world_size: int, hidden_size: int | None, precision: Precision
+) -> dict[str, Any]:
+    """Return a deep copy of a ds_config with every "auto" resolved as Trainer does with its default arguments.
+
+    Known batch sizes decide the open ones; if nothing decides, they are 8 per rank and 1 step. A config without
+    train_batch_size and train_micro_batch_size_per_gpu, which DeepSpeed refuses, gets a micro batch size of 1. Other
+    absent keys stay absent. "auto" stays in "optimizer" and "scheduler", and in keys for which DeepSpeed defines it.
+    """
+    resolved = with_precision(plain_copy(ds_config), precision)
+    if resolved.get("gradient_clipping") == AUTO:
+        resolved["gradient_clipping"] = _DEFAULT_GRADIENT_CLIPPING
+    problems = _fill_batch_sizes(resolved, world_size)
+    problems |= _fill_from_hidden_size(resolved, hidden_size)
+    for _, _, path in _autos(resolved):
+        problems.setdefault(path, 'cannot be resolved from "auto" here; write a value, or remove the key')
+    if problems:
+        lines = [f"- {path}: {problem}" for path, problem in problems.items()]
+        raise ConfigError(f"ds_config: {len(lines)} key(s) cannot be resolved\n" + "\n".join(lines))
+    return resolved
+
+
+def for_loading(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deep copy of a ds_config that a training loop has yet to complete, without what only the loop can say.
+
+    Batch sizes become 1 per rank. "optimizer", "scheduler" and every "auto" that `resolve_auto` cannot resolve are
+    dropped, as DeepSpeed does; one inside a list stays, and `resolve_auto` names it. So bf16.enabled and fp16.enabled
+    read as false unless Trainer or accelerate has filled them in before the load, as with stock ZeRO-3.
+    """
+    without = (*_BATCH_KEYS, *_TRAINING_LOOP_SECTIONS)
+    kept = {key: value for key, value in plain_copy(ds_config).items() if key not in without}
+    for section, key, path in _autos(kept):
+        if path not in _RESOLVED_PATHS and "[" not in path:
+            del section[key]
+    return {**kept, _MICRO: 1}
+
+
+def hidden_size_of(model_config: Any) -> int | None:
+    """Return the hidden size by which Trainer resolves bucket sizes; None if the model config has none."""
+    text_config = None
+    with contextlib.suppress(AttributeError, ValueError):  # transformers cannot choose between several text configs
+        text_config = model_config.get_text_config()
+    for config in (model_config, getattr(model_config, "text_config", None), text_config):
+        hidden_size = getattr(config, "hidden_size", None)
+        if is_int(hidden_size):
+            return hidden_size
+        hidden_sizes = getattr(config, "hidden_sizes", None)
+        if isinstance(hidden_sizes, (list, tuple)) and hidden_sizes and all(map(is_int, hidden_sizes)):
+            largest: int = max(hidden_sizes)
+            return largest
+    return None
+
+
+def _complete_batch_sizes(train: int | None, micro: int | None, steps: int | None, ranks: int) -> tuple[int, int, int]:
+    # Source: deepspeed 0.19.8 runtime/config.py:607, which must give the same for keys that stay absent.
+    if train is None:
+        micro = _DEFAULT_MICRO_BATCH_SIZE if micro is None else micro
+        steps = _DEFAULT_ACCUMULATION_STEPS if steps is None else steps
+        return micro * steps * ranks, micro, steps
+    if micro is None:
+        steps = _DEFAULT_ACCUMULATION_STEPS if steps is None else steps
+        return train, train // (steps * ranks), steps
+    return train, micro, train // (micro * ranks) if steps is None else steps
+
+
+def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]:
+    """Resolve the batch sizes in place; return the problems by key."""
+    if config.get(_TRAIN) is None and config.get(_MICRO) is None:
+        config[_MICRO] = 1
+    problems = {
+        key: f'expected a positive integer or "auto", got {config[key]!r}'
+        for key in _BATCH_KEYS
+        if not (config.get(key) in (None, AUTO) or (is_int(config[key]) and config[key] > 0))
+    }
+    sequence_parallel_size = config.get("sequence_parallel_size", 1)
+    if not is_int(sequence_parallel_size) or sequence_parallel_size < 1 or world_size % sequence_parallel_size:
+        problems["sequence_parallel_size"] = (
+            f"expected a divisor of the {world_size} rank(s), got {sequence_parallel_size!r}"
+        )
+    if problems:
+        return problems
+    ranks = world_size // sequence_parallel_size
+    known = [None if config.get(key) == AUTO else config.get(key) for key in _BATCH_KEYS]
+    train, micro, steps = _complete_batch_sizes(known[0], known[1], known[2], ranks)
+    if train != micro * steps * ranks:
+        product = f"{_MICRO} {micro} * {_STEPS} {steps} * {ranks} rank(s)"
+        return {_TRAIN: f'{train} is not {micro * steps * ranks} = {product}; make them equal, or write "auto"'}
+    for key, size in zip(_BATCH_KEYS, (train, micro, steps), strict=True):
+        if config.get(key) == AUTO:
+            config[key] = size
+    return {}
+
+
+def _fill_from_hidden_size(config: dict[str, Any], hidden_size: int | None) -> dict[str, str]:
+    """Resolve the keys that depend on the hidden size in place; return the problems by dotted key."""
+    section = config.get("zero_optimization")
+    if not isinstance(section, dict):
+        return {}
+    problems = {}
+    for key, value_for in _HIDDEN_SIZE_KEYS.items():
+        if section.get(key) != AUTO:
+            continue
+        if hidden_size is None:
+            problems[f"zero_optimization.{key}"] = (
+                'is "auto", but the model config has no hidden_size to resolve it from; write a number of elements'
+            )
+        else:
+            section[key] = value_for(hidden_size)
+    return problems
+
+
+def _autos(section: Any, path: str = "") -> Iterator[tuple[Any, Any, str]]:
+    """Yield section, key and dotted path of each "auto" that neither the training loop nor DeepSpeed resolves."""
+    for key, value in list(section.items() if isinstance(section, dict) else enumerate(section)):
+        inner = f"{path}[{key}]" if isinstance(section, list) else f"{path}.{key}" if path else str(key)
+        if inner in _TRAINING_LOOP_SECTIONS or inner in _BATCH_KEYS:  # an open batch size has a message of its own
+            continue
+        if isinstance(value, dict | list):
+            yield from _autos(value, inner)
+        elif isinstance(value, str) and value == AUTO and not inner.startswith(_DEEPSPEED_AUTO_KEYS):
+            yield section, key, inner

@@ -23,7 +23,7 @@ from lowmem_load.distributed.heartbeat import Limits, Progress
 from lowmem_load.distributed.live_group import default_group, default_store, new_client, require_live
 from lowmem_load.distributed.store_channel import PART, Group, StoppedError, StoreChannel
 from lowmem_load.distributed.verdict import Entry, Verdict, verdict_on
-from lowmem_load.errors import ConfigError, RankError, spelled
+from lowmem_load.errors import ConfigError, RankError, error_text
 from lowmem_load.io.stand_ins import name_origins
 
 MAX_TEXT = 20_000
@@ -128,7 +128,7 @@ class RankGroup:
                     raise
                 error = caught
                 name_origins(error)
-                entry = Entry(title, name, spelled(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
+                entry = Entry(title, name, error_text(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
             verdict = self._verdict(channel, entry, limits)
             if not verdict.failures:
                 step.payloads = self._whole(channel, Entry(title, name), parts, verdict.payloads, limits)
@@ -154,7 +154,7 @@ class RankGroup:
         """Tell the other ranks that this one does not come to their next step, unless all know of the error. Local."""
         channel = self._channel() if dist.is_initialized() else None
         if channel is not None and not self._all_know(error):
-            channel.abort(self._members(channel), f"left {what}: {spelled(error, MAX_TEXT)}")
+            channel.abort(self._members(channel), f"left {what}: {error_text(error, MAX_TEXT)}")
             self._note_known(error)
 
     def next_step(self) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lowmem_load.distributed.nodes import pid_space
-from lowmem_load.quantities import size
+from lowmem_load.text import size
 
 PROC = Path("/proc")
 

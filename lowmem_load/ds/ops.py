@@ -1,4 +1,4 @@
-"""Loads DeepSpeed's ops, which torch compiles at their first use, one process at a time.
+"""Starts DeepSpeed's comm, and loads its ops, which torch compiles at their first use, one process at a time.
 
 DeepSpeed is imported when a function is called: the import takes seconds and chooses the accelerator.
 
@@ -15,9 +15,10 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
-from lowmem_load.contract import TORCH, require
+from lowmem_load.contract import DEEPSPEED, TORCH, require
 from lowmem_load.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,49 @@ POLL_S = 0.2
 """Seconds between two looks at a lock."""
 
 OUR_LOCK = "lowmem_load.lock"
+
+_GROUPS = (
+    *("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP"),
+    *("_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mesh_device", "mpu"),
+    *("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP", "_ALL_TO_ALL_GROUP"),
+)
+"""Names of `utils/groups.py` that hold a group, an object with one, or a dict of groups."""
+
+
+def bring_up_comm(backend: str, timeout: timedelta) -> None:
+    """Start DeepSpeed's comm on torch's process group, if it has not started."""
+    import deepspeed
+
+    require(
+        DEEPSPEED,
+        {
+            "deepspeed.comm.comm": ("cdb",),
+            "deepspeed.git_version_info": ("accelerator_name", "installed_ops"),
+            "deepspeed.ops.op_builder.builder:OpBuilder": ("_loaded_ops", "load"),
+            "deepspeed.utils.groups": _GROUPS,
+        },
+    )
+    if not deepspeed.comm.is_initialized():
+        load_shm_comm()
+        # Source: deepspeed 0.19.8 comm/comm.py:877 wraps torch's group without another initialisation.
+        # MPI discovery would overwrite the launcher variables, and needs mpi4py.
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+
+
+def reset_comm() -> None:
+    """Drop DeepSpeed's comm and groups: one that outlives torch's group breaks the next `deepspeed.initialize`."""
+    import deepspeed.comm.comm
+    from deepspeed.utils import groups
+
+    deepspeed.comm.comm.cdb = None
+    if hasattr(groups, "_release_process_group_references"):
+        groups._release_process_group_references()
+        return
+    for name in _GROUPS:  # older releases have no function that drops them
+        if isinstance(held := getattr(groups, name), dict):
+            held.clear()
+        else:
+            setattr(groups, name, None)
 
 
 def load_shm_comm() -> None:

@@ -9,14 +9,17 @@ parameter that a chosen and another module share cannot be both partitioned and 
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lowmem_load.config.settings import Choice, Partition, Settings, choices_of
+from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError, listed
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
@@ -33,6 +36,8 @@ TargetMaker = Callable[[Settings, nn.Module], Target]
 
 MARK = "lowmem_load_partitioned"
 """Attribute of a module that was loaded with all parameters below it partitioned."""
+
+_ZERO = "deepspeed.runtime.zero.partition_parameters"
 
 _FP32_NAMES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
 
@@ -297,3 +302,57 @@ def _matches(entry: Choice, name: str, module: nn.Module) -> bool:
 def is_below(name: str, chosen: Iterable[str]) -> bool:
     """Whether the module or parameter of this name is a chosen one or lies below one."""
     return any(not top or name == top or name.startswith(f"{top}.") for top in chosen)
+
+
+# -- a deepspeed.zero.Init that the caller has entered ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def zero_init_disabled() -> Iterator[Any]:
+    """Inside, a zero.Init that was entered around this has no effect. Yields the outermost one, or None."""
+    zero: Any = sys.modules.get(_ZERO)
+    if zero is None:
+        yield None
+        return
+    require(DEEPSPEED, {_ZERO: ("restore_init_context", "shutdown_init_context", "top_level_context")})
+    init = zero.top_level_context
+    if init is None or not getattr(init, "patched", False):
+        yield None
+        return
+    zero.shutdown_init_context()
+    try:
+        yield init
+    finally:
+        zero.restore_init_context()
+
+
+def refuse_other_zero_init(init: Any, *, dtype: torch.dtype, device: str, world_size: int) -> None:
+    """Raise unless a zero.Init around a load, as `zero_init_disabled` yields it, makes the same parameters as the load.
+
+    `device` is where partitions stay: "cpu", "nvme", or the accelerator's type.
+    """
+    if init is None:
+        return
+    require_attributes(DEEPSPEED, init, ("dp_world_size", "dtype", "remote_device"))
+    device_found = str(getattr(init.remote_device, "value", init.remote_device)).partition(":")[0]  # it may be an enum
+    found = (init.dtype, device_found, init.dp_world_size)
+    if found != (dtype, device, world_size):
+        raise UnsupportedError(
+            f"inside a deepspeed.zero.Init that makes {found[0]} parameters on {found[1]} for {found[2]} rank(s); "
+            f"the ds_config of this load asks for {dtype} on {device} for {world_size}: give zero.Init the same "
+            "ds_config (config_dict_or_path=), or load outside of it"
+        )
+
+
+def refuse_partitioned(model: nn.Module) -> None:
+    """Raise UnsupportedError if a parameter of a described model is a ZeRO-3 parameter already."""
+    if _ZERO not in sys.modules:
+        return
+    from lowmem_load.ds.parameters import is_partitioned
+
+    for name, parameter in model.named_parameters():
+        if is_partitioned(parameter):
+            raise UnsupportedError(
+                f"{name}: was partitioned by a zero.Init before its values were known; it was entered inside the "
+                f"load, such as in the __init__ of {type(model).__name__} or of a module of it: remove it there"
+            )

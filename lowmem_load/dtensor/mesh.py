@@ -1,13 +1,18 @@
-"""FSDP2 over a device mesh, and the device of a sharded model."""
+"""What a device mesh shards: FSDP2 over it, and which elements of a tensor this rank has, in which memory.
+
+The only module that touches private names of DTensor. Checked against torch 2.13.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -18,9 +23,11 @@ from torch.distributed.fsdp import (
     _flat_param,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor, placement_types
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, placement_types
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from lowmem_load.errors import UnsupportedError
+from lowmem_load.planning.ranges import Grid
 from lowmem_load.replaced import Replacement, replaced
 
 
@@ -112,3 +119,134 @@ def scatter_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
             held = values.to(tensor.device, tensor.dtype, copy=True).contiguous()
             dist.broadcast(held.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
             tensor.copy_(held)
+
+
+# -- what this rank has of a DTensor -----------------------------------------------------------------------------------
+
+CUTS_AS_HERE = Version(Version(torch.__version__).public) >= Version("2.11")
+"""Whether torch cuts a dim by a stride that does not divide it as `grid_of` does: 2.8 gives ranks other elements."""
+
+Run = tuple[int, int]
+"""Indices `[start, end)` along one dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One cut of dim `dim` of a tensor among the ranks of one mesh dim."""
+
+    dim: int
+    num_chunks: int  # ranks along the mesh dim
+    index: int  # of the chunk that this rank holds
+    split_factor: int = 1  # groups that the dim is cut into first; each is then cut into chunks, as by `_StridedShard`
+
+
+def grid_of(shape: Sequence[int], splits: Iterable[Split]) -> Grid:
+    """Return the elements of a tensor of `shape` that remain after the splits, in order. Pure.
+
+    Source: torch 2.13 `distributed/tensor/placement_types.py`, `Shard._split_tensor`, `_StridedShard._split_tensor`.
+    """
+    runs: list[list[Run]] = [[(0, size)] for size in shape]
+    for split in splits:
+        groups = [_chunk(runs[split.dim], split.split_factor, number) for number in range(split.split_factor)]
+        runs[split.dim] = [run for group in groups for run in _chunk(group, split.num_chunks, split.index)]
+    return Grid(tuple(tuple(_joined(dim)) for dim in runs))
+
+
+def _chunk(runs: Sequence[Run], num_chunks: int, index: int) -> list[Run]:
+    """Return the part of some runs that is chunk `index` of `num_chunks`, by the rule of `torch.chunk`."""
+    size = -(-sum(end - start for start, end in runs) // num_chunks)
+    first, last = index * size, (index + 1) * size
+    found, position = [], 0
+    for start, end in runs:
+        low, high = max(first, position), min(last, position + end - start)
+        if low < high:
+            found.append((start + low - position, start + high - position))
+        position += end - start
+    return found
+
+
+def _joined(runs: Iterable[Run]) -> list[Run]:
+    """Return runs with neighbours joined; `(0, 0)` if there are none."""
+    joined: list[Run] = []
+    for start, end in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return joined or [(0, 0)]
+
+
+def local_shard(name: str, tensor: torch.Tensor, *, needs_memory: bool) -> tuple[Grid, torch.Tensor]:
+    """Return the elements of a tensor that this rank holds, and the memory that holds them: flat, row-major. Local.
+
+    A tensor that is no DTensor is held in full. Without `needs_memory` it may be on the meta device.
+    """
+    grid, local = grid_of(tensor.shape, ()), tensor.detach()
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()  # None: this rank is not part of the mesh, so it holds nothing
+        grid = grid_of(tensor.shape, _splits(name, tensor, coordinate)) if coordinate else Grid((((0, 0),),))
+        local = tensor._local_tensor.detach()  # noqa: SLF001  `to_local` waits for collectives: there are none
+        if tuple(local.shape) != grid.sizes and grid.numel + local.numel():
+            raise UnsupportedError(
+                f"{name}: its placements {tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)} give this "
+                f"rank a shard of shape {grid.sizes}, but its local tensor has shape {tuple(local.shape)}"
+            )
+    if local.is_meta and needs_memory:
+        raise UnsupportedError(f"{name}: has no memory (meta device); call model.to_empty(device=...) first")
+    if not local.is_contiguous():
+        raise UnsupportedError(f"{name}: its local tensor is not contiguous; call model.to_empty(device=...) first")
+    return grid, local.view(-1)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a DTensor; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001  see `local_shard`
+
+
+def all_ranks() -> Any:
+    """Return the default process group, whose ranks hold the shards of all DTensors together."""
+    return dist.group.WORLD
+
+
+def is_first_replica(tensor: Any) -> bool:
+    """Return whether this rank is the first of those that hold equal shards of a DTensor.
+
+    Replicas lie along the mesh dims of `Replicate`. Where the mesh is one of several equal parts of a root mesh, each
+    part holds a replica; the first part has the first rank of the root.
+    """
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None or _root_mesh(mesh).mesh.flatten()[0] not in mesh.mesh:
+        return False
+    along = zip(coordinate, tensor.placements, strict=True)
+    return not any(index for index, placement in along if isinstance(placement, Replicate))
+
+
+def _root_mesh(mesh: Any) -> Any:
+    # Source: torch 2.13 `distributed/device_mesh.py`, `DeviceMesh._get_root_mesh`; `_mesh_resources` before 2.10.
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()  # noqa: SLF001
+    from torch.distributed.device_mesh import _mesh_resources
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
+def _splits(name: str, tensor: DTensor, coordinate: Sequence[int]) -> Iterator[Split]:
+    mesh, sizes = tensor.device_mesh, list(tensor.shape)
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard | _StridedShard):
+            raise UnsupportedError(
+                f"{name}: has the placement {placement}, which no checkpoint can fill; redistribute it to Shard or "
+                "Replicate first"
+            )
+        split_factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        split = Split(placement.dim % tensor.ndim, mesh.size(mesh_dim), coordinate[mesh_dim], split_factor)
+        is_even = sizes[split.dim] % (split.num_chunks * split_factor) == 0
+        if split_factor > 1 and not (is_even or CUTS_AS_HERE):
+            raise UnsupportedError(
+                f"{name}: torch {torch.__version__} cuts a dim of {sizes[split.dim]} elements by {placement} otherwise "
+                "than newer releases; install torch>=2.11, or choose sizes that divide it"
+            )
+        sizes[split.dim] = sizes[split.dim] // split.num_chunks if is_even else 1
+        yield split

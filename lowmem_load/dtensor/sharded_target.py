@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lowmem_load.dtensor.shards import local_shard
+from lowmem_load.dtensor.mesh import local_shard
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.io.elements import untouched_bytes
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan

@@ -24,7 +24,14 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from lowmem_load.contract import TRANSFORMERS, require
-from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError, ModelBuildError, UnsupportedError, spelled
+from lowmem_load.errors import (
+    CheckpointError,
+    ConfigError,
+    LowMemLoadError,
+    ModelBuildError,
+    UnsupportedError,
+    error_text,
+)
 from lowmem_load.formats.index import check_index
 from lowmem_load.hf.collecting import described_collecting, symbolic_files
 from lowmem_load.hf.hub_files import asked_once
@@ -218,7 +225,7 @@ def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Replaceme
         except Exception as error:  # the constructor trusts the values, so a wrong one may raise anything
             raise ModelBuildError(
                 f"{name}: {cls.__name__} cannot be built from its configuration (config.json): "
-                f"{spelled(error, MAX_QUOTED)}"
+                f"{error_text(error, MAX_QUOTED)}"
             ) from error
 
     return cls, "__init__", build

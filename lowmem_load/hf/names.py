@@ -13,7 +13,7 @@ import huggingface_hub
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed, spelled
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, error_text, listed
 from lowmem_load.formats.index import base_of_adapter, check_model_config
 from lowmem_load.hf.hub_files import adapter_config_file, config_file, has_file, hub_keywords
 from lowmem_load.io.stand_ins import origin_of
@@ -69,7 +69,7 @@ def files_explained(name: str, subfolder: str) -> Iterator[None]:
 def _what_is_there(name: str, subfolder: str, error: Exception) -> str:
     if not os.path.isdir(name):
         offline = "the Hub's cache does not have its files, and HF_HUB_OFFLINE is set"
-        reason = offline if huggingface_hub.constants.HF_HUB_OFFLINE else spelled(error, MAX_QUOTED)
+        reason = offline if huggingface_hub.constants.HF_HUB_OFFLINE else error_text(error, MAX_QUOTED)
         return f"{no_folder(name)}; as a model on the Hub: {reason}"
     folder, shown = os.path.join(name, subfolder), os.path.join(origin_of(name), subfolder)
     files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
@@ -80,7 +80,7 @@ def _what_is_there(name: str, subfolder: str, error: Exception) -> str:
             f"{shown}: holds {listed([shard[0] for shard in shards], 3)}, but no {' or '.join(lacking)}, "
             "which says what tensor is in which file; copy it there, too, or save the model again"
         )
-    text = spelled(error, MAX_QUOTED).replace(name, origin_of(name))
+    text = error_text(error, MAX_QUOTED).replace(name, origin_of(name))
     return f"{shown}: {text} It holds {listed(files)}"
 
 
@@ -169,7 +169,7 @@ def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
         if file is None and not os.path.exists(where):
             raise CheckpointError(_what_is_there(where, "", error)) from error
         raise CheckpointError(
-            f"{file or where}: no usable model configuration: {spelled(error, MAX_QUOTED)}"
+            f"{file or where}: no usable model configuration: {error_text(error, MAX_QUOTED)}"
         ) from error
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from lowmem_load.api.load_into import load_into
+from lowmem_load.api.load_model import following
 from lowmem_load.api.request import Options
-from lowmem_load.api.streaming import following
 from lowmem_load.integrations import frameworks
 from lowmem_load.integrations.accelerate_fsdp2 import lazy_loads
 from lowmem_load.replaced import Handler

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from lowmem_load.api.load_model import following, streaming_by
 from lowmem_load.api.request import Options
-from lowmem_load.api.streaming import following, streaming_by
 from lowmem_load.config.settings import Partition
 from lowmem_load.errors import ConfigError
 

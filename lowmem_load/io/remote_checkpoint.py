@@ -25,12 +25,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import build_hf_headers
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.fingerprint import fingerprint
 from lowmem_load.io import http_folder, object_store
 from lowmem_load.io.http_object import HttpObject, without_secrets
 from lowmem_load.io.remote_file import HEAD_BYTES, Check, RemoteFile, RemoteObject, in_threads, retried
 from lowmem_load.io.source import read_bytes
 from lowmem_load.io.stand_ins import HEADS, head_of, note_folder, plain_url
+from lowmem_load.text import fingerprint
 
 MAX_SMALL_NBYTES = 64 << 20
 """Most bytes of a file that is fetched whole, such as an index."""

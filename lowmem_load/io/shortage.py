@@ -7,7 +7,7 @@ import errno
 from collections.abc import Iterator
 
 from lowmem_load.errors import MemoryShortageError
-from lowmem_load.quantities import size
+from lowmem_load.text import size
 
 _WORDS = ("can't allocate memory", "out of memory", "not enough memory")
 """Of torch's RuntimeErrors: `c10/core/impl/alloc_cpu.cpp` for the host, and those of the devices."""

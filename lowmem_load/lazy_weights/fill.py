@@ -13,16 +13,14 @@ from torch import nn
 
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
-from lowmem_load.dtensor.mesh import scatter_into
-from lowmem_load.dtensor.shards import local_shard
+from lowmem_load.dtensor.mesh import local_shard, scatter_into
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
-from lowmem_load.fingerprint import fingerprint
 from lowmem_load.io.reader import Part
 from lowmem_load.lazy_weights.lazy_model import LazyReader, leave, reader_of
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children
-from lowmem_load.quantities import share
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread, values_of
+from lowmem_load.text import fingerprint, share
 
 
 def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.dtensor.mesh import made_real
-from lowmem_load.dtensor.shards import local_tensor
+from lowmem_load.dtensor.mesh import local_tensor, made_real
 from lowmem_load.errors import UnsupportedError, listed
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import transformers_class

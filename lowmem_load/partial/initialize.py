@@ -17,9 +17,9 @@ from lowmem_load.ds.hooks import hooked, is_shell
 from lowmem_load.ds.parameters import full_numel, group_size_of, is_partitioned
 from lowmem_load.ds.zero3_target import check_ties, choose, chosen_parameters, partitioned_modules
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
-from lowmem_load.fingerprint import fingerprint
 from lowmem_load.partial.partial_engine import PartialEngine
 from lowmem_load.partial.replicated import Average, SplitOptimizer, options_of
+from lowmem_load.text import fingerprint
 
 
 def initialize(

@@ -12,7 +12,7 @@ from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.node_memory import free_heap_bytes, rooms
 from lowmem_load.distributed.nodes import machine
 from lowmem_load.distributed.verdict import spell_ranks
-from lowmem_load.ds import zero_init
+from lowmem_load.ds.zero3_target import refuse_other_zero_init, refuse_partitioned
 from lowmem_load.errors import (
     CheckpointError,
     ConfigError,
@@ -27,7 +27,7 @@ from lowmem_load.io.executor import MIN_DEVICE_THREADS
 from lowmem_load.io.uploads import Uploads
 from lowmem_load.pipeline.describe import Described
 from lowmem_load.planning.load_plan import LoadPlan
-from lowmem_load.quantities import size
+from lowmem_load.text import size
 
 PLACED_BY_STOCK = ("device_map", "quantization_config", "gguf_file")
 """Keywords of loads that transformers itself does under stages 0 to 2."""
@@ -64,7 +64,7 @@ def refuse_device_map(call: loader.Call, settings: Settings) -> None:
 
 def check_described(described: Described) -> None:
     """Raise for what cannot be planned."""
-    zero_init.refuse_partitioned(described.model)
+    refuse_partitioned(described.model)
     described.constructor.check(described.name, described.model)
     quantizer: Any = getattr(described.model, "hf_quantizer", None)
     if quantizer is not None:
@@ -91,7 +91,7 @@ def check_around(init: Any, described: Described) -> None:
     """Raise if a zero.Init around this load makes other parameters than the load."""
     settings, device = described.settings, described.settings.offload_device
     device = described.target.device.type if device == "none" else device
-    zero_init.refuse_another(init, dtype=settings.dtype, device=device, world_size=settings.world_size)
+    refuse_other_zero_init(init, dtype=settings.dtype, device=device, world_size=settings.world_size)
 
 
 def disk_uses(needed: Mapping[str, int]) -> list[Use]:

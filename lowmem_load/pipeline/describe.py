@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Settings
-from lowmem_load.ds.zero3_target import TargetMaker
-from lowmem_load.ds.zero_init import refuse_partitioned
+from lowmem_load.ds.zero3_target import TargetMaker, refuse_partitioned
 from lowmem_load.errors import ConfigError
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.hf import loader

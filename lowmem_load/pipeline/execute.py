@@ -15,10 +15,10 @@ from lowmem_load.io.shortage import naming_shortage
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.load_plan import BufferPlan, TargetPlan
 from lowmem_load.planning.sharing import Shared
-from lowmem_load.quantities import share
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.target import Target
+from lowmem_load.text import share
 
 if TYPE_CHECKING:
     from lowmem_load.pipeline.shared_reads import SharedReads

@@ -20,10 +20,8 @@ from lowmem_load.distributed import environment
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress, computing
 from lowmem_load.distributed.node_cache import NodeCache
-from lowmem_load.ds import zero_init
-from lowmem_load.ds.zero3_target import TargetMaker
-from lowmem_load.errors import NotStreamedWarning, UnsupportedError, outside_level, spelled
-from lowmem_load.fingerprint import MAX_VALUE, fingerprint
+from lowmem_load.ds.zero3_target import TargetMaker, zero_init_disabled
+from lowmem_load.errors import NotStreamedWarning, UnsupportedError, error_text, outside_level
 from lowmem_load.hf import loader, names
 from lowmem_load.hf.active import on_host
 from lowmem_load.hf.hub_files import commit_in
@@ -52,8 +50,8 @@ from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened, small_tensors
 from lowmem_load.pipeline.shared_reads import Place, ReadSharing, SharedReads, shares_reads
-from lowmem_load.quantities import share
 from lowmem_load.report import Attempts, LoadReport, OnLoad, write_report
+from lowmem_load.text import MAX_VALUE, fingerprint, share
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +132,7 @@ class Load:
             if is_ordinary:
                 return None
             nodes = cache.meet([offer for offer, _ in payloads])
-            around = stack.enter_context(zero_init.set_aside())
+            around = stack.enter_context(zero_init_disabled())
             stack.enter_context(on_host())
             stack.enter_context(random_state_of(base64.b64decode(payloads[0][1])))
             files = stack.enter_context(contextlib.ExitStack())
@@ -193,7 +191,7 @@ class Load:
             may_work = isinstance(error, UnsupportedError) if made else may_work_in_stock(error)
             if not self.is_lenient or self.verify or not may_work or is_remote:
                 raise
-            raise _NotStreamedError(spelled(error, names.MAX_QUOTED)) from error
+            raise _NotStreamedError(error_text(error, names.MAX_QUOTED)) from error
 
     def _check_call(self, call: loader.Call, cache: NodeCache) -> tuple[bool, list[Any]]:
         """Return whether transformers does this load by itself, and of each rank its cache offer and random state."""

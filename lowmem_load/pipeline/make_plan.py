@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.fingerprint import fingerprint
 from lowmem_load.pipeline.describe import Described
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import BufferPlan, CompanionPlan, Destination, LoadPlan, SlowPath, TargetPlan
@@ -22,6 +21,7 @@ from lowmem_load.symbolic.initialise import INITIALISED, UNINITIALISED
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.target import Layout
+from lowmem_load.text import fingerprint
 
 Place = tuple[nn.Module, str]
 """A module, and the name of one of its own parameters or buffers."""

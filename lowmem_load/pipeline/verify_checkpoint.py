@@ -22,7 +22,7 @@ from lowmem_load.io.open_sources import OpenSources
 from lowmem_load.io.source import ByteSource
 from lowmem_load.io.stand_ins import open_file, origins_named
 from lowmem_load.planning.load_plan import PlannedFile
-from lowmem_load.quantities import share
+from lowmem_load.text import share
 
 MAX_THREADS = 4
 """Files that `verify_checkpoint` hashes at a time, cores permitting. More compete for one disk."""

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowmem_load.fingerprint import fingerprint
 from lowmem_load.planning.expression import Shape
 from lowmem_load.planning.ranges import Region
 from lowmem_load.planning.reads import Fill, Read, ReadCost
+from lowmem_load.text import fingerprint
 
 
 @dataclass(frozen=True, slots=True)

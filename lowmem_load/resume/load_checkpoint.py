@@ -14,7 +14,6 @@ from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
-from lowmem_load.fingerprint import fingerprint
 from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.io.shortage import naming_shortage
 from lowmem_load.phases import progress_bar
@@ -23,11 +22,11 @@ from lowmem_load.planning.expression import cast
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Fill
-from lowmem_load.quantities import share
 from lowmem_load.report import Attempts, LoadReport
 from lowmem_load.resume.open_checkpoint import open_checkpoint
 from lowmem_load.resume.zero_checkpoint import FP32, Checkpoint, SavedParameter, differences_of, find_folder
 from lowmem_load.saving.save import ranks_of
+from lowmem_load.text import fingerprint, share
 
 if TYPE_CHECKING:
     from lowmem_load.ds.engine_states import HeldParameter, Zero3State

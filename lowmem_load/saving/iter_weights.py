@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.fingerprint import fingerprint
 from lowmem_load.hf import merging, saver
 from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.merging import Merge
@@ -29,6 +28,7 @@ from lowmem_load.saving.local_shards import LocalShard, local_shards, unwrapped
 from lowmem_load.saving.save import ranks_of
 from lowmem_load.saving.send_weights import Tensors, Weights
 from lowmem_load.saving.writer import proved_copies
+from lowmem_load.text import fingerprint
 
 Names: TypeAlias = "Collection[str] | Callable[[str], bool]"
 

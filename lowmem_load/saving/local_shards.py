@@ -57,7 +57,7 @@ class LocalShard:
 
             return partition_of(cast("nn.Parameter", self.tensor))._version  # noqa: SLF001  torch documents it
         if is_dtensor(self.tensor):  # operations on it are seen on the DTensor, those of FSDP2 on its memory
-            from lowmem_load.dtensor.shards import local_shard
+            from lowmem_load.dtensor.mesh import local_shard
 
             memory = local_shard(self.source.name, self.tensor, needs_memory=True)[1]
             return memory._version + self.tensor._version  # noqa: SLF001
@@ -95,7 +95,7 @@ class LocalShard:
     def flat(self) -> Iterator[torch.Tensor]:
         """Yield the flat memory that begins with the elements of `held`, in order."""
         if is_dtensor(self.tensor):
-            from lowmem_load.dtensor.shards import local_shard
+            from lowmem_load.dtensor.mesh import local_shard
 
             yield local_shard(self.source.name, self.tensor, needs_memory=True)[1]
         elif not self.is_partitioned:
@@ -177,7 +177,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 def group_of(tensor: torch.Tensor) -> Any:
     """Return the group of torch.distributed whose ranks hold the pieces of a tensor; None if each holds it in full."""
     if is_dtensor(tensor):
-        from lowmem_load.dtensor.shards import all_ranks
+        from lowmem_load.dtensor.mesh import all_ranks
 
         return all_ranks()
     if "deepspeed" in sys.modules:  # else nothing can be partitioned
@@ -206,7 +206,7 @@ def local_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool)
             return LocalShard(whole, tensor, held, region, True, is_master)
     source = Source("", name, 0, tuple(tensor.shape), tensor.dtype)
     if is_dtensor(tensor):
-        from lowmem_load.dtensor.shards import is_first_replica, local_shard
+        from lowmem_load.dtensor.mesh import is_first_replica, local_shard
 
         grid, _ = local_shard(name, tensor, needs_memory=True)
         return LocalShard(source, tensor, grid, grid if is_first_replica(tensor) else _NOTHING, False, False)

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from lowmem_load.distributed.group import RankGroup
-from lowmem_load.fingerprint import fingerprint
 from lowmem_load.saving.local_shards import group_of, local_shard_of, unwrapped
+from lowmem_load.text import fingerprint
 
 LANES = 8
 BLOCK_UNITS = 1024

@@ -29,7 +29,6 @@ from lowmem_load.io.elements import trim_heap
 from lowmem_load.io.mounts import has_caches_apart
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Source
-from lowmem_load.quantities import share
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.local_shards import LocalShard, group_of, is_dtensor, local_shards, unwrapped
 from lowmem_load.saving.writer import (
@@ -43,6 +42,7 @@ from lowmem_load.saving.writer import (
     plan_writes,
     total_bytes,
 )
+from lowmem_load.text import share
 
 Describe: TypeAlias = Callable[[Path, Mapping[int, Source]], tuple[list[saver.SavedFile], list[Merge]]]
 """Gets an empty folder of this rank's own, to which it writes all other files, and the source of each parameter and

@@ -37,7 +37,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.fingerprint import fingerprint
 from lowmem_load.formats.safetensors import BITS, DTYPES, PACKED
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf.saver import SavedFile
@@ -59,7 +58,7 @@ from lowmem_load.planning.expression import (
 from lowmem_load.planning.nest import Nest, offsets
 from lowmem_load.planning.proof import prove_coverage
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.quantities import size
+from lowmem_load.text import fingerprint, size
 
 _CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items() if code not in PACKED}
 _ORDER = {code: number for number, code in enumerate(BITS)}

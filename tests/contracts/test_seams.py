@@ -30,7 +30,7 @@ from transformers import modeling_utils
 from transformers.integrations import deepspeed as integration
 
 from lowmem_load import DistributedInterface
-from lowmem_load.ds import comm, hooks, parameters, swapping
+from lowmem_load.ds import hooks, ops, parameters, swapping
 from lowmem_load.ds import engine as zero3_engine
 from lowmem_load.ds import partition as zero3
 from lowmem_load.errors import IncompatibleVersionError
@@ -194,7 +194,7 @@ def test_a_comm_that_could_not_be_reset_is_not_brought_up(
     with monkeypatch.context() as patch:
         patch.delattr(owner, name)
         with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format(name)):
-            comm.bring_up_comm("gloo", timedelta(minutes=1))
+            ops.bring_up_comm("gloo", timedelta(minutes=1))
 
 
 @pytest.mark.parametrize(

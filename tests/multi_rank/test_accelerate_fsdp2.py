@@ -26,7 +26,7 @@ from torch import nn
 
 import lowmem_load
 from lowmem_load import CheckpointError, NotStreamedWarning, RankError, UnsupportedError
-from lowmem_load.dtensor.shards import local_tensor
+from lowmem_load.dtensor.mesh import local_tensor
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread
 from tests import builders
 from tests.multi_rank.test_load_into import TRAINS_ON_CPU, losses, start

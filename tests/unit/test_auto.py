@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_load.config.auto import for_loading, hidden_size_of, resolve_auto
 from lowmem_load.config.ds_config import Precision
+from lowmem_load.config.settings import for_loading, hidden_size_of, resolve_auto
 from lowmem_load.errors import ConfigError
 from tests.unit.test_ds_config import HF_ZERO3
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.dtensor.shards import Split, grid_of
+from lowmem_load.dtensor.mesh import Split, grid_of
 from lowmem_load.errors import PlanError
 from lowmem_load.io.elements import scatter_elements, source_elements
 from lowmem_load.planning.buckets import (

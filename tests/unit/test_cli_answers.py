@@ -20,7 +20,7 @@ from lowmem_load.cli import common
 from lowmem_load.cli.common import facts, table
 from lowmem_load.cli.start import app, main
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, RankError, UnsupportedError
-from lowmem_load.quantities import size
+from lowmem_load.text import size
 from tests.builders import tiny_llama, tiny_mixtral, tiny_qwen2_tied
 from tests.ranks import REPO
 from tests.storage import on_network

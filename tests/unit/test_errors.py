@@ -9,7 +9,7 @@ import re
 import pytest
 
 from lowmem_load import errors
-from lowmem_load.errors import LowMemLoadError, RankError, spelled
+from lowmem_load.errors import LowMemLoadError, RankError, error_text
 
 
 def drawn() -> dict[str, tuple[str | None, str | None]]:
@@ -73,4 +73,4 @@ class Mute(Exception):
     ],
 )
 def test_an_error_is_spelled_with_its_class_at_a_bounded_length(error: Exception, expected: str) -> None:
-    assert spelled(error, 16) == expected
+    assert error_text(error, 16) == expected

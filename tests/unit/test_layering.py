@@ -13,8 +13,9 @@ UNITS = {path.stem if path.is_file() else path.name for path in FOLDER.iterdir()
 
 # Folders, and modules in none, low to high. Each imports from the lines above its own only, inside functions too.
 LADDER = """
-errors fingerprint phases replaced
-contract planning quantities config
+errors phases replaced
+text
+contract planning config
 io target
 formats
 symbolic
@@ -52,7 +53,7 @@ ONLY = {
     **dict.fromkeys((".read_bytes()", ".read_text()", ".write_bytes()", ".write_text()"), FILES),
 }
 # Folders that only compute, and what they may not import besides.
-PURE = "errors fingerprint planning"
+PURE = "errors text planning"
 IMPURE = {"accelerate", "huggingface_hub", "io", "mmap", "os", "safetensors", "shutil", "tempfile", "threading"}
 
 

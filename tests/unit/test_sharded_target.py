@@ -15,9 +15,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lowmem_load.dtensor import shards
-from lowmem_load.dtensor.mesh import shard_fully
+from lowmem_load.dtensor.mesh import is_first_replica, shard_fully
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
-from lowmem_load.dtensor.shards import is_first_replica
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.hf.sharding import blocks
 from lowmem_load.planning.expression import Source

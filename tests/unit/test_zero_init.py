@@ -13,7 +13,7 @@ from torch import nn
 
 from lowmem_load import DistributedInterface
 from lowmem_load.ds.parameters import is_partitioned
-from lowmem_load.ds.zero_init import refuse_another, refuse_partitioned, set_aside
+from lowmem_load.ds.zero3_target import refuse_other_zero_init, refuse_partitioned, zero_init_disabled
 from lowmem_load.errors import UnsupportedError
 
 BF16 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
@@ -41,7 +41,7 @@ def has_effect() -> bool:
 
 def make_inside() -> type[nn.Module]:
     """Make modules where zero.Init is set aside; return a class that was made there. Leave by an error."""
-    with set_aside() as around:
+    with zero_init_disabled() as around:
         assert around.dtype == torch.bfloat16
         assert not has_effect()
 
@@ -50,7 +50,7 @@ def make_inside() -> type[nn.Module]:
                 super().__init__(2, 2)
 
         assert not is_partitioned(Meanwhile().weight)
-        with set_aside() as inner:  # a load inside a load
+        with zero_init_disabled() as inner:  # a load inside a load
             assert inner is None
         assert not has_effect()
         raise Failed(Meanwhile)
@@ -58,7 +58,7 @@ def make_inside() -> type[nn.Module]:
 
 def test_it_has_no_effect_inside_and_has_it_again_afterwards() -> None:
     before = (torch.empty, nn.Module.__init_subclass__, nn.Linear.__init__)
-    with set_aside() as around:
+    with zero_init_disabled() as around:
         assert around is None
     with deepspeed.zero.Init(config_dict_or_path=BF16), deepspeed.zero.Init(config_dict_or_path=BF16):
         assert has_effect()
@@ -76,7 +76,7 @@ def test_one_that_deepspeed_has_shut_down_stays_so() -> None:
     """As it does inside deepspeed.initialize."""
     with deepspeed.zero.Init(config_dict_or_path=BF16):
         zero.shutdown_init_context()
-        with set_aside() as around:
+        with zero_init_disabled() as around:
             assert around is None
         assert not has_effect()
         zero.restore_init_context()
@@ -96,16 +96,16 @@ def test_one_that_deepspeed_has_shut_down_stays_so() -> None:
 def test_one_that_makes_other_parameters_is_refused(
     keywords: dict[str, Any], difference: dict[str, Any], text: str | None
 ) -> None:
-    with deepspeed.zero.Init(config_dict_or_path=BF16, **keywords), set_aside() as around:
+    with deepspeed.zero.Init(config_dict_or_path=BF16, **keywords), zero_init_disabled() as around:
         if text is None:
-            refuse_another(around, **SAME)
+            refuse_other_zero_init(around, **SAME)
             return
         with pytest.raises(UnsupportedError, match=text):
-            refuse_another(around, **{**SAME, **difference})
+            refuse_other_zero_init(around, **{**SAME, **difference})
 
 
 def test_none_around_is_no_difference() -> None:
-    refuse_another(None, **SAME)
+    refuse_other_zero_init(None, **SAME)
 
 
 def test_a_parameter_that_is_cut_up_already_is_named() -> None:

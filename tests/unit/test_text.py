@@ -1,11 +1,13 @@
-"""Sizes as text, and back."""
+"""Sizes as text, and back; digests of lines of text."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.quantities import count, parse_size, size
+from lowmem_load.text import count, fingerprint, parse_size, size
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,19 @@ def test_sizes_are_written() -> None:
         *("0 B", "1023 B", "1.00 KiB", "10.0 KiB", "1.50 GiB", "5120.0 TiB"),
     ]
     assert [count(number) for number in (0, 1234, 8.03e9, 1.5e6, 2e12)] == ["0", "1,234", "8.03 B", "1.50 M", "2.00 T"]
+
+
+def test_equal_lines_have_equal_digests_in_every_process() -> None:
+    expected = "911169ddaaf146af"  # printf 'a\nb\n' | sha256sum
+    assert fingerprint(["a", "b"]) == fingerprint(line for line in ("a", "b")) == expected
+
+
+def test_other_lines_have_other_digests() -> None:
+    texts = [[], [""], ["", ""], ["ab"], ["a", "b"], ["b", "a"], ["a", "b", ""], ["A", "b"], ["\ud800"], ["\ud801"]]
+    for left, right in itertools.combinations(texts, 2):
+        assert fingerprint(left) != fingerprint(right), (left, right)
+
+
+def test_a_name_that_is_no_unicode_has_one() -> None:
+    """File names may be any bytes; Python spells those that are not UTF-8 with surrogates."""
+    assert len(fingerprint([b"\xff.safetensors".decode("utf-8", "surrogateescape")])) == 16

@@ -1,8 +1,10 @@
-"""Sizes and counts as text, and back. Imports nothing heavy, because the command line starts with it."""
+"""Sizes, counts and digests as text. Imports nothing heavy, because the command line starts with it."""
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Iterable
 
 from lowmem_load.errors import ConfigError
 
@@ -51,3 +53,17 @@ def count(number: float) -> str:
         if number >= 10**power:
             return f"{number / 10**power:.2f} {unit}"
     return f"{number:,.0f}"
+
+
+# -- digests by which ranks compare plans, configurations and arguments -----------------------------------------------
+
+MAX_VALUE = 80
+"""Characters of a configuration's value that a message shows; ranks compare longer ones by digest."""
+
+
+def fingerprint(lines: Iterable[str]) -> str:
+    """Return a digest of text lines: 64 bits in hex."""
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(line.encode("utf-8", "surrogatepass") + b"\n")
+    return digest.hexdigest()[:16]
