@@ -30,8 +30,8 @@ from transformers import modeling_utils
 from transformers.integrations import deepspeed as integration
 
 from lowmem_load import DistributedInterface
-from lowmem_load.ds import hooks, ops, parameters, swapping
 from lowmem_load.ds import engine as zero3_engine
+from lowmem_load.ds import hooks, ops, parameters, swapping
 from lowmem_load.ds import partition as zero3
 from lowmem_load.errors import IncompatibleVersionError
 from lowmem_load.hf import loader as hf

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lowmem_load import DistributedInterface, ModelEngine, load_model, load_report, plan, streaming
-from lowmem_load.config import auto, ds_config
+from lowmem_load.config import ds_config, settings
 from lowmem_load.config.ds_config import Precision
 from lowmem_load.config.settings import Partition, Settings, choices_of, read_settings
 from lowmem_load.errors import ConfigError
@@ -165,7 +165,7 @@ def lone_process() -> Iterator[None]:
 @pytest.fixture
 def calls() -> Iterator[Counter[str]]:
     """How often each of these was called, by whomever."""
-    functions = (ds_config.read_ds_config, auto.resolve_auto, ds_config.zero_stage, ds_config.precision_of)
+    functions = (ds_config.read_ds_config, settings.resolve_auto, ds_config.zero_stage, ds_config.precision_of)
     names = {function.__code__: function.__name__ for function in functions}
     found: Counter[str] = Counter()
 

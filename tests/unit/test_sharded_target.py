@@ -14,8 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lowmem_load.dtensor import shards
-from lowmem_load.dtensor.mesh import is_first_replica, shard_fully
+from lowmem_load.dtensor.mesh import is_first_replica, local_shard, shard_fully
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.hf.sharding import blocks
@@ -114,15 +113,15 @@ def test_a_stride_that_does_not_divide_a_dim_is_refused_where_torch_cuts_otherwi
     rank: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch 2.8 gives rank 0 of 3 the elements 0 and 3 of 4, torch 2.11 the elements 0 and 2."""
-    monkeypatch.setattr(shards, "CUTS_AS_HERE", False)
+    monkeypatch.setattr("lowmem_load.dtensor.mesh.CUTS_AS_HERE", False)
     mesh = init_device_mesh("cpu", (4,))
     local = torch.zeros(2 if size == 8 else 1)
     tensor = DTensor(local, _spec(mesh, size), requires_grad=False)
     if size == 8:
-        assert shards.local_shard("w", tensor, needs_memory=True)[0].numel == 2
+        assert local_shard("w", tensor, needs_memory=True)[0].numel == 2
     else:
         with pytest.raises(UnsupportedError, match=r"w: torch .* cuts a dim of 4 elements by .*otherwise"):
-            shards.local_shard("w", tensor, needs_memory=True)
+            local_shard("w", tensor, needs_memory=True)
 
 
 @pytest.mark.parametrize("rank", [0], indirect=True)
