@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.io.http_object import DENIED, THROTTLED, TRANSIENT, USE_ANOTHER, without_secrets
+from lowmem_load.io.http_files import DENIED, THROTTLED, TRANSIENT, USE_ANOTHER, without_secrets
 from lowmem_load.io.remote_file import TIMEOUT_S, Check, RemoteObject, TransientError, in_threads, retried
 from lowmem_load.io.stand_ins import plain_url
 
@@ -62,7 +62,7 @@ class StoreObject:
             raise TransientError(f"the store sent {filled} bytes, expected {memory.nbytes}")
 
 
-def listed(url: str, subfolder: str) -> dict[str, RemoteObject]:
+def list_files(url: str, subfolder: str) -> dict[str, RemoteObject]:
     """Return the files in a folder of an object store, and in one subfolder of it, by path inside the folder."""
     store = _opened(url)
     import obstore
@@ -76,7 +76,7 @@ def listed(url: str, subfolder: str) -> dict[str, RemoteObject]:
         return files
 
 
-def looked_up(url: str, files: Iterable[str], check: Check) -> dict[str, RemoteObject]:
+def look_up(url: str, files: Iterable[str], check: Check) -> dict[str, RemoteObject]:
     """Return those of some files that are there, by their path in the folder at `url`."""
     files = list(files)
     if not files:
@@ -84,7 +84,7 @@ def looked_up(url: str, files: Iterable[str], check: Check) -> dict[str, RemoteO
     store = _opened(url)
     import obstore
 
-    def look_up(file: str) -> RemoteObject | None:
+    def look_up_once(file: str) -> RemoteObject | None:
         with _our_errors(name := f"{plain_url(url).rstrip('/')}/{file}"):
             _check_process(name)
             try:
@@ -93,7 +93,7 @@ def looked_up(url: str, files: Iterable[str], check: Check) -> dict[str, RemoteO
                 return None
 
     def look_up_again(file: str, check: Check) -> RemoteObject | None:
-        return retried(lambda: look_up(file), f"{plain_url(url).rstrip('/')}/{file}: cannot be found", check=check)
+        return retried(lambda: look_up_once(file), f"{plain_url(url).rstrip('/')}/{file}: cannot be found", check=check)
 
     items = in_threads(look_up_again, files, check)
     return {file: item for file, item in zip(files, items, strict=True) if item is not None}

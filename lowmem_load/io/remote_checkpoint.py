@@ -25,8 +25,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import build_hf_headers
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.io import http_folder, object_store
-from lowmem_load.io.http_object import HttpObject, without_secrets
+from lowmem_load.io import http_files, object_store
+from lowmem_load.io.http_files import HttpObject, without_secrets
 from lowmem_load.io.remote_file import HEAD_BYTES, Check, RemoteFile, RemoteObject, in_threads, retried
 from lowmem_load.io.source import read_bytes
 from lowmem_load.io.stand_ins import HEADS, head_of, note_folder, plain_url
@@ -88,16 +88,16 @@ def folder_of_url(url: str, *, subfolder: str = "", variant: str | None = None, 
     _check_url(url)
     origin = plain_url(url).rstrip("/")
     is_http = urlsplit(url).scheme in ("http", "https")
-    looked_up = http_folder.looked_up if is_http else object_store.looked_up
+    look_up = http_files.look_up if is_http else object_store.look_up
     if is_http:
         names = dict.fromkeys((*ON_HTTP, *(of_variant(file, variant) for file in WEIGHTS)))
         folders = dict.fromkeys(("", subfolder.strip("/")))
-        listing = looked_up(url, [posixpath.join(folder, name) for folder in folders for name in names], check)
+        listing = look_up(url, [posixpath.join(folder, name) for folder in folders for name in names], check)
     else:
-        listing = retried(lambda: object_store.listed(url, subfolder), f"{origin}: cannot be listed", check=check)
+        listing = retried(lambda: object_store.list_files(url, subfolder), f"{origin}: cannot be listed", check=check)
     if not listing:
         raise CheckpointError(f"{origin}: no files are there; name the folder that holds config.json")
-    files = _with_named(listing, lambda named: looked_up(url, named, check), _content, check)
+    files = _with_named(listing, lambda named: look_up(url, named, check), _content, check)
     return _laid_out(origin, files, _content, check)
 
 

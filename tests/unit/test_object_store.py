@@ -18,7 +18,7 @@ import pytest
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.io import object_store, remote_file
-from lowmem_load.io.object_store import listed
+from lowmem_load.io.object_store import list_files
 from lowmem_load.io.remote_checkpoint import folder_of_url
 from lowmem_load.io.remote_file import RemoteFile, Traffic
 from lowmem_load.io.source import read_bytes
@@ -74,7 +74,7 @@ def server(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]
 
 @pytest.fixture
 def source(server: RangeServer) -> RemoteFile:
-    found = RemoteFile(listed(URL, "")["model.safetensors"])
+    found = RemoteFile(list_files(URL, "")["model.safetensors"])
     server.reset()
     return found
 
@@ -103,13 +103,13 @@ def test_the_files_of_a_folder_and_of_a_subfolder_are_listed(server: RangeServer
     (file.parents[1] / "one-more" / "model.safetensors").write_bytes(b"")
     here = {"model.safetensors", "config.json", "ümläut & <b>.json"}
     for url in (URL, f"{URL}/", f"{URL}//"[:-1]):
-        found = listed(url, "")
+        found = list_files(url, "")
         assert set(found) == here
         assert (found["model.safetensors"].name, found["model.safetensors"].nbytes) == (NAME, len(CONTENT))
-    assert set(listed(URL, "sub")) == set(listed(URL, "/sub/")) == here | {"sub/config.json"}
-    assert set(listed("s3://bucket", "models/one")) == {f"models/one/{name}" for name in here}
-    assert listed("s3://bucket/nothing", "") == {}
-    assert read_bytes(RemoteFile(listed(URL, "")["ümläut & <b>.json"]), 0, 2) == b"{}"
+    assert set(list_files(URL, "sub")) == set(list_files(URL, "/sub/")) == here | {"sub/config.json"}
+    assert set(list_files("s3://bucket", "models/one")) == {f"models/one/{name}" for name in here}
+    assert list_files("s3://bucket/nothing", "") == {}
+    assert read_bytes(RemoteFile(list_files(URL, "")["ümläut & <b>.json"]), 0, 2) == b"{}"
 
 
 def test_shards_in_subfolders_that_the_index_names_are_there(server: RangeServer, file: Path) -> None:
@@ -435,7 +435,7 @@ def test_without_obstore_the_error_says_how_to_install_it(monkeypatch: pytest.Mo
 def test_files_in_gcs_are_read(server: RangeServer, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOOGLE_BASE_URL", server.url)
     monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
-    source = RemoteFile(listed("gs://bucket/models/one", "")["model.safetensors"])
+    source = RemoteFile(list_files("gs://bucket/models/one", "")["model.safetensors"])
     assert (source.path, source.nbytes) == ("gs://bucket/models/one/model.safetensors", len(CONTENT))
     assert read_bytes(source, 100, 1000) == CONTENT[100:1100]
     os.utime(file, ns=(1, 1))
@@ -455,7 +455,7 @@ def test_real_stores(store: Callable[[], AbstractContextManager[stores.Server]],
     try:
         with found.environment_set():
             url = found.upload(file.parent, "models/one")
-            item = listed(url, "")["model.safetensors"]
+            item = list_files(url, "")["model.safetensors"]
             source = RemoteFile(item)
             assert (source.path, source.nbytes) == (f"{url}/model.safetensors", len(CONTENT))
             assert read_all(source) == CONTENT
@@ -463,7 +463,7 @@ def test_real_stores(store: Callable[[], AbstractContextManager[stores.Server]],
             found.put(file, "models/one/model.safetensors")
             with pytest.raises(CheckpointError, match="was replaced after its header was read"):
                 read_bytes(source, 0, 8)
-            again = listed(url, "")["model.safetensors"]
+            again = list_files(url, "")["model.safetensors"]
             assert again.version != item.version
             assert read_bytes(RemoteFile(again), 0, 8) == file.read_bytes()[:8]
             with pytest.raises(CheckpointError, match="no files are there"):

@@ -17,7 +17,7 @@ from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf.remote_names import located_checkpoint
 from lowmem_load.io import remote_file
-from lowmem_load.io.http_object import HttpObject
+from lowmem_load.io.http_files import HttpObject
 from lowmem_load.io.remote_file import HEAD_BYTES, RemoteFile
 from lowmem_load.io.source import LocalFile, read_bytes
 from tests.builders import as_torch_bin, tiny_mixtral

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.io import http_object, object_store, remote_checkpoint, remote_file
+from lowmem_load.io import http_files, object_store, remote_checkpoint, remote_file
 from lowmem_load.io.executor import Tasks
-from lowmem_load.io.http_object import HttpObject
+from lowmem_load.io.http_files import HttpObject
 from lowmem_load.io.remote_checkpoint import folder_of_url
 from lowmem_load.io.remote_file import RemoteFile, TransientError, retried
 from lowmem_load.io.source import read_bytes
@@ -107,7 +107,7 @@ def test_a_process_forked_from_one_that_used_obstore_is_refused(monkeypatch: pyt
 
     def is_refused() -> bool:
         with pytest.raises(ConfigError, match="start it by spawn"):
-            object_store.listed("s3://bucket/nothing", "")
+            object_store.list_files("s3://bucket/nothing", "")
         return True
 
     assert in_child(is_refused)
@@ -151,8 +151,8 @@ def trickling() -> Iterator[str]:
 
 
 def test_a_server_that_trickles_is_not_waited_for(trickling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_object, "TIMEOUT_S", 0.5)
-    monkeypatch.setattr(http_object, "LEAST_BYTES_PER_S", 1 << 20)
+    monkeypatch.setattr(http_files, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(http_files, "LEAST_BYTES_PER_S", 1 << 20)
     monkeypatch.setattr(remote_file, "PATIENCE_S", 0.1)
     start_s = time.monotonic()
     with pytest.raises(CheckpointError, match=r"sent only \d+ bytes of 100000 in time"):

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from urllib3 import HTTPConnectionPool, PoolManager
 
-from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.io import http_object, remote_file
-from lowmem_load.io.http_object import HttpObject, without_secrets
+from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError
+from lowmem_load.io import http_files, remote_file
+from lowmem_load.io.http_files import HttpObject, without_secrets
 from lowmem_load.io.remote_file import RemoteFile, Traffic
 from lowmem_load.io.source import read_bytes
 from lowmem_load.io.stand_ins import plain_url
@@ -47,7 +50,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
     monkeypatch.setattr(remote_file, "TRAFFIC", found)
     monkeypatch.setattr(remote_file, "FIRST_DELAY_S", 0.001)
     monkeypatch.setattr(remote_file, "LAST_DELAY_S", 0.004)
-    monkeypatch.setattr(http_object, "TIMEOUT_S", 1)
+    monkeypatch.setattr(http_files, "TIMEOUT_S", 1)
     return found
 
 
@@ -79,8 +82,7 @@ def test_bytes_are_right_although_requests_fail(fault: str, file: Path, traffic:
         assert read_all(RemoteFile(item_at(server, file))) == CONTENT
         stats = server.stats()
     assert stats["faults"] == {fault: 8}
-    # A connection that ends before an answer may have been idle for too long: it is asked for again at once.
-    assert traffic.counts.num_retries == 8 or fault == "reset_before"
+    assert traffic.counts.num_retries == 8
     assert stats["requests"] == NUM_READS + 8
     assert traffic.counts.received_bytes == len(CONTENT)
     assert traffic.counts.num_requests == NUM_READS + traffic.counts.num_retries
@@ -112,17 +114,11 @@ def test_a_strange_retry_after_is_no_reason_to_wait_for_ever(text: str, impatien
         assert time.monotonic() - began_s < 5
 
 
-@pytest.mark.parametrize("fault", ["slow_down", "error_503", "too_many"])
-def test_slow_down_halves_the_requests_in_flight(fault: str, file: Path, traffic: Traffic) -> None:
+@pytest.mark.parametrize(("fault", "limit"), [("slow_down", 4), ("error_503", 4), ("too_many", 4), ("error_500", 16)])
+def test_slow_down_halves_the_requests_in_flight(fault: str, limit: int, file: Path, traffic: Traffic) -> None:
     with range_server(file.parent, **{fault: 1, "at_most": 2, "retry_after_s": 0}) as server:
         read_bytes(RemoteFile(item_at(server, file)), 0, 8)
-    assert 4 <= traffic.limit < 5
-
-
-def test_other_errors_do_not(file: Path, traffic: Traffic) -> None:
-    with range_server(file.parent, error_500=1, at_most=2) as server:
-        read_bytes(RemoteFile(item_at(server, file)), 0, 8)
-    assert traffic.limit == 16
+    assert int(traffic.limit) == limit
 
 
 @pytest.mark.parametrize(
@@ -134,9 +130,9 @@ def test_other_errors_do_not(file: Path, traffic: Traffic) -> None:
         ("too_many", "the server answers with status 429"),
         ("reset_before", "ConnectionResetError"),
         ("reset_middle", "ConnectionResetError"),
-        ("cut", "the server sent 50 bytes, expected 100"),
+        ("cut", "IncompleteRead: IncompleteRead(50 bytes read, 50 more expected)"),
         ("short", "the server sent 50 bytes, expected 100"),
-        ("stall", "TimeoutError: timed out"),
+        ("stall", "ReadTimeoutError: "),
     ],
 )
 def test_patience_ends_with_one_error(fault: str, said: str, file: Path, impatient: None) -> None:
@@ -154,7 +150,7 @@ def test_a_server_that_is_gone_is_one_error(file: Path, impatient: None) -> None
     with range_server(file.parent) as server:
         source = RemoteFile(item_at(server, file))
         read_bytes(source, 0, 8)
-    with pytest.raises(CheckpointError, match="cannot be read at bytes 0 to 7: ConnectionRefusedError"):
+    with pytest.raises(CheckpointError, match=r"cannot be read at bytes 0 to 7: NewConnectionError: .*refused"):
         read_bytes(source, 0, 8)
 
 
@@ -164,7 +160,8 @@ def test_a_host_that_has_no_address_is_one_error(impatient: None, monkeypatch: p
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     with pytest.raises(
-        CheckpointError, match=r"http://nothing.invalid/f: cannot be read at bytes 0 to 7: gaierror: .*Name or"
+        CheckpointError,
+        match=r"http://nothing.invalid/f: cannot be read at bytes 0 to 7: NameResolutionError: .*Name or",
     ):
         read_bytes(RemoteFile(HttpObject("http://nothing.invalid/f", 100, '"1"')), 0, 8)
 
@@ -172,30 +169,15 @@ def test_a_host_that_has_no_address_is_one_error(impatient: None, monkeypatch: p
 def test_a_connection_that_was_idle_for_long_is_no_failure(file: Path, traffic: Traffic) -> None:
     with range_server(file.parent) as server:
         source = RemoteFile(item_at(server, file))
-        read_bytes(source, 0, 8)
+        for number in range(10):
+            read_bytes(source, number, 100)
+        assert server.stats()["connections"] == 1
         for connection in list(server._open):
             connection.cut_off()
         time.sleep(0.05)
         assert read_bytes(source, 8, 8) == CONTENT[8:16]
         assert server.stats()["connections"] == 2
     assert traffic.counts.num_retries == 0
-
-
-def test_a_connection_is_used_again(file: Path) -> None:
-    with range_server(file.parent) as server:
-        source = RemoteFile(item_at(server, file))
-        for number in range(10):
-            read_bytes(source, number, 100)
-        assert server.stats()["connections"] == 1
-
-
-def test_connections_end_with_their_thread(file: Path) -> None:
-    with range_server(file.parent) as server:
-        assert read_all(RemoteFile(item_at(server, file))) == CONTENT
-        deadline_s = time.monotonic() + 5
-        while server._open and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        assert not server._open
 
 
 def test_closing_a_file_ends_the_wait_for_its_bytes(file: Path) -> None:
@@ -224,18 +206,6 @@ def test_a_server_without_ranges_is_refused(file: Path) -> None:
         assert read_bytes(source, 0, len(CONTENT)) == CONTENT  # which is what was asked for
 
 
-def test_other_ranges_are_refused(file: Path) -> None:
-    with range_server(file.parent, shifts=1) as server:
-        with pytest.raises(CheckpointError, match=r"request for bytes 8-11/1048576 .* range 'bytes 9-12/1048576'"):
-            read_bytes(RemoteFile(item_at(server, file)), 8, 4)
-        assert server.stats()["requests"] == 1
-
-
-def test_a_file_of_another_size_is_refused(file: Path) -> None:
-    with range_server(file.parent) as server, pytest.raises(CheckpointError, match="range 'bytes 8-11/1048576'"):
-        read_bytes(RemoteFile(item_at(server, file, nbytes=1 << 21)), 8, 4)
-
-
 def test_longer_bodies_are_refused_and_not_read(file: Path) -> None:
     with range_server(file.parent, adds=64 << 20) as server:
         with pytest.raises(CheckpointError, match="the server sent more than 4 bytes; use a server that"):
@@ -262,10 +232,14 @@ def test_compressed_bodies_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["", "bytes", "bytes 0-7", "bytes 0-7/99", "bytes 7-0/100", "items 0-7/100", "bytes 0-7/100 " + "x" * 500]
+    "content_range",
+    [
+        *("", "bytes", "bytes 0-7", "bytes 0-7/99", "bytes 1-8/100", "bytes 7-0/100", "items 0-7/100"),
+        "bytes 0-7/100 " + "x" * 500,
+    ],
 )
-def test_strange_ranges_are_refused(given: str) -> None:
-    with answering({"Content-Range": given, "ETag": '"1"'}, status=206, content=b"12345678") as url:
+def test_strange_ranges_are_refused(content_range: str) -> None:
+    with answering({"Content-Range": content_range, "ETag": '"1"'}, status=206, content=b"12345678") as url:
         with pytest.raises(CheckpointError, match="the server answers a request for bytes 0-7/100") as caught:
             read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
         assert len(str(caught.value)) < 400
@@ -318,19 +292,13 @@ def test_who_may_not_read_is_told_at_once(file: Path) -> None:
         assert server.stats()["requests"] == 3
 
 
-def test_a_file_that_is_not_there_is_told_at_once(file: Path) -> None:
-    with range_server(file.parent) as server:
-        item = item_at(server, file)
-        file.unlink()
-        with pytest.raises(CheckpointError, match=r"model.safetensors: is not there \(status 404\)"):
-            read_bytes(RemoteFile(item), 0, 8)
-        assert server.stats()["requests"] == 1
-
-
-@pytest.mark.parametrize("status", [400, 405, 410, 451, 501])
-def test_other_refusals_are_told_at_once(status: int) -> None:
-    with answering({}, status=status) as url, pytest.raises(CheckpointError, match=rf"status {status}"):
+@pytest.mark.parametrize(
+    ("status", "what"), [(404, "is not there"), (410, "is not there"), *((code, "answers") for code in (400, 451, 501))]
+)
+def test_other_refusals_are_told_at_once(status: int, what: str, traffic: Traffic) -> None:
+    with answering({}, status=status) as url, pytest.raises(CheckpointError, match=rf"{what}.*status {status}"):
         read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
+    assert traffic.counts.num_requests == 1
 
 
 # -- a file that is replaced -------------------------------------------------------------------------------------------
@@ -426,14 +394,6 @@ def test_a_redirect_that_is_refused_at_once_is_an_error(file: Path) -> None:
         assert server.files.stats()["statuses"] == {206: 1, 403: 2}  # once more by a new URL
 
 
-def test_redirects_without_end_are_an_error() -> None:
-    with (
-        answering({"Location": "/again"}, status=302) as url,
-        pytest.raises(CheckpointError, match="redirects more than 5 times"),
-    ):
-        read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
-
-
 def test_a_redirect_to_nowhere_is_an_error() -> None:
     with answering({}, status=302) as url, pytest.raises(CheckpointError, match="status 302"):
         read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
@@ -445,11 +405,8 @@ def any_host(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServe
     with range_server(file.parent) as server:
         port = int(server.url.rpartition(":")[2])
 
-        def connection(host: str, _: int | None = None, *, context: Any = None, **options: Any) -> HTTPConnection:
-            return HTTPConnection("127.0.0.1", port, **options)
-
-        monkeypatch.setattr(http_object, "HTTPConnection", connection)
-        monkeypatch.setattr(http_object, "HTTPSConnection", connection)
+        pool = HTTPConnectionPool("127.0.0.1", port)
+        monkeypatch.setattr(PoolManager, "connection_from_host", lambda *_, **__: pool)
         yield server
 
 
@@ -602,6 +559,42 @@ def test_who_needs_no_proxy_asks_none(file: Path, monkeypatch: pytest.MonkeyPatc
         assert read_bytes(RemoteFile(item_at(server, file)), 0, 8) == CONTENT[:8]
 
 
+def test_other_proxies_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", "socks5://user-name:signature@127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"a proxy by socks5://; only http\(s\):// proxies") as caught:
+        read_bytes(RemoteFile(HttpObject("http://models.invalid/file", 100, '"1"')), 0, 8)
+    assert_no_secrets(str(caught.value))
+
+
+# -- TLS ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_only_servers_that_the_environment_trusts_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
+) -> None:
+    certificate, key = str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=x", "-days", "1"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    with answering({"Content-Range": "bytes 0-7/100"}, status=206, content=b"12345678", tls=tls) as url:
+        item = HttpObject(url, 100, '"1"')
+        for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
+            monkeypatch.delenv(name, raising=False)
+        http_files._client.cache_clear()
+        with pytest.raises(CheckpointError, match="CERTIFICATE_VERIFY_FAILED"):
+            read_bytes(RemoteFile(item), 0, 8)
+        for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
+            http_files._client.cache_clear()
+            with monkeypatch.context() as environment:
+                environment.setenv(name, certificate)
+                assert read_bytes(RemoteFile(item), 0, 8) == b"12345678"
+    http_files._client.cache_clear()
+
+
 # -- a server that answers as it is told -------------------------------------------------------------------------------
 
 asked: list[dict[str, str]] = []
@@ -616,10 +609,17 @@ class answering:  # noqa: N801  it is used as a function
         status: of it.
         content: its body, as it goes over the wire.
         raw: what goes over the wire in place of an answer.
+        tls: the server is one of https, with this certificate.
     """
 
     def __init__(
-        self, headers: dict[str, str], *, status: int = 200, content: bytes = b"", raw: bytes | None = None
+        self,
+        headers: dict[str, str],
+        *,
+        status: int = 200,
+        content: bytes = b"",
+        raw: bytes | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -650,11 +650,14 @@ class answering:  # noqa: N801  it is used as a function
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        self._scheme = "https" if tls else "http"
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self._thread = threading.Thread(target=self._server.serve_forever, args=[0.01], daemon=True)
 
     def __enter__(self) -> str:
         self._thread.start()
-        return f"http://127.0.0.1:{self._server.server_port}/file"
+        return f"{self._scheme}://127.0.0.1:{self._server.server_port}/file"
 
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
