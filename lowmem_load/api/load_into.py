@@ -7,12 +7,13 @@ import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowmem_load.api.request import Options, Request, agree_on_request, name_text, stage_3
+from lowmem_load.api.request import Request, agree_on_request, name_text, stage_3
 from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -26,7 +27,7 @@ from lowmem_load.hf.remote_names import located, named_as_asked
 from lowmem_load.hf.sharding import blocks, is_kept_on_host, refuse_parted
 from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by, hand_over
 from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
-from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load
+from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load, Options
 from lowmem_load.report import LoadReport
 from lowmem_load.symbolic.attributes import hand_over_attributes
 from lowmem_load.symbolic.constructor import Constructor
@@ -76,7 +77,7 @@ def load_into(
         UnsupportedError: a placement or wrapper that cannot be filled; a parameter without memory.
         RankError: another rank failed; the same error is raised on every rank.
     """
-    options = Options(progress, verify, stream=stream)
+    options = Options(progress=progress, verify=verify, stream=stream)
     return _load_into(model, name, options, dtype, auto_class, leave=leave, **from_pretrained_kwargs)
 
 
@@ -99,11 +100,11 @@ def _load_into(
             plain = _transformers_model(model)
             reshard(model)  # what a forward has left gathered is no memory of a shard
             sharded = ShardedModel(plain, _left(model, plain, leave), is_skeleton=is_skeleton)
-        asked = functools.partial(
+        make_request = functools.partial(
             ordinary_load, plain, name, dtype, auto_class, from_pretrained_kwargs, ranks.world_size
         )
-        checked = agree_on_request(ranks, asked, has_ds_config=False)
-        load = Load(checked.settings, ranks, lambda _, described: Sharded(sharded, described), *options)
+        checked = agree_on_request(ranks, make_request, has_ds_config=False)
+        load = Load(checked.settings, ranks, lambda _, described: Sharded(sharded, described), options)
         with loader.intercepted(load):
             loaded = checked.from_pretrained()
         with ranks.step("filling buffers"), torch.no_grad():
@@ -212,7 +213,7 @@ def filling(
     is_offloaded: bool = False,
 ) -> Iterator[None]:
     """Inside, a `from_pretrained` of these keywords reads what each rank's shards hold."""
-    plain_options = Options(options.progress, options.verify, stream=options.stream)
+    plain_options = replace(options, is_lenient=False, on_load=None)
 
     def fill(model: nn.Module, dtype: torch.dtype) -> Mapping[str, Any]:
         refuse_parted(model)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.request import Options, Request, agree_on_request, name_text
+from lowmem_load.api.request import Request, agree_on_request, name_text
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -30,7 +30,7 @@ from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.remote_names import located_names
 from lowmem_load.hf.sharding import is_distributed_config
 from lowmem_load.pipeline.checks import SHARDS
-from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load
+from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load, Options
 from lowmem_load.report import LoadReport
 
 
@@ -82,28 +82,29 @@ def load_model(
         UnsupportedError: a combination that cannot be streamed.
         RankError: another rank failed; the same error is raised on every rank.
     """
+    options = Options(progress=progress, verify=verify, stream=stream)
     if _is_sharding(ds_config):
         from lowmem_load.api.load_into import load_sharded
 
         if partition is not None or data_parallel_group is not None:
             raise ConfigError("partition and data_parallel_group belong to ZeRO, not to a DistributedConfig or mesh")
         keywords: Any = {"auto_class": auto_class, "dtype": dtype, **from_pretrained_kwargs}
-        return load_sharded(name, ds_config, Options(progress, verify, stream=stream), **keywords)
+        return load_sharded(name, ds_config, options, **keywords)
     with load_lock():
         ranks = DistributedInterface().subgroup(data_parallel_group)
 
-        def asked() -> tuple[Request, Settings]:
+        def make_request() -> tuple[Request, Settings]:
             request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs)
             settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
             return request, settings
 
-        return load_as_asked(asked, ranks, Options(progress, verify, stream=stream))
+        return load_request(make_request, ranks, options)
 
 
-def load_as_asked(asked: Callable[[], tuple[Request, Settings]], ranks: RankGroup, options: Options) -> Any:
-    """Do what `load_model` does with the request and settings that `asked` returns. Collective, under `load_lock`."""
+def load_request(make_request: Callable[[], tuple[Request, Settings]], ranks: RankGroup, options: Options) -> Any:
+    """Do what `load_model` does with what `make_request` returns. Collective, under `load_lock`."""
     with ranks.session("the load"):
-        checked = agree_on_request(ranks, asked)
+        checked = agree_on_request(ranks, make_request)
         with loader.intercepted(load_on(ranks, checked.settings, options)):
             return checked.from_pretrained()
 
@@ -111,7 +112,7 @@ def load_as_asked(asked: Callable[[], tuple[Request, Settings]], ranks: RankGrou
 def load_on(ranks: RankGroup, settings: Settings, options: Options) -> Load:
     """Return the `Load` of these settings on these ranks, onto the device of each."""
     device = DistributedInterface().device
-    return Load(settings, ranks, target_maker(ranks.rank, device, ranks.group), *options)
+    return Load(settings, ranks, target_maker(ranks.rank, device, ranks.group), options)
 
 
 def load_report(model: Any) -> LoadReport:

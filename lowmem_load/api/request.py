@@ -19,17 +19,6 @@ from lowmem_load.hf.quantizers import refuse_quantized
 from lowmem_load.hf.remote_names import located, located_names, named_as_asked
 from lowmem_load.io.stand_ins import is_stand_in, origins_named
 from lowmem_load.replaced import replaced
-from lowmem_load.report import OnLoad
-
-
-class Options(NamedTuple):
-    """How to load: the last fields of `Load`."""
-
-    progress: bool | None = None
-    verify: bool = False
-    on_load: OnLoad | None = None
-    is_lenient: bool = False
-    stream: bool = False
 
 
 class Request(NamedTuple):
@@ -105,17 +94,17 @@ class Checked(NamedTuple):
 
 
 def agree_on_request(
-    ranks: RankGroup, asked: Callable[[], tuple[Request, Settings]], *, has_ds_config: bool = True
+    ranks: RankGroup, make_request: Callable[[], tuple[Request, Settings]], *, has_ds_config: bool = True
 ) -> Checked:
-    """Return what `asked` asks for, checked and equal on all ranks. Collective: one step; three for a Hub id."""
+    """Return what `make_request` returns, checked and equal on all ranks. Collective: one step; three for a Hub id."""
     with ranks.step("checking the arguments") as step:
-        request, settings = asked()
+        request, settings = make_request()
         request = request.located(ranks.check)
         names.check_name(request.name, request.kwargs.get("subfolder", ""))
         is_folder = os.path.isdir(request.name)
         kind = "a local folder" if is_folder else "a name on the Hub"
-        given = settings.compared if has_ds_config else {"dtype": settings.precision.value}
-        step.digest = {**given, "as name": kind}
+        compared = settings.compared if has_ds_config else {"dtype": settings.precision.value}
+        step.digest = {**compared, "as name": kind}
         if is_folder:
             return request.checked(settings)
     return request.checked_once(settings, ranks)
@@ -138,12 +127,12 @@ def name_text(name: Any) -> str:
 def _storage_dtype(dtype: str | torch.dtype | None, engine: torch.dtype, *, must_agree: bool) -> torch.dtype:
     if dtype in (None, "auto"):
         return engine
-    asked = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(asked, torch.dtype):
+    wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(wanted, torch.dtype):
         raise ConfigError(f"dtype {dtype!r} is not a torch dtype; use 'auto' or one such as 'bfloat16'")
-    if must_agree and asked != engine:
+    if must_agree and wanted != engine:
         raise ConfigError(
-            f"dtype {asked} contradicts the ds_config, under which DeepSpeed runs in {engine}; "
+            f"dtype {wanted} contradicts the ds_config, under which DeepSpeed runs in {engine}; "
             "drop dtype, or change bf16.enabled and fp16.enabled"
         )
-    return asked
+    return wanted

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.request import Options, stage_3
+from lowmem_load.api.request import stage_3
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import has_group
 from lowmem_load.errors import UnsupportedError
@@ -29,7 +29,7 @@ from lowmem_load.hf.active import active_zero3_config, draws_no_missing
 from lowmem_load.hf.skeleton import ties_kept
 from lowmem_load.integrations import frameworks
 from lowmem_load.pipeline.checks import SHARDS
-from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, Load
+from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, Load, Options
 from lowmem_load.replaced import Handler, replaced
 from lowmem_load.symbolic.lazy import addresses_are_only_compared
 from lowmem_load.target import Target
@@ -61,9 +61,7 @@ def lazy_loads(options: Options, *, everywhere: bool) -> Iterator[None]:
             settings=stage_3(torch.float32, ranks.world_size),
             ranks=ranks,
             make_target=_unquantized,
-            verify=options.verify,
-            is_lenient=options.is_lenient,
-            stream=options.stream,
+            options=options,
             stock="stock FSDP2",
             hand_out=hand_out_hooked,
         )

@@ -15,9 +15,9 @@ from torch import nn
 
 from lowmem_load.api.load_into import load_into
 from lowmem_load.api.load_model import following
-from lowmem_load.api.request import Options
 from lowmem_load.integrations import frameworks
 from lowmem_load.integrations.accelerate_fsdp2 import lazy_loads
+from lowmem_load.pipeline.load import Options
 from lowmem_load.replaced import Handler
 from lowmem_load.report import OnLoad
 
@@ -71,7 +71,7 @@ def install(
     """
     if _installed:
         return
-    options = Options(progress, verify, on_load, is_lenient=not strict, stream=stream)
+    options = Options(progress=progress, verify=verify, stream=stream, is_lenient=not strict, on_load=on_load)
     with contextlib.ExitStack() as stack:
         stack.enter_context(following(options, everywhere=True))
         stack.enter_context(lazy_loads(options, everywhere=True))

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from lowmem_load.api.load_model import load_as_asked, load_model
-from lowmem_load.api.request import Options, Request
+from lowmem_load.api.load_model import load_model, load_request
+from lowmem_load.api.request import Request
 from lowmem_load.config.ds_config import Precision
 from lowmem_load.config.settings import read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -25,6 +25,7 @@ from lowmem_load.hf import active, names
 from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.remote_names import located
 from lowmem_load.integrations.arguments import PRECISIONS, read_arguments
+from lowmem_load.pipeline.load import Options
 
 
 class ModelEngine:
@@ -127,7 +128,7 @@ class ModelEngine:
         # transformers gets a copy: it must not see what the caller adds to ds_config, such as an optimizer.
         with load_lock(), active.deepspeed_config(settings.ds_config) as self.hf_deepspeed_config:
             options = Options(verify=self.args.verify, stream=self.args.stream)
-            self.model = load_as_asked(lambda: (request, settings), self.distributed, options)
+            self.model = load_request(lambda: (request, settings), self.distributed, options)
 
     def deepspeed_visible(self) -> contextlib.AbstractContextManager[Any]:
         """Make transformers see this engine's ds_config inside the block, as it did during the load.

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from lowmem_load.api.load_model import following, streaming_by
-from lowmem_load.api.request import Options
 from lowmem_load.config.settings import Partition
 from lowmem_load.errors import ConfigError
+from lowmem_load.pipeline.load import Options
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def streaming(
     Raises:
         ConfigError: ds_config cannot be used. Loads inside raise as `load_model` does.
     """
-    options = Options(progress, verify, stream=stream)
+    options = Options(progress=progress, verify=verify, stream=stream)
     if ds_config is not None:
         how = {"partition": partition, "data_parallel_group": data_parallel_group}
         with streaming_by(ds_config, options, **how):

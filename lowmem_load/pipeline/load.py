@@ -72,14 +72,22 @@ HandOut = Callable[[Described, Planned, Executor, LoadReport], object]
 """Gives a described model its parameters. The executor, which stays open, belongs to them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to load. For `progress`, `verify` and `stream`, see `load_model`."""
+
+    progress: bool | None = None
+    verify: bool = False
+    stream: bool = False
+    is_lenient: bool = False  # transformers does what cannot be streamed, with a warning; see [Note: left to stock]
+    on_load: OnLoad | None = None  # called with the report of each load
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Loads models by one set of settings on one group of ranks. For `progress` and `verify`, see `load_model`.
+    """Loads models by one set of settings on one group of ranks.
 
     Attributes:
-        on_load: called with the report of each load.
-        is_lenient: whether transformers does what cannot be streamed, with a warning; see [Note: left to stock].
-        stream: whether a model on the Hub is read from there, without a download.
         open_source: opens files of the checkpoint.
         stock: who does what cannot be streamed, for the warning.
         hand_out: gives the described model parameters that are read later; see `lazy_weights`. None: all are read now.
@@ -91,11 +99,7 @@ class Load:
     settings: Settings
     ranks: RankGroup
     make_target: TargetMaker
-    progress: bool | None = None
-    verify: bool = False
-    on_load: OnLoad | None = None
-    is_lenient: bool = False
-    stream: bool = False
+    options: Options = Options()
     open_source: Opener = open_file
     stock: str = "stock ZeRO-3"
     hand_out: HandOut | None = None
@@ -118,9 +122,9 @@ class Load:
 
     def _locate(self, call: loader.Call) -> None:
         """Have the call load from the folder that stands for a URL, or for a model on the Hub that is streamed."""
-        if is_url(call.path) or (self.stream and not os.path.isdir(call.path)):
+        if is_url(call.path) or (self.options.stream and not os.path.isdir(call.path)):
             with self.ranks.step("finding the files", name=call.name):
-                call.move(*located(call.path, call.kwargs, stream=self.stream, check=self.ranks.check))
+                call.move(*located(call.path, call.kwargs, stream=self.options.stream, check=self.ranks.check))
 
     def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]] | None:
         """Run the steps of a load. Return the model and the loading info; None if transformers loads it."""
@@ -175,8 +179,8 @@ class Load:
         setattr(described.model, REPORT_ATTRIBUTE, report)
         logger.info("%s", report.summary())
         write_report(report)
-        if self.on_load is not None:
-            self.on_load(report)
+        if self.options.on_load is not None:
+            self.options.on_load(report)
 
     @contextlib.contextmanager
     def _streamable(self, *, is_remote: bool, made: bool = False) -> Iterator[None]:
@@ -189,7 +193,7 @@ class Load:
             yield
         except Exception as error:
             may_work = isinstance(error, UnsupportedError) if made else may_work_in_stock(error)
-            if not self.is_lenient or self.verify or not may_work or is_remote:
+            if not self.options.is_lenient or self.options.verify or not may_work or is_remote:
                 raise
             raise _NotStreamedError(error_text(error, names.MAX_QUOTED)) from error
 
@@ -203,13 +207,13 @@ class Load:
                     f"{call.name}: transformers itself reads the files of this load, which a remote store has; "
                     "download the checkpoint and name its folder"
                 )
-            if left_alone and self.verify:
+            if left_alone and self.options.verify:
                 raise UnsupportedError(
                     f"{call.name}: verify=True, but transformers itself reads the files of this load; call "
                     "lowmem_load.verify_checkpoint before it"
                 )
-            streamed = "a verified load" if self.verify else "a streamed load"
-            else_ = ", or else left to stock" if self.is_lenient else ""
+            streamed = "a verified load" if self.options.verify else "a streamed load"
+            else_ = ", or else left to stock" if self.options.is_lenient else ""
             step.digest = {"as kind of load": "an ordinary load" if left_alone else streamed + else_}
             state = torch.get_rng_state().numpy().tobytes() if self.ranks.rank == 0 else b""
             step.payload = cache.offer, base64.b64encode(state).decode()
@@ -282,7 +286,7 @@ class Load:
                 *(sources, seen),
                 num_threads=num_threads,
             )
-        if self.verify:
+        if self.options.verify:
             from lowmem_load.pipeline.verify_checkpoint import agree_on_checksums
 
             with report.phase("verify"):
@@ -318,7 +322,7 @@ class Load:
             self.ranks.check()
 
         reading = self.ranks.step("reading", name=described.name, progress=progress)
-        bar = progress_bar(needed_bytes, "Loading partitions", self.progress, self.ranks.rank)
+        bar = progress_bar(needed_bytes, "Loading partitions", self.options.progress, self.ranks.rank)
         with reading, report.phase("read"), bar as update:
             executor.on_bytes = on_bytes
             report.shared = execute(planned, described.target, executor, on_parameter, together)
