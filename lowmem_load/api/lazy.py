@@ -32,6 +32,7 @@ def lazy(
     name: str | os.PathLike[str],
     *,
     auto_class: str | type | None = None,
+    by_module: bool = False,
     verify: bool = False,
     stream: bool = False,
     **from_pretrained_kwargs: Any,
@@ -49,6 +50,8 @@ def lazy(
     Args:
         name: as for `load_model`.
         auto_class: as for `load_model`.
+        by_module: let a forward read the parameters of each module when that module is called, and so never those of
+            modules that it skips. Else the forward reads all parameters first, in the order of the files.
         verify: compare the files with their checksums first, as `verify_checkpoint` does.
         stream: as for `load_model`.
         **from_pretrained_kwargs: as `from_pretrained` takes them, but for those that place, shard or quantize.
@@ -73,7 +76,7 @@ def lazy(
     def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
         executor = Executor(num_threads=min(MAX_THREADS, environment.cores(1)), open_source=open_file)
         try:
-            return describe_lazily(call, executor, verify=verify)
+            return describe_lazily(call, executor, by_module=by_module, verify=verify)
         except BaseException as error:
             executor.__exit__(type(error), error, None)
             raise
@@ -82,7 +85,9 @@ def lazy(
         return named_as_asked(cls.from_pretrained(where, **kwargs))
 
 
-def describe_lazily(call: loader.Call, executor: Executor, *, verify: bool) -> tuple[nn.Module, dict[str, Any]]:
+def describe_lazily(
+    call: loader.Call, executor: Executor, *, by_module: bool, verify: bool
+) -> tuple[nn.Module, dict[str, Any]]:
     """Return the lazy model of a call of `from_pretrained`, and the loading info. Local."""
     report = LoadReport(call.name)
     with report.phase("describe"):
@@ -95,5 +100,5 @@ def describe_lazily(call: loader.Call, executor: Executor, *, verify: bool) -> t
         with report.phase("verify"):
             check_planned(described.files, executor.sources, num_threads=executor.num_threads)
     report.take_plan(planned.plan, {})
-    hand_out(described, planned, executor, report)
+    hand_out(described, planned, executor, report, by_module=by_module)
     return described.model, described.info

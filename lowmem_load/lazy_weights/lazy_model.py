@@ -89,10 +89,17 @@ def reader_of(tensor: LazyTensor) -> LazyReader:
 
 
 def hand_out(
-    described: Described, planned: Planned, executor: Executor, report: LoadReport, **options: Any
+    described: Described,
+    planned: Planned,
+    executor: Executor,
+    report: LoadReport,
+    *,
+    by_module: bool = False,
+    **options: Any,
 ) -> LazyReader:
     """Give a described model lazy parameters and ordinary buffers; return what reads them, as long as one is there.
 
+    A forward reads all parameters below its module first; with `by_module`, each module reads its own.
     `options` are those of `LazyReader`. Raises UnsupportedError for quantized parameters, which cannot be lazy.
     """
     if quantized := [name for name, each in planned.parameters.items() if isinstance(each, QuantizedTensor)]:
@@ -111,7 +118,7 @@ def hand_out(
     described.constructor.finish(described.model, described.target.device)
     for module in described.model.modules():
         setattr(module, _WAS_LAZY, True)
-        module.register_forward_pre_hook(_read_before_forward)
+        module.register_forward_pre_hook(_read_own_before_forward if by_module else _read_before_forward)
         if isinstance(module, transformers_class()):
             module.save_pretrained = functools.partial(save_lazily, module)
     setattr(described.model, REPORT_ATTRIBUTE, report)
@@ -126,15 +133,15 @@ def was_lazy(model: nn.Module) -> bool:
 # -- parameters become ordinary --------------------------------------------------------------------------------------
 
 
-def lazy_parameters(module: nn.Module) -> dict[str, LazyTensor]:
+def lazy_parameters(module: nn.Module, *, recurse: bool = True) -> dict[str, LazyTensor]:
     """Return the lazy parameters of a module and below by name, the first one of those that are one object."""
-    named = ((name, local_tensor(parameter)) for name, parameter in module.named_parameters())
+    named = ((name, local_tensor(parameter)) for name, parameter in module.named_parameters(recurse=recurse))
     return {name: tensor for name, tensor in named if isinstance(tensor, LazyTensor)}
 
 
-def read_parameters(module: nn.Module) -> None:
+def read_parameters(module: nn.Module, *, recurse: bool = True) -> None:
     """Read all lazy parameters of a module and below, file by file. They become ordinary parameters, in place."""
-    lazy = lazy_parameters(module)
+    lazy = lazy_parameters(module, recurse=recurse)
     by_reader: dict[LazyReader, dict[int, tuple[SharedValue, Part]]] = {}
     for name, tensor in lazy.items():
         value = tensor.value
@@ -157,12 +164,22 @@ def _read_before_forward(module: nn.Module, _: Any) -> None:
     leave(module)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _read_own_before_forward(module: nn.Module, _: Any) -> None:
+    read_parameters(module, recurse=False)
+    _unhook(module)
+
+
 def leave(module: nn.Module) -> None:
     """Take back what `hand_out` has put on the modules of a model whose parameters are ordinary."""
     for each in module.modules():
-        hooks = each._forward_pre_hooks  # noqa: SLF001  a handle would not survive a deepcopy
-        for key in [key for key, hook in hooks.items() if hook is _read_before_forward]:
-            del hooks[key]
+        _unhook(each)
         saves = vars(each).get("save_pretrained")
         if isinstance(saves, functools.partial) and saves.func is save_lazily:
             del each.save_pretrained
+
+
+def _unhook(module: nn.Module) -> None:
+    hooks = module._forward_pre_hooks  # noqa: SLF001  a handle would not survive a deepcopy
+    for key in [key for key, hook in hooks.items() if hook in (_read_before_forward, _read_own_before_forward)]:
+        del hooks[key]

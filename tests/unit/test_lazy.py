@@ -409,6 +409,16 @@ def _pointer(address: int) -> Any:
     return ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
 
 
+def test_by_module_a_forward_never_reads_what_it_skips(path: str) -> None:
+    ours, theirs = lazily(path, by_module=True), ordinary(path)
+    for model in (ours, theirs):
+        model.config.num_hidden_layers = 1
+    assert torch.equal(ours(TOKENS).logits, theirs(TOKENS).logits)
+    assert not any(isinstance(parameter, LazyTensor) for parameter in ours.model.layers[0].parameters())
+    assert all(isinstance(parameter, LazyTensor) for parameter in ours.model.layers[1].parameters())
+    assert_equal(ours, theirs)
+
+
 def test_code_past_the_dispatcher_meets_an_error(path: str) -> None:
     with pytest.raises(RuntimeError, match="data pointer"):
         torch._C._to_dlpack(lazily(path).lm_head.weight.detach())
