@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lowmem_load.cli.bench_worker import drop, warm
+from lowmem_load.cli.checkpoint_contents import weight_files
 
 # The shape of the model is chosen from these widths; depth fills up to the wanted parameter count.
 HIDDEN_SIZES = (256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 8192)
@@ -145,10 +145,16 @@ def _read_header(path: Path) -> list[SourceTensor]:
 
 
 def warm_page_cache(path: Path) -> None:
-    """Read every shard file once, so that each method finds it in the page cache."""
-    warm(shard_files(path))
+    """Read every file of weights once, so that each method finds it in the page cache."""
+    memory = bytearray(8 << 20)
+    for weights in weight_files(str(path)):
+        with open(weights, "rb", buffering=0) as file:
+            while file.readinto(memory):
+                pass
 
 
 def drop_page_cache(path: Path) -> None:
-    """Ask the kernel to drop the cached pages of every shard file (a hint, which needs no privileges)."""
-    drop(shard_files(path))
+    """Ask the kernel to drop the cached pages of every file of weights (a hint, which needs no privileges)."""
+    for weights in weight_files(str(path)):
+        with open(weights, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,8 +1,15 @@
-"""Compare ways to load a checkpoint under ZeRO-3 in one run: `python -m benchmarks.compare --preset demo`."""
+"""Compare ways to load a checkpoint under ZeRO-3 in one run: seconds, memory, and whether the weights are equal.
+
+    python -m benchmarks.compare --preset demo
+    python -m benchmarks.compare --model /models/Llama-3.1-8B --ranks 4 --cold --repeats 3
+
+A model without a preset is loaded as `--ds-config` says, by its own class. Each run starts fresh processes.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -14,6 +21,7 @@ from typing import Any
 from benchmarks.checkpoint import checkpoint_of, drop_page_cache, read_headers, warm_page_cache
 from benchmarks.launch import GroupError, run_group
 from benchmarks.machine import describe_machine
+from benchmarks.memory import available_bytes
 from benchmarks.methods import DTYPES, METHODS
 from benchmarks.results import (
     DEFINITIONS,
@@ -28,7 +36,6 @@ from benchmarks.results import (
     write_docs,
 )
 from benchmarks.worker import RankResult, Spec
-from lowmem_load.cli.bench_worker import available_bytes
 
 RANK_OVERHEAD_BYTES = 2**30
 """Memory of a rank beside weights: imports and the modules themselves are about 0.7 GiB here."""
@@ -72,6 +79,8 @@ class Plan:
     loads: list[tuple[str, int]]  # (method, world_size) in the order of the run
     train_steps: int
     dtype: str
+    ds_config: dict[str, Any] | None  # instead of the common one
+    model: Path | None  # instead of a random one
     repeats: int
     once: tuple[str, ...]  # methods that are not repeated
     cold: bool
@@ -84,7 +93,11 @@ class Plan:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> list[Plan]:
     """Return what the command line asks for: a plan for each state of memory and page cache, as found first."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="load this checkpoint, instead of a random one")
+    parser.add_argument("--ds-config", type=Path, metavar="FILE", help="JSON; plain ZeRO-3 by default")
     parser.add_argument("--preset", choices=PRESETS, default="demo")
     parser.add_argument("--params", type=int, metavar="N", help="parameters of the model, instead of the preset's")
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks, for every method")
@@ -103,6 +116,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Plan]:
     parser.add_argument("--docs", action="store_true", help="write the tables into docs/measured.md")
     chosen = parser.parse_args(arguments)
     preset = PRESETS[chosen.preset]
+    if chosen.model:
+        preset = Preset(0, dict.fromkeys(METHODS, (2,)), train_steps=0, family=chosen.model.name)
     if min(chosen.ranks or [1]) < 1 or chosen.repeats < 1:
         parser.error("--ranks and --repeats have to be at least 1")
     ranks_of_method = {
@@ -119,6 +134,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Plan]:
         ],
         train_steps=preset.train_steps if chosen.train_steps is None else chosen.train_steps,
         dtype=chosen.dtype,
+        ds_config=json.loads(chosen.ds_config.read_text()) if chosen.ds_config else None,
+        model=chosen.model.resolve() if chosen.model else None,
         repeats=chosen.repeats,
         once=tuple(chosen.once),
         cold=chosen.cold,
@@ -164,7 +181,15 @@ def run_loads(plan: Plan, checkpoint: Path, train_steps: int, on_gpu: bool) -> t
             (drop_page_cache if plan.cold else warm_page_cache)(checkpoint)
             out = plan.out / "runs" / f"{method}-{world_size}-{repeat}"
             steps = train_steps if method in ("stock", "lowmem") and repeat == 0 else 0
-            spec = Spec(method, str(checkpoint), plan.dtype, steps, str(out), is_touched=plan.is_touched)
+            spec = Spec(
+                method,
+                str(checkpoint),
+                plan.dtype,
+                steps,
+                str(out),
+                ds_config=plan.ds_config,
+                is_touched=plan.is_touched,
+            )
             ranks = run_group(spec, world_size, on_gpu)
             runs[method, world_size].append(ranks)
             peak = max(rank.memory.peak for rank in ranks) / 2**20
@@ -181,7 +206,9 @@ def run_loads(plan: Plan, checkpoint: Path, train_steps: int, on_gpu: bool) -> t
 
 def report(plan: Plan, groups: list[Group], notes: list[str]) -> list[str]:
     """Print the table and the checks, write results.json; return what failed."""
-    compared, failures = different_weights(groups, floor_dtype_equal=plan.dtype == "bf16")
+    # Of another checkpoint, loading may convert what the files hold.
+    is_floor_equal = plan.dtype == "bf16" and plan.model is None
+    compared, failures = different_weights(groups, floor_dtype_equal=is_floor_equal)
     failures += network_failures(groups) + loss_failures(groups)
     log("\n".join(["", *notes, "", load_table(groups), "", DEFINITIONS, ""]))
     for line in compared:
@@ -208,7 +235,8 @@ def report(plan: Plan, groups: list[Group], notes: list[str]) -> list[str]:
 
 def _describe_run(plan: Plan, num_params: int, num_bytes: int) -> list[str]:
     how = "dropped before each load by posix_fadvise DONTNEED" if plan.cold else "all shard files read before each load"
-    model = f"random {plan.family}, {num_params / 1e9:.3f} B parameters, {num_bytes / 1e9:.2f} GB bf16"
+    name = str(plan.model or f"random {plan.family}")
+    model = f"{name}, {num_params / 1e9:.3f} B parameters, {num_bytes / 1e9:.2f} GB"
     memory = "touched before" if plan.is_touched else "as found"
     cache = f"page cache {'cold' if plan.cold else 'warm'}, memory {memory}"
     return [
@@ -227,7 +255,8 @@ def compare(plans: Sequence[Plan]) -> int:
     if on_gpu and max(world_size for _, world_size in first.loads) > torch.cuda.device_count():
         raise SystemExit(f"--ranks: more than the {torch.cuda.device_count()} GPUs of this machine")
     failures, texts = [], []
-    with checkpoint_of(first.num_params, first.cache, first.keep_checkpoint, log, first.family) as checkpoint:
+    random_model = checkpoint_of(first.num_params, first.cache, first.keep_checkpoint, log, first.family)
+    with contextlib.nullcontext(first.model) if first.model else random_model as checkpoint:
         for plan in plans:
             plan.out.mkdir(parents=True, exist_ok=True)
             groups, notes = _run(plan, checkpoint, on_gpu)

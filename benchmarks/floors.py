@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.checkpoint import SourceTensor, read_headers
-from lowmem_load.cli.bench_worker import available_bytes
+from benchmarks.memory import available_bytes
 from lowmem_load.errors import TruncatedFileError
 
 # As many at most as lowmem_load has reads in flight (lowmem_load/pipeline/load.py).

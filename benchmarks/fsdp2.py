@@ -110,7 +110,7 @@ def main() -> None:
             warm_page_cache(path)
             out = Path(tempfile.mkdtemp(dir=scratch))
             spec = {"way": way, "path": str(path), "out": str(out)}
-            found = [json.loads(text) for text in run_processes("benchmarks.fsdp2", spec, out, 2, False)]
+            found = [json.loads(text) for text in run_processes("benchmarks.fsdp2", spec, out, 2, on_gpu=False)]
             seconds = max(each["seconds"] for each in found)
             memory = (f"{each[kind] / MIB:,.0f} MiB" for each in found for kind in ("anonymous", "file"))
             rows.append((way, f"{seconds:.1f}", f"{found[0]['shard'] / MIB:,.0f} MiB", *memory))

@@ -117,7 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         spec = CheckSpec(checkpoints(Path(folder)), str(big), options.simulated, 1 << 28, str(options.out))
         log(f"{num_ranks} ranks; logs in {options.out}")
-        answers = run_processes("benchmarks.gpu_worker", asdict(spec), options.out, num_ranks, not options.simulated)
+        answers = run_processes(
+            "benchmarks.gpu_worker", asdict(spec), options.out, num_ranks, on_gpu=not options.simulated
+        )
     results = [CheckResult(**json.loads(answer)) for answer in answers]
     raw: dict[str, Any] = {"is_simulated": options.simulated, "machine": asdict(machine), "params": options.params}
     raw["ranks"] = [asdict(result) for result in results]

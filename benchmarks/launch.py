@@ -2,26 +2,106 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.worker import RankResult, Spec
-from lowmem_load.cli.bench import GroupError, run_ranks
+from lowmem_load.errors import LowMemLoadError
+from lowmem_load.integrations.startup_hook import OFF, SWITCH
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-__all__ = ["REPOSITORY", "GroupError", "run_group", "run_processes"]
+TIMEOUT_S = 3600
+"""Seconds for all ranks of one run. No load on one machine takes that long."""
+
+LOG_TAIL_LINES = 25
+"""Lines of a failed rank's output that its error repeats."""
+
+POLL_S = 0.05
+
+
+class GroupError(LowMemLoadError, RuntimeError):
+    """A rank failed or the ranks ran out of time. The message ends with the last lines of that rank's log."""
 
 
 def run_group(spec: Spec, world_size: int, on_gpu: bool) -> list[RankResult]:
     """Run `world_size` fresh processes of one load and return their results in rank order."""
-    texts = run_processes("benchmarks.worker", asdict(spec), Path(spec.out), world_size, on_gpu)
+    texts = run_processes("benchmarks.worker", asdict(spec), Path(spec.out), world_size, on_gpu=on_gpu)
     return [RankResult.from_json(text) for text in texts]
 
 
-def run_processes(module: str, spec: dict[str, Any], out: Path, world_size: int, on_gpu: bool) -> list[str]:
-    """See `run_ranks`; the processes run in the repository and keep what DeepSpeed compiles there."""
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(REPOSITORY / ".cache" / "torch_extensions"))
-    return run_ranks(module, spec, out, world_size, on_gpu=on_gpu, cwd=REPOSITORY)
+def run_processes(
+    module: str, spec: Mapping[str, Any], out: Path, world_size: int, *, on_gpu: bool, cwd: Path = REPOSITORY
+) -> list[str]:
+    """Run `python -m module OUT/spec.json` in `world_size` processes; return the OUT/rank<N>.json that they write.
+
+    With `on_gpu`, DeepSpeed looks for an accelerator. What it compiles is kept in the repository.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    results = [out / f"rank{rank}.json" for rank in range(world_size)]
+    for result in results:  # a result of an earlier run must not pass for one of this run
+        result.unlink(missing_ok=True)
+    spec_path = out / "spec.json"
+    spec_path.write_text(json.dumps(spec))
+    command = [sys.executable, "-m", module, str(spec_path)]
+    with socket.socket() as server:  # finds a free port
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(world_size):
+            environment = _environment(rank, world_size, port, on_gpu)
+            with (out / f"rank{rank}.log").open("wb") as log:
+                started = subprocess.Popen(command, cwd=cwd, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            processes.append(started)
+        _wait(processes, out)
+    finally:
+        for process in processes:  # kill all before waiting for one: a second interrupt may end the wait
+            if process.poll() is None:
+                process.kill()
+        for process in processes:
+            process.wait()
+    return [result.read_text() for result in results]
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], out: Path) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while any(process.poll() is None for process in processes):
+        # The first failure ends the run: the other ranks would wait for it until their own timeouts.
+        if any(process.poll() for process in processes) or time.monotonic() > deadline_s:
+            break
+        time.sleep(POLL_S)
+    for rank, process in enumerate(processes):
+        if process.poll():
+            log = out / f"rank{rank}.log"
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+            raise GroupError(f"rank {rank} of {len(processes)} ended with status {process.returncode}; {log}:\n{tail}")
+    if any(process.poll() is None for process in processes):
+        raise GroupError(f"{len(processes)} ranks: not done after {TIMEOUT_S} s; logs in {out}")
+
+
+def _environment(rank: int, world_size: int, port: int, on_gpu: bool) -> dict[str, str]:
+    return {
+        "TORCH_EXTENSIONS_DIR": str(REPOSITORY / ".cache" / "torch_extensions"),
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        SWITCH: OFF,  # stock is not to be streamed
+        # DeepSpeed compiles an extension on its first start on CPUs and looks for ninja on PATH.
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        **({} if on_gpu else {"DS_ACCELERATOR": "cpu"}),
+    }

@@ -1,15 +1,72 @@
-"""Peak host memory of a block, split into anonymous and file-backed memory."""
+"""Peak host memory of a block, split into anonymous and file-backed memory; and the memory that is free."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
-from lowmem_load.cli.bench_worker import PeakMemory
 from lowmem_load.phases import Memory, host_memory
 
 SAMPLE_INTERVAL_S = 0.005
 """Seconds. A load copies about 30 MB in this time."""
+
+PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def high_water() -> int:
+    """Return this process' peak resident memory in bytes, since its start or since the last `PeakMemory` began."""
+    return int((PROC / "self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+
+
+class PeakMemory:
+    """Context manager that measures the peak resident memory of the block: `peak_bytes` above its start."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = self._start_bytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+        if trim is not None:
+            trim(0)  # the block would reuse freed memory, and it would not be counted
+        (PROC / "self/clear_refs").write_text("5")  # 5: reset the high-water mark (man 5 proc)
+        self._start_bytes = high_water()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.peak_bytes = high_water() - self._start_bytes
+
+
+def available_bytes() -> int | None:
+    """Return the memory free for new processes in this container; None if the system does not say (macOS)."""
+    fields = _fields(PROC / "meminfo")
+    if "MemAvailable:" not in fields:
+        return None
+    available, limit = fields["MemAvailable:"] << 10, _memory_limit()
+    if limit is not None:
+        pages = _fields(CGROUP / "memory.stat")
+        of_files = pages.get("active_file", 0) + pages.get("inactive_file", 0)  # the kernel gives them back
+        available = min(available, limit - int((CGROUP / "memory.current").read_text()) + of_files)
+    return available
+
+
+def _memory_limit() -> int | None:
+    """Return the bytes that this container may use; None without a limit."""
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(limit) if limit.isdigit() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    try:
+        return {name: int(number) for name, number, *_ in map(str.split, path.read_text().splitlines())}
+    except OSError:
+        return {}
 
 
 @dataclass(slots=True)

@@ -70,13 +70,19 @@ def wait_for_all_gathers() -> None:
     Init._allgather_params_coalesced = one_by_one
 
 
-def prepare(method: str) -> None:
+def model_class(folder: str) -> Any:
+    """Return the class of a checkpoint's model."""
+    from lowmem_load.hf import names
+
+    return names.model_class(None, names.model_config(folder, {}), False)
+
+
+def prepare(method: str, checkpoint: str) -> None:
     """Import what `method` uses, so that its memory and time belong to the start."""
     import deepspeed  # noqa: F401
-    from transformers import AutoModelForCausalLM  # noqa: F401
     from transformers.integrations import HfDeepSpeedConfig  # noqa: F401
-    from transformers.models.llama import modeling_llama  # noqa: F401
-    from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
+
+    model_class(checkpoint)
 
     wait_for_all_gathers()
     if method == "lowmem":
@@ -89,11 +95,10 @@ def prepare(method: str) -> None:
 
 def load_stock(job: Job) -> Loaded:
     """Load with transformers' own ZeRO-3 path, switched on by HfDeepSpeedConfig."""
-    from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
     config = HfDeepSpeedConfig(job.ds_config)
-    model = AutoModelForCausalLM.from_pretrained(job.path, dtype=DTYPES[job.dtype])
+    model = model_class(str(job.path)).from_pretrained(job.path, dtype=DTYPES[job.dtype])
     return Loaded(model=model, keep_alive=config)
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launch import run_processes
+from benchmarks.memory import high_water
 from benchmarks.results import MIB, markdown
-from lowmem_load.cli.bench_worker import high_water
 from lowmem_load.phases import host_memory
 
 LLAMAFACTORY = "llamafactory_style/train"
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run(pipeline: Pipeline, argv: list[str], name: str) -> list[PipelineResult]:
         print(f"running {name}", file=sys.stderr, flush=True)
         spec = {"script": pipeline.script, "argv": argv}
-        texts = run_processes("benchmarks.pipelines", spec, options.out / name, options.ranks, options.gpu)
+        texts = run_processes("benchmarks.pipelines", spec, options.out / name, options.ranks, on_gpu=options.gpu)
         return [PipelineResult(**json.loads(text)) for text in texts]
 
     wanted = [pipeline for pipeline in PIPELINES if not options.only or pipeline.script in options.only]

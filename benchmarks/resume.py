@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.memory import PeakMemory
 from benchmarks.results import MIB, show_table
-from lowmem_load.cli.bench_worker import PeakMemory
 from tests.ranks import run_ranks
 
 MATRIX = ("2:1", "2:4", "4:3", "3:2")

@@ -122,8 +122,8 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
     import transformers
 
     import lowmem_load
+    from benchmarks.memory import PeakMemory
     from lowmem_load.api import plan_model
-    from lowmem_load.cli.bench_worker import PeakMemory
     from lowmem_load.pipeline.make_plan import Planned
 
     getattr(transformers, MODELS[row.model].config["architectures"][0])  # imports the model's module

@@ -126,7 +126,7 @@ def run(spec: Spec) -> RankResult:
     """Measure one load, then (outside the measurement) digest the partitions and train."""
     counter = CollectiveCounter()
     counter.install()
-    prepare(spec.method)
+    prepare(spec.method, spec.checkpoint)
     job = init_ranks(spec, counter)
     loaded, result = measure_load(spec, job, counter)
     result.digests = digest_partitions(loaded, job.rank, job.world_size)

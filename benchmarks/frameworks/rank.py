@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.frameworks import stand_ins
 
 if TYPE_CHECKING:
-    from lowmem_load.cli.bench_worker import PeakMemory
+    from benchmarks.memory import PeakMemory
 
 FOLDER = "FRAMEWORKS_RANKS"
 """The variable that names the folder for `rank<N>.json`; see `compare.RankResult`."""
@@ -94,7 +94,7 @@ class _Seen:
             if self._sampler is None:
                 import torch
 
-                from lowmem_load.cli.bench_worker import PeakMemory
+                from benchmarks.memory import PeakMemory
 
                 torch.manual_seed(0)  # axolotl seeds after it has made adapters: they differ from run to run
                 self._sampler = PeakMemory()

@@ -1,1 +1,1 @@
-"""The command `lowmem-load`: one module per subcommand, put together in `start.py`."""
+"""The command `lowmem-load`: its subcommands are put together in `start.py`."""

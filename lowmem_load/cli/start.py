@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
-from lowmem_load.cli.bench import bench
-from lowmem_load.cli.commands import consolidate, inspect, plan, report, verify
+from lowmem_load.cli.commands import consolidate, inspect, report, verify
 from lowmem_load.cli.common import FAILED, exit_code, printable
 from lowmem_load.cli.doctor import doctor
+from lowmem_load.cli.plan import plan
 from lowmem_load.errors import LowMemLoadError
 from lowmem_load.integrations.startup_hook import switched_on
 
@@ -70,7 +70,7 @@ def run(
         raise typer.Exit(NOT_FOUND if is_missing else NOT_EXECUTABLE) from None
 
 
-for command in (inspect, plan, doctor, bench, verify, consolidate, report):
+for command in (inspect, plan, doctor, verify, consolidate, report):
     app.command()(command)
 
 
@@ -88,7 +88,7 @@ def main() -> None:
     try:
         app(prog_name="lowmem-load")
     except BaseException as error:
-        # An interrupt may arrive as another error: transformers' imports convert it, and it ends the ranks of bench.
+        # An interrupt may arrive as another error: transformers' imports convert it.
         if interrupts:
             sys.exit(INTERRUPTED)
         if isinstance(error, SystemExit):

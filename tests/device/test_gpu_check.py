@@ -19,7 +19,7 @@ NUM_PARAMS = 20_000_000
 def test_gpu_check_passes_on_the_simulated_device_and_says_that_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def forked(module: str, spec: dict[str, Any], out: Path, world_size: int, on_gpu: bool) -> list[str]:
+    def forked(module: str, spec: dict[str, Any], out: Path, world_size: int, *, on_gpu: bool) -> list[str]:
         assert (module, on_gpu) == ("benchmarks.gpu_worker", False)
         out.mkdir(parents=True)
         results = run_ranks(run, CheckSpec(**spec), world_size=world_size, timeout_s=300, env=SIMULATED)

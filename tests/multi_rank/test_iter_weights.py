@@ -23,7 +23,7 @@ from tests.multi_rank.test_modes import is_compiled
 from tests.multi_rank.test_save import ADAM, BF16, FP32, adapted, stage_3
 from tests.ranks import run_ranks
 
-MODULE = "lowmem_load.saving.send_weights"
+MODULE = "lowmem_load.weights_out.send_weights"
 
 COLLECTIVES = ("all_gather_single", "all_gather_into_tensor", "gather", "broadcast", "isend", "irecv")
 
@@ -89,7 +89,8 @@ def assert_sent(
                 assert len(found) == len(wanted), where
                 assert_equal(dict(found), wanted, where)
             if is_one_collective:
-                assert len(collectives) <= total / bucket_bytes + 2, where
+                of_experts = world_size if "mixtral" in str(case) else 1  # which lie on few ranks each
+                assert len(collectives) <= of_experts * (total / bucket_bytes + 1), where
             if world_size == 1:
                 assert not collectives, where
             if bucket_bytes == 1 and not kwargs.get("merge_adapters") and to in ("all", rank):
@@ -335,8 +336,8 @@ def change_between(path: str) -> None:
 
 def measure(path: str) -> list[tuple[int, int]]:
     """Rank function: the peak of memory above the start, and the bytes of the largest bucket; to all, and to rank 0."""
+    from benchmarks.memory import PeakMemory
     from lowmem_load import iter_weights, load_model
-    from lowmem_load.cli.bench_worker import PeakMemory
 
     model, found = load_model(path, FP32), []
     for to in ("all", 0):

@@ -26,7 +26,7 @@ from tests.ranks import REPO
 from tests.storage import on_network
 
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
-COMMANDS = ["bench", "consolidate", "doctor", "inspect", "plan", "report", "run", "verify"]
+COMMANDS = ["consolidate", "doctor", "inspect", "plan", "report", "run", "verify"]
 OF_MESHES = ("--tp", "--ep", "--dp-replicate")
 
 Answer = Callable[..., tuple[int, Any]]
@@ -127,7 +127,7 @@ def test_plan_ends_with_a_verdict(
     asked = ("plan", llama, "--ds-config", ds_config, "--world-size", 64, "--gpus-per-node", 4, "--accelerator", "cuda")
     found = answer(*asked, "--host-memory", limit, "--device-memory", limit)
     assert found[0] == code
-    assert says in found[1] and "64 ranks, 4 on each of 16 nodes" in found[1]
+    assert says in found[1] and "64 ranks on 16 nodes of 4" in found[1]
     read_by_stock = size(sum(path.stat().st_size for path in llama.glob("*.safetensors")))
     (row,) = (line for line in found[1].splitlines() if "read in" in line)
     assert read_by_stock in row
@@ -139,7 +139,7 @@ def test_plan_says_first_what_it_plans_for(answer: Answer, llama: Path, ds_confi
     assert code == 0 and "No verdict: give --host-memory." in text, "DS_ACCELERATOR is cpu"
     head = text.splitlines()[1:5]
     assert "full training under ZeRO-3, on CPUs: all memory is host memory" in head[0] and "DS_ACCELERATOR" in head[0]
-    assert "12 ranks, 8 on one node and 4 on another" in head[3]
+    assert "12 ranks on 2 nodes of 8" in head[3]
     text = answer(*asked, "--accelerator", "cuda", "--device-memory", "80GiB")[1]
     assert "full training under ZeRO-3, on GPUs" in text.splitlines()[1]
     assert "Fits what is known (--host-memory is not given); the smallest" in text

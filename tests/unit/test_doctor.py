@@ -12,7 +12,6 @@ import pytest
 from lowmem_load.cli import doctor
 from lowmem_load.cli.doctor import NOTE, OK, PROBLEM, Finding
 from lowmem_load.cli.start import app
-from lowmem_load.distributed.environment import LAUNCHER_NAMES
 from lowmem_load.io import mounts
 
 ALL = {"accelerate": "1", "safetensors": "1", "huggingface_hub": "1"}
@@ -33,23 +32,16 @@ def test_releases_are_compared_with_tested_ones() -> None:
     assert about(findings, "transformers 5.3.0") == [NOTE] and about(findings, "torch") == [OK]
     problems = [finding.advice for finding in doctor.check_versions(NEW, known) if finding.level == PROBLEM]
     assert problems == ["pip install accelerate", "pip install safetensors", "pip install huggingface_hub"]
-    assert set(doctor.installed()) >= {"python", "torch"}
+    assert set(doctor.installed_releases()) >= {"python", "torch"}
 
 
 def test_limits_of_host_memory_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "available_bytes", lambda: 1 << 30)
-    monkeypatch.setattr(doctor, "memory_limit", lambda: 100 << 20)
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1 << 30, 0))
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
     findings = list(doctor.check_memory())
-    assert about(findings, "1.00 GiB are free") == [OK]
-    for text in ("this container may use 100.0 MiB", "/dev/shm has 64.0 MiB free"):
-        assert about(findings, text) == [NOTE]
+    assert about(findings, "/dev/shm has 64.0 MiB free") == [NOTE]
     assert about(findings, "addresses are limited to 1.00 GiB") == [PROBLEM]
-    assert all(finding.advice for finding in findings if finding.level != OK)
-    monkeypatch.setattr(doctor, "available_bytes", lambda: None)
-    monkeypatch.setattr(doctor, "memory_limit", lambda: None)
-    assert about(list(doctor.check_memory()), "GiB") == [PROBLEM]  # what cannot be found out is left out
+    assert all(finding.advice for finding in findings)
 
 
 @pytest.mark.parametrize(
@@ -76,22 +68,6 @@ def test_the_file_system_of_a_folder_is_judged(
     mountinfo.unlink()
     assert doctor.check_storage(str(folder)).found.endswith("file system not known")
     assert about([doctor.check_storage(str(folder / "gone"))], "no such folder") == [PROBLEM]
-    assert about([doctor.check_storage(None)], "no folder of checkpoints") == [NOTE]
-
-
-def test_a_launcher_is_complete_or_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LAUNCHER_NAMES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("LOWMEM_LOAD_INSTALL", "1")
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    findings = list(doctor.check_launcher())
-    assert about(findings, "process of its own") == [OK]
-    assert about(findings, "LOWMEM_LOAD_INSTALL=1") == about(findings, "DS_ACCELERATOR=cpu") == [NOTE]
-    monkeypatch.setenv("RANK", "3")
-    assert about(list(doctor.check_launcher()), "WORLD_SIZE, LOCAL_RANK") == [PROBLEM]
-    for name in LAUNCHER_NAMES:
-        monkeypatch.setenv(name, "5")
-    assert about(list(doctor.check_launcher()), "this is rank 5 of 5") == [OK]
 
 
 def test_memory_that_cannot_be_pinned_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +76,7 @@ def test_memory_that_cannot_be_pinned_is_a_problem(monkeypatch: pytest.MonkeyPat
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: out of memory\nmore")
 
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
@@ -112,10 +89,20 @@ def test_memory_that_cannot_be_pinned_is_a_problem(monkeypatch: pytest.MonkeyPat
 def test_missing_parts_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lowmem_load.ds.partition", None)
     assert about(list(doctor.check_devices()), "DeepSpeed cannot be imported") == [PROBLEM]
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert list(doctor.check_devices()) == []
-    monkeypatch.setitem(sys.modules, "lowmem_load.io.mounts", None)
-    assert about([doctor.check_storage("/")], "/: not checked") == [NOTE]
+    monkeypatch.setattr(doctor, "installed_releases", dict)
+    findings = list(doctor.check_all("/gone"))
+    assert about(findings, "torch is not installed") == [PROBLEM] and not about(findings, "DeepSpeed")
+
+
+def test_a_machine_of_cpus_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("CXX", "false")
+    assert about(list(doctor.check_devices()), "false does not run (Command") == [PROBLEM]
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    findings = list(doctor.check_compiler())
+    assert [finding.level for finding in findings] == [PROBLEM, PROBLEM]
+    assert about(findings, "ninja does not run") == [PROBLEM]
 
 
 def test_the_command_ends_with_1_where_there_is_a_problem(
@@ -133,4 +120,4 @@ def test_the_command_ends_with_1_where_there_is_a_problem(
 
 def test_all_checks_run_here(tmp_path: Path) -> None:
     areas = {finding.area for finding in doctor.check_all(str(tmp_path))}
-    assert areas >= {"versions", "memory", "storage", "launcher", "devices"}
+    assert areas >= {"versions", "memory", "storage", "devices"}

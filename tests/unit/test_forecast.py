@@ -14,13 +14,18 @@ from lowmem_load.api.plan_model import plan_ranks
 from lowmem_load.cli.forecast import (
     OFFLOADS,
     OVERHEAD_BYTES,
+    Job,
+    Model,
+    held_bytes,
     load_bytes,
     load_needs,
+    memory_needs,
     model_of,
     read_together,
+    training_bytes,
     whole_bytes,
+    world_sizes,
 )
-from lowmem_load.cli.job_memory import Job, Model, held_bytes, memory_needs, training_bytes, world_sizes
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.phases import Memory
 from lowmem_load.planning import expression as ex
@@ -145,13 +150,13 @@ def test_fewer_ranks_on_the_last_node_mean_more_memory_on_each() -> None:
 @pytest.mark.parametrize(
     ("world_size", "words"),
     [
-        *((1, "1 rank on one node"), (3, "3 ranks on one node"), (8, "8 ranks on one node")),
-        *((12, "12 ranks, 8 on one node and 4 on another"), (16, "16 ranks, 8 on each of 2 nodes")),
-        (17, "17 ranks, 8 on each of 2 nodes and 1 on another"),
+        (1, "1 rank on one node"),
+        (8, "8 ranks on one node"),
+        (17, "17 ranks on 3 nodes of 8"),
     ],
 )
 def test_a_job_says_how_many_ranks_each_node_has(world_size: int, words: str) -> None:
-    assert Job(world_size, 8).in_words == words
+    assert str(Job(world_size, 8)) == words
 
 
 def test_a_layer_in_fp32_and_a_second_copy_of_parameters_count() -> None:
