@@ -21,10 +21,10 @@ import torch
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.integrations.frameworks import TRL_SYNC, warn_missing
 from lowmem_load.replaced import Handler, holding
-from lowmem_load.saving.iter_weights import Arguments, plan_weights
 from lowmem_load.saving.local_shards import is_dtensor
-from lowmem_load.saving.push_weights import flat, give, handed_out, metadata_of
-from lowmem_load.saving.send_weights import Weights
+from lowmem_load.weights_out.iter_weights import Arguments, plan_weights
+from lowmem_load.weights_out.push_weights import hand_over, handing_out, metadata_of, name_tensor_pairs
+from lowmem_load.weights_out.send_weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def sync(ordinary: Callable[[Any], None], generation: Any) -> None:
     before = getattr(generation, _METADATA)
     setattr(generation, _METADATA, metadata_of(weights))
     try:
-        with handed_out(weights) as buckets, holding(_PAIRS, _logged(flat(buckets))):
+        with handing_out(weights) as buckets, holding(_PAIRS, _logged(name_tensor_pairs(buckets))):
             ordinary(generation)
     finally:
         setattr(generation, _METADATA, before)
@@ -77,8 +77,8 @@ def move(ordinary: Callable[[Any], None], trainer: Any) -> None:
         client = trainer.vllm_client if trainer.accelerator.is_main_process else None
     else:
         client = trainer.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights
-    with handed_out(weights) as buckets:
-        give(client, weights, buckets)
+    with handing_out(weights) as buckets:
+        hand_over(client, weights, buckets)
 
 
 def mix(ordinary: Callable[[Any, Any, float], None], model: Any, target_model: Any, alpha: float) -> None:
@@ -99,7 +99,8 @@ def _planned(model: Any, mode: str) -> Weights | None:
     is_peft = hasattr(model, "merge_adapter")  # TRL merges adapters, too
     to: Any = "all" if mode == "colocate" else 0
     try:
-        return plan_weights(model, Arguments(BUCKET_BYTES, to, None, None, is_peft))
+        arguments = Arguments(bucket_bytes=BUCKET_BYTES, to=to, dtype=None, names=None, merge_adapters=is_peft)
+        return plan_weights(model, arguments)
     except UnsupportedError as error:  # on all ranks alike
         warnings.warn(f"TRL gathers the weights for vLLM, as they cannot be sent in buckets: {error}", stacklevel=2)
         return None

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from lowmem_load.errors import PlanError
+from lowmem_load.planning.ranges import FlatRange, Grid, Region, flat_ranges
 
 Side = Literal["source", "destination"]
 
@@ -143,3 +144,45 @@ def offsets(axes: Sequence[Axis]) -> Iterator[tuple[int, int]]:
     for iterations in itertools.product(*(range(axis.size) for axis in axes)):
         pairs = list(zip(iterations, axes, strict=True))
         yield sum(t * axis.source for t, axis in pairs), sum(t * axis.destination for t, axis in pairs)
+
+
+def nests_within(nest: Nest, region: Region, shape: Sequence[int]) -> Iterator[Nest]:
+    """Yield the parts of a nest whose source elements lie in a region of a tensor of `shape`.
+
+    Their source counts in the memory of the region.
+    """
+    if not region.numel:
+        return
+    is_run = nest.axes == (Axis(nest.numel, 1, 1),)
+    if isinstance(region, Grid) and is_run and nest.numel == math.prod(shape):
+        yield from _boxes(nest, region, shape)
+        return
+    first = 0  # of the range, in the memory of the region
+    for span in (region,) if isinstance(region, FlatRange) else flat_ranges(region, tuple(shape)):
+        if is_run:  # most tensors are: many times faster than `clipped`
+            start, end = max(span.start, nest.source), min(span.end, nest.source + nest.numel)
+            if start < end:
+                there = nest.destination + start - nest.source
+                yield Nest(first + start - span.start, there, (Axis(end - start, 1, 1),), nest.casts)
+        else:
+            for part in nest.clipped(span.start, span.end, "source"):
+                yield part.shifted(source=first - span.start)
+        first += span.numel
+
+
+def _boxes(nest: Nest, grid: Grid, shape: Sequence[int]) -> Iterator[Nest]:
+    """Yield the parts of a nest that copies a whole tensor in order: one for each box of a grid, not for each row."""
+    local, whole = _strides(grid.sizes), _strides(shape)
+    dims: list[list[tuple[int, int, int]]] = []  # of each run of each dim: first index here, there, and length
+    for runs in grid.runs:
+        starts = itertools.accumulate((end - start for start, end in runs), initial=0)
+        dims.append([(here, start, end - start) for here, (start, end) in zip(starts, runs, strict=False)])
+    for box in itertools.product(*dims):
+        axes = tuple(Axis(size, here, there) for (_, _, size), here, there in zip(box, local, whole, strict=True))
+        source = sum(first * stride for (first, _, _), stride in zip(box, local, strict=True))
+        destination = sum(first * stride for (_, first, _), stride in zip(box, whole, strict=True))
+        yield Nest(source, nest.destination + destination, axes, nest.casts).merged()
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

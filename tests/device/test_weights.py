@@ -12,7 +12,7 @@ def take_on_two_streams() -> list[str]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from lowmem_load import iter_weights
-    from lowmem_load.saving.push_weights import flat
+    from lowmem_load.weights_out.push_weights import name_tensor_pairs
     from tests.device import simulated
 
     dist.init_process_group("simccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -25,7 +25,7 @@ def take_on_two_streams() -> list[str]:
     streams = [torch.sim.Stream() for _ in range(2)]
     wrong = []
     for bucket_bytes in (1 << 30, 5000):
-        pairs, found = flat(iter_weights(model, bucket_bytes=bucket_bytes)), {}
+        pairs, found = name_tensor_pairs(iter_weights(model, bucket_bytes=bucket_bytes)), {}
         for number in range(len(wanted)):
             streams[number % 2].synchronize()
             with streams[number % 2]:

@@ -171,7 +171,7 @@ def test_clients_get_all_weights_or_all_ranks_raise(checkpoints: Path) -> None:
 
 
 def test_clients_keep_nothing_while_the_next_bucket_is_made() -> None:
-    from lowmem_load.saving.push_weights import give
+    from lowmem_load.weights_out.push_weights import hand_over
 
     tensors: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
@@ -184,7 +184,7 @@ def test_clients_keep_nothing_while_the_next_bucket_is_made() -> None:
             bucket.clear()
             alive.append(sum(tensor() is not None for tensor in tensors))
 
-    give(SimpleNamespace(update_named_param=lambda name, tensor: None), SimpleNamespace(), buckets())  # type: ignore[arg-type]
+    hand_over(SimpleNamespace(update_named_param=lambda name, tensor: None), SimpleNamespace(), buckets())  # type: ignore[arg-type]
     assert alive == [0, 0, 0]
 
 

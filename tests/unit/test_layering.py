@@ -25,6 +25,7 @@ dtensor
 report
 pipeline
 saving
+weights_out
 lazy_weights
 api
 partial

@@ -23,22 +23,33 @@ import contextlib
 import functools
 import itertools
 import operator
+import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowmem_load.distributed.exchange import Exchange, device_of, has_fast_gather
 from lowmem_load.distributed.group import RankGroup
+from lowmem_load.errors import ConfigError
 from lowmem_load.hf.merging import Merge
 from lowmem_load.io.elements import SpareMemory, own_memory, scatter_elements, source_elements
-from lowmem_load.planning.buckets import Bucket, Message, Part, Regions, Unit, Wanted, lengths, plan_messages
 from lowmem_load.planning.expression import Held, Source
 from lowmem_load.planning.nest import Nest
-from lowmem_load.saving.local_shards import LocalShard
-from lowmem_load.saving.weight_changes import changes_refused
+from lowmem_load.saving.local_shards import LocalShard, is_dtensor, unwrapped
+from lowmem_load.weights_out.buckets import (
+    Bucket,
+    Message,
+    Part,
+    PlannedTensor,
+    Regions,
+    Unit,
+    message_lengths,
+    plan_messages,
+)
 
 Tensors: TypeAlias = "list[tuple[str, torch.Tensor]]"
 """Names and values of a bucket's tensors."""
@@ -68,34 +79,35 @@ class Weights:
     spare: SpareMemory = field(default_factory=SpareMemory)
 
     @property
-    def tensors(self) -> list[Wanted]:
+    def tensors(self) -> list[PlannedTensor]:
         """What the buckets hold, in order."""
-        return [one for bucket in self.planned for unit in bucket.units for one in unit.made or unit.sent]
+        return [tensor for bucket in self.planned for unit in bucket.units for tensor in unit.made or unit.sent]
 
     def buckets(self) -> Generator[Tensors, None, None]:
         """Yield the tensors of each bucket. Collective. See [Note: one step a bucket]."""
         sent: _Sent | None = None
         device = device_of(self.ranks)
         stream = None if device.type == "cpu" else _stream_of(device)
-        with (
-            changes_refused(self.engine, list(self.shards.values())) as refuse_changes,
-            contextlib.ExitStack() as stack,
-        ):
-            stack.callback(lambda: sent.exchange.drain() if sent else None)
+        changes = _Changes(self.engine, list(self.shards.values()))
+        try:
             for number in range(len(self.planned) + 1):
                 with self._step(number):
-                    refuse_changes()
+                    changes.refuse()
                     if sent:
                         sent.exchange.finish(self.ranks.check)
                     with _on(stream):
-                        tensors = self._received(sent) if sent else []
-                        sent = self._filled(self.planned[number], sent) if number < len(self.planned) else None
+                        tensors = self._put_together(sent) if sent else []
+                        sent = self._fill(self.planned[number], sent) if number < len(self.planned) else None
                 if sent:
                     self._start(sent.exchange)
                 if number:
-                    yield from self._given(tensors, number)
+                    yield from self._hand_out(tensors, number)
             with self._step(len(self.planned) + 1):
                 pass  # the consumers of all ranks have come to the end
+        finally:
+            changes.close()
+            if sent:
+                sent.exchange.drain()
 
     def _step(self, number: int) -> contextlib.AbstractContextManager[Any]:
         return self.ranks.step(self._title(number))
@@ -110,7 +122,7 @@ class Weights:
             self.ranks.abort("sending the weights", error)
             raise
 
-    def _given(self, tensors: Tensors, number: int) -> Iterator[Tensors]:
+    def _hand_out(self, tensors: Tensors, number: int) -> Iterator[Tensors]:
         """Yield a bucket. See [Note: early ends]."""
         next_step = self.ranks.next_step()
         try:
@@ -124,55 +136,56 @@ class Weights:
                 raise
         tensors.clear()  # see [Note: fresh memory]
 
-    def _filled(self, bucket: Bucket, before: _Sent | None) -> _Sent:
+    def _fill(self, bucket: Bucket, before: _Sent | None) -> _Sent:
         """Return a bucket whose message from this rank is filled, in the memory of the one before if that is enough."""
         messages = plan_messages(bucket, self.regions)
         gathers = has_fast_gather(self.ranks)
-        sizes = lengths(messages, self.bucket_bytes, are_equal=gathers)
+        lengths = message_lengths(messages, self.bucket_bytes, are_equal=gathers)
         last = before.exchange if before else None
-        exchange = Exchange(self.ranks, sizes, to=self.to, gathers=gathers, before=last)
+        exchange = Exchange(self.ranks, lengths, to=self.to, gathers=gathers, before=last)
         if exchange.mine is not None:
-            wanted, parts = bucket.sent, messages[self.ranks.rank].parts
+            planned, parts = bucket.sent, messages[self.ranks.rank].parts
             by_name = operator.attrgetter("parameter")
+            # Of nvme each parameter is read once for the bucket, whatever the order of the parts.
             for name, group in itertools.groupby(sorted(parts, key=by_name), by_name):
                 with self.shards[name].flat() as memory:
                     for part in group:
-                        _fill(exchange.mine, wanted[part.number].dtype, part, memory)
+                        _fill_part(exchange.mine, planned[part.number].dtype, part, memory)
         return _Sent(bucket, messages, exchange)
 
-    def _received(self, sent: _Sent) -> Tensors:
+    def _put_together(self, sent: _Sent) -> Tensors:
         """Return the tensors of a bucket that has come."""
         if self.to not in (None, self.ranks.rank):
             return []
-        received, device, wanted = sent.exchange.received, device_of(self.ranks), sent.bucket.sent
-        taken = self.spare.take([one.nbytes for one in wanted], device)
-        tensors = [memory.view(one.dtype).view(one.shape) for one, memory in zip(wanted, taken, strict=True)]
-        del taken
-        for rank, memory in received.items():
+        planned = sent.bucket.sent
+        pieces = self.spare.take([tensor.nbytes for tensor in planned], device_of(self.ranks))
+        values = [piece.view(tensor.dtype).view(tensor.shape) for tensor, piece in zip(planned, pieces, strict=True)]
+        del pieces  # `SpareMemory` counts who uses it
+        for rank, message in sent.exchange.received.items():
             for part in sent.messages[rank].parts:
-                _place(tensors[part.number], memory, part)
+                _place_part(values[part.number], message, part)
         by_name: dict[str, torch.Tensor] = {}
-        for one, tensor in zip(wanted, tensors, strict=True):
-            _place_held(one, tensor)
-            by_name[one.name] = tensor
-        return [pair for unit in sent.bucket.units for pair in self._made(unit, by_name)]
+        for tensor, value in zip(planned, values, strict=True):
+            _place_constants(tensor, value)
+            by_name[tensor.name] = value
+        return [pair for unit in sent.bucket.units for pair in self._finish(unit, by_name)]
 
-    def _made(self, unit: Unit, sent: dict[str, torch.Tensor]) -> Tensors:
+    def _finish(self, unit: Unit, sent: dict[str, torch.Tensor]) -> Tensors:
+        """Return the tensors of a unit, merged if it has adapters."""
         if unit.merge is None:
-            return [(one.name, sent[one.name]) for one in unit.sent]
+            return [(tensor.name, sent[tensor.name]) for tensor in unit.sent]
         merge = self.merges[unit.merge]
         names = {id(shard.tensor): name for name, shard in self.shards.items()}
-        given = {id(p): sent[names[id(p)]] for p in (*merge.parameters, *merge.adapters())}
-        merged = merge.run(given)
-        values = sent | {names[id(p)]: value for p, value in zip(merge.parameters, merged, strict=True)}
+        merged = merge.run({id(p): sent[names[id(p)]] for p in (*merge.parameters, *merge.adapters())})
+        sources = sent | {names[id(p)]: value for p, value in zip(merge.parameters, merged, strict=True)}
         made: Tensors = []
-        for one in unit.made:
-            tensor = own_memory(one.nbytes, merged[0].device).view(one.dtype).view(one.shape)
-            for copy in one.copies:
+        for tensor in unit.made:
+            value = own_memory(tensor.nbytes, merged[0].device).view(tensor.dtype).view(tensor.shape)
+            for copy in tensor.copies:
                 if isinstance(copy.leaf, Source):
-                    scatter_elements(copy.nest, values[copy.leaf.name].reshape(-1), tensor.view(-1))
-            _place_held(one, tensor)
-            made.append((one.name, tensor))
+                    scatter_elements(copy.nest, sources[copy.leaf.name].reshape(-1), value.view(-1))
+            _place_constants(tensor, value)
+            made.append((tensor.name, value))
         return made
 
 
@@ -198,7 +211,7 @@ def _on(stream: torch.Stream | None) -> Iterator[None]:
     stream.synchronize()
 
 
-def _fill(message: torch.Tensor, dtype: torch.dtype, part: Part, memory: torch.Tensor) -> None:
+def _fill_part(message: torch.Tensor, dtype: torch.dtype, part: Part, memory: torch.Tensor) -> None:
     """Put elements of a parameter into a message, cast."""
     values = source_elements(part.nest, memory)
     for cast in part.nest.casts[:-1]:
@@ -206,19 +219,64 @@ def _fill(message: torch.Tensor, dtype: torch.dtype, part: Part, memory: torch.T
     _piece(message, part, dtype).view(values.shape).copy_(values)
 
 
-def _place(tensor: torch.Tensor, message: torch.Tensor, part: Part) -> None:
+def _place_part(value: torch.Tensor, message: torch.Tensor, part: Part) -> None:
     """Put elements of a message into their tensor."""
     nest = Nest(part.nest.source, part.nest.destination, part.nest.axes).gathered()
-    scatter_elements(nest, _piece(message, part, tensor.dtype), tensor.view(-1))
+    scatter_elements(nest, _piece(message, part, value.dtype), value.view(-1))
 
 
 def _piece(message: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
     return message[part.start : part.start + part.nest.numel * dtype.itemsize].view(dtype)
 
 
-def _place_held(wanted: Wanted, tensor: torch.Tensor) -> None:
+def _place_constants(tensor: PlannedTensor, value: torch.Tensor) -> None:
     """Put values that are no parameter's, such as padding, into a tensor."""
-    for copy in wanted.copies:
+    for copy in tensor.copies:
         if isinstance(copy.leaf, Held):
-            flat = copy.leaf.flat.to(tensor.device)
-            scatter_elements(copy.nest.shifted(source=-copy.leaf.first), flat, tensor.view(-1))
+            flat = copy.leaf.flat.to(value.device)
+            scatter_elements(copy.nest.shifted(source=-copy.leaf.first), flat, value.view(-1))
+
+
+class _Changes:
+    """Notices changes of the weights while they are sent: buckets from before and after one would be no model's."""
+
+    def __init__(self, engine: nn.Module, shards: Sequence[LocalShard]) -> None:
+        self._model, self._shards = unwrapped(engine), shards
+        self._before = [(shard.version, shard.address) for shard in shards]
+        self._parameters = {id(shard.tensor) for shard in shards}
+        self._optimizers: set[int] = set()
+        self._stepped = ""
+        if "deepspeed" in sys.modules:
+            from lowmem_load.ds.parameters import optimizers_of
+
+            self._optimizers = {*map(id, optimizers_of(engine, [shard.tensor for shard in shards]))}
+        self._hook = register_optimizer_step_post_hook(self._note_step)
+
+    def refuse(self) -> None:
+        """Raise ConfigError if something that can be seen has changed the weights."""
+        if change := self._find():
+            raise ConfigError(
+                f"iter_weights: {change} between two buckets, so they would be no state of the model; take all buckets "
+                "before the next step"
+            )
+
+    def close(self) -> None:
+        """Look no longer for steps of optimizers."""
+        self._hook.remove()
+
+    def _note_step(self, optimizer: Any, *_: Any) -> None:
+        trained = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        if id(optimizer) in self._optimizers or not self._parameters.isdisjoint(trained):
+            self._stepped = type(optimizer).__name__
+
+    def _find(self) -> str:
+        if self._stepped:
+            return f"an optimizer ({self._stepped}) stepped"
+        present = {*map(id, self._model.parameters())}
+        for shard, before in zip(self._shards, self._before, strict=True):
+            # FSDP2 puts other parameters in the place of its DTensors while it computes.
+            may_go = is_dtensor(shard.tensor) or not isinstance(shard.tensor, nn.Parameter)
+            is_there = may_go or id(shard.tensor) in present
+            if not is_there or (shard.version, shard.address) != before:
+                return f"{shard.source.name} was changed"
+        return ""

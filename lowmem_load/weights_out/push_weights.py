@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.planning.buckets import Wanted
-from lowmem_load.saving.iter_weights import Arguments, Names, plan_weights
 from lowmem_load.saving.local_shards import unwrapped
 from lowmem_load.saving.save import ranks_of
-from lowmem_load.saving.send_weights import Tensors, Weights
+from lowmem_load.weights_out.buckets import PlannedTensor
+from lowmem_load.weights_out.iter_weights import Arguments, Names, plan_weights
+from lowmem_load.weights_out.send_weights import Tensors, Weights
 
 _OF_TRL, _OF_OLD_TRL, _OF_SGLANG = "update_named_params", "update_named_param", "update_weights_from_tensor"
 _METHODS = _OF_TRL, _OF_OLD_TRL, _OF_SGLANG
@@ -70,9 +70,10 @@ def push_weights(
     if not takers:
         raise ConfigError("push_weights: client: no rank has one")
     to: int | Literal["all"] = takers[0] if len(takers) == 1 else "all"
-    weights = plan_weights(engine_or_model, Arguments(bucket_bytes, to, dtype, names, merge_adapters))
-    with handed_out(weights) as buckets:
-        give(client, weights, buckets)
+    arguments = Arguments(bucket_bytes=bucket_bytes, to=to, dtype=dtype, names=names, merge_adapters=merge_adapters)
+    weights = plan_weights(engine_or_model, arguments)
+    with handing_out(weights) as buckets:
+        hand_over(client, weights, buckets)
     with ranks.step("resetting the cache"):
         reset = next((name for name in _RESETS if hasattr(client, name)), None)
         if reset is not None:
@@ -112,10 +113,13 @@ class WeightSource:
         names: Names | None = None,
         merge_adapters: bool = False,
     ) -> None:
-        self._engine, self._arguments = engine_or_model, Arguments(bucket_bytes, to, dtype, names, merge_adapters)
-        self._metadata: list[Wanted] | None = None
+        self._engine = engine_or_model
+        self._arguments = Arguments(
+            bucket_bytes=bucket_bytes, to=to, dtype=dtype, names=names, merge_adapters=merge_adapters
+        )
+        self._metadata: list[PlannedTensor] | None = None
 
-    def metadata(self) -> list[Wanted]:
+    def metadata(self) -> list[PlannedTensor]:
         """Return the `name`, `dtype` and `shape` of each tensor, in order. The first call is collective."""
         if self._metadata is None:
             self._metadata = plan_weights(self._engine, self._arguments).tensors
@@ -123,23 +127,23 @@ class WeightSource:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the value of each tensor, on ranks that get any. Collective."""
-        yield from flat(plan_weights(self._engine, self._arguments).buckets())
+        yield from name_tensor_pairs(plan_weights(self._engine, self._arguments).buckets())
 
 
 def _method_of(client: Any) -> str | None:
     return next((name for name in _METHODS if callable(getattr(client, name, None))), None)
 
 
-def give(client: Any, weights: Weights, buckets: Iterator[Tensors]) -> None:
+def hand_over(client: Any, weights: Weights, buckets: Iterator[Tensors]) -> None:
     """Hand all buckets to a client; of a rank that has none, take them."""
     method = _method_of(client)
     if client is None:
         for _ in buckets:
             pass
     elif method == _OF_TRL:
-        client.update_named_params(metadata_of(weights), flat(buckets))
+        client.update_named_params(metadata_of(weights), name_tensor_pairs(buckets))
     elif method == _OF_OLD_TRL:
-        for name, tensor in flat(buckets):
+        for name, tensor in name_tensor_pairs(buckets):
             client.update_named_param(name, tensor)
             del tensor
     elif method == _OF_SGLANG:
@@ -154,10 +158,10 @@ def give(client: Any, weights: Weights, buckets: Iterator[Tensors]) -> None:
 
 def metadata_of(weights: Weights) -> list[tuple[str, str, list[int]]]:
     """Return name, dtype ("bfloat16") and shape of each tensor in order, as TRL's client wants to know them before."""
-    return [(one.name, str(one.dtype).removeprefix("torch."), list(one.shape)) for one in weights.tensors]
+    return [(tensor.name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in weights.tensors]
 
 
-def flat(buckets: Iterator[Tensors]) -> Iterator[tuple[str, torch.Tensor]]:
+def name_tensor_pairs(buckets: Iterator[Tensors]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors of all buckets."""
     for bucket in buckets:
         bucket.reverse()
@@ -166,7 +170,7 @@ def flat(buckets: Iterator[Tensors]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @contextlib.contextmanager
-def handed_out(weights: Weights) -> Iterator[Iterator[Tensors]]:
+def handing_out(weights: Weights) -> Iterator[Iterator[Tensors]]:
     """Yield the buckets, all of which the block has to take. Collective: all ranks raise if one rank's block raises."""
     buckets = weights.buckets()
     # Of errors that come after the last bucket, such as an answer of the server, the other ranks learn at this step.

@@ -6,6 +6,7 @@ rlhf_weights.md.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +20,16 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.hf import merging, saver
 from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.merging import Merge
-from lowmem_load.planning.buckets import Regions, Unit, Wanted, plan_buckets
 from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.ranges import FlatRange, Grid, Region
 from lowmem_load.saving.local_shards import LocalShard, local_shards, unwrapped
 from lowmem_load.saving.save import ranks_of
-from lowmem_load.saving.send_weights import Tensors, Weights
 from lowmem_load.saving.writer import proved_copies
 from lowmem_load.text import fingerprint
+from lowmem_load.weights_out.buckets import PlannedTensor, Regions, Unit, plan_buckets
+from lowmem_load.weights_out.send_weights import Tensors, Weights
 
 Names: TypeAlias = "Collection[str] | Callable[[str], bool]"
 
@@ -65,10 +66,9 @@ def iter_weights(
         merge_adapters: of a PEFT model, yield what `merge_and_unload` would make, and not the adapters. The layers of
             a bucket are merged when they are put together; the engine does not change.
 
-    Collective: all ranks that hold the model. All ranks have to take all buckets, or stop after the same one. There is
-        one collective for each bucket, at most `total bytes / bucket_bytes + 2`, and one for each rank that sends
-        large tensors of its own alone. On gloo, and where equal messages would take too much, each rank sends for
-        itself.
+    Collective: all ranks that hold the model. All ranks have to take all buckets, or stop after the same one. There are
+        at most `total bytes / bucket_bytes + 1`, each with one collective. On gloo, and where messages padded to
+        equal length would take more than twice their bytes (experts on hundreds of ranks), each rank sends for itself.
     Memory: on ranks that get tensors two buckets, each smaller than two times `bucket_bytes` or as large as one
         tensor, and tensors that the consumer keeps. Messages of one bucket take up to twice as much if some ranks hold
         less of it than others. A merge takes a few times its layer.
@@ -80,10 +80,11 @@ def iter_weights(
         RankError: another rank failed, stopped early, or did not come for the next bucket within the timeout of the
             process group. A rank whose own loop is left by `break` or an error gets none of these.
     """
-    yield from plan_weights(engine_or_model, Arguments(bucket_bytes, to, dtype, names, merge_adapters)).buckets()
+    arguments = Arguments(bucket_bytes=bucket_bytes, to=to, dtype=dtype, names=names, merge_adapters=merge_adapters)
+    yield from plan_weights(engine_or_model, arguments).buckets()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
     """Those of `iter_weights`."""
 
@@ -100,7 +101,7 @@ class Arguments:
         if self.to != "all" and self.to not in range(world_size):
             raise ConfigError(f"iter_weights: to: {self.to!r} is neither 'all' nor a rank below {world_size}")
 
-    def chosen(self, tensors: Mapping[str, Expression]) -> dict[str, Expression]:
+    def choose(self, tensors: Mapping[str, Expression]) -> dict[str, Expression]:
         """Return the tensors to yield."""
         names = self.names
         if names is None:
@@ -122,74 +123,84 @@ def plan_weights(engine: nn.Module, arguments: Arguments) -> Weights:
             arguments.check(ranks.world_size)
             masters = arguments.dtype == torch.float32 and not arguments.merge_adapters
             shards = local_shards(model, ranks.rank, masters=masters)
-            units, merges = _described(model, arguments, shards)
+            units, merges = _describe(model, arguments, shards)
             step.digest = {
                 "bucket_bytes, to, dtype": f"{arguments.bucket_bytes}, {arguments.to}, {arguments.dtype}",
-                "tensors": fingerprint(map(_spelled, units)),
+                "tensors": fingerprint(map(_unit_text, units)),
             }
-            step.payload = _encoded(shards)
-        regions = [_decoded(payload, shards) for payload in step.payloads or [_encoded(shards)]]
-        buckets = plan_buckets(units, regions, arguments.bucket_bytes)
-        to = None if arguments.to == "all" else arguments.to
-        by_name = {shard.source.name: shard for shard in shards}
-        return Weights(engine, ranks, to, by_name, merges, buckets, regions, arguments.bucket_bytes)
+            step.payload = _encode_regions(shards)
+        return Weights(
+            engine=engine,
+            ranks=ranks,
+            to=None if arguments.to == "all" else arguments.to,
+            shards={shard.source.name: shard for shard in shards},
+            merges=merges,
+            planned=plan_buckets(units, arguments.bucket_bytes),
+            regions=[_decode_regions(payload, shards) for payload in step.payloads or [_encode_regions(shards)]],
+            bucket_bytes=arguments.bucket_bytes,
+        )
 
 
-def _described(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard]) -> tuple[list[Unit], list[Merge]]:
+def _describe(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard]) -> tuple[list[Unit], list[Merge]]:
     sources = {id(shard.tensor): shard.source for shard in shards}
     whole, merges = merging.unloaded(model) if arguments.merge_adapters else (model, [])
     with tempfile.TemporaryDirectory(prefix="lowmem_load-") as scratch:
         files = saver.describe_save(
-            *(whole, Path(scratch), sources),
+            whole,
+            Path(scratch),
+            sources,
             dtype=arguments.dtype,
             max_shard_size=_ONE_FILE,
             kwargs={},
             has_configs=False,
         )
-    tensors = arguments.chosen({name: part for file in files for name, part in file.tensors.items()})
-    wanted = [Wanted(name, part.shape, part.dtype, tuple(proved_copies(name, part))) for name, part in tensors.items()]
-    return list(_units(wanted, merges, sources)), merges
+    tensors = arguments.choose({name: part for file in files for name, part in file.tensors.items()})
+    planned = [
+        PlannedTensor(name, part.shape, part.dtype, tuple(proved_copies(name, part))) for name, part in tensors.items()
+    ]
+    return list(_plan_units(planned, merges, sources)), merges
 
 
-def _units(wanted: Sequence[Wanted], merges: Sequence[Merge], sources: Mapping[int, Source]) -> Iterator[Unit]:
+def _plan_units(
+    planned: Sequence[PlannedTensor], merges: Sequence[Merge], sources: Mapping[int, Source]
+) -> Iterator[Unit]:
     """Yield what is sent together: a tensor, or the parameters of a merge, of which all its tensors are made."""
     merge_of = {sources[id(p)].name: number for number, merge in enumerate(merges) for p in merge.parameters}
-    made: dict[int, list[Wanted]] = {}
-    for one in wanted:
-        numbers = {merge_of[source.name] for source in one.sources if source.name in merge_of}
+    made: dict[int, list[PlannedTensor]] = {}
+    for tensor in planned:
+        numbers = {merge_of[source.name] for source in tensor.sources if source.name in merge_of}
         if not numbers:
-            yield Unit((one,))
+            yield Unit((tensor,))
         elif len(numbers) == 1:
-            made.setdefault(numbers.pop(), []).append(one)
+            made.setdefault(numbers.pop(), []).append(tensor)
         else:
-            raise ConfigError(f"{one.name}: is made of parameters that are merged apart; save the model instead")
+            raise ConfigError(f"{tensor.name}: is made of parameters that are merged apart; save the model instead")
     for number, tensors in made.items():
         merge = merges[number]
         needed = {sources[id(p)]: None for p in (*merge.parameters, *merge.adapters())}
-        needed |= {source: None for one in tensors for source in one.sources}
+        needed |= {source: None for tensor in tensors for source in tensor.sources}
         yield Unit(tuple(map(_whole, needed)), tuple(tensors), number)
 
 
-def _spelled(unit: Unit) -> str:
+def _unit_text(unit: Unit) -> str:
     """Return all that decides what is sent where."""
-    copies = [(one.name, [(getattr(c.leaf, "name", ""), c.nest) for c in one.copies]) for one in unit.sent]
-    return f"{copies} {[(one.name, one.shape, one.dtype) for one in (*unit.sent, *unit.made)]}"
+    copies = [(tensor.name, [(getattr(c.leaf, "name", ""), c.nest) for c in tensor.copies]) for tensor in unit.sent]
+    return f"{copies} {[(tensor.name, tensor.shape, tensor.dtype) for tensor in (*unit.sent, *unit.made)]}"
 
 
-def _whole(source: Source) -> Wanted:
-    elements = FlatRange(0, torch.Size(source.shape).numel())
-    copy = Copy(source, Nest(0, 0, (Axis(elements.numel, 1, 1),)))
-    return Wanted(source.name, source.shape, source.dtype, (copy,))
+def _whole(source: Source) -> PlannedTensor:
+    copy = Copy(source, Nest(0, 0, (Axis(math.prod(source.shape), 1, 1),)))
+    return PlannedTensor(source.name, source.shape, source.dtype, (copy,))
 
 
-def _encoded(shards: Sequence[LocalShard]) -> tuple[list[Any], list[int]]:
+def _encode_regions(shards: Sequence[LocalShard]) -> tuple[list[Any], list[int]]:
     """Return the regions that this rank holds as JSON data: each one that occurs, and its number for each shard."""
     numbers: dict[Region, int] = {}
     chosen = [numbers.setdefault(shard.held, len(numbers)) for shard in shards]
     return [[r.start, r.end] if isinstance(r, FlatRange) else [r.runs] for r in numbers], chosen
 
 
-def _decoded(payload: tuple[list[Any], list[int]], shards: Sequence[LocalShard]) -> Regions:
+def _decode_regions(payload: tuple[list[Any], list[int]], shards: Sequence[LocalShard]) -> Regions:
     regions: list[Region] = []
     for fields in payload[0]:
         if len(fields) == 2:
