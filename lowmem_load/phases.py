@@ -75,12 +75,12 @@ class Phases:
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, description: str, asked: bool | None, rank: int) -> Iterator[Callable[[int], object]]:
+def progress_bar(total: int, description: str, is_wanted: bool | None, rank: int) -> Iterator[Callable[[int], object]]:
     """Yield a function to call with the bytes that were done since its last call.
 
-    Only rank 0 shows a bar: with `asked` True always, with None in long loads where stderr is a terminal.
+    Only rank 0 shows a bar: with `is_wanted` True always, with None in long loads where stderr is a terminal.
     """
-    if rank != 0 or not (sys.stderr.isatty() if asked is None else asked):
+    if rank != 0 or not (sys.stderr.isatty() if is_wanted is None else is_wanted):
         yield lambda _: None
         return
     with tqdm(
@@ -90,6 +90,6 @@ def progress_bar(total: int, description: str, asked: bool | None, rank: int) ->
         unit_scale=True,
         unit_divisor=1024,
         disable=False,  # whatever TQDM_DISABLE says
-        delay=0 if asked else DELAY_S,
+        delay=0 if is_wanted else DELAY_S,
     ) as bar:
         yield bar.update

@@ -25,11 +25,11 @@ def parse_size(text: str, what: str) -> int:
     Raises:
         ConfigError: it is no size, or has no unit: 80 may mean bytes or GiB.
     """
-    found = _SIZE.match(text)
-    unit = _UNITS.get(found[2].lower()) if found else None
-    if found is None or unit is None or not 1 <= float(found[1]) * unit < MAX_NBYTES:
+    match = _SIZE.match(text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None or not 1 <= float(match[1]) * unit < MAX_NBYTES:
         raise ConfigError(f"{what}: expected a size with its unit, such as 80GiB, 2GB or 512M, got {text!r}")
-    return int(float(found[1]) * unit)
+    return int(float(match[1]) * unit)
 
 
 def size(nbytes: float) -> str:

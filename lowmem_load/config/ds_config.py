@@ -88,7 +88,7 @@ def plain_copy(config: Mapping[str, Any]) -> dict[str, Any]:
             _check_number(key, "a key")
         return {key: value(item, key, depth + 1) for key, item in section.items()}
 
-    def value(given: Any, key: str, depth: int) -> Any:
+    def value(item: Any, key: str, depth: int) -> Any:
         nonlocal num_values
         num_values += 1
         if depth > MAX_DEPTH or num_values > MAX_VALUES:
@@ -96,18 +96,18 @@ def plain_copy(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"ds_config {key!r}: is within itself, or more than {MAX_DEPTH} deep, or one of more than {MAX_VALUES} "
                 "values; write less"
             )
-        if isinstance(given, (list, tuple)):
-            return [value(item, key, depth + 1) for item in given]
-        _check_number(given, repr(key))
-        if type(given) in _PLAIN:
-            return given
-        if isinstance(given, Mapping):
-            return items(given, depth)
+        if isinstance(item, (list, tuple)):
+            return [value(inner, key, depth + 1) for inner in item]
+        _check_number(item, repr(key))
+        if type(item) in _PLAIN:
+            return item
+        if isinstance(item, Mapping):
+            return items(item, depth)
         try:
-            return copy.deepcopy(given)
+            return copy.deepcopy(item)
         except (TypeError, RecursionError) as error:
             raise ConfigError(
-                f"ds_config {key!r}: a {type(given).__name__} cannot be copied ({error}); write a plain value"
+                f"ds_config {key!r}: a {type(item).__name__} cannot be copied ({error}); write a plain value"
             ) from error
 
     return items(config, 0)

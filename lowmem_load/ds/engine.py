@@ -146,13 +146,8 @@ class PartitionedPart:
             self.engine.client_optimizer = None  # so that optimizer_name() is the ds_config's, for the replicated part
         self.optimizer: torch.optim.Optimizer = self.engine.basic_optimizer  # has the learning rates of the step
         self._replicated_norm = 0.0
-        ordinary = zero._get_norm_groups
-
-        def norm_groups() -> list[torch.Tensor]:
-            norm = torch.tensor(self._replicated_norm, dtype=torch.float32, device=self.engine.device)
-            return [*ordinary(), norm]
-
-        zero._get_norm_groups = norm_groups
+        self._own_norm_groups = zero._get_norm_groups
+        zero._get_norm_groups = self._norm_groups  # of this optimizer alone
         self._anchor = torch.zeros((), device=self.engine.device, requires_grad=True)
         self._inside, self._depth = False, 0
         self._entered = set(entry_modules(chosen))
@@ -194,6 +189,11 @@ class PartitionedPart:
         limit, scale = self.engine.gradient_clipping(), float(self.engine.optimizer.loss_scale)
         clip = (float(self.engine.get_global_grad_norm()) + 1e-6) / limit if limit > 0 else 1.0
         return 1.0 / (scale * max(clip, 1.0))
+
+    def _norm_groups(self) -> list[torch.Tensor]:
+        """See [Note: one more norm group]."""
+        norm = torch.tensor(self._replicated_norm, dtype=torch.float32, device=self.engine.device)
+        return [*self._own_norm_groups(), norm]
 
     def consolidated(self, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
         """Return the chosen part's state dict on rank 0, named as in the model; None on other ranks. Collective."""
@@ -240,9 +240,9 @@ def _refuse(ds_config: Mapping[str, Any]) -> None:
         "hybrid_engine": bool((ds_config.get("hybrid_engine") or {}).get("enabled")),
         "optimizer.type Muon": str((ds_config.get("optimizer") or {}).get("type")).lower() == "muon",
     }
-    found = [key for key, on in refused.items() if on]
-    if found:
-        raise UnsupportedError(f"partial ZeRO-3 does not support {', '.join(found)}; remove it from the ds_config")
+    names = [name for name, is_set in refused.items() if is_set]
+    if names:
+        raise UnsupportedError(f"partial ZeRO-3 does not support {', '.join(names)}; remove it from the ds_config")
 
 
 # -- optimizers and lr schedulers --------------------------------------------------------------------------------------
@@ -269,10 +269,10 @@ def scheduler_class(section: Mapping[str, Any]) -> Callable[..., Any]:
     # Source: deepspeed 0.19.8 runtime/engine.py, _scheduler_from_config.
     name = section.get("type")
     owner = lr_schedules if name in lr_schedules.VALID_LR_SCHEDULES else torch.optim.lr_scheduler
-    found: Callable[..., Any] | None = getattr(owner, str(name), None)
-    if found is None:
+    scheduler: Callable[..., Any] | None = getattr(owner, str(name), None)
+    if scheduler is None:
         raise ConfigError(f"ds_config scheduler.type: no lr scheduler {name!r} in DeepSpeed or torch")
-    return found
+    return scheduler
 
 
 # -- what enters the partitioned part --------------------------------------------------------------------------------

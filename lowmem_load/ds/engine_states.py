@@ -78,10 +78,10 @@ class Zero3State:
             if not is_partitioned(parameter):
                 raise UnsupportedError(f"{name}: is not partitioned; use the engine's own load_checkpoint")
             names[id(parameter)] = name
-        self.sub_groups = [list(_held_of(group, names)) for group in self._zero.fp16_groups]
-        trained = {id(one.tensor) for group in self.sub_groups for one in group}
-        rest = [p for p in engine.module.parameters() if id(p) not in trained]
-        self.frozen = [held for p in rest for held in _held_of([p], names)]
+        self.sub_groups = [list(_parts_of(group, names)) for group in self._zero.fp16_groups]
+        trained = {id(part.tensor) for group in self.sub_groups for part in group}
+        frozen = [p for p in engine.module.parameters() if id(p) not in trained]
+        self.frozen = [part for p in frozen for part in _parts_of([p], names)]
         state = engine.module.state_dict(keep_vars=True)
         self.buffers = {name: buffer for name, buffer in engine.module.named_buffers() if name in state}
 
@@ -96,9 +96,9 @@ class Zero3State:
         return master.dtype, bool(master.device.type == "cpu")
 
     @staticmethod
-    def partition_of(held: HeldParameter) -> tuple[torch.dtype, bool]:
+    def partition_of(part: HeldParameter) -> tuple[torch.dtype, bool]:
         """Return the dtype of a frozen parameter's partition, and whether it is in host memory."""
-        partition = held.tensor.ds_tensor
+        partition = part.tensor.ds_tensor
         return partition.dtype, bool(partition.device.type == "cpu")
 
     def group_of(self, sub_group: int) -> int:
@@ -113,8 +113,8 @@ class Zero3State:
             raise ConfigError(
                 f"the checkpoint's optimizer has {len(saved)} groups of parameters, this one {len(groups)}"
             )
-        held = [value for state in self.base.state.values() for value in state.values()]
-        if not moments and any(isinstance(value, torch.Tensor) and value.dim() for value in held):
+        values = [value for state in self.base.state.values() for value in state.values()]
+        if not moments and any(isinstance(value, torch.Tensor) and value.dim() for value in values):
             raise ConfigError(
                 "the checkpoint was saved before the optimizer's first step, and this optimizer has stepped, so its "
                 "moments would stay; make a new engine"
@@ -174,14 +174,14 @@ class Zero3State:
             new.update({key: old[key] for key in new if key in old and key not in OF_IMPLEMENTATIONS})
 
     @contextlib.contextmanager
-    def frozen_memory(self, held: HeldParameter) -> Iterator[torch.Tensor]:
+    def frozen_memory(self, part: HeldParameter) -> Iterator[torch.Tensor]:
         """Yield the partition of a frozen parameter, padding included; one on nvme is written back."""
-        is_away = held.tensor.ds_tensor.status != PartitionedParamStatus.AVAILABLE
-        with partition_in_memory(held.tensor, held.name) as partition:
+        is_away = part.tensor.ds_tensor.status != PartitionedParamStatus.AVAILABLE
+        with partition_in_memory(part.tensor, part.name) as partition:
             yield partition.detach()
             if is_away:
-                held.tensor.nvme_swapper.swap_out_and_release([held.tensor])
-        held.tensor.ds_secondary_tensor = None  # hpZ's copy of the old values
+                part.tensor.nvme_swapper.swap_out_and_release([part.tensor])
+        part.tensor.ds_secondary_tensor = None  # hpZ's copy of the old values
 
     def set_loss_scale(self, name: str, attributes: Mapping[str, Any], *, overflow: bool) -> None:
         """Set the attributes of the loss scaler, if it is of class `name`."""
@@ -223,14 +223,20 @@ def mark_usable(engine: nn.Module) -> None:
     engine.__dict__.pop(_REFUSAL).remove()
 
 
-def _held_of(group: Sequence[nn.Parameter], names: Mapping[int, str]) -> Iterator[HeldParameter]:
+def _parts_of(group: Sequence[nn.Parameter], names: Mapping[int, str]) -> Iterator[HeldParameter]:
     first = 0
     for parameter in group:
         if id(parameter) not in names:
             raise UnsupportedError("the engine's optimizer trains parameters that its module does not have")
         numel = int(parameter.partition_numel())
-        mine = held_range(parameter)
-        yield HeldParameter(names[id(parameter)], full_shape(parameter), mine, first, numel, parameter)
+        yield HeldParameter(
+            name=names[id(parameter)],
+            shape=full_shape(parameter),
+            mine=held_range(parameter),
+            first=first,
+            numel=numel,
+            tensor=parameter,
+        )
         first += numel
 
 

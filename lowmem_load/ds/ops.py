@@ -70,8 +70,8 @@ def reset_comm() -> None:
         groups._release_process_group_references()
         return
     for name in _GROUPS:  # older releases have no function that drops them
-        if isinstance(held := getattr(groups, name), dict):
-            held.clear()
+        if isinstance(group := getattr(groups, name), dict):
+            group.clear()
         else:
             setattr(groups, name, None)
 
@@ -161,7 +161,7 @@ def _remove_abandoned_lock(folder: str) -> None:
     if not hasattr(cpp_extension, "FileBaton"):
         return  # the lock of torch 2.15 always stays; the kernel frees it when its holder ends
     lock, is_announced = os.path.join(folder, "lock"), False
-    while os.path.exists(lock):
+    while os.path.exists(lock):  # the process that made it may be on another machine, so it cannot be looked up
         if time.time() - _last_change(folder) > ABANDONED_S:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(lock)

@@ -112,11 +112,11 @@ def optimizers_of(engine: Any, parameters: Iterable[torch.Tensor]) -> list[Any]:
     """Return the optimizers that train ZeRO-3 parameters, or an engine's, with those of torch inside of them."""
     # Source: deepspeed 0.19.8 engine.py, _configure_optimizer; stage3.py:807.
     outer = [getattr(engine, "optimizer", None), *(getattr(p, "_z3_optimizer", None) for p in parameters)]
-    found = {id(one): one for one in outer if one is not None}
-    for one in list(found.values()):
-        while (one := getattr(one, "optimizer", None)) is not None and id(one) not in found:
-            found[id(one)] = one
-    return list(found.values())
+    optimizers = {id(optimizer): optimizer for optimizer in outer if optimizer is not None}
+    for optimizer in list(optimizers.values()):
+        while (optimizer := getattr(optimizer, "optimizer", None)) is not None and id(optimizer) not in optimizers:
+            optimizers[id(optimizer)] = optimizer
+    return list(optimizers.values())
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -158,7 +158,7 @@ def mix_partitions(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tens
     where DeepSpeed keeps only one of the two gathered.
     """
     pairs = list(zip(targets, sources, strict=True))
-    if not all(_held_alike(*pair) for pair in pairs):
+    if not all(_have_same_elements(target, source) for target, source in pairs):
         return False
     with torch.no_grad():
         for target, source in pairs:
@@ -170,22 +170,26 @@ def mix_partitions(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tens
     return True
 
 
-def _held_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
-    def held(parameter: torch.Tensor) -> tuple[Any, ...]:
-        group = group_of(parameter)
-        return tuple(parameter.ds_shape), parameter.ds_tensor.shape, dist.get_rank(group), parameter.ds_status
+def _have_same_elements(target: torch.Tensor, source: torch.Tensor) -> bool:
+    return (
+        _is_plain(target)
+        and _is_plain(source)
+        and target.ds_shape == source.ds_shape
+        and target.ds_tensor.shape == source.ds_tensor.shape
+        and dist.get_rank(group_of(target)) == dist.get_rank(group_of(source))
+        and target.ds_status == source.ds_status
+    )
 
-    def is_plain(parameter: torch.Tensor) -> bool:
-        return (
-            bool(is_zero_param(parameter))
-            and parameter.ds_tensor.is_floating_point()
-            and getattr(parameter, "ds_secondary_tensor", None) is None
-            and not may_be_on_nvme(parameter)
-            and group_of(parameter) is replicas_group_of(parameter)
-            and parameter.ds_status != ZeroParamStatus.INFLIGHT
-        )
 
-    return is_plain(target) and is_plain(source) and held(target) == held(source)
+def _is_plain(parameter: torch.Tensor) -> bool:
+    return (
+        bool(is_zero_param(parameter))
+        and parameter.ds_tensor.is_floating_point()
+        and getattr(parameter, "ds_secondary_tensor", None) is None
+        and not may_be_on_nvme(parameter)
+        and group_of(parameter) is replicas_group_of(parameter)
+        and parameter.ds_status != ZeroParamStatus.INFLIGHT
+    )
 
 
 def gathered(parameters: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
@@ -201,10 +205,10 @@ def gathered_by_others(parameters: Sequence[torch.Tensor]) -> list[int]:
     # Older releases do not mark its parameters, but in all releases it is an object that lives while it is open.
     if not any(is_zero_param(p) and p.ds_status == ZeroParamStatus.AVAILABLE for p in parameters):
         return []
-    blocks = [found for found in gc.get_objects() if type(found) is GatheredParameters and found.enabled]
-    held = {id(parameter) for block in blocks for parameter in block.params}
+    blocks = [block for block in gc.get_objects() if type(block) is GatheredParameters and block.enabled]
+    gathered_ids = {id(parameter) for block in blocks for parameter in block.params}
     return [
         position
         for position, parameter in enumerate(parameters)
-        if id(parameter) in held and parameter.ds_status == ZeroParamStatus.AVAILABLE
+        if id(parameter) in gathered_ids and parameter.ds_status == ZeroParamStatus.AVAILABLE
     ]

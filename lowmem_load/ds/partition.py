@@ -131,8 +131,8 @@ class Partitioner:
 
     def new_parameter(self, shape: torch.Size, dtype: torch.dtype, requires_grad: bool, ds_id: int) -> nn.Parameter:
         """Return a ZeRO-3 parameter of `shape` whose partition is not allocated yet."""
-        empty = torch.empty(0, dtype=dtype, device=self.device)
-        parameter = nn.Parameter(empty, requires_grad=requires_grad)
+        # Without elements: DeepSpeed would partition what is there. Its true shape is set below.
+        parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=requires_grad)
         next_id = Init.param_id
         self._init._convert_to_deepspeed_param(parameter)
         # What it sets under another name would keep the value of the empty parameter.
@@ -148,10 +148,10 @@ class Partitioner:
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         return parameter
 
-    def allocate(self, parameter: nn.Parameter, held: Sequence[int]) -> list[torch.Tensor]:
+    def allocate(self, parameter: nn.Parameter, numels: Sequence[int]) -> list[torch.Tensor]:
         """Allocate the partition of `parameter` and, under hpZ, its secondary partition; the caller fills them.
 
-        `held` is how many elements of the parameter each of them has. Under offload_param to nvme the partition lies in
+        `numels` are the elements of the parameter in each of them. Under offload_param to nvme the partition lies in
         one of the swapper's buffers. `Swapping.swap_out` must follow, at the latest when `is_swap_due`.
         """
         init = self._init
@@ -162,12 +162,11 @@ class Partitioner:
                 "(partition_parameters.py, _partition_param); freeze them after the load, or remove the setting"
             )
         aligned = init._aligned_size(parameter)
-        numel = aligned // self.world_size
-        if self.swapping is not None and self.swapping.swaps(numel):
-            memory = self.swapping.buffer(parameter, numel)
-            partition = _described(memory, numel, OffloadDeviceEnum.nvme)
+        padded_numel = aligned // self.world_size
+        if self.swapping is not None and self.swapping.swaps(padded_numel):
+            partition = _as_partition(self.swapping.buffer(parameter, padded_numel), OffloadDeviceEnum.nvme)
         else:
-            partition = self._new_partition(numel, parameter.dtype)
+            partition = self._new_partition(padded_numel, parameter.dtype)
         parameter.ds_tensor = partition
         parameter.ds_numel_aligned = aligned
         tensors = [partition]
@@ -175,16 +174,16 @@ class Partitioner:
             secondary = self._new_partition(aligned // init.num_ranks_in_param_group, parameter.dtype)
             parameter.ds_secondary_tensor = secondary
             tensors.append(secondary)
-        for tensor, count in zip(tensors, held, strict=True):
-            tensor[count:].zero_()  # stock leaves padding uninitialised, so its hashes differ from run to run
+        for tensor, numel in zip(tensors, numels, strict=True):
+            tensor[numel:].zero_()  # stock leaves padding uninitialised, so its hashes differ from run to run
         return tensors
 
     def _new_partition(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         remote = self._init.remote_device  # nvme takes only partitions that are large enough
         device = "cpu" if remote == OffloadDeviceEnum.nvme else str(getattr(remote, "value", remote))
         if device == "cpu" and self._init.pin_memory:
-            return _described(new_pinned(numel, dtype), numel, None)
-        return _described(torch.empty(numel, dtype=dtype, device=device), numel, None)
+            return _as_partition(new_pinned(numel, dtype))
+        return _as_partition(torch.empty(numel, dtype=dtype, device=device))
 
 
 def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
@@ -230,10 +229,10 @@ def _secondary_group(size: int) -> Any:
     return group
 
 
-def _described(partition: torch.Tensor, numel: int, final_location: OffloadDeviceEnum | None) -> torch.Tensor:
+def _as_partition(memory: torch.Tensor, final_location: OffloadDeviceEnum | None = None) -> torch.Tensor:
     """Set the attributes that DeepSpeed reads on a partition, and return it."""
-    partition.requires_grad = False
-    partition.ds_numel = numel
+    partition = memory.requires_grad_(False)
+    partition.ds_numel = partition.numel()
     partition.status = PartitionedParamStatus.AVAILABLE
     partition.final_location = final_location
     return partition

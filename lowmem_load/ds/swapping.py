@@ -173,11 +173,11 @@ class Swapping:
         files = list(self._writing)
         self._writing.clear()
         for path, written in files:
-            found = os.stat(path).st_size if os.path.exists(path) else 0
-            if found < written:  # DeepSpeed would train on zeros
+            nbytes = os.stat(path).st_size if os.path.exists(path) else 0
+            if nbytes < written:  # DeepSpeed would train on zeros
                 free = shutil.disk_usage(os.path.dirname(path)).free
                 raise ConfigError(
-                    f"offload_param.nvme_path: {path} has {found} bytes after {written} were written to it ({free} "
+                    f"offload_param.nvme_path: {path} has {nbytes} bytes after {written} were written to it ({free} "
                     "bytes are free there); free space, or name another folder"
                 )
 
@@ -188,11 +188,18 @@ def _free_with_last_view(swapper: Any, writing: Sized) -> None:
     if swapper.use_gds:
         return  # memory of the device, which torch owns
     storage = swapper.buffers.untyped_storage()
-    handles = swapper.aio_read_handle, swapper.aio_write_handle
-    weakref.finalize(storage, _free_locked, *handles, storage.data_ptr(), writing).atexit = False
+    free = weakref.finalize(
+        storage,
+        _free_locked,
+        address=storage.data_ptr(),
+        read_handle=swapper.aio_read_handle,
+        write_handle=swapper.aio_write_handle,
+        writing=writing,
+    )
+    free.atexit = False
 
 
-def _free_locked(handle: Any, write_handle: Any, address: int, writing: Sized) -> None:
-    if writing:
+def _free_locked(address: int, read_handle: Any, write_handle: Any, writing: Sized) -> None:
+    if writing:  # the kernel still reads the buffers
         write_handle.wait()
-    handle.free_cpu_locked_tensor(torch.frombuffer((ctypes.c_char * 1).from_address(address), dtype=torch.uint8))
+    read_handle.free_cpu_locked_tensor(torch.frombuffer((ctypes.c_char * 1).from_address(address), dtype=torch.uint8))

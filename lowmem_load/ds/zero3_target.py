@@ -112,12 +112,15 @@ class Zero3(Target):
         partitioner = Partitioner(self._settings.ds_config, self._group)
         secondary_size = self._settings.secondary_size
         secondary = (self._rank % secondary_size, secondary_size) if secondary_size else (0, 0)
-        expected = (self._settings.dtype, self.device.type, self._rank, self._world_size, *secondary)
-        found = (partitioner.dtype, partitioner.device.type, partitioner.rank, partitioner.world_size)
-        if (*found, *partitioner.secondary) != expected:
+        planned = (self._settings.dtype, self.device.type, self._rank, self._world_size, secondary)
+        actual = (
+            *(partitioner.dtype, partitioner.device.type, partitioner.rank, partitioner.world_size),
+            partitioner.secondary,
+        )
+        if actual != planned:
             raise IncompatibleVersionError(
                 "zero.Init takes dtype, device, rank, world size, and rank and size of hpZ's group "
-                f"{(*found, *partitioner.secondary)} from this ds_config, the plan {expected}"
+                f"{actual} from this ds_config, the plan {planned}"
             )
         self._partitioner, self._ids = partitioner, partitioner.reserve_ids(model)
         self.device = partitioner.device
@@ -139,19 +142,19 @@ class Zero3(Target):
         partitioner = self._partitioner
         assert partitioner is not None  # prepare comes first
         if partitioner.swapping is not None and partitioner.swapping.is_swap_due:
-            wait()
+            wait()  # reads may still fill the buffers that are written now
             partitioner.swapping.swap_out()
-        made = partitioner.new_parameter(
+        partitioned = partitioner.new_parameter(
             torch.Size(plan.shape), plan.dtype, parameter.requires_grad, self._ids[id(parameter)]
         )
-        tensors = partitioner.allocate(made, [destination.region.numel for destination in plan.destinations])
-        found = [tensor.numel() for tensor in tensors]
-        wanted = [destination.numel for destination in plan.destinations]
-        if found != wanted:
+        tensors = partitioner.allocate(partitioned, [destination.region.numel for destination in plan.destinations])
+        actual = [tensor.numel() for tensor in tensors]
+        planned = [destination.numel for destination in plan.destinations]
+        if actual != planned:
             raise IncompatibleVersionError(
-                f"{plan.name}: DeepSpeed's partitions have {found} elements, those of the plan {wanted}"
+                f"{plan.name}: DeepSpeed's partitions have {actual} elements, those of the plan {planned}"
             )
-        return made, tensors
+        return partitioned, tensors
 
     def finish(self) -> None:
         """Write the swapper's buffers to its files."""
@@ -217,13 +220,13 @@ def choose(model: nn.Module, partition: Partition, *, must_match: bool = True) -
     """Return the topmost chosen modules by name, in the order of the model; "" is the model itself."""
     entries = choices_of(partition)
     hits = [0] * len(entries)
-    found: dict[str, nn.Module] = {}
+    chosen: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         matching = [number for number, entry in enumerate(entries) if _matches(entry, name, module)]
         for number in matching:
             hits[number] += 1
-        if matching and not is_below(name, found):
-            found[name] = module
+        if matching and not is_below(name, chosen):  # a module comes before those below it
+            chosen[name] = module
     idle = [entry for entry, count in zip(entries, hits, strict=True) if not count]
     if idle and must_match:
         names = [name for name, _ in model.named_modules() if name]
@@ -231,10 +234,10 @@ def choose(model: nn.Module, partition: Partition, *, must_match: bool = True) -
             f"partition: {', '.join(getattr(entry, '__name__', repr(entry)) for entry in idle)} choose(s) no module of "
             f"{type(model).__name__}; its modules are {listed(names)}"
         )
-    empty = [name for name, module in found.items() if next(module.parameters(), None) is None]
+    empty = [name for name, module in chosen.items() if next(module.parameters(), None) is None]
     if empty and must_match:
         raise ConfigError(f"partition: {listed(empty)} hold(s) no parameter, so there is nothing to partition")
-    return {name: module for name, module in found.items() if name not in empty}
+    return {name: module for name, module in chosen.items() if name not in empty}
 
 
 def check_ties(model: nn.Module, chosen: dict[str, nn.Module]) -> None:
@@ -272,23 +275,23 @@ def partitioned_modules(model: nn.Module, is_partitioned: Callable[[torch.Tensor
     These are the marked ones. Where a model was partitioned by other means, they are the modules of which all
     parameters are partitioned, and those that own a partitioned one beside whole ones further below.
     """
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules(remove_duplicate=True):
-        if not is_below(name, found) and (_marked(module) or _partitioned_unmarked(module, is_partitioned)):
-            found[name] = module
-    return found
+    topmost: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if not is_below(name, topmost) and (_is_marked(module) or _is_partitioned_unmarked(module, is_partitioned)):
+            topmost[name] = module
+    return topmost
 
 
-def _marked(module: nn.Module) -> bool:
+def _is_marked(module: nn.Module) -> bool:
     # Not getattr: wrappers such as PeftModel answer for what they wrap, and also hold parameters of their own.
     return bool(vars(module).get(MARK, False))
 
 
-def _partitioned_unmarked(module: nn.Module, is_partitioned: Callable[[torch.Tensor], bool]) -> bool:
+def _is_partitioned_unmarked(module: nn.Module, is_partitioned: Callable[[torch.Tensor], bool]) -> bool:
     if any(is_partitioned(parameter) for parameter in module.parameters(recurse=False)):
         return True
     parameters = list(module.parameters())  # no module above a marked one, which may be called on its own
-    return bool(parameters) and all(map(is_partitioned, parameters)) and not any(map(_marked, module.modules()))
+    return bool(parameters) and all(map(is_partitioned, parameters)) and not any(map(_is_marked, module.modules()))
 
 
 def _matches(entry: Choice, name: str, module: nn.Module) -> bool:
@@ -334,13 +337,12 @@ def refuse_other_zero_init(init: Any, *, dtype: torch.dtype, device: str, world_
     if init is None:
         return
     require_attributes(DEEPSPEED, init, ("dp_world_size", "dtype", "remote_device"))
-    device_found = str(getattr(init.remote_device, "value", init.remote_device)).partition(":")[0]  # it may be an enum
-    found = (init.dtype, device_found, init.dp_world_size)
-    if found != (dtype, device, world_size):
+    remote_device = str(getattr(init.remote_device, "value", init.remote_device)).partition(":")[0]  # may be an enum
+    if (init.dtype, remote_device, init.dp_world_size) != (dtype, device, world_size):
         raise UnsupportedError(
-            f"inside a deepspeed.zero.Init that makes {found[0]} parameters on {found[1]} for {found[2]} rank(s); "
-            f"the ds_config of this load asks for {dtype} on {device} for {world_size}: give zero.Init the same "
-            "ds_config (config_dict_or_path=), or load outside of it"
+            f"inside a deepspeed.zero.Init that makes {init.dtype} parameters on {remote_device} for "
+            f"{init.dp_world_size} rank(s); the ds_config of this load asks for {dtype} on {device} for {world_size}: "
+            "give zero.Init the same ds_config (config_dict_or_path=), or load outside of it"
         )
 
 

@@ -66,7 +66,7 @@ def reshard(model: nn.Module) -> None:
 
 def mesh_device(model: nn.Module) -> torch.device:
     """Return the device of the mesh over which a model is sharded."""
-    kind = next((each.device_mesh.device_type for each in model.parameters() if isinstance(each, DTensor)), "cpu")
+    kind = next((p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor)), "cpu")
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
@@ -116,9 +116,9 @@ def scatter_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
             values = values.to(tensor.device_mesh.device_type, tensor.dtype)
             tensor.copy_(distribute_tensor(values, tensor.device_mesh, tensor.placements))
         else:
-            held = values.to(tensor.device, tensor.dtype, copy=True).contiguous()
-            dist.broadcast(held.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
-            tensor.copy_(held)
+            values = values.to(tensor.device, tensor.dtype, copy=True).contiguous()
+            dist.broadcast(values.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
+            tensor.copy_(values)
 
 
 # -- what this rank has of a DTensor -----------------------------------------------------------------------------------
@@ -147,6 +147,7 @@ def grid_of(shape: Sequence[int], splits: Iterable[Split]) -> Grid:
     """
     runs: list[list[Run]] = [[(0, size)] for size in shape]
     for split in splits:
+        # The groups of a strided split are what a later mesh dim, such as tensor parallelism, gives to its ranks.
         groups = [_chunk(runs[split.dim], split.split_factor, number) for number in range(split.split_factor)]
         runs[split.dim] = [run for group in groups for run in _chunk(group, split.num_chunks, split.index)]
     return Grid(tuple(tuple(_joined(dim)) for dim in runs))
@@ -155,14 +156,14 @@ def grid_of(shape: Sequence[int], splits: Iterable[Split]) -> Grid:
 def _chunk(runs: Sequence[Run], num_chunks: int, index: int) -> list[Run]:
     """Return the part of some runs that is chunk `index` of `num_chunks`, by the rule of `torch.chunk`."""
     size = -(-sum(end - start for start, end in runs) // num_chunks)
-    first, last = index * size, (index + 1) * size
-    found, position = [], 0
+    first, last = index * size, (index + 1) * size  # positions in the runs laid end to end
+    chunk, position = [], 0
     for start, end in runs:
         low, high = max(first, position), min(last, position + end - start)
         if low < high:
-            found.append((start + low - position, start + high - position))
+            chunk.append((start + low - position, start + high - position))
         position += end - start
-    return found
+    return chunk
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:
@@ -248,5 +249,6 @@ def _splits(name: str, tensor: DTensor, coordinate: Sequence[int]) -> Iterator[S
                 f"{name}: torch {torch.__version__} cuts a dim of {sizes[split.dim]} elements by {placement} otherwise "
                 "than newer releases; install torch>=2.11, or choose sizes that divide it"
             )
+        # After an uneven split sizes differ between ranks; 1 makes every later strided split uneven, too.
         sizes[split.dim] = sizes[split.dim] // split.num_chunks if is_even else 1
         yield split

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 
 import torch
 from torch import nn
@@ -46,7 +45,7 @@ class ShardedModel:
         self.parameters, self.buffers = _parameters(model, self.left), _buffers(model, self.left)
         self._shards = {
             id(tensor): local_shard(name, tensor, needs_memory=planned_device is None)
-            for name, tensor in chain(self.parameters.items(), self.buffers.items())
+            for name, tensor in {**self.parameters, **self.buffers}.items()
         }
 
     def shard(self, tensor: torch.Tensor) -> tuple[Grid, torch.Tensor]:
@@ -78,23 +77,23 @@ class ShardedModel:
 
     def check_names(self, described: nn.Module) -> None:
         """Raise CheckpointError unless a described model has parameters and buffers of the same names and shapes."""
-        for kind, ours, theirs in (
+        for kind, present, expected in (
             ("parameters", self.parameters, _parameters(described, self.left)),
             ("buffers", self.buffers, _buffers(described, self.left)),
         ):
             problems = {
-                f"{kind} that neither a file nor a rule fills": sorted(ours.keys() - theirs.keys()),
-                f"{kind} of the checkpoint that the model lacks": sorted(theirs.keys() - ours.keys()),
+                f"{kind} that neither a file nor a rule fills": sorted(present.keys() - expected.keys()),
+                f"{kind} of the checkpoint that the model lacks": sorted(expected.keys() - present.keys()),
                 f"{kind} of other shapes": [
-                    f"{name} {tuple(ours[name].shape)} instead of {tuple(theirs[name].shape)}"
-                    for name in sorted(ours.keys() & theirs.keys())
-                    if ours[name].shape != theirs[name].shape
+                    f"{name} {tuple(present[name].shape)} instead of {tuple(expected[name].shape)}"
+                    for name in sorted(present.keys() & expected.keys())
+                    if present[name].shape != expected[name].shape
                 ],
             }
-            found = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
-            if found:
+            texts = [f"{problem}: {listed(names)}" for problem, names in problems.items() if names]
+            if texts:
                 raise CheckpointError(
-                    f"{type(described).__name__}: the model and its checkpoint do not match. {'; '.join(found)}. Build"
+                    f"{type(described).__name__}: the model and its checkpoint do not match. {'; '.join(texts)}. Build"
                     " the model from the configuration of the checkpoint. Name what you have added to it in `leave`,"
                     " and fill that yourself"
                 )
@@ -102,7 +101,8 @@ class ShardedModel:
     def fill_buffers(self, described: nn.Module) -> None:
         """Copy the buffers of a loaded model. Buffers are small: each rank has read them in full."""
         for name, buffer in _buffers(described, self.left).items():
-            source, (grid, memory) = buffer.reshape(buffer.shape or (1,)), self.shard(self.buffers[name])
+            grid, memory = self.shard(self.buffers[name])
+            source = buffer.reshape(buffer.shape or (1,))
             for dim, runs in enumerate(grid.runs):
                 parts = [source.narrow(dim, start, end - start) for start, end in runs]
                 source = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -126,8 +126,9 @@ class Sharded(Target):
 
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:
         """See `Target`. Tied parameters have one region for each tensor that the sharded model has for them."""
-        is_unsettled = name in _tied_names(self._described) or plain_name(name) not in self._sharded.parameters
-        if is_unsettled and not self._names:  # before `check`: any part of it may be needed
+        # Before `check` it is not known which parameters share a value, so any part of these may be needed.
+        is_open = name in _tied_names(self._described) or plain_name(name) not in self._sharded.parameters
+        if is_open and not self._names:
             numel = parameter.numel()
             return Layout(SHARDED, parameter.dtype, (FlatRange(0, numel),), (numel,), on_host=True)
         tensors = list(self._tensors(self._names.get(name, [name])))
@@ -143,8 +144,8 @@ class Sharded(Target):
 
     def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
         """Return the buffers that the sharded model holds in fp32: a cast to a smaller dtype would lose bits."""
-        held = {name for name, buffer in self._sharded.buffers.items() if buffer.dtype == torch.float32}
-        return [buffer for name, buffer in _buffers(model).items() if name in held]
+        names = {name for name, buffer in self._sharded.buffers.items() if buffer.dtype == torch.float32}
+        return [buffer for name, buffer in _buffers(model).items() if name in names]
 
     def check(self, model: nn.Module) -> None:
         """See `Target`. From here on parameters are tied."""
@@ -170,8 +171,9 @@ class Sharded(Target):
 
     def _tensors(self, names: Sequence[str]) -> Iterator[nn.Parameter]:
         """Yield the distinct parameters of the sharded model that have these names."""
-        held = self._sharded.parameters
-        yield from {id(held[name]): held[name] for name in map(plain_name, names) if name in held}.values()
+        parameters = self._sharded.parameters
+        distinct = {id(parameters[name]): parameters[name] for name in map(plain_name, names) if name in parameters}
+        yield from distinct.values()
 
 
 class Unfilled(Target):
@@ -195,13 +197,13 @@ class Unfilled(Target):
 
 
 def _parameters(model: nn.Module, left: Collection[str]) -> dict[str, nn.Parameter]:
-    named = ((plain_name(name), each) for name, each in model.named_parameters(remove_duplicate=False))
-    return {name: each for name, each in named if name not in left}
+    named = {plain_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return {name: parameter for name, parameter in named.items() if name not in left}
 
 
 def _buffers(model: nn.Module, left: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    named = ((plain_name(name), each) for name, each in model.named_buffers(remove_duplicate=False))
-    return {name: each for name, each in named if name not in left}
+    named = {plain_name(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
+    return {name: buffer for name, buffer in named.items() if name not in left}
 
 
 def _tied_names(model: nn.Module) -> set[str]:

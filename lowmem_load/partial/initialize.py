@@ -153,11 +153,11 @@ def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: 
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
     to_train = {id(p) for p in model.parameters() if p.requires_grad}
-    if not held & to_train:
+    if not in_optimizer & to_train:
         raise ConfigError("optimizer holds no trainable parameter of this model; make it from model.parameters()")
-    if to_train & inside and not held & inside:
+    if to_train & inside and not in_optimizer & inside:
         raise ConfigError(
             "optimizer holds no parameter of the partitioned part, though some require a gradient; add them, or freeze "
             "that part with requires_grad_(False)"
@@ -173,7 +173,7 @@ def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: 
 
 # -- deepspeed.initialize, called by others ---------------------------------------------------------------------------
 
-_FOLLOWED = (
+_TRANSLATED = (
     *("args", "model", "optimizer", "model_parameters", "lr_scheduler", "config", "config_params"),
     "dist_init_required",  # `initialize` uses the process group that is there, and makes one where there is none
 )
@@ -194,18 +194,18 @@ def partial_zero3(partition: Partition | None = None, *, average: Average = "all
         average: as for `lowmem_load.initialize`.
     """
 
-    def initialize_partly(given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any] | None:
-        model = given.get("model")
-        if not isinstance(model, nn.Module) or not _is_for_us(model, partition):
+    def initialize_partly(arguments: Mapping[str, Any]) -> tuple[Any, Any, Any, Any] | None:
+        model = arguments.get("model")
+        if not isinstance(model, nn.Module) or not _is_partial(model, partition):
             return None
         with DistributedInterface().step("reading the arguments of deepspeed.initialize"):
-            ds_config, optimizer = _followed({name: value for name, value in given.items() if value is not None})
+            ds_config, optimizer = _translate({key: value for key, value in arguments.items() if value is not None})
         engine = initialize(
             model,
             ds_config,
             partition=partition,
             optimizer=optimizer,
-            lr_scheduler=given.get("lr_scheduler"),
+            lr_scheduler=arguments.get("lr_scheduler"),
             average=average,
         )
         return engine, engine.optimizer, None, engine.lr_scheduler
@@ -214,7 +214,7 @@ def partial_zero3(partition: Partition | None = None, *, average: Average = "all
         yield
 
 
-def _is_for_us(model: nn.Module, partition: Partition | None) -> bool:
+def _is_partial(model: nn.Module, partition: Partition | None) -> bool:
     if is_shell(model):  # the call that a partial engine makes
         return False
     chosen = partitioned_modules(model, is_partitioned)
@@ -223,27 +223,27 @@ def _is_for_us(model: nn.Module, partition: Partition | None) -> bool:
     return in_part or bool(partition and not chosen)
 
 
-def _followed(given: Mapping[str, Any]) -> tuple[Any, Any]:
+def _translate(arguments: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the ds_config, and the optimizer as `lowmem_load.initialize` takes it."""
-    args = given.get("args")
-    refused = [name for name in given if name not in _FOLLOWED]
+    args = arguments.get("args")
+    refused = [name for name in arguments if name not in _TRANSLATED]
     refused += [f"args.{name}" for name in ("deepscale_config", "device_rank") if getattr(args, name, None) is not None]
     if refused:
         raise UnsupportedError(
             f"partial ZeRO-3 cannot follow {', '.join(refused)} of deepspeed.initialize; leave it out (make a "
             "DataLoader of training_data, for one)"
         )
-    configs = [given.get("config"), given.get("config_params"), getattr(args, "deepspeed_config", None)]
+    configs = [arguments.get("config"), arguments.get("config_params"), getattr(args, "deepspeed_config", None)]
     configs = [config for config in configs if config is not None]
     if len(configs) != 1:
         raise ConfigError(f"deepspeed.initialize was given {len(configs)} ds_configs; give one, as config")
-    optimizer, parameters = given.get("optimizer"), given.get("model_parameters")
+    optimizer, parameters = arguments.get("optimizer"), arguments.get("model_parameters")
     if parameters is None or isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed ignores them beside an optimizer
         return configs[0], optimizer
-    held = list(parameters)
+    groups = list(parameters)
     if optimizer is not None:
-        return configs[0], lambda _: optimizer(held)
-    if not {id(p) for p in given["model"].parameters() if p.requires_grad} <= set(map(id, held)):
+        return configs[0], lambda _: optimizer(groups)
+    if not {id(p) for p in arguments["model"].parameters() if p.requires_grad} <= set(map(id, groups)):
         raise UnsupportedError(
             "model_parameters are groups, or not all that require a gradient: partial ZeRO-3 trains all parameters "
             "alike by the ds_config's optimizer; pass an optimizer over these groups instead"

@@ -68,8 +68,8 @@ class PartialEngine(Wrapper):
             replicated.broadcast()
         trained = {name: p for name, p in replicated.parameters.items() if p.requires_grad}
         if split is not None:
-            held = {id(p) for group in split.optimizer.param_groups for p in group["params"]}
-            trained = {name: p for name, p in trained.items() if id(p) in held}
+            in_optimizer = {id(p) for group in split.optimizer.param_groups for p in group["params"]}
+            trained = {name: p for name, p in trained.items() if id(p) in in_optimizer}
         replicated.train(trained, device)
         if trained and split is not None:
             replicated.optimizer = split.derive({id(p): replicated.masters[name] for name, p in trained.items()})
@@ -184,8 +184,15 @@ class PartialEngine(Wrapper):
                     "schedule": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
                 }
                 save_replicated(os.path.join(save_dir, tag), state)
-        arguments = (save_dir, tag, dict(client_state or {}), save_latest)
-        return bool(self.zero3.save_checkpoint(*arguments, exclude_frozen_parameters=exclude_frozen_parameters))
+        return bool(
+            self.zero3.save_checkpoint(
+                save_dir,
+                tag,
+                client_state=dict(client_state or {}),
+                save_latest=save_latest,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+            )
+        )
 
     def load_checkpoint(
         self,

@@ -161,13 +161,13 @@ class ReplicatedPart:
 
         `num_groups` is that of the optimizer that is loaded; None if none is.
         """
-        for kind, held in self._persistent().items():
-            differ = sorted(set(state[kind]) ^ (set(held) - set(state["excluded"]))) if strict else []
-            shapes = [name for name, value in state[kind].items() if name in held and value.shape != held[name].shape]
-            if differ or shapes:
-                raise ConfigError(
-                    f"the checkpoint's replicated part has other {kind} than the model: {listed(differ + shapes)}"
-                )
+        for kind, tensors in self._persistent().items():
+            differ = sorted(set(state[kind]) ^ (set(tensors) - set(state["excluded"]))) if strict else []
+            for name, value in state[kind].items():
+                if name in tensors and value.shape != tensors[name].shape:
+                    differ.append(name)
+            if differ:
+                raise ConfigError(f"the checkpoint's replicated part has other {kind} than the model: {listed(differ)}")
         frozen = [name for name in self.frozen if name not in state["frozen"] and name not in self.parameters]
         if frozen:
             raise ConfigError(
@@ -176,9 +176,9 @@ class ReplicatedPart:
             )
         if num_groups is None:
             return
-        if len(state["groups"]) != num_groups:
-            found = len(state["groups"])
-            raise ConfigError(f"the checkpoint's optimizer has {found} parameter groups, this one {num_groups}")
+        num_saved = len(state["groups"])
+        if num_saved != num_groups:
+            raise ConfigError(f"the checkpoint's optimizer has {num_saved} parameter groups, this one {num_groups}")
         different = sorted(set(state["whole"]["masters"]) ^ set(self._slots))
         if different:
             raise ConfigError(f"the checkpoint's replicated part trains other parameters: {listed(different)}")
@@ -186,10 +186,10 @@ class ReplicatedPart:
     @torch.no_grad()
     def load(self, state: Mapping[str, Any], *, optimizer: bool) -> None:
         """Load a checkpoint's `state`, which fits; the masters follow the parameters unless `optimizer`."""
-        for kind, held in self._persistent().items():
+        for kind, tensors in self._persistent().items():
             for name, value in state[kind].items():
-                if name in held:
-                    held[name].copy_(value)
+                if name in tensors:
+                    tensors[name].copy_(value)
         for name, slot in self._slots.items():
             slot.master.copy_(state["whole"]["masters"][name] if optimizer else slot.parameter)
         if optimizer:
@@ -264,22 +264,23 @@ class SplitOptimizer:
 
     def derive(self, stands_for: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer | None:
         """Return an optimizer over tensors that stand for parameters, given by their ids; None if it holds none."""
-        cls, held = type(self.optimizer), self.optimizer.__dict__
-        made = object.__new__(cls)
+        # Not by the class's __init__, whose arguments are not known; add_param_group takes the options of each group.
+        derived = object.__new__(type(self.optimizer))
         # An lr scheduler that counts calls sets "step"; like the hooks, it concerns the user's object only.
-        made.__dict__.update({key: type(value)() if "_hooks" in key else value for key, value in held.items()})
-        made.__dict__.pop("step", None)
-        made.state, made.param_groups = defaultdict(dict), []
+        for key, value in vars(self.optimizer).items():
+            if key != "step":
+                derived.__dict__[key] = type(value)() if "_hooks" in key else value
+        derived.state, derived.param_groups = defaultdict(dict), []
         numbers = []
         for number, group in enumerate(self.optimizer.param_groups):
             parameters = [stands_for[id(p)] for p in group["params"] if id(p) in stands_for]
             if parameters:
-                made.add_param_group({**options_of(group), "params": parameters})
+                derived.add_param_group({**options_of(group), "params": parameters})
                 numbers.append(number)
         if not numbers:
             return None
-        self._derived.append((made, numbers))
-        return made
+        self._derived.append((derived, numbers))
+        return derived
 
     def sync(self) -> None:
         """Copy the options of the user's groups to the derived optimizers. Local."""
