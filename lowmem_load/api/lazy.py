@@ -47,14 +47,9 @@ def lazy(
     `save_pretrained` holds one tensor at a time, and pickles hold the values. `.to(device)` of a model that is not
     read yet reads nothing: the forward reads to the device.
 
-    Args:
-        name: as for `load_model`.
-        auto_class: as for `load_model`.
-        by_module: let a forward read the parameters of each module when that module is called, and so never those of
-            modules that it skips. Else the forward reads all parameters first, in the order of the files.
-        verify: compare the files with their checksums first, as `verify_checkpoint` does.
-        stream: as for `load_model`.
-        **from_pretrained_kwargs: as `from_pretrained` takes them, but for those that place, shard or quantize.
+    With `by_module` a forward reads the parameters of each module when that module is called, and so never those of
+    modules that it skips; else all parameters first, in the order of the files. Other arguments are those of
+    `load_model`, without keywords of `from_pretrained` that place, shard or quantize.
 
     Local: a plain process, or one rank of many.
     Memory: the modules, buffers, and what was read to describe the model; later what looks at it holds, and a staging

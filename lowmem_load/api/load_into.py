@@ -52,21 +52,11 @@ def load_into(
     `from_pretrained`; parameters that no file has get those that rank 0's random state gives. Parameters and buffers
     keep their dtypes: values are cast as they are read.
 
-    Args:
-        model: the model, or a module that holds it: PEFT, torch.compile, activation checkpointing, one of your own.
-        name: as for `load_model`.
-        dtype: of the ordinary load. None: that of the model's parameters.
-        auto_class: class of the ordinary load. None: that of the model.
-        leave: names of parameters and buffers that the caller fills: adapters, a new head, a vision tower beside the
-            transformers model. They are names in `model`, or else in the transformers model. All that no file fills
-            must be named.
-        progress: as for `load_model`.
-        verify: as for `load_model`.
-        stream: as for `load_model`.
-        **from_pretrained_kwargs: as `from_pretrained` takes them.
-
-    Returns:
-        The report of the load, which `load_report(model)` returns, too.
+    `model` is the transformers model or a module that holds it: PEFT, torch.compile, activation checkpointing, one of
+    your own. `leave` names parameters and buffers that the caller fills: adapters, a new head, a vision tower beside
+    the transformers model, by their names in `model` or else in the transformers model. All that no file fills must be
+    named. `dtype` and `auto_class` are those of the ordinary load; None: those of the model. For the others, see
+    `load_model`. Returns the report of the load, as `load_report(model)` does.
 
     Collective: all ranks of the default process group. No weight crosses the network.
     Memory: a staging buffer for each reading thread beside the model.
@@ -118,12 +108,12 @@ def _load_into(
 
 
 def _transformers_model(model: nn.Module) -> nn.Module:
-    found = transformers_models(model)
-    if len(found) > 1:
+    models = transformers_models(model)
+    if len(models) > 1:
         raise UnsupportedError(
-            f"{type(model).__name__}: holds {len(found)} transformers models; call load_into for each of them"
+            f"{type(model).__name__}: holds {len(models)} transformers models; call load_into for each of them"
         )
-    return found[0] if found else model
+    return models[0] if models else model
 
 
 def _left(model: nn.Module, plain: nn.Module, leave: Collection[str]) -> set[str]:
@@ -131,15 +121,15 @@ def _left(model: nn.Module, plain: nn.Module, leave: Collection[str]) -> set[str
     prefix = next(plain_name(name) for name, module in model.named_modules() if module is plain)
     inside = {id(tensor) for _, tensor in _tensors(plain)}
     named = {plain_name(name): id(tensor) in inside for name, tensor in _tensors(model)}
-    wanted = set(map(plain_name, leave))
-    if lost := sorted(name for name, is_inside in named.items() if not is_inside and name not in wanted):
+    left = set(map(plain_name, leave))
+    if lost := sorted(name for name, is_inside in named.items() if not is_inside and name not in left):
         raise ConfigError(
             f"{type(model).__name__}: this load fills the {type(plain).__name__} at {prefix!r}, and not {listed(lost)} "
             "beside it; fill these yourself and name them in leave, or call load_into for that model alone"
         )
     # A name may be one of either model.
-    inner = {name.removeprefix(f"{prefix}.") if prefix else name for name in wanted if named.get(name, False)}
-    return inner | (wanted - named.keys())
+    inner = {name.removeprefix(f"{prefix}.") if prefix else name for name in left if named.get(name, False)}
+    return inner | (left - named.keys())
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

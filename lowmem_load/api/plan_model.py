@@ -58,15 +58,8 @@ def plan(
     machine's. It reads headers, and the few values by which transformers decides (whether two tensors are one tied
     weight); `LoadPlan.read_to_describe` names these.
 
-    Args:
-        name: as for `load_model`.
-        ds_config: as for `load_model`, except a `DeviceMesh`, which needs the processes of its ranks.
-        rank: of the partition group, `0 <= rank < world_size`.
-        world_size: ranks among which parameters are partitioned.
-        auto_class: as for `load_model`.
-        dtype: as for `load_model`.
-        partition: as for `load_model`.
-        **from_pretrained_kwargs: as for `load_model`.
+    `rank` is one of the `world_size` ranks among which parameters are partitioned. Other arguments are those of
+    `load_model`, except a `DeviceMesh`, which needs the processes of its ranks.
 
     Memory: the description of the model; no parameter is allocated, except where its value decides.
 
@@ -118,8 +111,8 @@ def plan_sharded(
     kwargs = {**kwargs, "distributed_config": sharding, names.DTYPE_KEYWORD: dtype}
     explained = names.files_explained(where, kwargs.get("subfolder") or "")
     with load_lock(), fake_group(rank, world_size), ordinary_path(), filled_by(fill), explained:
-        found: LoadPlan = _result(cls, functools.partial(cls.from_pretrained, where, **kwargs))
-    return found
+        load_plan: LoadPlan = _result(cls, functools.partial(cls.from_pretrained, where, **kwargs))
+    return load_plan
 
 
 @origins_named()
@@ -161,9 +154,9 @@ def describe_checkpoint(
 
     def described(call: loader.Call) -> Described:
         with _describing(call, checked.settings) as executor:
-            found = describe(call, checked.settings, make_target, executor, holds_values=False)
-            check_described(found)
-            return found
+            model = describe(call, checked.settings, make_target, executor, holds_values=False)
+            check_described(model)
+            return model
 
     return _instead_of_loading(checked, described)
 
@@ -249,5 +242,5 @@ def _accelerator() -> torch.device:
     # Source: deepspeed 0.19.8 accelerator/real_accelerator.py, get_accelerator.
     if chosen := os.environ.get("DS_ACCELERATOR"):
         return device_named(chosen)
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device("cpu") if found is None else found
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator or torch.device("cpu")

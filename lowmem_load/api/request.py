@@ -58,8 +58,8 @@ class Request(NamedTuple):
             pinned = {**self.kwargs, **changed, "revision": commit} if commit else self.kwargs
             return commit, self._replace(kwargs=pinned).checked(settings)
 
-        def pack(found: tuple[str, Checked]) -> bytes:
-            return found[0].encode()
+        def pack(answer: tuple[str, Checked]) -> bytes:
+            return answer[0].encode()
 
         def look(content: bytes) -> tuple[str, Checked]:
             return check(content.decode(), force_download=False)  # the first rank has just downloaded it

@@ -89,10 +89,10 @@ class Partitioner:
         if group is not None:  # all that DeepSpeedConfig asks of a model-parallel unit
             world_size = dist.get_world_size(group) // ds_config.get("sequence_parallel_size", 1)
             mpu = SimpleNamespace(get_data_parallel_world_size=lambda: world_size)
-        offload = _parse(ds_config, mpu).zero_config.offload_param
+        _check_by_deepspeed(ds_config, mpu)
         swap_folder = swapping.folder_of(ds_config)
         if swap_folder is not None:
-            swapping.prepare(swap_folder, ds_config, offload)
+            swapping.prepare(swap_folder, ds_config)
         self._init = _zero_init(ds_config, group, mpu)
         require_attributes(
             DEEPSPEED,
@@ -195,9 +195,9 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     yield module
 
 
-def _parse(ds_config: Mapping[str, Any], mpu: Any) -> DeepSpeedConfig:
+def _check_by_deepspeed(ds_config: Mapping[str, Any], mpu: Any) -> None:
     try:
-        return DeepSpeedConfig(dict(ds_config), mpu)
+        DeepSpeedConfig(dict(ds_config), mpu)
     except Exception as error:  # of any class, since it does not check types
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"deepspeed {deepspeed.__version__} refuses the ds_config: {problem}") from error

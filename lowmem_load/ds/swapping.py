@@ -56,18 +56,9 @@ def folder_of(ds_config: Mapping[str, Any]) -> Folder | None:
     return os.path.realpath(offload["nvme_path"]), " ".join(enabled)
 
 
-def prepare(folder: Folder, ds_config: Mapping[str, Any], offload: Any) -> None:
-    """Check what zero.Init does not check, or reports badly. `offload` is the section offload_param, parsed."""
+def prepare(folder: Folder, ds_config: Mapping[str, Any]) -> None:
+    """Check what zero.Init does not check, or reports badly."""
     Swapping.refuse_held(folder)
-    # Source: deepspeed 0.19.8 partitioned_param_swapper.py, _configure_aio, which allocates all buffers.
-    nbytes = offload.buffer_count * offload.buffer_size * (2 if folder[1] else 4)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if nbytes > memory:
-        raise ConfigError(
-            f"offload_param: {offload.buffer_count} buffers (buffer_count) of {offload.buffer_size} elements "
-            f"(buffer_size) are {nbytes} bytes, this machine has {memory}; lower buffer_size to what the largest "
-            "partition of a parameter needs"
-        )
     if (ds_config.get("aio") or {}).get("use_gds"):
         return  # another op, which needs no libaio
     try:

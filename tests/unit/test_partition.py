@@ -110,18 +110,12 @@ class Init:
         return None
 
 
-def parsed(config: dict[str, Any], _mpu: Any) -> SimpleNamespace:
-    """Stands for DeepSpeedConfig: the real one wants batch sizes, and a GPU for GDS."""
-    offload = {"buffer_count": 5, "buffer_size": 1, **config["zero_optimization"]["offload_param"]}
-    return SimpleNamespace(zero_config=SimpleNamespace(offload_param=SimpleNamespace(**offload)))
-
-
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     for stand_in in (Op, Init):
         monkeypatch.setattr(stand_in, "error", None)
     monkeypatch.setattr(swapping, "load_async_io", Op.load)
-    monkeypatch.setattr(partition, "DeepSpeedConfig", parsed)
+    monkeypatch.setattr(partition, "DeepSpeedConfig", lambda *_: None)  # the real one wants a GPU for GDS
     monkeypatch.setattr(partition, "Init", Init)
 
 
@@ -232,15 +226,6 @@ def test_what_will_be_swapped_is_known_before(tmp_path: Path) -> None:
     partitions, _ = swapping_into(tmp_path)
     assert partitions.files([99, 100, 128, 129, 0]) == {"/nvme/rank0": 2 * (128 + 128 + 192)}
     assert partitions.files([]) == {"/nvme/rank0": 0}
-
-
-def test_buffers_larger_than_memory_are_refused_before_they_are_made(tmp_path: Path) -> None:
-    config = nvme(tmp_path)
-    config["zero_optimization"]["offload_param"]["buffer_size"] = 10**12
-    with pytest.raises(
-        ConfigError, match=r"5 buffers \(buffer_count\) of 10{12} elements .* are 20{13} bytes, this mach"
-    ):
-        Partitioner(config)
 
 
 @pytest.mark.parametrize(
