@@ -25,7 +25,8 @@ from lowmem_load.hf.active import ordinary_path, transformers_models
 from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.remote_names import located, named_as_asked
 from lowmem_load.hf.sharding import blocks, is_kept_on_host, refuse_parted
-from lowmem_load.hf.skeleton import allocate, file_keywords, filled_by, hand_over
+from lowmem_load.hf.skeleton import file_keywords, filled_by, hand_over
+from lowmem_load.lazy_weights.fill import allocate_shards
 from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load, Options
 from lowmem_load.report import LoadReport
@@ -209,7 +210,7 @@ def filling(
         refuse_parted(model)
         shard(model)
         device = torch.device("cpu") if is_offloaded or is_kept_on_host(model) else mesh_device(model)
-        allocate(model, device)
+        allocate_shards(model, device)
         Constructor().finish(model, device)  # `to_empty` moves no attributes
         with loader.outermost():
             report = _load_into(model, name, plain_options, dtype, is_skeleton=True, **file_keywords(kwargs))

@@ -178,7 +178,7 @@ def conversion_of(all_names: Sequence[str], parameter: torch.Tensor) -> tuple[st
 
 def _nodes(parameter: torch.Tensor) -> list[ex.Expression]:
     """Return the distinct nodes of a parameter's expression."""
-    found: list[ex.Expression] = [ex.held(parameter)]
+    found: list[ex.Expression] = [ex.hold(parameter)]
     if isinstance(parameter, SymbolicTensor):
         found = [parameter.initialised or parameter.expression]
     seen = {id(found[0])}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import default_group
-from lowmem_load.io.elements import own_memory
+from lowmem_load.io.memory import own_memory
 
 PAUSE_S, LONGEST_PAUSE_S = 0.00005, 0.01
 """Seconds between looks at a collective: the first one, and the longest after it has grown."""

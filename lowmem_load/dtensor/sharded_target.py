@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lowmem_load.dtensor.mesh import local_shard
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
-from lowmem_load.io.elements import untouched_bytes
+from lowmem_load.io.memory import untouched_bytes
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
 from lowmem_load.planning.ranges import FlatRange, Grid
 from lowmem_load.target import HostBytes, Layout, Target

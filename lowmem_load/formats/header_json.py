@@ -112,11 +112,11 @@ class HeaderReader:
 
     def _take(self, expected: str) -> str:
         self._skip_space()
-        found = self._text[self._at : self._at + 1]
-        if not found or found not in expected:
-            raise ValueError(f"{found!r} at character {self._at}, expected {' or '.join(expected)}")
+        character = self._text[self._at : self._at + 1]
+        if not character or character not in expected:
+            raise ValueError(f"{character!r} at character {self._at}, expected {' or '.join(expected)}")
         self._at += 1
-        return found
+        return character
 
     def _skip_space(self) -> None:
         space = _SPACE.match(self._text, self._at)

@@ -96,16 +96,16 @@ class OrderedNames(dict[Any, Any]):
 
 def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
     """Return the tensors of a pickled state dict by name."""
-    found = objects(pickled, path, only_tensors=True)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected a dict of tensors by name")
-    for name, value in found.items():
+    tensors = objects(pickled, path, only_tensors=True)
+    if not isinstance(tensors, dict):
+        raise CheckpointError(f"{path}: holds a {type(tensors).__name__}, expected a dict of tensors by name")
+    for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise CheckpointError(
                 f"{path}: entry {reprlib.repr(name)} is a {type(value).__name__}, expected a tensor under "
                 "a string; save the model's state_dict() alone"
             )
-    return found
+    return tensors
 
 
 def objects(pickled: bytes, path: str, *, only_tensors: bool = False) -> Any:
@@ -155,8 +155,8 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     "collections.OrderedDict": lambda: OrderedNames(),  # noqa: PLW0108  (which takes arguments)
     "torch.Size": _shape,
     "torch.device": lambda _kind, _index=None: None,  # the device of the saved tensor does not matter
-    "torch._utils._rebuild_tensor_v2": lambda *given: _tensor(given[0].dtype, *given),
-    "torch._utils._rebuild_tensor_v3": lambda *given: _tensor(given[6], *given[:6], *given[7:]),
+    "torch._utils._rebuild_tensor_v2": lambda *arguments: _tensor(arguments[0].dtype, *arguments),
+    "torch._utils._rebuild_tensor_v3": lambda *arguments: _tensor(arguments[6], *arguments[:6], *arguments[7:]),
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": lambda tensor, grad, hooks, _state: _parameter(tensor, grad, hooks),
 }
@@ -215,8 +215,8 @@ class _Machine:
             if opcode is None:
                 raise ValueError(f"no opcode at byte {position}")
             if opcode.name == "STOP":
-                (found,) = self._stack
-                return found
+                (result,) = self._stack
+                return result
             num_objects += opcode.name in _MAKES
             if max(num_objects, len(self._memo)) > FREE_OBJECTS + position // MIN_NBYTES_PER_OBJECT:
                 raise CheckpointError(

@@ -222,16 +222,16 @@ class Safetensors:
 def _expressions(path: str, entries: Mapping[str, TensorEntry]) -> Callable[[str], Source]:
     """Return a function from names to sources. It shares equal shapes: there may be a hundred thousand tensors."""
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-    found: dict[str, Source | str] = {}
+    sources: dict[str, Source | str] = {}
     for name, entry in entries.items():
         try:
             shape = entry.shape
-            found[name] = Source(path, name, entry.start, shapes.setdefault(shape, shape), entry.dtype)
+            sources[name] = Source(path, name, entry.start, shapes.setdefault(shape, shape), entry.dtype)
         except UnsupportedError as error:  # only a model that uses this tensor fails
-            found[name] = str(error)
+            sources[name] = str(error)
 
     def expression(name: str) -> Source:
-        source = found[name]
+        source = sources[name]
         if isinstance(source, str):
             raise UnsupportedError(source)
         return source

@@ -75,9 +75,9 @@ class TorchObjects:
         storage, size, itemsize = tensor.storage, tensor.size, tensor.dtype.itemsize
         storage_nbytes = storage.numel * storage.dtype.itemsize
         if entry is None or entry.nbytes != storage_nbytes:
-            held = "is absent" if entry is None else f"has {entry.nbytes} bytes"
+            state = "is absent" if entry is None else f"has {entry.nbytes} bytes"
             raise CheckpointError(
-                f"{path}: tensor {name!r} needs data/{storage.key} of {storage_nbytes} bytes, which {held}"
+                f"{path}: tensor {name!r} needs data/{storage.key} of {storage_nbytes} bytes, which {state}"
             )
         if math.prod(max(1, n) for n in size) * itemsize >= 1 << 63:
             raise CheckpointError(f"{path}: tensor {name!r} has the impossible shape {size}")
@@ -134,9 +134,9 @@ class _ZipSource:
         return self._at
 
     def read(self, nbytes: int = -1) -> bytes:
-        found = read_bytes(self._source, self._at, nbytes if nbytes >= 0 else self._source.nbytes)
-        self._at += len(found)
-        return found
+        content = read_bytes(self._source, self._at, nbytes if nbytes >= 0 else self._source.nbytes)
+        self._at += len(content)
+        return content
 
 
 def _read_directory(source: ByteSource) -> dict[str, _Entry]:

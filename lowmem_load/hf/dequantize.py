@@ -15,7 +15,7 @@ import torch
 
 from lowmem_load.contract import TRANSFORMERS, require
 from lowmem_load.errors import IncompatibleVersionError
-from lowmem_load.planning.expression import Elementwise, Expression, Instance, Slot, expand, held, permute, reshape
+from lowmem_load.planning.expression import Elementwise, Expression, Instance, Slot, expand, hold, permute, reshape
 from lowmem_load.replaced import Replacement
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -111,7 +111,7 @@ def _no_values(expression: Expression, reason: str) -> torch.Tensor:
 NUM_CODES = 16
 LOOKED_UP = 1 << 16  # elements at a time: their indexes stay in the processor's cache
 
-_HALVES = held(torch.tensor([0, 4], dtype=torch.uint8, device="cpu"))
+_HALVES = hold(torch.tensor([0, 4], dtype=torch.uint8, device="cpu"))
 """Bits by which a byte is shifted right for its first and its second code."""
 
 
@@ -168,7 +168,7 @@ def _checked_table(ordinary: Dequantize, dtype: torch.dtype, read_now: ReadNow) 
     table = ordinary(codes, every_scale, dtype=dtype)[0, 0::2].t().reshape(-1)
     blocks = torch.arange(2 * 3 * 5 * 4, dtype=torch.uint8, device="cpu").mul_(37).view(2, 3, 5, 4)
     scales = torch.arange(110, 140, dtype=torch.uint8, device="cpu").view(2, 3, 5)
-    ours = read_now(_described(held(blocks), held(scales), table), "a sample of mxfp4")
+    ours = read_now(_described(hold(blocks), hold(scales), table), "a sample of mxfp4")
     theirs = ordinary(blocks, scales, dtype=dtype)
     if ours.shape != theirs.shape or not torch.equal(ours, theirs):
         raise IncompatibleVersionError(

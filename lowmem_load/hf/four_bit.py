@@ -17,7 +17,7 @@ from torch import nn
 from lowmem_load.config.settings import Settings
 from lowmem_load.contract import BITSANDBYTES, require
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, UnsupportedError
-from lowmem_load.io.elements import trim_heap
+from lowmem_load.io.memory import trim_heap
 from lowmem_load.planning.expression import Computed, Shape
 from lowmem_load.replaced import Replacement
 from lowmem_load.symbolic.quantized import Companion, Quantized, QuantizedTensor

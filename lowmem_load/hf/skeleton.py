@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.hub_files import HUB_KEYWORDS, hub_keywords
 from lowmem_load.hf.loader import built_with_values
-from lowmem_load.io.shortage import naming_shortage
 from lowmem_load.replaced import Replacement, replaced
 from lowmem_load.symbolic.constructor import Constructor
 
@@ -68,14 +67,6 @@ def filled_by(fill: Fill) -> Iterator[None]:
     with replaced(*loading), contextlib.ExitStack() as building:
         building.enter_context(replaced(*built_with_values(Constructor())))
         yield
-
-
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give a skeleton memory for its shards."""
-    with torch.no_grad():
-        shards = [getattr(parameter, "to_local", lambda one=parameter: one)() for parameter in model.parameters()]
-    with naming_shortage("shards of this rank", sum(shard.nbytes for shard in shards)):
-        model.to_empty(device=device)
 
 
 def ties_kept() -> list[Replacement]:

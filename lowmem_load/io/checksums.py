@@ -57,14 +57,14 @@ def checksums_of(paths: Iterable[str]) -> dict[str, Checksum | None]:
     """
     listed: dict[str, _Listed] = {}
 
-    def found(path: str) -> Checksum | None:
+    def checksum_of(path: str) -> Checksum | None:
         item, place = remote_object(path), local_place(path)
         if item is None:
             return _from_cache(path) or _from_sidecars(path, listed) or _from_download(path)
         of_hub = Checksum(SHA256, item.sha256, "the Hub") if item.sha256 else None
         return of_hub or _from_sidecars(place, listed)
 
-    return {path: found(path) for path in paths}
+    return {path: checksum_of(path) for path in paths}
 
 
 def name_of_blob(path: str) -> str | None:
@@ -108,20 +108,22 @@ def _from_sidecars(path: str, listed: dict[str, _Listed]) -> Checksum | None:
     folder, file = os.path.split(os.path.abspath(path))
     if folder not in listed:
         listed[folder] = _listed(folder)
-    found = listed[folder].get(file, {})
-    if len(found) > 1:
-        sidecars = ", ".join(sorted(set(found.values())))
-        raise CheckpointError(f"{path}: {sidecars} hold(s) {len(found)} different SHA-256 for it; remove the wrong one")
-    return next((Checksum(SHA256, digest, os.path.join(folder, sidecar)) for digest, sidecar in found.items()), None)
+    digests = listed[folder].get(file, {})
+    if len(digests) > 1:
+        sidecars = ", ".join(sorted(set(digests.values())))
+        raise CheckpointError(
+            f"{path}: {sidecars} hold(s) {len(digests)} different SHA-256 for it; remove the wrong one"
+        )
+    return next((Checksum(SHA256, digest, os.path.join(folder, sidecar)) for digest, sidecar in digests.items()), None)
 
 
 def _listed(folder: str) -> _Listed:
-    found: _Listed = {}
+    digests_by_file: _Listed = {}
     for sidecar in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
         if sidecar == "SHA256SUMS" or sidecar.endswith(".sha256"):
             for name, digest in _lines(os.path.join(folder, sidecar)):
-                found.setdefault(os.path.normpath(name), {}).setdefault(digest, sidecar)
-    return found
+                digests_by_file.setdefault(os.path.normpath(name), {}).setdefault(digest, sidecar)
+    return digests_by_file
 
 
 def _lines(path: str) -> Iterator[tuple[str, str]]:

@@ -20,10 +20,8 @@ from types import TracebackType
 import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.io.elements import Take, Temporaries, compute_into, scatter_elements
-from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.shortage import naming_shortage
-from lowmem_load.io.source import Opener
+from lowmem_load.io.memory import Take, Temporaries, compute_into, naming_shortage, scatter_elements
+from lowmem_load.io.source import Opener, OpenSources
 from lowmem_load.io.stand_ins import open_file
 from lowmem_load.io.uploads import Put, Uploads, move_tasks
 from lowmem_load.planning.expression import Expression, Source, numel
@@ -252,7 +250,7 @@ class Executor:
         put = partial(self._put_on_host, destination) if destination.is_cpu else self._put_into(destination)
         for step in steps:
             if isinstance(step, Read):
-                for first, shift in step.each():
+                for first, shift in step.iterations():
                     if step.is_direct:
                         yield self._direct_read(step, first, shift, destination)
                     else:
@@ -289,7 +287,7 @@ class Executor:
     def _apply_on_host(self, destination: torch.Tensor, step: Apply, piece: Piece, known: Constants) -> None:
         with self._temporaries.frame() as take:
             inputs = self._inputs(piece, known, take)
-            result = next((each for each in inputs if each.dtype == step.dtype), None)
+            result = next((memory for memory in inputs if memory.dtype == step.dtype), None)
             if result is None:
                 result = take(piece.numel, step.dtype)
             compute_into(result, known.functions[step.function], inputs)

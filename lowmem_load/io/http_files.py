@@ -28,8 +28,8 @@ from lowmem_load.io.remote_file import (
     Check,
     RemoteObject,
     TransientError,
-    in_threads,
-    retried,
+    map_in_threads,
+    retry,
 )
 from lowmem_load.io.stand_ins import plain_url
 
@@ -139,11 +139,11 @@ def look_up(url: str, files: Iterable[str], check: Check) -> dict[str, RemoteObj
     def look_up_one(file: str, check: Check) -> RemoteObject | None:
         what = f"{plain_url(base)}{file}: cannot be found"
         with contextlib.suppress(_HeadRefusedError):
-            return retried(lambda: _head(base, file, "HEAD"), what, check=check)
-        return retried(lambda: _head(base, file, "GET"), what, check=check)
+            return retry(lambda: _head(base, file, "HEAD"), what, check=check)
+        return retry(lambda: _head(base, file, "GET"), what, check=check)
 
     files = list(dict.fromkeys(files))
-    items = in_threads(look_up_one, files, check)
+    items = map_in_threads(look_up_one, files, check)
     return {file: item for file, item in zip(files, items, strict=True) if item is not None}
 
 

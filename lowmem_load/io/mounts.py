@@ -54,7 +54,7 @@ def mount_of(path: str) -> Mount | None:
         lines = MOUNTS.read_bytes().split(b"\n")[:-1]  # each ends with a newline
     except OSError:
         return None
-    path, found = os.path.realpath(path), None
+    path, mount = os.path.realpath(path), None
     longest = -1
     for line in lines:
         before, _, after = line.partition(b" - ")
@@ -63,13 +63,13 @@ def mount_of(path: str) -> Mount | None:
         if is_above and len(point) >= longest:
             kind, _, options = map(_unescaped, after.split(b" ", 2))  # the source between them may be empty
             sizes = [option.removeprefix("rsize=") for option in options.split(",") if option.startswith("rsize=")]
-            longest, found = len(point), Mount(kind, int(sizes[0]) if sizes and sizes[0].isdigit() else 0)
-    return found
+            longest, mount = len(point), Mount(kind, int(sizes[0]) if sizes and sizes[0].isdigit() else 0)
+    return mount
 
 
 def _unescaped(text: bytes) -> str:
     # mountinfo writes space, tab, newline and backslash in octal.
-    return os.fsdecode(re.sub(rb"\\([0-3][0-7]{2})", lambda found: bytes([int(found[1], 8)]), text))
+    return os.fsdecode(re.sub(rb"\\([0-3][0-7]{2})", lambda match: bytes([int(match[1], 8)]), text))
 
 
 def has_caches_apart(folder: str) -> bool:

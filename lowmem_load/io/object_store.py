@@ -10,7 +10,7 @@ from typing import Any
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.io.http_files import DENIED, THROTTLED, TRANSIENT, USE_ANOTHER, without_secrets
-from lowmem_load.io.remote_file import TIMEOUT_S, Check, RemoteObject, TransientError, in_threads, retried
+from lowmem_load.io.remote_file import TIMEOUT_S, Check, RemoteObject, TransientError, map_in_threads, retry
 from lowmem_load.io.stand_ins import plain_url
 
 PART_BYTES = 1 << 20
@@ -45,13 +45,13 @@ class StoreObject:
         import obstore
 
         _check_process(self.name)
-        with _our_errors(self.name):
+        with _translate_errors(self.name):
             options: Any = {"range": (offset, offset + memory.nbytes), "if_match": self.version}
-            found = obstore.get(self._store, self._key, options=options)
-            if found.meta["e_tag"] is not None and _quoted_tag(found.meta["e_tag"]) != self.version:
+            result = obstore.get(self._store, self._key, options=options)
+            if result.meta["e_tag"] is not None and _quoted_tag(result.meta["e_tag"]) != self.version:
                 raise _changed(self.name)
             filled = 0
-            for part in found.stream(min_chunk_size=PART_BYTES):
+            for part in result.stream(min_chunk_size=PART_BYTES):
                 view = memoryview(part)
                 if filled + view.nbytes > memory.nbytes:
                     raise CheckpointError(f"{self.name}: the store sent more than {memory.nbytes} bytes; {USE_ANOTHER}")
@@ -64,10 +64,10 @@ class StoreObject:
 
 def list_files(url: str, subfolder: str) -> dict[str, RemoteObject]:
     """Return the files in a folder of an object store, and in one subfolder of it, by path inside the folder."""
-    store = _opened(url)
+    store = _open_store(url)
     import obstore
 
-    with _our_errors(plain_url(url)):
+    with _translate_errors(plain_url(url)):
         files: dict[str, RemoteObject] = {}
         for prefix in dict.fromkeys(("", subfolder.strip("/"))):
             for meta in obstore.list_with_delimiter(store, prefix or None)["objects"]:
@@ -81,11 +81,11 @@ def look_up(url: str, files: Iterable[str], check: Check) -> dict[str, RemoteObj
     files = list(files)
     if not files:
         return {}
-    store = _opened(url)
+    store = _open_store(url)
     import obstore
 
     def look_up_once(file: str) -> RemoteObject | None:
-        with _our_errors(name := f"{plain_url(url).rstrip('/')}/{file}"):
+        with _translate_errors(name := f"{plain_url(url).rstrip('/')}/{file}"):
             _check_process(name)
             try:
                 return _object(store, url, obstore.head(store, file))
@@ -93,9 +93,9 @@ def look_up(url: str, files: Iterable[str], check: Check) -> dict[str, RemoteObj
                 return None
 
     def look_up_again(file: str, check: Check) -> RemoteObject | None:
-        return retried(lambda: look_up_once(file), f"{plain_url(url).rstrip('/')}/{file}: cannot be found", check=check)
+        return retry(lambda: look_up_once(file), f"{plain_url(url).rstrip('/')}/{file}: cannot be found", check=check)
 
-    items = in_threads(look_up_again, files, check)
+    items = map_in_threads(look_up_again, files, check)
     return {file: item for file, item in zip(files, items, strict=True) if item is not None}
 
 
@@ -106,7 +106,7 @@ def _object(store: Any, url: str, meta: Any) -> StoreObject:
     return StoreObject(store, meta["path"], name, meta["size"], _quoted_tag(tag))
 
 
-def _opened(url: str) -> Any:
+def _open_store(url: str) -> Any:
     """Return obstore's store of a URL, which has asked nobody yet."""
     try:
         from obstore import exceptions
@@ -144,7 +144,7 @@ def _changed(name: str) -> CheckpointError:
 
 
 @contextmanager
-def _our_errors(name: str) -> Iterator[None]:
+def _translate_errors(name: str) -> Iterator[None]:
     from obstore import exceptions
 
     try:
@@ -154,10 +154,10 @@ def _our_errors(name: str) -> Iterator[None]:
     except (exceptions.NotFoundError, FileNotFoundError):
         raise CheckpointError(f"{name}: is not there") from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-        raise _denied(name, _what(error)) from None
+        raise _denied(name, _summary(error)) from None
     except exceptions.BaseError as error:
-        what = _what(error)
-        status = int(found[0]) if (found := re.search(r"\b[345]\d\d\b", what)) is not None else 0
+        what = _summary(error)
+        status = int(code[0]) if (code := re.search(r"\b[345]\d\d\b", what)) is not None else 0
         if status in DENIED:
             raise _denied(name, what) from None
         if status == 404:  # of a list: there is no such bucket
@@ -175,13 +175,13 @@ def _denied(name: str, what: str) -> CheckpointError:
     )
 
 
-def _what(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     """Return what an error of obstore says, without its text: that quotes answers, which may hold session tokens."""
     text = str(error)
     patterns = r"status: (\d{3})", r"\b(\d{3}) [A-Z][a-z]+", r"<Code>(\w{1,64})</Code>", r"kind: (\w{1,32})"
     matches = (re.search(pattern, text) for pattern in patterns)
     causes = ("request or response body error", "error sending request", "builder error", "Requested", REGION)
-    found = [match[1] for match in matches if match] + [cause for cause in causes if cause in text][:1]
+    details = [match[1] for match in matches if match] + [cause for cause in causes if cause in text][:1]
     if METADATA_HOST in text:
-        found.append("asked this machine for credentials, as the environment has none")
-    return ", ".join(dict.fromkeys([type(error).__name__, *found]))
+        details.append("asked this machine for credentials, as the environment has none")
+    return ", ".join(dict.fromkeys([type(error).__name__, *details]))

@@ -27,7 +27,7 @@ from huggingface_hub.utils import build_hf_headers
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io import http_files, object_store
 from lowmem_load.io.http_files import HttpObject, without_secrets
-from lowmem_load.io.remote_file import HEAD_BYTES, Check, RemoteFile, RemoteObject, in_threads, retried
+from lowmem_load.io.remote_file import HEAD_BYTES, Check, RemoteFile, RemoteObject, map_in_threads, retry
 from lowmem_load.io.source import read_bytes
 from lowmem_load.io.stand_ins import HEADS, head_of, note_folder, plain_url
 from lowmem_load.text import fingerprint
@@ -94,11 +94,11 @@ def folder_of_url(url: str, *, subfolder: str = "", variant: str | None = None, 
         folders = dict.fromkeys(("", subfolder.strip("/")))
         listing = look_up(url, [posixpath.join(folder, name) for folder in folders for name in names], check)
     else:
-        listing = retried(lambda: object_store.list_files(url, subfolder), f"{origin}: cannot be listed", check=check)
+        listing = retry(lambda: object_store.list_files(url, subfolder), f"{origin}: cannot be listed", check=check)
     if not listing:
         raise CheckpointError(f"{origin}: no files are there; name the folder that holds config.json")
-    files = _with_named(listing, lambda named: look_up(url, named, check), _content, check)
-    return _laid_out(origin, files, _content, check)
+    files = _add_named_files(listing, lambda named: look_up(url, named, check), _read_small, check)
+    return _lay_out(origin, files, _read_small, check)
 
 
 def _check_url(url: str) -> None:
@@ -154,10 +154,10 @@ def folder_of_model(
 
     files: Listing = listing
     if deeper:
-        files = _with_named(
+        files = _add_named_files(
             listing, lambda named: {file: deeper[file] for file in named if file in deeper}, fetch, check
         )
-    return _laid_out(name, files, fetch, check, tokenizers=False), commit
+    return _lay_out(name, files, fetch, check, tokenizers=False), commit
 
 
 def _is_small(file: str, item: RemoteObject, *, tokenizers: bool) -> bool:
@@ -182,16 +182,18 @@ def _model_info(name: str, revision: str | None, token: str | bool | None) -> An
 # -- files that others name --------------------------------------------------------------------------------------------
 
 
-def _with_named(listing: Listing, look_up: Callable[[Iterable[str]], Listing], fetch: Fetch, check: Check) -> Listing:
+def _add_named_files(
+    listing: Listing, look_up: Callable[[Iterable[str]], Listing], fetch: Fetch, check: Check
+) -> Listing:
     """Return the files with those that indexes and configurations name, and code that such code imports."""
     files, latest = dict(listing), {file: listing[file] for file in listing if not file.endswith(".py")}
     while latest:
         naming = [(file, item) for file, item in latest.items() if _names_others(file)]
-        contents = in_threads(lambda named, check: fetch(*named, check), naming, check)
+        contents = map_in_threads(lambda named, check: fetch(*named, check), naming, check)
         names = {
             posixpath.join(posixpath.dirname(file), name)
             for (file, item), content in zip(naming, contents, strict=True)
-            for name in _named_in(item.name, content)
+            for name in _names_in(item.name, content)
         }
         latest = dict(look_up(sorted(names - files.keys())))
         files |= latest
@@ -202,7 +204,7 @@ def _names_others(file: str) -> bool:
     return re.search(r"(\A|/)config\.json\Z|\.index(\.[^/]+)?\.json\Z|\.py\Z", file) is not None
 
 
-def _named_in(url: str, content: bytes) -> set[str]:
+def _names_in(url: str, content: bytes) -> set[str]:
     """Return the paths beside a file that it names. Its content is untrusted; its readers say what is wrong."""
     if url.endswith(".py"):
         pattern = r"^\s*from \.(\w+)[\w.]* import"
@@ -233,16 +235,16 @@ def _is_plain(name: str) -> bool:
     except UnicodeEncodeError:  # half of a surrogate pair, from JSON
         return False
     is_name = name not in ("", ".", "..", HEADS) and nbytes <= MAX_NAME_NBYTES
-    return is_name and not any(each in name for each in ("/", "\\", "\0", "?", "#"))
+    return is_name and not any(character in name for character in ("/", "\\", "\0", "?", "#"))
 
 
-def _content(_: str, item: RemoteObject, check: Check) -> bytes:
+def _read_small(_: str, item: RemoteObject, check: Check) -> bytes:
     if item.nbytes > MAX_SMALL_NBYTES:
         raise CheckpointError(f"{item.name}: has {item.nbytes} bytes, expected at most {MAX_SMALL_NBYTES}")
-    return _front(item, item.nbytes, check)
+    return _read_front(item, item.nbytes, check)
 
 
-def _front(item: RemoteObject, nbytes: int, check: Check) -> bytes:
+def _read_front(item: RemoteObject, nbytes: int, check: Check) -> bytes:
     file = RemoteFile(item)
     file.on_wait = check
     return read_bytes(file, 0, nbytes)
@@ -251,7 +253,7 @@ def _front(item: RemoteObject, nbytes: int, check: Check) -> bytes:
 # -- the folder --------------------------------------------------------------------------------------------------------
 
 
-def _laid_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, tokenizers: bool = True) -> str:
+def _lay_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, tokenizers: bool = True) -> str:
     """Return the folder for a listing, filled by this process or by another one of this user."""
     small = {file for file, item in listing.items() if _is_small(file, item, tokenizers=tokenizers)}
     small_nbytes = sum(listing[file].nbytes for file in small)
@@ -263,12 +265,12 @@ def _laid_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, toke
     for file in listing:
         _check_file_name(origin, file)
     lines = [f"{file} {item.name} {item.nbytes} {item.version}" for file, item in sorted(listing.items())]
-    base, last = _base(), origin.rpartition("/")[2]
+    base, last = _cache_folder(), origin.rpartition("/")[2]
     folder = os.path.join(base, fingerprint([origin, *lines]), last if _is_plain(last) else "model")
     with _locked(f"{os.path.dirname(folder)}.lock", check):
         if not all(_is_there(folder, file, listing[file] if file in small else None) for file in listing):
             shutil.rmtree(os.path.dirname(folder), ignore_errors=True)  # a cleaner of old files may have been at work
-            _fill(folder, listing, small, fetch, check)
+            _fill_folder(folder, listing, small, fetch, check)
     note_folder(folder, origin, {os.path.join(folder, file): listing[file] for file in listing if file not in small})
     return folder
 
@@ -278,7 +280,7 @@ def _is_there(folder: str, file: str, small: RemoteObject | None) -> bool:
     return os.path.isfile(path) and os.path.getsize(path) == (0 if small is None else small.nbytes)
 
 
-def _fill(folder: str, listing: Listing, small: Container[str], fetch: Fetch, check: Check) -> None:
+def _fill_folder(folder: str, listing: Listing, small: Container[str], fetch: Fetch, check: Check) -> None:
     target, last = os.path.split(folder)
     base = os.path.dirname(target)
     made = tempfile.mkdtemp(dir=base)
@@ -287,12 +289,12 @@ def _fill(folder: str, listing: Listing, small: Container[str], fetch: Fetch, ch
         path = os.path.join(made, last, file)
         Path(path).write_bytes(fetch(file, listing[file], check) if file in small else b"")
         if file.endswith(".safetensors"):
-            Path(head_of(path)).write_bytes(_front(listing[file], HEAD_BYTES, check))
+            Path(head_of(path)).write_bytes(_read_front(listing[file], HEAD_BYTES, check))
 
     try:
         for file in listing:
             os.makedirs(os.path.dirname(head_of(os.path.join(made, last, file))), exist_ok=True)
-        in_threads(fill, listing, check)
+        map_in_threads(fill, listing, check)
         os.rename(made, target)  # there at once and whole, or not at all
     except OSError as error:
         shutil.rmtree(made, ignore_errors=True)
@@ -308,12 +310,12 @@ def _check_file_name(origin: str, file: str) -> None:
         raise CheckpointError(f"{origin}: lists a file with the impossible name {file[:80]!r}")
 
 
-def _base() -> str:
+def _cache_folder() -> str:
     """Return a folder of this user in the temporary one, which nobody else may write to."""
     base = os.path.join(tempfile.gettempdir(), f"lowmem_load-{os.getuid()}")
     os.makedirs(base, mode=0o700, exist_ok=True)
-    found = os.lstat(base)
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = os.lstat(base)
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise CheckpointError(f"{base}: belongs to somebody else, or others may write to it; remove it")
     return base
 

@@ -187,10 +187,10 @@ class RemoteFile:
 
     def _request(self, offset: int, memory: memoryview) -> None:
         what = f"{self.path}: cannot be read at bytes {offset} to {offset + memory.nbytes - 1}"
-        retried(lambda: self._item.fetch(offset, memory, self._check), what, memory.nbytes, self._check)
+        retry(lambda: self._item.fetch(offset, memory, self._check), what, memory.nbytes, self._check)
 
 
-def retried(call: Callable[[], T], what: str, nbytes: int = 0, check: Callable[[], object] = int) -> T:
+def retry(call: Callable[[], T], what: str, nbytes: int = 0, check: Callable[[], object] = int) -> T:
     """Return what a request returns; make it again if it fails in a way that may pass. See [Note: requests].
 
     Args:
@@ -223,7 +223,7 @@ def retried(call: Callable[[], T], what: str, nbytes: int = 0, check: Callable[[
             time.sleep(min(left_s, 0.1))
 
 
-def in_threads(act: Callable[[Item, Check], T], items: Iterable[Item], check: Check) -> list[T]:
+def map_in_threads(act: Callable[[Item, Check], T], items: Iterable[Item], check: Check) -> list[T]:
     """Return what `act` makes of each item, called with a check that raises once one of them, or this thread, has."""
     ended = threading.Event()
 

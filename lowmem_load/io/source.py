@@ -2,6 +2,11 @@
 
 Another kind of storage (HTTP, an object store) is one more class with the methods of `ByteSource`; see `RemoteFile`.
 Errors of the operating system become errors of this package here.
+
+[Note: one descriptor] Header, sample and data of a file are read from one open source. If another file is renamed over
+it, the load reads the old one to its end, whose bytes exist while it is open. Only if more than `MAX_OPEN_SOURCES` are
+in use are some closed and opened again by their path; if another file is there then, that is an error. So is a file
+that is written to in place, at any time.
 """
 
 from __future__ import annotations
@@ -13,11 +18,14 @@ import os
 import stat
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.io.remote_file import RemoteFile
+from lowmem_load.planning.load_plan import PlannedFile
 
 T = TypeVar("T")
 
@@ -85,24 +93,24 @@ class LocalFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._descriptor = -1
-        with _our_errors(path):
-            self._descriptor, found = self._retrying(_open_regular, path)
-        self.nbytes, self._opened_version = found.st_size, _version(found)
-        self._is_on_disk = os.major(found.st_dev) != 0  # file systems in memory and on the network have major number 0
+        with _translate_errors(path):
+            self._descriptor, status = self._call(_open_regular, path)
+        self.nbytes, self._opened_version = status.st_size, _version(status)
+        self._is_on_disk = os.major(status.st_dev) != 0  # file systems in memory and on the network have major number 0
 
     @property
     def version(self) -> str:
         """Device, inode, size and time of change of the open file."""
-        with _our_errors(self.path):
-            return _version(self._retrying(os.fstat, self._descriptor))
+        with _translate_errors(self.path):
+            return _version(self._call(os.fstat, self._descriptor))
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """See `ByteSource`."""
         opens_until = offset + 2 * OPENING_BYTES * self._is_on_disk
-        with _our_errors(self.path):
+        with _translate_errors(self.path):
             while memory:
-                asked = memory[:OPENING_BYTES] if offset < opens_until else memory
-                num_bytes = self._retrying(os.preadv, self._descriptor, [asked], offset)
+                part = memory[:OPENING_BYTES] if offset < opens_until else memory
+                num_bytes = self._call(os.preadv, self._descriptor, [part], offset)
                 if num_bytes == 0:
                     raise TruncatedFileError(f"{self.path}: ended at byte {offset} ({memory.nbytes} bytes short)")
                 offset += num_bytes
@@ -115,7 +123,7 @@ class LocalFile:
             with contextlib.suppress(OSError):  # it is closed anyway, and nothing was written to it
                 os.close(descriptor)
 
-    def _retrying(self, call: Callable[..., T], *args: object) -> T:
+    def _call(self, call: Callable[..., T], *args: object) -> T:
         delays = iter(RETRY_DELAYS_S)
         while True:
             try:
@@ -135,9 +143,9 @@ class LocalFile:
         """Open the file again under the same descriptor: a stale descriptor never recovers."""
         if self._descriptor < 0:
             return
-        descriptor, found = _open_regular(self.path)
+        descriptor, status = _open_regular(self.path)
         try:
-            if _version(found) != self._opened_version:
+            if _version(status) != self._opened_version:
                 raise CheckpointError(
                     f"{self.path}: was replaced or written to while it was read; load again once nobody writes to it"
                 )
@@ -150,17 +158,17 @@ def _open_regular(path: str) -> tuple[int, os.stat_result]:
     # O_NONBLOCK: opening a FIFO would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path}: is not a regular file")
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor, found
+    return descriptor, status
 
 
-def _version(found: os.stat_result) -> str:
-    return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
+def _version(status: os.stat_result) -> str:
+    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
 
 
 def retries() -> Counter[str]:
@@ -171,9 +179,9 @@ def retries() -> Counter[str]:
 
 def read_bytes(source: ByteSource, offset: int, nbytes: int) -> bytes:
     """Return `nbytes` bytes of a source from `offset` on; fewer if the source ends."""
-    found = bytearray(max(0, min(nbytes, source.nbytes - offset)))
-    source.read_into(offset, memoryview(found))
-    return bytes(found)
+    content = bytearray(max(0, min(nbytes, source.nbytes - offset)))
+    source.read_into(offset, memoryview(content))
+    return bytes(content)
 
 
 def read_small(path: str, max_nbytes: int) -> bytes:
@@ -185,7 +193,7 @@ def read_small(path: str, max_nbytes: int) -> bytes:
 
 
 @contextlib.contextmanager
-def _our_errors(path: str) -> Iterator[None]:
+def _translate_errors(path: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
@@ -194,3 +202,116 @@ def _our_errors(path: str) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # a NUL in the path
         raise CheckpointError(f"{path!r}: cannot be opened: {error}") from error
+
+
+# -- the open files of a load -----------------------------------------------------------------------------------------
+
+MAX_OPEN_SOURCES = 96
+"""Sources that stay open when nobody reads them. A process may open 256 files (macOS) or 1024 (most Linux), and the job
+opens others. Few checkpoints have more files, but a ZeRO checkpoint has some for each rank that wrote it."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One path: how many threads read it, and its source, which the first of them opens under `lock`."""
+
+    num_readers: int = 0
+    source: ByteSource | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class OpenSources:
+    """Opens sources when they are read. Any number of threads may use it.
+
+    A source must keep the version that was planned against, or that it had when it was first opened. The version is
+    compared after opening and before closing, so everything that is read in between has that version.
+    """
+
+    def __init__(self, open_source: Opener) -> None:
+        self._opener = open_source
+        self.on_wait: Callable[[], object] = int  # called while a remote source waits; may raise to end it
+        self._versions: dict[str, str] = {}
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently read first
+        self._lock = threading.Lock()
+
+    def expect(self, files: Iterable[PlannedFile]) -> None:
+        """Refuse files that have another version than was planned against. Raises CheckpointError if one had before."""
+        for file in files:
+            self._check(file.path, file.version)
+
+    @contextlib.contextmanager
+    def reading(self, path: str) -> Iterator[ByteSource]:
+        """Yield the open source of a path. It stays open afterwards unless there are too many.
+
+        Raises CheckpointError if it cannot be opened or has changed, or if another has that is closed to make room.
+        """
+        with self._lock:
+            entry = self._entries.setdefault(path, _Entry())
+            self._entries.move_to_end(path)
+            entry.num_readers += 1
+        try:
+            with entry.lock:
+                if entry.source is None:
+                    entry.source = self._open_checked(path)
+            yield entry.source
+        finally:
+            with self._lock:
+                entry.num_readers -= 1
+        self._close_idle()
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if an open source has changed."""
+        self._check_all(self._entries.values())
+
+    def interrupt(self) -> bool:
+        """End requests to remote stores, which then raise; return whether there are such sources."""
+        remote = [entry.source for entry in list(self._entries.values()) if isinstance(entry.source, RemoteFile)]
+        for source in remote:
+            source.close()
+        return bool(remote)
+
+    def close(self) -> None:
+        """Close all sources without a check. Nobody may read them any more."""
+        _close(self._entries.values())
+        self._entries.clear()
+
+    def _close_idle(self) -> None:
+        with self._lock:
+            num_surplus = len(self._entries) - MAX_OPEN_SOURCES
+            if num_surplus <= 0:
+                return
+            idle = [path for path, entry in self._entries.items() if not entry.num_readers][:num_surplus]
+            surplus = [self._entries.pop(path) for path in idle]
+        try:
+            self._check_all(surplus)
+        finally:
+            _close(surplus)
+
+    def _open_checked(self, path: str) -> ByteSource:
+        source = self._opener(path)
+        if isinstance(source, RemoteFile):
+            source.on_wait = self.on_wait
+        try:
+            self._check(path, source.version)
+        except CheckpointError:
+            source.close()
+            raise
+        return source
+
+    def _check_all(self, entries: Iterable[_Entry]) -> None:
+        for entry in entries:
+            if entry.source is not None:
+                self._check(entry.source.path, entry.source.version)
+
+    def _check(self, path: str, version: str) -> None:
+        if self._versions.setdefault(path, version) != version:
+            raise CheckpointError(
+                f"{path}: was replaced or written to after its header was read; load again once nobody writes to it"
+            )
+
+
+def _close(entries: Iterable[_Entry]) -> None:
+    with contextlib.ExitStack() as closing:  # if one cannot be closed, the others are
+        for entry in entries:
+            if entry.source is not None:
+                closing.callback(entry.source.close)

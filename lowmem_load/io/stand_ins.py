@@ -47,11 +47,11 @@ def note_folder(folder: str, origin: str, objects: Mapping[str, RemoteObject]) -
 
 def open_file(path: str) -> ByteSource:
     """Open a local file, or the remote one that an empty file stands for, or that has this name."""
-    found = _objects.get(path) or _objects.get(os.path.abspath(path))
-    if found is None:
+    item = _objects.get(path) or _objects.get(os.path.abspath(path))
+    if item is None:
         return LocalFile(path)
-    head = head_of(_places[found.name] if is_url(path) else os.path.abspath(path))
-    return RemoteFile(found, Path(head).read_bytes() if os.path.isfile(head) else b"")
+    head = head_of(_places[item.name] if is_url(path) else os.path.abspath(path))
+    return RemoteFile(item, Path(head).read_bytes() if os.path.isfile(head) else b"")
 
 
 def head_of(path: str) -> str:

@@ -23,8 +23,7 @@ from typing import ClassVar
 
 import torch
 
-from lowmem_load.io.elements import scatter_elements, source_elements
-from lowmem_load.io.shortage import naming_shortage
+from lowmem_load.io.memory import naming_shortage, scatter_elements, source_elements
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.reads import ReadLimits
 
@@ -130,7 +129,7 @@ class Uploads:
     def finish(self) -> None:
         """Wait until all copies are done. No thread may fill a slot meanwhile."""
         if any(slot.is_copied for slot in self._all_slots):
-            first, *others = (each.stream for each in self._streams)
+            first, *others = (copier.stream for copier in self._streams)
             for other in others:
                 first.wait_stream(other)
             first.synchronize()  # once, and not for each copy

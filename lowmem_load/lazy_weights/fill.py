@@ -13,10 +13,10 @@ from torch import nn
 
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
-from lowmem_load.dtensor.mesh import local_shard, scatter_into
+from lowmem_load.dtensor.mesh import local_shard, local_tensor, scatter_into
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
-from lowmem_load.io.reader import Part
-from lowmem_load.lazy_weights.lazy_model import LazyReader, leave, reader_of
+from lowmem_load.io.memory import naming_shortage
+from lowmem_load.lazy_weights.lazy_model import LazyReader, Part, leave, reader_of
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread, values_of
@@ -35,7 +35,7 @@ def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: to
     """
     ranks = RankGroup(None)
     with ranks.session("filling the sharded model"), torch.no_grad():
-        _allocate(model, device)
+        allocate_shards(model, device)
         shards = model.state_dict()
         with ranks.step("finding what was changed") as step:
             if missing := sorted(shards.keys() - state.keys()):
@@ -67,14 +67,16 @@ def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: to
     leave(model)
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Do what `to_empty` does, which makes several parameters of a tied one."""
+def allocate_shards(model: nn.Module, device: torch.device) -> None:
+    """Do what `to_empty` does, keep ties (it makes several parameters of a tied one), and name a shortage of memory."""
     first: dict[int, str] = {}
     ties = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:
             ties.append((name, first[id(parameter)]))
-    model.to_empty(device=device)
+    shard_bytes = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
+    with naming_shortage("shards of this rank", shard_bytes), torch.no_grad():
+        model.to_empty(device=device)
     for name, origin in ties:
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, model.get_parameter(origin))
@@ -105,7 +107,6 @@ def _read(reader: LazyReader, parts: list[Part], ranks: RankGroup) -> None:
         finally:
             executor.on_bytes, executor.sources.on_wait = int, int
     report.needed_bytes, report.partition_bytes = costs.needed_bytes, needed_bytes
-    reader.count_reads()
 
 
 def _is_of_files(tensor: torch.Tensor) -> bool:

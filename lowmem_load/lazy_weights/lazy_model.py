@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import sys
-from typing import Any
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,16 +19,18 @@ from lowmem_load.dtensor.mesh import local_tensor, made_real
 from lowmem_load.errors import UnsupportedError, listed
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import transformers_class
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.reader import Part, Reader
-from lowmem_load.lazy_weights.save import save_lazily
+from lowmem_load.hf.saver import files_written_by
+from lowmem_load.io.executor import Executor, Tasks, read_whole
 from lowmem_load.pipeline.describe import Described
 from lowmem_load.pipeline.execute import fill_buffers
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.pipeline.make_plan import Planned
-from lowmem_load.planning.expression import Expression, Source, leaves
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.expression import Expression, Source, cast, leaves
+from lowmem_load.planning.load_plan import Costs, reading_order
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.report import LoadReport, OnLoad, write_report
+from lowmem_load.saving.writer import Writer, lay_out
 from lowmem_load.symbolic.initialise import SharedValue
 from lowmem_load.symbolic.lazy import LazyTensor, assigned_data_is_real, become, keep, settle, values_of
 from lowmem_load.symbolic.quantized import QuantizedTensor
@@ -35,11 +43,23 @@ _NOT_A_CALLER = ("lowmem_load.", "torch.", "accelerate.big_modeling")
 """Modules that read for others: the report names who asked them to."""
 
 
-class LazyReader(Reader):
-    """Reads for the parameters of one lazy model, and keeps its report.
+class Part(NamedTuple):
+    """A region of an expression, and the flat memory that is to hold it, row-major, in the dtype of the memory."""
 
+    name: str
+    expression: Expression
+    region: Region
+    memory: torch.Tensor
+
+
+class LazyReader:
+    """Reads for the parameters of one lazy model, and keeps its report. Closes the files when nobody refers to it.
+
+    Any number of threads may use it; they take turns. Processes that are forked off have threads of their own.
     `leaves` are those of the expressions that the load has given the parameters, by id. `progress` is as for
     `load_model`. `on_load` is called when nobody has a weight that is still to be read.
+
+    Raises CheckpointError if a file cannot be read, or has changed since the load: files are compared after each read.
     """
 
     def __init__(
@@ -50,16 +70,23 @@ class LazyReader(Reader):
         progress: bool | None = None,
         on_load: OnLoad | None = None,
     ) -> None:
-        super().__init__(executor, described.files)
-        self.name, self.report, self.progress = described.name, report, progress
+        self.executor, self.name, self.report, self.progress = executor, described.name, report, progress
         self.leaves: dict[int, Expression] = {}
+        self._lock, self._process = threading.RLock(), os.getpid()
+        executor.sources.expect(described.files)
+        self.closing = contextlib.ExitStack()
+        """What happens when nobody refers to the reader any more, the last first."""
+        self.closing.callback(executor.sources.close)
+        self.closing.callback(executor.tasks.close)
         self.closing.enter_context(made_real(values_of))
         self.closing.enter_context(assigned_data_is_real())
-        self.closing.callback(_tell, report, on_load)
+        self.closing.callback(_publish, report, on_load)
+        weakref.finalize(self, self.closing.close)
 
-    def now(self, expression: Expression, reason: str) -> torch.Tensor:
-        """See `Reader`. The report notes the name of the function outside that caused the read."""
-        values = super().now(expression, reason)
+    def now(self, expression: Expression, _: str) -> torch.Tensor:
+        """Return the value of an expression on the host. The report names the function that caused the read."""
+        with self._reading():
+            values = read_whole(self.executor, expression)
         frame = sys._getframe()  # noqa: SLF001  inspect would read source files
         while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_A_CALLER):
             frame = frame.f_back
@@ -69,12 +96,42 @@ class LazyReader(Reader):
         self.count_reads()
         return values
 
+    def fill(self, parts: Sequence[Part], on_part: Callable[[], object] = int) -> Costs:
+        """Fill the memory of all parts in the order of the files; return what that took.
+
+        `on_part` is called as each is begun; it may raise, and so end the reading.
+        """
+        planner = Planner()
+        fills = [
+            planner.plan_fill(
+                part.name, cast(part.expression, part.memory.dtype), part.region, on_host=part.memory.is_cpu
+            )
+            for part in parts
+        ]
+        order = sorted(range(len(parts)), key=lambda number: reading_order([fills[number]], parts[number].name))
+        with self._reading():
+            for number in order:
+                self.executor.fill(fills[number], parts[number].memory, planner.values, planner.constants)
+                on_part()
+            self.executor.finish()
+        self.count_reads()
+        return planner.costs(fills)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        if self._process != os.getpid():  # its threads and the holder of its lock may be in the process it came from
+            self._lock, self._process = threading.RLock(), os.getpid()
+            self.executor.tasks = Tasks(1)
+        with self._lock, torch.inference_mode(mode=False), torch.no_grad():
+            yield
+            self.executor.sources.check_unchanged()
+
     def count_reads(self) -> None:
         """Bring the report's counts of reads up to date."""
         self.report.read_bytes, self.report.num_reads = self.executor.stats.read_bytes, self.executor.stats.num_reads
 
 
-def _tell(report: LoadReport, on_load: OnLoad | None) -> None:
+def _publish(report: LoadReport, on_load: OnLoad | None) -> None:
     """Hand out the report once nothing is left to read."""
     write_report(report)
     if on_load is not None:
@@ -102,7 +159,7 @@ def hand_out(
     A forward reads all parameters below its module first; with `by_module`, each module reads its own.
     `options` are those of `LazyReader`. Raises UnsupportedError for quantized parameters, which cannot be lazy.
     """
-    if quantized := [name for name, each in planned.parameters.items() if isinstance(each, QuantizedTensor)]:
+    if quantized := [name for name, parameter in planned.parameters.items() if isinstance(parameter, QuantizedTensor)]:
         raise UnsupportedError(f"{described.name}: quantized weights cannot be lazy: {listed(quantized)}")
     fill_buffers(planned, described.target, executor)
     executor.finish()
@@ -151,7 +208,6 @@ def read_parameters(module: nn.Module, *, recurse: bool = True) -> None:
             by_reader.setdefault(reader_of(tensor), {})[id(value)] = value, part
     for reader, parts in by_reader.items():
         reader.fill([part for _, part in parts.values()])
-        reader.count_reads()
         for value, part in parts.values():
             settle(value, part.memory.view(value.expression.shape))
     for tensor in lazy.values():
@@ -172,14 +228,43 @@ def _read_own_before_forward(module: nn.Module, _: Any) -> None:
 
 def leave(module: nn.Module) -> None:
     """Take back what `hand_out` has put on the modules of a model whose parameters are ordinary."""
-    for each in module.modules():
-        _unhook(each)
-        saves = vars(each).get("save_pretrained")
+    for submodule in module.modules():
+        _unhook(submodule)
+        saves = vars(submodule).get("save_pretrained")
         if isinstance(saves, functools.partial) and saves.func is save_lazily:
-            del each.save_pretrained
+            del submodule.save_pretrained
 
 
 def _unhook(module: nn.Module) -> None:
     hooks = module._forward_pre_hooks  # noqa: SLF001  a handle would not survive a deepcopy
     for key in [key for key, hook in hooks.items() if hook in (_read_before_forward, _read_own_before_forward)]:
         del hooks[key]
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+def save_lazily(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Do what `save_pretrained` of a transformers model does; safetensors files get one tensor after the other."""
+    with files_written_by(_write_file):
+        return type(model).save_pretrained(model, *args, **kwargs)
+
+
+def _write_file(ordinary: Any, tensors: Mapping[str, torch.Tensor], path: Any, metadata: Any = None) -> None:
+    if not any(isinstance(tensor, LazyTensor) for tensor in tensors.values()):
+        ordinary(tensors, path, metadata)
+        return
+    # Beside the target and renamed: the target may be one of the files that the values are read from.
+    target = Path(os.fsdecode(path))
+    file = target.with_name(f".{target.name}.{os.getpid()}")
+    layout = lay_out(
+        target.name, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, metadata or {}
+    )
+    with open(file, "wb") as opened:
+        opened.write(layout.header)
+        opened.truncate(layout.nbytes)
+    with Writer([file], int) as writer:
+        for name in sorted(tensors, key=layout.starts.__getitem__):
+            writer.put(0, values_of(tensors[name].detach()).contiguous().view(-1).cpu(), layout.starts[name])
+        writer.sync()
+    os.replace(file, target)

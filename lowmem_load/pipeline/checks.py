@@ -109,7 +109,9 @@ def memory_uses(rank: int, plan: LoadPlan, described: Described, num_threads: in
     """Return the host memory that a load will need on this rank at least, with what is free of all that bounds it."""
     target = described.target
     need = target.host_bytes(plan.targets)
-    companions = sum(part.nbytes for each in plan.targets for part in each.companions if part.fill is not None)
+    companions = sum(
+        part.nbytes for target_plan in plan.targets for part in target_plan.companions if part.fill is not None
+    )
     new_bytes = need.new + plan.costs.largest_temporary_bytes + companions - free_heap_bytes()
     if target.device.type == "cpu":
         buffers = [buffer for buffer in plan.buffers if buffer.fill is not None]  # others are in memory already

@@ -76,10 +76,11 @@ def describe(
 
     def keeps_of(model: nn.Module) -> Keeps:
         try:
-            layout, known = settled(model)[2].layout, {id(each): name for name, each in model.named_parameters()}
+            layout = settled(model)[2].layout
         except ConfigError:  # another model, which this one's __init__ loads, need not fit the settings
             return lambda parameter: FlatRange(0, parameter.numel())
-        return lambda parameter: _kept(layout(known[id(parameter)], parameter), parameter)
+        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+        return lambda parameter: _kept(layout(name_of[id(parameter)], parameter), parameter)
 
     initialiser = Initialiser(reads.now, None if holds_values else reads.note)
     context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading, once)

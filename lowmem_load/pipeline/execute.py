@@ -11,7 +11,7 @@ from torch import nn
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf import loader
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.shortage import naming_shortage
+from lowmem_load.io.memory import naming_shortage
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.load_plan import BufferPlan, TargetPlan
 from lowmem_load.planning.sharing import Shared
@@ -96,10 +96,10 @@ def _copies(part: TargetPlan, memory: Sequence[torch.Tensor]) -> Iterator[tuple[
 
 
 def _check_dtypes(plan: TargetPlan, tensors: Sequence[torch.Tensor]) -> None:
-    found = {tensor.dtype for tensor in tensors} - {plan.dtype}
-    if found:
+    dtypes = {tensor.dtype for tensor in tensors} - {plan.dtype}
+    if dtypes:
         raise UnsupportedError(
-            f"{plan.name}: was made as {', '.join(map(str, found))}, though {plan.dtype} was asked for: somebody has "
+            f"{plan.name}: was made as {', '.join(map(str, dtypes))}, though {plan.dtype} was asked for: somebody has "
             "replaced functions of torch that make tensors; load outside of that"
         )
 

@@ -27,9 +27,9 @@ from lowmem_load.hf.active import on_host
 from lowmem_load.hf.hub_files import commit_in
 from lowmem_load.hf.remote_names import located, named_as_asked
 from lowmem_load.io.executor import Executor
+from lowmem_load.io.memory import naming_shortage
 from lowmem_load.io.mounts import read_cost
 from lowmem_load.io.remote_file import requests_in_flight
-from lowmem_load.io.shortage import naming_shortage
 from lowmem_load.io.source import Opener
 from lowmem_load.io.stand_ins import is_stand_in, is_url, open_file
 from lowmem_load.phases import progress_bar
@@ -48,7 +48,7 @@ from lowmem_load.pipeline.checks import (
 from lowmem_load.pipeline.describe import Described, describe, random_state_of
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
-from lowmem_load.pipeline.same_bytes import Opened, agree_on_bytes, opened, small_tensors
+from lowmem_load.pipeline.same_bytes import FilesId, agree_on_bytes, identify_files, small_tensors
 from lowmem_load.pipeline.shared_reads import Place, ReadSharing, SharedReads, shares_reads
 from lowmem_load.report import Attempts, LoadReport, OnLoad, write_report
 from lowmem_load.text import MAX_VALUE, fingerprint, share
@@ -145,10 +145,10 @@ class Load:
             sharing = stack.enter_context(contextlib.closing(ReadSharing()))
             with self._streamable(is_remote=is_stand_in(call.path)):
                 described = self._describe(call, executor, cache, report)
-                planned, seen, offers = self._plan(described, around, sharing, report, executor.num_threads)
+                planned, ids, offers = self._plan(described, around, sharing, report, executor.num_threads)
             with self._streamable(is_remote=is_stand_in(call.path), made=True):
                 self._prepare(described, planned, report)
-            self._check_files(described, executor, seen, report)
+            self._check_files(described, executor, ids, report)
             if self.hand_out is not None:
                 with self.ranks.step("reading buffers", name=described.name):
                     self.hand_out(described, planned, executor, report)
@@ -230,17 +230,17 @@ class Load:
             "describing the model", name=call.name, progress=progress if _is_local(call) else None
         )
         with describing as step, report.phase("describe"), cache.stage():
-            described = describe(*(call, self.settings, self.make_target, executor), holds_values=True, once=cache.once)
+            described = describe(call, self.settings, self.make_target, executor, holds_values=True, once=cache.once)
             commits = sorted({commit_in(file.path) for file in described.files} - {""})
             info = {key: fingerprint(sorted(map(str, keys))) for key, keys in described.info.items()}
             # A configuration changes what is computed with equal weights: the base of rotary embeddings, say.
-            versions = {f"version of {each.path}": each.version for each in described.files if is_url(each.path)}
+            versions = {f"version of {file.path}": file.version for file in described.files if is_url(file.path)}
             step.digest = {**_configuration(described.model), **info, "commit": ", ".join(commits) or "none"} | versions
         return described
 
     def _plan(
         self, described: Described, around: Any, sharing: ReadSharing, report: LoadReport, num_threads: int
-    ) -> tuple[Planned, list[Opened], list[Place | None]]:
+    ) -> tuple[Planned, list[FilesId], list[Place | None]]:
         """Return the plan, and of each rank the files that it planned against and its offer to share reads."""
         # A step of its own. Otherwise a failure here would stop a rank that still describes, before it finds out by
         # itself that the load must be left to stock.
@@ -258,11 +258,11 @@ class Load:
             if planned.shared:
                 sharing.make(cost)
             uses = memory_uses(self.ranks.rank, planned.plan, described, num_threads)
-            step.payload = opened(described.files), sharing.offer, uses
-        views, offers, of_ranks = ([*each] for each in zip(*step.payloads, strict=True))
-        of_ranks = [uses] if self.ranks.is_fake else [[Use(*use) for use in of_rank] for of_rank in of_ranks]
-        check_memory(described.name, of_ranks)
-        return planned, [(view, seed) for view, seed in views], offers
+            step.payload = identify_files(described.files), sharing.offer, uses
+        uses_by_rank = [[Use(*use) for use in rank_uses] for _, _, rank_uses in step.payloads]
+        check_memory(described.name, [uses] if self.ranks.is_fake else uses_by_rank)
+        ids = [(digest, seed) for (digest, seed), _, _ in step.payloads]
+        return planned, ids, [offer for _, offer, _ in step.payloads]
 
     def _prepare(self, described: Described, planned: Planned, report: LoadReport) -> None:
         # A step of its own: DeepSpeed may make groups here, which all ranks must do or none.
@@ -276,14 +276,17 @@ class Load:
         report.take_plan(planned.plan, described.settings.ds_config)
 
     def _check_files(
-        self, described: Described, executor: Executor, seen: Sequence[Opened], report: LoadReport
+        self, described: Described, executor: Executor, ids: Sequence[FilesId], report: LoadReport
     ) -> None:
         name, files, sources, num_threads = described.name, described.files, executor.sources, executor.num_threads
         with report.phase("compare"):
             views = agree_on_bytes(
-                *(self.ranks, name, files),
-                lambda file: small_tensors(described.descriptions[file.path]),
-                *(sources, seen),
+                self.ranks,
+                name,
+                files,
+                small_of=lambda file: small_tensors(described.descriptions[file.path]),
+                sources=sources,
+                ids=ids,
                 num_threads=num_threads,
             )
         if self.options.verify:
@@ -341,9 +344,9 @@ def _is_local(call: loader.Call) -> bool:
 
 def _configuration(model: nn.Module) -> dict[str, str]:
     """Return the values of a model's configurations by key; digests of long ones."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for topic, attribute in (("configuration", "config"), ("generation_config.json", "generation_config")):
         config = getattr(model, attribute, None)
         values = {} if config is None else names.config_values(config)
-        found |= {f"{topic} {key}": text for key, text in values.items()}
-    return {key: text if len(text) <= MAX_VALUE else fingerprint([text]) for key, text in found.items()}
+        texts |= {f"{topic} {key}": text for key, text in values.items()}
+    return {key: text if len(text) <= MAX_VALUE else fingerprint([text]) for key, text in texts.items()}

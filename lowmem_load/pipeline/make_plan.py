@@ -107,14 +107,14 @@ def _distinct(
 def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, layout: Layout) -> TargetPlan:
     name, expression = names_[0], _described(names_[0], parameter)
     is_recast = expression.dtype != layout.dtype
-    found = ex.leaves(expression)
-    whole = fingerprint([_line(parameter, found), f"{layout.dtype} {layout.kind} {len(layout.regions)}"])
+    leaves = ex.leaves(expression)
+    digest = fingerprint([_line(parameter, leaves), f"{layout.dtype} {layout.kind} {len(layout.regions)}"])
     if is_recast and isinstance(expression, ex.Cast) and not layout.keeps_casts:  # the loader's own: stock casts once
         expression = expression.part
     stored = ex.cast(expression, layout.dtype)
     destinations = tuple(_destinations(planner, name, stored, layout))
     fills = [destination.fill for destination in destinations if destination.fill is not None]
-    slow_paths = tuple(_slow_paths(name, found, fills))
+    slow_paths = tuple(_slow_paths(name, leaves, fills))
     return TargetPlan(
         names=tuple(names_),
         shape=tuple(parameter.shape),
@@ -122,9 +122,9 @@ def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, l
         kind=layout.kind,
         destinations=destinations,
         is_recast=is_recast,
-        is_uninitialised=any(isinstance(leaf, ex.Computed) and leaf.operation == UNINITIALISED for leaf in found),
+        is_uninitialised=any(isinstance(leaf, ex.Computed) and leaf.operation == UNINITIALISED for leaf in leaves),
         slow_paths=slow_paths,
-        fingerprint=whole,
+        fingerprint=digest,
         companions=tuple(_companions(planner, name, parameter)),
     )
 
@@ -174,14 +174,14 @@ def _described(name: str, parameter: torch.Tensor) -> ex.Expression:
         return expression
     if parameter.is_meta:
         raise UnsupportedError(f"{name}: transformers gave it no value, neither from the files nor by initialising it")
-    return ex.held(parameter)
+    return ex.hold(parameter)
 
 
 def _plan_buffer(
     planner: Planner, names_: list[str], buffer: torch.Tensor, *, keeps_fp32: bool, on_host: bool
 ) -> BufferPlan:
     dtype, fill = torch.float32 if keeps_fp32 else buffer.dtype, None
-    whole = ex.held(buffer) if not isinstance(buffer, SymbolicTensor) else buffer.initialised or buffer.expression
+    whole = ex.hold(buffer) if not isinstance(buffer, SymbolicTensor) else buffer.initialised or buffer.expression
     if isinstance(buffer, SymbolicTensor):
         expression = whole
         while keeps_fp32 and isinstance(expression, ex.Cast):  # upcasting later would not give back what a cast took
@@ -189,14 +189,14 @@ def _plan_buffer(
         whole_range = FlatRange(0, ex.numel(expression))
         fill = planner.plan_fill(names_[0], ex.cast(expression, dtype), whole_range, on_host=on_host)
     fills = [] if fill is None else [fill]
-    found = ex.leaves(whole)
-    slow_paths = tuple(_slow_paths(names_[0], found, fills))
-    return BufferPlan(tuple(names_), tuple(buffer.shape), dtype, fill, slow_paths, fingerprint([_line(buffer, found)]))
+    leaves = ex.leaves(whole)
+    slow_paths = tuple(_slow_paths(names_[0], leaves, fills))
+    return BufferPlan(tuple(names_), tuple(buffer.shape), dtype, fill, slow_paths, fingerprint([_line(buffer, leaves)]))
 
 
-def _slow_paths(name: str, found: list[Any], fills: list[Fill]) -> Iterator[SlowPath]:
+def _slow_paths(name: str, leaves: list[Any], fills: list[Fill]) -> Iterator[SlowPath]:
     """Yield why a parameter is not read straight into its partition."""
-    for leaf in found:
+    for leaf in leaves:
         if isinstance(leaf, ex.Held) and leaf.origin == INITIALISED:
             yield SlowPath(name, "initialised on this rank: not in the checkpoint")
         elif isinstance(leaf, ex.Held) and leaf.origin != ex.IN_MEMORY:
@@ -215,14 +215,18 @@ def _is_scattered(step: object) -> bool:
     return not has_runs or step.read_bytes > step.needed_bytes_each * step.num_reads
 
 
-def _line(tensor: torch.Tensor, found: Sequence[ex.Leaf]) -> str:
+def _line(tensor: torch.Tensor, leaves: Sequence[ex.Leaf]) -> str:
     """Describe a tensor and its leaves. Ranks that differ here hold different files or arguments."""
     parts = [f"{tuple(tensor.shape)} {tensor.dtype}"]
     if isinstance(tensor, QuantizedTensor):
         parts.append(tensor.quantized.method)
-        beside = [each.expression for each in tensor.quantized.companions.values() if each.expression is not None]
-        found = [*found, *(leaf for part in beside for leaf in ex.leaves(part))]
-    for leaf in found:
+        beside = [
+            companion.expression
+            for companion in tensor.quantized.companions.values()
+            if companion.expression is not None
+        ]
+        leaves = [*leaves, *(leaf for part in beside for leaf in ex.leaves(part))]
+    for leaf in leaves:
         parts.append(type(leaf).__name__)
         if isinstance(leaf, ex.Source):
             parts.append(f"{leaf.path.rpartition('/')[2]} {leaf.name} {leaf.start} {leaf.shape} {leaf.dtype}")

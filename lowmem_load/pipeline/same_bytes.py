@@ -26,8 +26,7 @@ from lowmem_load.distributed.nodes import machine
 from lowmem_load.distributed.verdict import spell_ranks
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.formats.format import CheckpointFile
-from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.source import read_bytes
+from lowmem_load.io.source import OpenSources, read_bytes
 from lowmem_load.io.stand_ins import is_url
 from lowmem_load.planning.expression import Source, numel
 from lowmem_load.planning.load_plan import PlannedFile, in_common_order
@@ -69,11 +68,11 @@ class View(NamedTuple):
     paths: Sequence[str]
 
 
-Opened = tuple[str, int]
+FilesId = tuple[str, int]
 """A digest that ranks with the very same files share; and a random number, of which rank 0's counts."""
 
 
-def opened(files: Sequence[PlannedFile]) -> Opened:
+def identify_files(files: Sequence[PlannedFile]) -> FilesId:
     """Return what other ranks must know of the files that this one has planned against."""
     ordered = in_common_order(files)
     # The version of a file in a remote store says which bytes it has, on any machine.
@@ -85,24 +84,24 @@ def agree_on_bytes(
     ranks: RankGroup,
     name: str,
     files: Sequence[PlannedFile],
+    *,
     small_of: Callable[[PlannedFile], Sequence[Span]],
     sources: OpenSources,
-    seen: Sequence[Opened],
-    *,
+    ids: Sequence[FilesId],
     num_threads: int,
 ) -> list[str]:
     """Raise on all ranks unless their files hold the same bytes; see [Note: the sample].
 
-    The ranks have agreed on names, sizes and headers of the files. `seen` has `opened(files)` of each rank, `small_of`
-    returns the small tensors of a file. Collective: one step, none where all have opened the very same files.
+    The ranks have agreed on names, sizes and headers. `ids` has what `identify_files` returned on each rank, `small_of`
+    returns the small tensors of a file. Collective: one step; none where all opened the very same files.
 
     Returns:
         By rank, a digest that those with the very same files share.
     """
-    seen_by = [theirs for theirs, _ in seen]
-    first_of = {theirs: seen_by.index(theirs) for theirs in dict.fromkeys(seen_by)}
-    if len(first_of) == 1:
-        return seen_by
+    id_by_rank = [digest for digest, _ in ids]
+    first_rank = {digest: id_by_rank.index(digest) for digest in dict.fromkeys(id_by_rank)}
+    if len(first_rank) == 1:
+        return id_by_rank
     from lowmem_load.io.checksums import name_of_blob
 
     ordered, sampled_blocks = in_common_order(files), [0]
@@ -116,28 +115,28 @@ def agree_on_bytes(
 
     blobs, paths = [name_of_blob(file.path) for file in ordered], [file.path for file in ordered]
     with ranks.step("comparing the files of the ranks", name=name, progress=progress) as step:
-        if first_of[seen_by[ranks.rank]] == ranks.rank:
+        if first_rank[id_by_rank[ranks.rank]] == ranks.rank:
             small = list(map(small_of, ordered))
-            digests = sample_digests(ordered, small, seen[0][1], sources, on_block, num_threads=num_threads)
+            digests = sample_digests(ordered, small, ids[0][1], sources, on_block, num_threads=num_threads)
             step.payload = digests, blobs, paths
     compare(
         [
-            View([rank for rank, other in enumerate(seen_by) if other == theirs], *step.payloads[first])
-            for theirs, first in first_of.items()
+            View([rank for rank, other in enumerate(id_by_rank) if other == digest], *step.payloads[first])
+            for digest, first in first_rank.items()
         ]
     )
-    return seen_by
+    return id_by_rank
 
 
 def small_tensors(file: CheckpointFile) -> list[Span]:
     """Return where the tensors that are compared whole lie in a file, in its order."""
-    found = []
+    spans = []
     for name in file.names:
         with contextlib.suppress(UnsupportedError):  # torch has no dtype for it, so no model uses it
             tensor = file.expression(name)
             if isinstance(tensor, Source) and 0 < (nbytes := numel(tensor) * tensor.dtype.itemsize) <= SMALL_BYTES:
-                found.append((tensor.start, nbytes))
-    return found
+                spans.append((tensor.start, nbytes))
+    return spans
 
 
 def compare(views: Sequence[View]) -> None:
@@ -150,15 +149,15 @@ def compare(views: Sequence[View]) -> None:
             blob = view.blobs[number]
             if blob is not None:
                 named.setdefault(blob, []).append(view)
-        held = max(sampled, named, key=len)
-        if len(held) > 1:
+        versions = max(sampled, named, key=len)
+        if len(versions) > 1:
             groups = [
                 f"rank(s) {spell_ranks(sorted(rank for view in alike for rank in view.ranks))}: "
                 f"{alike[0].paths[number]}"
-                for alike in held.values()
+                for alike in versions.values()
             ]
             raise CheckpointError(
-                f"{path.rpartition('/')[2]}: the ranks hold {len(held)} different files of this name, so the "
+                f"{path.rpartition('/')[2]}: the ranks hold {len(versions)} different files of this name, so the "
                 f"model would be a mixture: {'; '.join(groups)}. Give all ranks the same checkpoint and revision"
             )
 
@@ -166,24 +165,24 @@ def compare(views: Sequence[View]) -> None:
 # -- the sample --------------------------------------------------------------------------------------------------------
 
 
-def joined(tensors: Sequence[Span]) -> list[Span]:
+def join_spans(tensors: Sequence[Span]) -> list[Span]:
     """Return the reads that fetch the small tensors of a file, ascending. Small gaps between tensors are read along."""
-    found: list[Span] = []
+    spans: list[Span] = []
     for first, nbytes in sorted(tensors):
-        start, length = found[-1] if found else (first, 0)
+        start, length = spans[-1] if spans else (first, 0)
         end = max(start + length, first + nbytes)
-        if found and first - (start + length) <= GAP_BYTES and end - start <= MAX_READ_BYTES:
-            found[-1] = start, end - start
+        if spans and first - (start + length) <= GAP_BYTES and end - start <= MAX_READ_BYTES:
+            spans[-1] = start, end - start
         else:
-            found.append((first, nbytes))
-    return found
+            spans.append((first, nbytes))
+    return spans
 
 
 def sample_offsets(files: Sequence[PlannedFile], seed: int) -> list[list[int]]:
     """Return the ascending offsets of the blocks of each file. `files` and `seed` are the same on all ranks."""
     draw = random.Random(seed)
     most = max(MIN_BLOCKS, min(MAX_BLOCKS, MAX_BLOCKS_IN_ALL // max(1, len(files))))
-    found = []
+    offsets_by_file = []
     for file in files:
         num_blocks = max(1, min(most, file.nbytes // BLOCK_BYTES))
         stratum = file.nbytes / num_blocks
@@ -191,8 +190,8 @@ def sample_offsets(files: Sequence[PlannedFile], seed: int) -> list[list[int]]:
         for number in range(num_blocks):
             first, last = int(number * stratum), max(int(number * stratum), int((number + 1) * stratum) - BLOCK_BYTES)
             offsets.append(draw.randint(first, last))
-        found.append(offsets)
-    return found
+        offsets_by_file.append(offsets)
+    return offsets_by_file
 
 
 def sample_digests(
@@ -210,13 +209,13 @@ def sample_digests(
     """
 
     def digest(file: PlannedFile, offsets: Sequence[int], tensors: Sequence[Span]) -> str:
-        spans = [*((offset, BLOCK_BYTES) for offset in offsets), *joined(tensors)]
+        spans = [*((offset, BLOCK_BYTES) for offset in offsets), *join_spans(tensors)]
         with sources.reading(file.path) as source:
-            found = hashlib.blake2b(digest_size=16)
+            hasher = hashlib.blake2b(digest_size=16)
             for offset, nbytes in spans:
-                found.update(read_bytes(source, offset, nbytes))
+                hasher.update(read_bytes(source, offset, nbytes))
                 on_block()
-            return found.hexdigest()
+            return hasher.hexdigest()
 
     sources.expect(files)
     with ThreadPoolExecutor(num_threads, "lowmem_load-sample") as pool:

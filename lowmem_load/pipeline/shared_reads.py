@@ -214,12 +214,12 @@ class SharedReads:
     def _run(self, executor: Executor) -> Shared | None:
         schedule = self._agree_on_schedule()
         if schedule is None:
-            for each in self._deliveries:
-                fill = Fill(each.destination.numel(), each.destination.dtype, (each.read,), ())
-                executor.fill(fill, each.destination, (), Constants())
+            for delivery in self._deliveries:
+                fill = Fill(delivery.destination.numel(), delivery.destination.dtype, (delivery.read,), ())
+                executor.fill(fill, delivery.destination, (), Constants())
             return None
         read_bytes = self._read_chunks(executor, schedule)
-        if missing := sorted({each.read.tensor.name for each in self._deliveries if each.num_missing}):
+        if missing := sorted({delivery.read.tensor.name for delivery in self._deliveries if delivery.num_missing}):
             raise PlanError(f"{listed(missing)}: the ranks of the node did not read all elements that are needed")
         return Shared(schedule.num_ranks, schedule.wanted_bytes, schedule.read_bytes, read_bytes)
 
@@ -236,11 +236,11 @@ class SharedReads:
             return None
         said = [each for each in lists if not isinstance(each, str)]
         block_bytes = max(block_bytes for block_bytes, _ in said)
-        found = node_schedule(
+        schedule = node_schedule(
             [ranges for _, ranges in said], replace(self._cost, block_bytes=block_bytes), buffer.chunk_bytes
         )
-        self.why_alone = "" if found else LITTLE_SAVED
-        return found
+        self.why_alone = "" if schedule else LITTLE_SAVED
+        return schedule
 
     def _read_chunks(self, executor: Executor, schedule: Schedule) -> int:
         # In each round threads fill one chunk, while this thread delivers what the last round read into the other one.
@@ -257,7 +257,7 @@ class SharedReads:
                 reading = [pool.submit(_read_run, executor, piece, memory, has_failed) for piece in pieces]
                 if number > 0:
                     self._deliver(executor, schedule, number - 1, by_tensor)
-                read_bytes += sum(each.result() for each in reading)
+                read_bytes += sum(future.result() for future in reading)
                 self._buffer.barrier(_FIRST_ROUND + number, self._wait)
         finally:
             pool.shutdown(cancel_futures=True)
@@ -318,9 +318,9 @@ class _Delivery:
 
 
 def _write_list(memory: torch.Tensor, block_bytes: int, ranges: Sequence[ByteRange]) -> bool:
-    paths = sorted({each.path for each in ranges})
+    paths = sorted({byte_range.path for byte_range in ranges})
     numbers = {path: number for number, path in enumerate(paths)}
-    return _write(memory, [block_bytes, paths, [[numbers[each.path], *each[1:]] for each in ranges]])
+    return _write(memory, [block_bytes, paths, [[numbers[byte_range.path], *byte_range[1:]] for byte_range in ranges]])
 
 
 def _write(memory: torch.Tensor, content: object) -> bool:
@@ -334,8 +334,8 @@ def _write(memory: torch.Tensor, content: object) -> bool:
 def _read_list(memory: torch.Tensor) -> tuple[int, list[ByteRange]] | str:
     content = memory.numpy()
     size = int.from_bytes(content[:8].tobytes(), "little")
-    found = json.loads(content[8 : 8 + size].tobytes())
-    if isinstance(found, str):
-        return found
-    block_bytes, paths, ranges = found
+    message = json.loads(content[8 : 8 + size].tobytes())
+    if isinstance(message, str):
+        return message
+    block_bytes, paths, ranges = message
     return block_bytes, [ByteRange(paths[number], *rest) for number, *rest in ranges]

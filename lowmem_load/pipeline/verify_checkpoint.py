@@ -18,8 +18,7 @@ from lowmem_load.hf.hub_files import cached_folder
 from lowmem_load.hf.names import check_name
 from lowmem_load.hf.remote_names import located
 from lowmem_load.io.checksums import SHA256, Checksum, checksums_of
-from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.source import ByteSource
+from lowmem_load.io.source import ByteSource, OpenSources
 from lowmem_load.io.stand_ins import open_file, origins_named
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.text import share
@@ -133,8 +132,8 @@ def check_files(
         algorithm = SHA256 if known is None else known.algorithm
         digest, origin = (None, None) if known is None else (known.digest, known.origin)
         with reading(path) as source:
-            found = hash_source(source, algorithm, on_bytes)
-            return FileCheck(source.path, source.nbytes, algorithm, digest, found, origin)
+            actual = hash_source(source, algorithm, on_bytes)
+            return FileCheck(source.path, source.nbytes, algorithm, digest, actual, origin)
 
     with ThreadPoolExecutor(num_threads, "lowmem_load-hash") as pool:
         return list(pool.map(check, files))
@@ -143,27 +142,27 @@ def check_files(
 def hash_source(source: ByteSource, algorithm: str, on_bytes: Callable[[int], object] = int) -> str:
     """Return the hex digest of all bytes of a source; raise CheckpointError if it changed meanwhile. Memory: 1 MiB."""
     before = source.version
-    found = (
+    hasher = (
         hashlib.sha256() if algorithm == SHA256 else hashlib.sha1(b"blob %d\0" % source.nbytes, usedforsecurity=False)
     )
     chunk = memoryview(bytearray(min(CHUNK_BYTES, source.nbytes)))
     for offset in range(0, source.nbytes, CHUNK_BYTES):
         part = chunk[: source.nbytes - offset]
         source.read_into(offset, part)
-        found.update(part)
+        hasher.update(part)
         on_bytes(part.nbytes)
     if source.version != before:
         raise CheckpointError(f"{source.path}: was replaced or written to while it was hashed; try again")
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 def refuse(problems: Sequence[str | None]) -> None:
     """Raise CheckpointError if there is any problem."""
-    found = [problem for problem in problems if problem is not None]
-    if found:
-        shown = "\n".join(found[:FILES_SHOWN]) + ("\n..." if len(found) > FILES_SHOWN else "")
+    present = [problem for problem in problems if problem is not None]
+    if present:
+        shown = "\n".join(present[:FILES_SHOWN]) + ("\n..." if len(present) > FILES_SHOWN else "")
         raise CheckpointError(
-            f"{len(found)} file(s) are not what they should be; download or copy them again, or correct the checksum "
+            f"{len(present)} file(s) are not what they should be; download or copy them again, or correct the checksum "
             f"if the file was changed on purpose:\n{shown}"
         )
 
@@ -203,10 +202,10 @@ def agree_on_checksums(
 
     with ranks.step("verifying files", name=name, progress=progress) as step:
         sources.expect(mine)
-        asked = [(file.path, known[file.path]) for file in mine]
-        checks = check_files(asked, sources.reading, num_threads=num_threads, on_bytes=on_bytes)
+        expected = [(file.path, known[file.path]) for file in mine]
+        checks = check_files(expected, sources.reading, num_threads=num_threads, on_bytes=on_bytes)
         step.payload = [check.problem for check in checks if check.problem is not None]
-    refuse([f"rank {rank}: {problem}" for rank, found in enumerate(step.payloads) for problem in found])
+    refuse([f"rank {rank}: {problem}" for rank, problems in enumerate(step.payloads) for problem in problems])
 
 
 def check_planned(files: Sequence[PlannedFile], sources: OpenSources, *, num_threads: int) -> None:
@@ -230,10 +229,10 @@ def _known_checksums(files: Sequence[PlannedFile]) -> Mapping[str, Checksum | No
 
 def shares(files: Sequence[PlannedFile], num_ranks: int) -> list[list[PlannedFile]]:
     """Return the files that each rank hashes, balanced by bytes. SHA-256 is serial, so a file is not divided."""
-    found: list[list[PlannedFile]] = [[] for _ in range(num_ranks)]
+    files_by_rank: list[list[PlannedFile]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]
     for file in sorted(files, key=lambda file: (-file.nbytes, file.path)):
         nbytes, rank = heapq.heappop(loads)
-        found[rank].append(file)
+        files_by_rank[rank].append(file)
         heapq.heappush(loads, (nbytes + file.nbytes, rank))
-    return found
+    return files_by_rank

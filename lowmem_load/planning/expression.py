@@ -188,7 +188,7 @@ Leaf = Source | Held | Computed | Elementwise
 Expression = Leaf | Concat | Slice | Pick | Permute | Reshape | Cast | Slot | Instance
 
 
-def held(tensor: torch.Tensor, origin: str = IN_MEMORY) -> Held:
+def hold(tensor: torch.Tensor, origin: str = IN_MEMORY) -> Held:
     """Return a tensor in memory as an expression, which shares its memory if it is contiguous."""
     return Held(tensor.detach().contiguous().view(-1), 0, tuple(tensor.shape), tensor.dtype, origin)
 
@@ -256,7 +256,7 @@ def numel(expression: Expression) -> int:
 
 def leaves(expression: Expression) -> list[Leaf]:
     """Return the distinct leaves in order of first appearance, those inside `Computed` and `Elementwise` included."""
-    found: list[Leaf] = []
+    distinct: list[Leaf] = []
     seen: set[int] = set()
     stack: list[Expression] = [expression]  # no recursion: conversions of many layers are deep
     while stack:
@@ -265,9 +265,9 @@ def leaves(expression: Expression) -> list[Leaf]:
             continue
         seen.add(id(node))
         if isinstance(node, Leaf):
-            found.append(node)
+            distinct.append(node)
         stack.extend(children(node)[::-1])
-    return found
+    return distinct
 
 
 def children(expression: Expression) -> tuple[Expression, ...]:

@@ -135,7 +135,7 @@ class TargetPlan:
     def fills(self) -> list[Fill]:
         """Everything that is filled for it on this rank."""
         of_companions = [companion.fill for companion in self.companions if companion.fill is not None]
-        return [each.fill for each in self.destinations if each.fill is not None] + of_companions
+        return [destination.fill for destination in self.destinations if destination.fill is not None] + of_companions
 
     @property
     def sort_key(self) -> tuple[str, int, str]:
@@ -230,17 +230,17 @@ class LoadPlan:
 
     def values_of(self, fills: Iterable[Fill]) -> set[int]:
         """Return the numbers of all values that some fills need, also indirectly."""
-        found: set[int] = set()
+        numbers: set[int] = set()
         pending = [number for fill in fills for number in fill.needs]
         while pending:
             number = pending.pop()
-            if number in found:
+            if number in numbers:
                 continue
-            found.add(number)
+            numbers.add(number)
             value = self.values[number]
             if isinstance(value, ComputedValue):
                 pending.extend(inner for fill in value.inputs for inner in fill.needs)
-        return found
+        return numbers
 
     @property
     def fingerprint(self) -> str:

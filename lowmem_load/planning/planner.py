@@ -27,7 +27,7 @@ from lowmem_load.planning.reads import (
     Step,
     plan_pieces,
     plan_reads,
-    written,
+    written_nests,
 )
 
 MAX_COPIES = 1 << 20
@@ -64,7 +64,7 @@ class Planner:
             if number == MAX_COPIES:
                 raise PlanError(f"{name}: more than {MAX_COPIES} copies are needed for {flat_range.numel} elements")
             steps += self._steps(name, copy, on_host)
-        prove_coverage(name, [part for step in steps for part in written(step)], flat_range.numel)
+        prove_coverage(name, [part for step in steps for part in written_nests(step)], flat_range.numel)
         return Fill(flat_range.numel, expression.dtype, tuple(steps), tuple(dict.fromkeys(self._needed(steps))))
 
     def costs(self, fills: Iterable[Fill]) -> Costs:
@@ -154,13 +154,13 @@ class Planner:
         return of_pieces.plus(Costs(needed, read, num_reads, staging))
 
     def _piece_costs(self, step: Apply, piece: Piece) -> Costs:
-        held = piece.numel * _piece_bytes(step.dtype, [fill.dtype for fill in piece.inputs])
+        piece_bytes = piece.numel * _piece_bytes(step.dtype, [fill.dtype for fill in piece.inputs])
         # All inputs are filled before the first block is computed, so the two never need memory at the same time.
         block = min(piece.numel, BLOCK_NUMEL) * step.dtype.itemsize
         inputs = Costs()
         for fill in piece.inputs:
             inputs = inputs.plus(self._steps_costs(fill.steps))
-        return replace(inputs, largest_temporary_bytes=held + max(block, inputs.largest_temporary_bytes))
+        return replace(inputs, largest_temporary_bytes=piece_bytes + max(block, inputs.largest_temporary_bytes))
 
     def _value_costs(self, number: int) -> tuple[Costs, int]:
         # The costs of computing a value, and the bytes of the result.
@@ -169,16 +169,16 @@ class Planner:
             return Costs(), 0
         if number not in self._costs:
             result_bytes = math.prod(value.shape) * value.dtype.itemsize
-            held = result_bytes + sum(fill.numel * fill.dtype.itemsize for fill in value.inputs)
+            value_bytes = result_bytes + sum(fill.numel * fill.dtype.itemsize for fill in value.inputs)
             inner = self.costs(value.inputs)
-            made = replace(inner, largest_temporary_bytes=inner.largest_temporary_bytes + held)
-            self._costs[number] = made, result_bytes
+            costs = replace(inner, largest_temporary_bytes=inner.largest_temporary_bytes + value_bytes)
+            self._costs[number] = costs, result_bytes
         return self._costs[number]
 
 
 def _piece_bytes(dtype: torch.dtype, inputs: Sequence[torch.dtype]) -> int:
     # The result overwrites an input of the same dtype, if there is one.
-    return sum(each.itemsize for each in inputs) + (0 if dtype in inputs else dtype.itemsize)
+    return sum(input_dtype.itemsize for input_dtype in inputs) + (0 if dtype in inputs else dtype.itemsize)
 
 
 def _selected(name: str, expression: Expression, region: Region) -> tuple[Expression, FlatRange]:

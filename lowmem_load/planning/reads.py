@@ -88,7 +88,7 @@ class Read:
         """Bytes of one read that are needed. An element that goes to several places counts once."""
         return self.nest.source_numel * self.tensor.dtype.itemsize
 
-    def each(self) -> Iterator[tuple[int, int]]:
+    def iterations(self) -> Iterator[tuple[int, int]]:
         """Yield for each read its first element of the tensor, and how far its elements go further on."""
         for start, destination in offsets(self.outer):
             yield self.first + start, destination
@@ -134,7 +134,7 @@ class Fill:
     needs: tuple[int, ...]
 
 
-def written(step: Step) -> Iterator[Nest]:
+def written_nests(step: Step) -> Iterator[Nest]:
     """Yield nests whose destinations are all elements that a step writes."""
     if isinstance(step, Apply):
         for piece in step.pieces:

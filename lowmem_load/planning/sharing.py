@@ -116,7 +116,7 @@ def shared_reads(plan: LoadPlan) -> tuple[Read, ...]:
     for target in plan.targets:
         # A remote store sends each byte once to a node, whose ranks all want what is replicated.
         is_common = target.kind == REPLICATED and plan.read_cost.request_bytes > 0
-        fills = (each.fill for each in target.destinations if each.fill is not None)
+        fills = (destination.fill for destination in target.destinations if destination.fill is not None)
         for step in (step for fill in fills for step in fill.steps if isinstance(step, Read)):
             alone_s, together_s = read_seconds(step, plan.read_cost)
             if is_common or alone_s > MIN_ADVANTAGE * together_s:
@@ -160,40 +160,40 @@ def _blocks(start: int, end: int, block_bytes: int) -> int:
 
 def byte_ranges(reads: Iterable[Read]) -> list[ByteRange]:
     """Return what some reads fetch, with the gaps that they read along, merged and in order."""
-    found = []
+    ranges = []
     for read in reads:
         tensor_start, itemsize = read.tensor.start, read.tensor.dtype.itemsize
-        for first, _ in read.each():
+        for first, _ in read.iterations():
             start = tensor_start + first * itemsize
-            found.append(ByteRange(read.tensor.path, tensor_start, itemsize, start, start + read.numel * itemsize))
-    return union(found)
+            ranges.append(ByteRange(read.tensor.path, tensor_start, itemsize, start, start + read.numel * itemsize))
+    return union(ranges)
 
 
 def union(ranges: Iterable[ByteRange]) -> list[ByteRange]:
     """Return ranges in order; those of one tensor that touch or overlap become one."""
-    found: list[ByteRange] = []
-    for each in sorted(ranges):
-        if found and found[-1][:3] == each[:3] and each.start <= found[-1].end:
-            found[-1] = found[-1]._replace(end=max(found[-1].end, each.end))
+    merged: list[ByteRange] = []
+    for byte_range in sorted(ranges):
+        if merged and merged[-1][:3] == byte_range[:3] and byte_range.start <= merged[-1].end:
+            merged[-1] = merged[-1]._replace(end=max(merged[-1].end, byte_range.end))
         else:
-            found.append(each)
-    return found
+            merged.append(byte_range)
+    return merged
 
 
 def nbytes_of(ranges: Iterable[ByteRange]) -> int:
     """Return the bytes of ranges, added up."""
-    return sum(each.end - each.start for each in ranges)
+    return sum(byte_range.end - byte_range.start for byte_range in ranges)
 
 
 def touched_bytes(ranges: Iterable[ByteRange], block_bytes: int) -> int:
     """Return the bytes of the file blocks that ranges in ascending order touch, each block once."""
     total, path, end = 0, "", 0
-    for each in ranges:
-        start = max(each.start // block_bytes * block_bytes, end) if each.path == path else each.start
-        if each.end > start:
-            total += _blocks(start, each.end, block_bytes)
-            end = -(-each.end // block_bytes) * block_bytes
-        path = each.path
+    for byte_range in ranges:
+        start = max(byte_range.start // block_bytes * block_bytes, end) if byte_range.path == path else byte_range.start
+        if byte_range.end > start:
+            total += _blocks(start, byte_range.end, block_bytes)
+            end = -(-byte_range.end // block_bytes) * block_bytes
+        path = byte_range.path
     return total
 
 
@@ -204,12 +204,12 @@ def plan_schedule(
 
     Chunks end at blocks, which storage reads as a whole, so that no two ranks read the same block.
     """
-    ranges = union(each for of_rank in ranges_by_rank for each in of_rank)
+    ranges = union(byte_range for of_rank in ranges_by_rank for byte_range in of_rank)
     num_ranks, wanted_bytes = len(ranges_by_rank), sum(map(nbytes_of, ranges_by_rank))
     # With little to read, each rank reads an equal share, instead of one rank all of it.
     chunk_bytes = min(chunk_bytes, -(-nbytes_of(ranges) // num_ranks) + block_bytes + _ALIGNMENT)
     segment_bytes = min(chunk_bytes, max(chunk_bytes // SEGMENTS_PER_CHUNK, block_bytes))
-    parts = (part for each in ranges for part in _cut(each, segment_bytes, block_bytes))
+    parts = (part for byte_range in ranges for part in _cut(byte_range, segment_bytes, block_bytes))
     return Schedule(num_ranks, tuple(_packed(parts, chunk_bytes)), wanted_bytes)
 
 
@@ -217,29 +217,32 @@ def node_schedule(ranges_by_rank: Sequence[Sequence[ByteRange]], cost: ReadCost,
     """Return the schedule of a node; None where its ranks would read little less together than alone."""
     block_bytes = cost.block_bytes
     if cost.request_bytes:
-        found = plan_schedule(ranges_by_rank, 1, chunk_bytes)
-        alone_s = sum(request_seconds((each.end - each.start for each in ranges), cost) for ranges in ranges_by_rank)
-        return found if alone_s > MIN_ADVANTAGE * request_seconds(found.request_sizes(cost), cost) else None
-    found = plan_schedule(ranges_by_rank, max(block_bytes, PAGE_BYTES), chunk_bytes)
+        schedule = plan_schedule(ranges_by_rank, 1, chunk_bytes)
+        alone_s = sum(
+            request_seconds((byte_range.end - byte_range.start for byte_range in ranges), cost)
+            for ranges in ranges_by_rank
+        )
+        return schedule if alone_s > MIN_ADVANTAGE * request_seconds(schedule.request_sizes(cost), cost) else None
+    schedule = plan_schedule(ranges_by_rank, max(block_bytes, PAGE_BYTES), chunk_bytes)
     alone = sum(touched_bytes(ranges, block_bytes) for ranges in ranges_by_rank)
-    return found if alone > MIN_ADVANTAGE * found.touched_bytes(block_bytes) else None
+    return schedule if alone > MIN_ADVANTAGE * schedule.touched_bytes(block_bytes) else None
 
 
-def _cut(each: ByteRange, max_bytes: int, block_bytes: int) -> Iterator[ByteRange]:
+def _cut(byte_range: ByteRange, max_bytes: int, block_bytes: int) -> Iterator[ByteRange]:
     # Parts end between two elements, and near the end of a block if they can.
-    start = each.start
-    while start < each.end:
-        end, limit = each.end, start + max_bytes
+    start = byte_range.start
+    while start < byte_range.end:
+        end, limit = byte_range.end, start + max_bytes
         if end > limit:
-            end = _element_border(each, limit // block_bytes * block_bytes)
+            end = _element_border(byte_range, limit // block_bytes * block_bytes)
             if end <= start:  # the block is larger than the part
-                end = _element_border(each, limit)
-        yield each._replace(start=start, end=end)
+                end = _element_border(byte_range, limit)
+        yield byte_range._replace(start=start, end=end)
         start = end
 
 
-def _element_border(each: ByteRange, at: int) -> int:
-    return at - (at - each.tensor_start) % each.itemsize
+def _element_border(byte_range: ByteRange, at: int) -> int:
+    return at - (at - byte_range.tensor_start) % byte_range.itemsize
 
 
 def _packed(parts: Iterable[ByteRange], chunk_bytes: int) -> Iterator[Chunk]:
@@ -264,16 +267,16 @@ def _continues(segment: Segment, part: ByteRange) -> bool:
 
 def runs(chunk: Chunk, max_bytes: int) -> list[Chunk]:
     """Return a chunk in pieces that lie side by side in the file and in memory, so that one read fetches each."""
-    found: list[list[Segment]] = []
+    pieces: list[list[Segment]] = []
     for segment in chunk:
         part = segment.part
-        if found and _continues(found[-1][-1], part) and part.end - found[-1][0].part.start <= max_bytes:
-            first = found[-1][0]
+        if pieces and _continues(pieces[-1][-1], part) and part.end - pieces[-1][0].part.start <= max_bytes:
+            first = pieces[-1][0]
             if segment.place - first.place == part.start - first.part.start:
-                found[-1].append(segment)
+                pieces[-1].append(segment)
                 continue
-        found.append([segment])
-    return list(map(tuple, found))
+        pieces.append([segment])
+    return list(map(tuple, pieces))
 
 
 def node_requests(plans: Sequence[LoadPlan]) -> int:
@@ -281,11 +284,11 @@ def node_requests(plans: Sequence[LoadPlan]) -> int:
     chosen = [shared_reads(plan) for plan in plans]
     ranges = [byte_ranges(reads) for reads in chosen if reads]
     cost, num_requests = plans[0].read_cost, sum(plan.costs.num_reads for plan in plans)
-    found = node_schedule(ranges, cost, chunk_bytes_of(cost)) if len(ranges) > 1 else None
-    if found is None:
+    schedule = node_schedule(ranges, cost, chunk_bytes_of(cost)) if len(ranges) > 1 else None
+    if schedule is None:
         return num_requests
     num_shared = sum(read.num_reads for reads in chosen for read in reads)
-    return num_requests - num_shared + len(found.request_sizes(cost))
+    return num_requests - num_shared + len(schedule.request_sizes(cost))
 
 
 def request_seconds(sizes: Iterable[int], cost: ReadCost) -> float:

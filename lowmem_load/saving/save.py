@@ -25,7 +25,7 @@ from lowmem_load.errors import PlanError, UnsupportedError, listed
 from lowmem_load.hf import merging, saver
 from lowmem_load.hf.loader import load_lock
 from lowmem_load.hf.merging import Merge
-from lowmem_load.io.elements import trim_heap
+from lowmem_load.io.memory import trim_heap
 from lowmem_load.io.mounts import has_caches_apart
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Source

@@ -40,7 +40,7 @@ from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.formats.safetensors import BITS, DTYPES, PACKED
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf.saver import SavedFile
-from lowmem_load.io.elements import source_elements
+from lowmem_load.io.memory import source_elements
 from lowmem_load.io.source import LocalFile, read_bytes
 from lowmem_load.phases import Phases
 from lowmem_load.planning.copies import Copy, plan_copies

@@ -114,10 +114,12 @@ class Constructor:
             for name, buffer in module.named_buffers(recurse=False)
             if not isinstance(buffer, SymbolicTensor)
         ]
-        held = {id(tensor) for module, name, _ in tensor_attributes(model) for tensor in tensors_in(vars(module)[name])}
-        for module in model.modules() if held else ():
+        in_attributes = {
+            id(tensor) for module, name, _ in tensor_attributes(model) for tensor in tensors_in(vars(module)[name])
+        }
+        for module in model.modules() if in_attributes else ():
             for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in held:
+                if id(parameter) in in_attributes:
                     self._parameters[id(parameter)] = parameter, module, name
 
     def restore(self, read_now: ReadNow, initialiser: Initialiser) -> None:
@@ -139,14 +141,14 @@ class Constructor:
 
     def check(self, name: str, model: nn.Module) -> None:
         """Raise UnsupportedError, which names the buffers and tensor attributes of a described model without values."""
-        unfilled = {each: buffer for each, buffer in model.named_buffers() if not self._is_filled(buffer)}
+        unfilled = {name_: buffer for name_, buffer in model.named_buffers() if not self._is_filled(buffer)}
         for module, attribute, full_name in tensor_attributes(model):
             for tensor in tensors_in(vars(module)[attribute]):
                 is_loaded = id(tensor) in self._parameters or is_computed_in_forward(module, attribute)
                 if not (is_loaded or self._is_filled(tensor)):
                     unfilled[full_name] = tensor
         if unfilled:
-            problems = [f"{each} ({_reason(tensor)})" for each, tensor in unfilled.items()]
+            problems = [f"{name_} ({_reason(tensor)})" for name_, tensor in unfilled.items()]
             raise UnsupportedError(
                 f"{name}: the constructor of {type(model).__name__} computes no value for buffers or tensor attributes "
                 f"that no file has: {listed(problems)}. Set them in _init_weights, save them with the checkpoint, or "
@@ -280,9 +282,9 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _tensors(*values: Any) -> list[torch.Tensor]:
     """Return the tensors among the arguments or results of an operation, and in lists of them."""
-    found = [value for value in values if isinstance(value, torch.Tensor)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     lists = [value for value in values if isinstance(value, list | tuple)]
-    return found + _tensors(*itertools.chain(*lists)) if lists else found
+    return tensors + _tensors(*itertools.chain(*lists)) if lists else tensors
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:

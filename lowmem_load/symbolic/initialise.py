@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from lowmem_load.io.elements import mapped
+from lowmem_load.io.memory import mapped
 from lowmem_load.planning.expression import Computed, Expression, Held, numel
 from lowmem_load.planning.ranges import FlatRange
 

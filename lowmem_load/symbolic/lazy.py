@@ -22,9 +22,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.planning.expression import Expression, cast, expand, held, numel
+from lowmem_load.planning.expression import Expression, cast, expand, hold, numel
 from lowmem_load.replaced import holding
-from lowmem_load.symbolic.initialise import CPU, ReadNow, SharedValue
+from lowmem_load.symbolic.initialise import CPU, SharedValue
 from lowmem_load.symbolic.tensor import FACTORIES, SymbolicTensor, with_strides
 
 aten = torch.ops.aten
@@ -77,16 +77,9 @@ class LazyTensor(SymbolicTensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(  # noqa: D102  the class docstring says it
-        cls,
-        expression: Expression | SharedValue,
-        read_now: ReadNow,
-        meta: torch.Tensor | None = None,
-        views: tuple[Any, ...] = (),
-    ) -> LazyTensor:
-        tensor = SymbolicTensor.__new__(cls, expression, read_now, meta, views)
-        assert isinstance(tensor, LazyTensor)
-        if not views and not tensor.value.strides:
+    def __new__(cls, *args: Any) -> LazyTensor:  # noqa: D102  as of a symbolic tensor
+        tensor: Any = SymbolicTensor.__new__(cls, *args)
+        if not tensor.views and not tensor.value.strides:
             tensor.value.strides = tensor.meta.stride()
         torch._C._set_throw_on_mutable_data_ptr(tensor)
         return tensor
@@ -136,7 +129,7 @@ class LazyTensor(SymbolicTensor):
     @property
     def expression(self) -> Expression:
         """The value of this tensor, as it is now."""
-        return super().expression if self.value.memory is None else held(keep(self))
+        return super().expression if self.value.memory is None else hold(keep(self))
 
     @property
     def data(self) -> torch.Tensor:
@@ -290,7 +283,7 @@ def become(tensor: LazyTensor, other: torch.Tensor) -> None:
     elif isinstance(other, LazyTensor):
         tensor.value, tensor.views, tensor.meta = other.value, other.views, other.meta
     else:
-        tensor.value, tensor.views = SharedValue(held(other), device=other.device, memory=other), ()
+        tensor.value, tensor.views = SharedValue(hold(other), device=other.device, memory=other), ()
 
 
 def _only_a_graph_refers_to(tensor: torch.Tensor) -> bool:

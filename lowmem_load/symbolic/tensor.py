@@ -22,7 +22,7 @@ from lowmem_load.planning.expression import (
     Expression,
     Held,
     expand,
-    held,
+    hold,
     numel,
     without_casts,
 )
@@ -200,14 +200,14 @@ def uninitialised(like: torch.Tensor, read_now: ReadNow) -> SymbolicTensor:
 
 def expression_of(tensor: torch.Tensor) -> Expression:
     """Return the value of a tensor; that of a real one is `Held`."""
-    return tensor.expression if isinstance(tensor, SymbolicTensor) else held(tensor)
+    return tensor.expression if isinstance(tensor, SymbolicTensor) else hold(tensor)
 
 
 def _made(expression: Expression, args: Any, meta: torch.Tensor) -> SymbolicTensor:
     sources = _symbolic(args)
     made = sources[0].family(expression, sources[0].read_now, meta)
     made.value.computed_from = next(
-        (found for s in sources if (found := s.value.initialiser or s.value.computed_from)), None
+        (initialiser for s in sources if (initialiser := s.value.initialiser or s.value.computed_from)), None
     )
     return made
 
@@ -256,8 +256,8 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) 
 
     def view(position: int, meta: torch.Tensor) -> SymbolicTensor:
         def apply(real: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = tree_leaves(func(real, *args[1:], **kwargs))[position]
-            return found
+            result: torch.Tensor = tree_leaves(func(real, *args[1:], **kwargs))[position]
+            return result
 
         def describe_view(part: Expression) -> Expression:
             parts = describe_all(part)
@@ -335,7 +335,7 @@ def _run_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     origin = f"the result of {func}, which ran while the model was described"
 
     def marked(value: torch.Tensor) -> SymbolicTensor:
-        return SymbolicTensor(held(value, origin), read_now, value.to("meta"))
+        return SymbolicTensor(hold(value, origin), read_now, value.to("meta"))
 
     return tree_map_only(torch.Tensor, marked, result)
 

@@ -36,7 +36,7 @@ from lowmem_load.distributed.exchange import Exchange, device_of, has_fast_gathe
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf.merging import Merge
-from lowmem_load.io.elements import SpareMemory, own_memory, scatter_elements, source_elements
+from lowmem_load.io.memory import SpareMemory, own_memory, scatter_elements, source_elements
 from lowmem_load.planning.expression import Held, Source
 from lowmem_load.planning.nest import Nest
 from lowmem_load.saving.local_shards import LocalShard, is_dtensor, unwrapped

@@ -63,8 +63,8 @@ def nodes(path: str) -> dict[str, tuple[ex.Expression, torch.Tensor]]:
         "cast twice": (ex.cast(ex.cast(source, torch.bfloat16), torch.float64), whole.to(torch.bfloat16).double()),
         "transposed": (ex.permute(source, (1, 0)), whole.t()),
         "every other": (ex.Slice(source, (0, 1), (2, 3), (300, 333), torch.float32), whole[::2, 1::3]),
-        "held": (ex.cast(ex.held(whole.t()), torch.float16), whole.t().half()),
-        "held, transposed": (ex.permute(ex.held(whole), (1, 0)), whole.t()),
+        "held": (ex.cast(ex.hold(whole.t()), torch.float16), whole.t().half()),
+        "held, transposed": (ex.permute(ex.hold(whole), (1, 0)), whole.t()),
         "computed": (ex.Computed("double", double, (source,), SHAPE, torch.float32), whole * 2),
         "elementwise": (ex.Elementwise("double", double, (source,), SHAPE, torch.float32), whole * 2),
     }

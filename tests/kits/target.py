@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lowmem_load.io.executor import Executor
-from lowmem_load.planning.expression import cast, held
+from lowmem_load.planning.expression import cast, hold
 from lowmem_load.planning.load_plan import REPLICATED, Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, Region
@@ -182,7 +182,7 @@ def _elements(shape: torch.Size, region: Region) -> torch.Tensor:
 
 def _filled(name: str, values: torch.Tensor, layout: Layout, number: int) -> torch.Tensor:
     planner, region = Planner(), layout.regions[number]
-    fill = planner.plan_fill(name, cast(held(values), layout.dtype), region, on_host=layout.on_host)
+    fill = planner.plan_fill(name, cast(hold(values), layout.dtype), region, on_host=layout.on_host)
     memory = torch.full((layout.numels[number],), float("nan"), dtype=layout.dtype)
     with Executor() as executor:
         executor.fill(fill, memory[: fill.numel], planner.values, planner.constants)
@@ -192,7 +192,7 @@ def _filled(name: str, values: torch.Tensor, layout: Layout, number: int) -> tor
 
 def _target_plan(name: str, parameter: nn.Parameter, layout: Layout) -> TargetPlan:
     planner, shape = Planner(), tuple(parameter.shape)
-    stored = cast(held(torch.zeros(math.prod(shape), dtype=parameter.dtype).view(shape)), layout.dtype)
+    stored = cast(hold(torch.zeros(math.prod(shape), dtype=parameter.dtype).view(shape)), layout.dtype)
     destinations = tuple(
         Destination(region, numel, planner.plan_fill(name, stored, region, on_host=layout.on_host))
         for region, numel in zip(layout.regions, layout.numels, strict=True)

@@ -11,7 +11,7 @@ import torch
 
 from lowmem_load.dtensor.mesh import Split, grid_of
 from lowmem_load.errors import PlanError
-from lowmem_load.io.elements import scatter_elements, source_elements
+from lowmem_load.io.memory import scatter_elements, source_elements
 from lowmem_load.planning.copies import Copy, plan_copies
 from lowmem_load.planning.expression import Expression, Source, cast, concat, numel, permute, slice_dim
 from lowmem_load.planning.nest import Axis, Nest, nests_within

@@ -15,8 +15,7 @@ from lowmem_load.errors import CheckpointError, HeaderError
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
-from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.source import LocalFile
+from lowmem_load.io.source import LocalFile, OpenSources
 from lowmem_load.planning.expression import Expression
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.context import Context, pack, unpack

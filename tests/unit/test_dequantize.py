@@ -22,7 +22,7 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def symbolic(tensor: torch.Tensor) -> SymbolicTensor:
-    return SymbolicTensor(ex.held(tensor, str(float(tensor.sum()))), read)
+    return SymbolicTensor(ex.hold(tensor, str(float(tensor.sum()))), read)
 
 
 def scaled(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

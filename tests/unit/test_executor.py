@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from lowmem_load.errors import CheckpointError, PlanError, TruncatedFileError
 from lowmem_load.io import executor as executor_module
 from lowmem_load.io import source
-from lowmem_load.io.elements import Take, Temporaries
 from lowmem_load.io.executor import Executor
+from lowmem_load.io.memory import Take, Temporaries
 from lowmem_load.io.source import LocalFile
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
@@ -246,7 +246,7 @@ def test_operations_within_operations_equal_torch_and_take_the_memory_that_is_pl
     values = torch.arange(numel, dtype=torch.int32)
     (tmp_path / "data").write_bytes(values.numpy().tobytes())
     tensor = ex.Source(str(tmp_path / "data"), "w", 0, (numel,), torch.int32)
-    node = ex.cast(added(tensor, added(tensor, ex.held(values))), torch.bfloat16)
+    node = ex.cast(added(tensor, added(tensor, ex.hold(values))), torch.bfloat16)
     expected = (values.float() * 3 + (values.float() * 3 + values)).bfloat16()
     found, _ = read(node, FlatRange(3, numel), num_threads, limits)
     assert torch.equal(found, expected[3:])

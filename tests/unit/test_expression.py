@@ -39,16 +39,16 @@ def test_a_source_is_equal_to_one_of_the_same_bytes() -> None:
 def test_other_nodes_are_equal_to_themselves_alone() -> None:
     assert ex.permute(SOURCE, (2, 0, 1)) != ex.permute(SOURCE, (2, 0, 1))
     ones = torch.ones(2)
-    assert ex.held(ones) != ex.held(ones)
+    assert ex.hold(ones) != ex.hold(ones)
 
 
 def test_a_held_tensor_shares_the_memory_of_a_contiguous_one() -> None:
     tensor = torch.arange(6.0).view(2, 3).requires_grad_()
-    held = ex.held(tensor, "here")
+    held = ex.hold(tensor, "here")
     assert (held.first, held.shape, held.dtype, held.origin) == (0, (2, 3), torch.float32, "here")
     assert held.flat.data_ptr() == tensor.data_ptr()
     assert not held.flat.requires_grad
-    assert ex.held(tensor).origin == ex.IN_MEMORY
+    assert ex.hold(tensor).origin == ex.IN_MEMORY
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_held_tensor_shares_the_memory_of_a_contiguous_one() -> None:
 )
 def test_a_held_view_is_row_major(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     tensor = view(torch.arange(6).view(2, 3))
-    held = ex.held(tensor)
+    held = ex.hold(tensor)
     assert held.shape == tuple(tensor.shape)
     assert held.flat.tolist() == tensor.flatten().tolist()
 
@@ -143,7 +143,7 @@ def test_numel(shape: ex.Shape, count: int) -> None:
 
 
 def test_children_are_what_a_node_is_directly_made_of() -> None:
-    second, held = other(), ex.held(torch.ones(2))
+    second, held = other(), ex.hold(torch.ones(2))
     assert ex.children(SOURCE) == ex.children(held) == ()
     for make in (doubled, flipped):
         assert ex.children(make(SOURCE, second)) == (SOURCE, second)

@@ -222,8 +222,8 @@ def test_a_parameter_that_was_released_is_read_again_to_be_written() -> None:
 def test_a_loaded_value_is_read_and_so_is_what_is_written() -> None:
     reader = Reader()
     initialiser = Initialiser(reader.read)
-    value = SharedValue(ex.held(torch.ones(SHAPE)), initialiser, keep=ALL)
-    added = ex.held(torch.full(SHAPE, 4.0))
+    value = SharedValue(ex.hold(torch.ones(SHAPE)), initialiser, keep=ALL)
+    added = ex.hold(torch.full(SHAPE, 4.0))
     initialiser.write(value, "add_", lambda whole, others: whole.add_(others[0]), [added], draws=False)
     initialiser.release()
     assert kept(value).unique().tolist() == [5]
@@ -234,7 +234,7 @@ def test_a_value_that_is_replaced_forgets_its_writes() -> None:
     initialiser = Initialiser(refused)
     value = parameter(initialiser)
     initialiser.write(value, "fill_", lambda whole, _: whole.fill_(1), (), draws=False)
-    loaded = ex.held(torch.ones(SHAPE))
+    loaded = ex.hold(torch.ones(SHAPE))
     value.replace(loaded)
     assert value.expression is loaded
     assert (value.initialised, value.log, value.before) == (None, [], None)
@@ -248,7 +248,7 @@ def test_a_value_that_is_replaced_forgets_its_writes() -> None:
 def test_noting_reads_draws_and_runs_nothing() -> None:
     reader = Reader()
     initialiser = Initialiser(refused, reader.note)
-    value, loaded = parameter(initialiser, FlatRange(7, 12)), SharedValue(ex.held(torch.ones(SHAPE)), initialiser)
+    value, loaded = parameter(initialiser, FlatRange(7, 12)), SharedValue(ex.hold(torch.ones(SHAPE)), initialiser)
 
     def run(whole: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
         raise AssertionError("a write is done")
@@ -259,7 +259,7 @@ def test_noting_reads_draws_and_runs_nothing() -> None:
     state = torch.get_rng_state()
     initialiser.skip(draw)
     initialiser.write(value, "normal_", run, (), draws=True)
-    initialiser.write(loaded, "add_", run, [ex.held(torch.ones(SHAPE))], draws=False)
+    initialiser.write(loaded, "add_", run, [ex.hold(torch.ones(SHAPE))], draws=False)
     assert torch.equal(torch.get_rng_state(), state)
     assert reader.reasons == [INITIALISED, "add_"]  # of the loaded one, and what is added
     assert value.initialised is not None

@@ -56,7 +56,7 @@ def made(rank: int = 1, digest: str = "abc", planning_bytes: int = 0) -> LoadPla
     planner = Planner()
     targets = (
         plan_of("zero3", flipped(SOURCE), planner, FlatRange(240 * rank, 240 * rank + 240), 250),
-        plan_of(REPLICATED, ex.held(torch.ones(5)), planner, FlatRange(0, 5), 5),
+        plan_of(REPLICATED, ex.hold(torch.ones(5)), planner, FlatRange(0, 5), 5),
     )
     buffer = BufferPlan(
         ("norm.mean",), (3,), torch.float32, planner.plan_fill("b", SOURCE, FlatRange(0, 3)), (), "of b"

@@ -20,7 +20,7 @@ from lowmem_load.hf.active import deepspeed_config
 from lowmem_load.hf.collecting import SymbolicFile
 from lowmem_load.hf.loader import AssignedDataIsRead, Call, copy_marks
 from lowmem_load.io.source import LocalFile
-from lowmem_load.planning.expression import Expression, held
+from lowmem_load.planning.expression import Expression, hold
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
@@ -203,7 +203,7 @@ def test_symbolic_data_of_a_real_parameter_is_read() -> None:
         assert expression is value.expression
         return X.float()
 
-    value = SymbolicTensor(held(X.float()), read_now)
+    value = SymbolicTensor(hold(X.float()), read_now)
     parameter = nn.Parameter(torch.zeros(3, 4))
     with AssignedDataIsRead(read_now):
         parameter.data = value
@@ -214,9 +214,9 @@ def test_symbolic_data_of_a_real_parameter_is_read() -> None:
 
 def test_other_assignments_to_data_read_nothing() -> None:
     parameter, real = nn.Parameter(torch.zeros(2)), torch.ones(2)
-    described = nn.Parameter(SymbolicTensor(held(torch.zeros(2)), read_nothing))
+    described = nn.Parameter(SymbolicTensor(hold(torch.zeros(2)), read_nothing))
     with AssignedDataIsRead(read_nothing):
         parameter.data = real
-        described.data = SymbolicTensor(held(real), read_nothing)
+        described.data = SymbolicTensor(hold(real), read_nothing)
     assert parameter.data_ptr() == real.data_ptr()
     assert isinstance(described, SymbolicTensor)

@@ -11,7 +11,7 @@ import torch
 
 from lowmem_load.distributed import node_memory
 from lowmem_load.distributed.node_memory import Room, free_heap_bytes, rooms
-from lowmem_load.io.elements import mapped, untouched_bytes
+from lowmem_load.io.memory import mapped, untouched_bytes
 
 MEMINFO = (
     "MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable: 2000 kB\nCached: 4000 kB\nSwapFree: 500 kB\nHugePages_Total: 0\n"

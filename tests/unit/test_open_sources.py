@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.io import open_sources
+from lowmem_load.io import source
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.source import ByteSource, LocalFile, read_bytes
+from lowmem_load.io.source import ByteSource, LocalFile, OpenSources, read_bytes
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
@@ -48,14 +47,14 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def two_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_sources, "MAX_OPEN_SOURCES", 2)
+    monkeypatch.setattr(source, "MAX_OPEN_SOURCES", 2)
 
 
 @pytest.fixture
 def few_descriptors() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = max(map(int, os.listdir("/proc/self/fd")))  # by other tests of this process; the limit is on numbers
-    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + open_sources.MAX_OPEN_SOURCES + 64, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + source.MAX_OPEN_SOURCES + 64, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -90,7 +89,7 @@ def test_more_files_than_descriptors(tmp_path: Path, num_threads: int) -> None:
             executor.fill(fill, destination[place : place + 1], planner.values, planner.constants)
         executor.finish()
         executor.sources.check_unchanged()
-        assert 0 < num_open(tmp_path) <= open_sources.MAX_OPEN_SOURCES + num_threads
+        assert 0 < num_open(tmp_path) <= source.MAX_OPEN_SOURCES + num_threads
     assert destination.tolist() == 2 * list(range(NUM_FILES))
     assert num_open(tmp_path) == 0
 

@@ -25,7 +25,7 @@ SCALAR = torch.tensor(3.5)
 def described(overload: Any, args: tuple[Any, ...]) -> Any:
     """Return what `describe` makes of a call, its tensors held in memory; the twins are made by torch."""
     twins = overload(*tree_map(lambda value: value.to("meta") if isinstance(value, torch.Tensor) else value, args))
-    held = tree_map(lambda value: ex.held(value) if isinstance(value, torch.Tensor) else value, args)
+    held = tree_map(lambda value: ex.hold(value) if isinstance(value, torch.Tensor) else value, args)
     return describe(overload.overloadpacket, held, twins)
 
 
@@ -101,7 +101,7 @@ def test_a_description_has_the_value_that_torch_gives(name: str) -> None:
 
 def test_a_copy_to_a_dtype_is_a_cast() -> None:
     """Its dtype is a keyword, so that the twin alone tells it."""
-    source = ex.held(X / 3)
+    source = ex.hold(X / 3)
     found = describe(aten._to_copy, (source,), torch.empty(2, 3, 4, dtype=torch.bfloat16, device="meta"))
     assert torch.equal(value_of(found), (X / 3).bfloat16())
     assert describe(aten._to_copy, (source,), X.to("meta")) is source

@@ -134,7 +134,7 @@ def test_a_value_is_moved_from_what_is_kept(region: FlatRange | Grid) -> None:
 def in_memory(node: ex.Expression, data: dict[str, torch.Tensor]) -> ex.Expression:
     """Returns the expression with values in memory in place of tensors in files."""
     if isinstance(node, ex.Source):
-        return ex.held(data[node.name])
+        return ex.hold(data[node.name])
     if isinstance(node, ex.Concat):
         return replace(node, parts=tuple(in_memory(part, data) for part in node.parts))
     assert isinstance(node, ex.Slice | ex.Permute | ex.Reshape)
@@ -235,7 +235,7 @@ def test_a_wrong_plan_of_a_part_is_refused(
 
 
 def test_a_value_that_is_needed_several_times_has_one_number() -> None:
-    planner, held, computed = Planner(), ex.held(torch.ones(4), "here"), flipped(SOURCE)
+    planner, held, computed = Planner(), ex.hold(torch.ones(4), "here"), flipped(SOURCE)
     first = planner.plan_fill("a", held, FlatRange(0, 2))
     second = planner.plan_fill("b", ex.concat([held, ex.reshape(computed, (720,))], 0), FlatRange(0, 724))
     third = planner.plan_fill("c", computed, FlatRange(0, 5))
@@ -280,7 +280,7 @@ def test_costs() -> None:
     # the whole input, and the whole result, for any part of it
     assert cost_of(flipped(SOURCE), half) == Costs(2880, 2880, 1, largest_temporary_bytes=2 * 2880)
     assert cost_of(flipped(flipped(SOURCE)), half) == Costs(2880, 2880, 1, largest_temporary_bytes=4 * 2880)
-    assert cost_of(ex.held(torch.ones(720)), whole) == Costs()
+    assert cost_of(ex.hold(torch.ones(720)), whole) == Costs()
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_steps_are_data() -> None:
     planner = Planner()
     kinds = [
         type(planner.plan_fill("w", expression, FlatRange(0, 5)).steps[0])
-        for expression in (SOURCE, ex.held(torch.ones(9)), flipped(SOURCE), doubled(SOURCE))
+        for expression in (SOURCE, ex.hold(torch.ones(9)), flipped(SOURCE), doubled(SOURCE))
     ]
     assert kinds == [Read, Move, Move, Apply]
 

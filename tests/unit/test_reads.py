@@ -22,7 +22,7 @@ from lowmem_load.planning.reads import (
     ReadLimits,
     plan_pieces,
     plan_reads,
-    written,
+    written_nests,
 )
 
 SOURCE = Source("file", "w", 0, (10_000,), torch.float32)
@@ -51,7 +51,7 @@ def expected(copy: Copy) -> list[tuple[int, int]]:
 def moved_by(reads: Sequence[Read]) -> list[tuple[int, int]]:
     found = []
     for read in reads:
-        each = list(read.each())
+        each = list(read.iterations())
         assert len(each) == read.num_reads
         for first, shift in each:
             for source, destination in pairs(read.nest):
@@ -111,7 +111,7 @@ def test_pieces_are_those_of_the_copy(copy: Copy, staging: int) -> None:
 def test_a_run_is_read_into_place_in_pieces() -> None:
     (whole, rest) = plan_reads(copy_of(7, 3, (25, 1, 1)), SOURCE, ReadLimits(direct_bytes=40), on_host=True)
     assert (whole.is_direct, whole.numel, whole.num_reads) == (True, 10, 2)  # 40 bytes are 10 elements
-    assert list(whole.each()) == [(7, 0), (17, 10)]
+    assert list(whole.iterations()) == [(7, 0), (17, 10)]
     assert (rest.first, rest.numel, rest.nest.destination) == (27, 5, 23)
     assert (whole.read_bytes, rest.read_bytes) == (80, 20)
 
@@ -166,8 +166,8 @@ def test_a_million_reads_are_one_step() -> None:
 def test_what_a_step_writes() -> None:
     """Reads with their outer loops, moves, and each piece of an operation."""
     nest = Nest(0, 5, (Axis(3, 1, 1),))
-    (of_read,) = written(Read(SOURCE, 0, 3, (Axis(4, 7, 10),), nest, is_direct=False))
+    (of_read,) = written_nests(Read(SOURCE, 0, 3, (Axis(4, 7, 10),), nest, is_direct=False))
     assert (of_read.destination, of_read.axes) == (5, (Axis(4, 7, 10), Axis(3, 1, 1)))
-    assert list(written(Move(0, nest))) == [nest]
+    assert list(written_nests(Move(0, nest))) == [nest]
     pieces = (Piece(3, (), nest), Piece(2, (), Nest(0, 8, (Axis(2, 1, 1),))))
-    assert [part.destination for part in written(Apply("neg", 0, torch.float32, pieces))] == [5, 8]
+    assert [part.destination for part in written_nests(Apply("neg", 0, torch.float32, pieces))] == [5, 8]

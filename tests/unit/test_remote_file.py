@@ -24,7 +24,7 @@ from lowmem_load.io.remote_file import (
     Traffic,
     TransientError,
     requests_in_flight,
-    retried,
+    retry,
 )
 from lowmem_load.io.source import read_bytes
 
@@ -179,7 +179,7 @@ def test_what_a_call_returns_is_returned() -> None:
             raise errors.pop()
         return "found"
 
-    assert retried(call, "s3://bucket: cannot be listed") == "found"
+    assert retry(call, "s3://bucket: cannot be listed") == "found"
 
 
 # -- at a time ---------------------------------------------------------------------------------------------------------

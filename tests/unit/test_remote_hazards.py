@@ -19,7 +19,7 @@ from lowmem_load.io import http_files, object_store, remote_checkpoint, remote_f
 from lowmem_load.io.executor import Tasks
 from lowmem_load.io.http_files import HttpObject
 from lowmem_load.io.remote_checkpoint import folder_of_url
-from lowmem_load.io.remote_file import RemoteFile, TransientError, retried
+from lowmem_load.io.remote_file import RemoteFile, TransientError, retry
 from lowmem_load.io.source import read_bytes
 from lowmem_load.io.stand_ins import open_file
 from tests.remote.range_server import range_server
@@ -123,7 +123,7 @@ def test_patience_begins_with_the_first_failure(monkeypatch: pytest.MonkeyPatch)
             raise errors.pop()
         return "there"
 
-    assert retried(slow, "it cannot be read") == "there"
+    assert retry(slow, "it cannot be read") == "there"
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def plan() -> LoadPlan:
     """One parameter of two partitions, the second of which is this rank's, padded; and one that is whole, of ints."""
     planner = Planner()
     weight = ex.Source("file", "w", 0, (5,), torch.bfloat16)
-    count = ex.held(torch.arange(3))
+    count = ex.hold(torch.arange(3))
     parameters = (
         (weight, "zero3", FlatRange(3, 5), 3, True, False, (SlowPath("w", "why"),)),
         (count, "replicated", FlatRange(0, 3), 3, False, True, ()),

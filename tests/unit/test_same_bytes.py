@@ -15,15 +15,14 @@ from safetensors.torch import save_file
 from lowmem_load.errors import CheckpointError
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.io.checksums import name_of_blob
-from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.source import LocalFile, read_bytes
+from lowmem_load.io.source import LocalFile, OpenSources, read_bytes
 from lowmem_load.pipeline.same_bytes import (
     SMALL_BYTES,
-    Opened,
+    FilesId,
     View,
     agree_on_bytes,
     compare,
-    opened,
+    identify_files,
     sample_digests,
     small_tensors,
 )
@@ -46,7 +45,7 @@ class Others:
         self._rank, self._nodes, self._checkpoints = rank, nodes, checkpoints
         self.seed = SEED
 
-    def seen(self, own: Opened) -> list[Opened]:
+    def seen(self, own: FilesId) -> list[FilesId]:
         """What all ranks have opened; of this one what it is given."""
         mine = self._nodes[self._rank]
         self.seed = own[1] if self._rank == 0 else SEED
@@ -112,7 +111,15 @@ def run(rank: int, nodes: list[str], held: dict[str, list[PlannedFile]]) -> tupl
     ranks: Any = ScriptedRanks(rank, others.samples)
     with contextlib.closing(OpenSources(open_source)) as sources:
         files = held[nodes[rank]]
-        agree_on_bytes(ranks, "model", files, lambda _: [], sources, others.seen(opened(files)), num_threads=1)
+        agree_on_bytes(
+            ranks,
+            "model",
+            files,
+            small_of=lambda _: [],
+            sources=sources,
+            ids=others.seen(identify_files(files)),
+            num_threads=1,
+        )
     assert ranks.progress is None or bool(ranks.progress().amount) == bool(read)
     return ranks, read
 
@@ -196,10 +203,10 @@ def test_a_file_that_was_replaced_since_its_header_was_read_is_refused(held: dic
 
 def test_a_file_that_changes_is_another_view(held: dict[str, list[PlannedFile]]) -> None:
     """Of one path: what was opened before and after a change is not the very same."""
-    views = [opened(held["first"])[0] for _ in range(2)]
+    views = [identify_files(held["first"])[0] for _ in range(2)]
     assert views[0] == views[1]
     held["first"][0] = PlannedFile(held["first"][0].path, len(DATA), "header", "another version")
-    assert opened(held["first"])[0] != views[0]
+    assert identify_files(held["first"])[0] != views[0]
 
 
 def test_blobs_that_the_hub_names_otherwise_differ_whatever_the_sample_says(tmp_path: Path) -> None:

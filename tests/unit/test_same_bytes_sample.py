@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.source import LocalFile
+from lowmem_load.io.source import LocalFile, OpenSources
 from lowmem_load.pipeline.same_bytes import (
     BLOCK_BYTES,
     GAP_BYTES,
@@ -23,7 +22,7 @@ from lowmem_load.pipeline.same_bytes import (
     MIN_BLOCKS,
     SMALL_BYTES,
     Span,
-    joined,
+    join_spans,
     sample_digests,
     sample_offsets,
 )
@@ -63,9 +62,9 @@ def test_places_depend_on_the_seed_alone() -> None:
 def test_tensors_side_by_side_are_read_at_once() -> None:
     """As the scales of DeepSeek-V3's experts: safetensors sorts tensors by dtype."""
     scales = [(1000 + 3584 * number, 3584) for number in range(900)]
-    assert joined(scales[::-1]) == [(1000, 3584 * 900)]
-    assert joined([]) == []
-    assert joined([(0, 8), (8 + GAP_BYTES, 8), (17 + 2 * GAP_BYTES, 8)]) == [
+    assert join_spans(scales[::-1]) == [(1000, 3584 * 900)]
+    assert join_spans([]) == []
+    assert join_spans([(0, 8), (8 + GAP_BYTES, 8), (17 + 2 * GAP_BYTES, 8)]) == [
         (0, 16 + GAP_BYTES),
         (17 + 2 * GAP_BYTES, 8),
     ]
@@ -73,7 +72,7 @@ def test_tensors_side_by_side_are_read_at_once() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 100 << 20), st.integers(1, SMALL_BYTES)), max_size=300))
 def test_reads_cover_all_small_tensors(tensors: list[Span]) -> None:
-    reads = joined(tensors)
+    reads = join_spans(tensors)
     assert all(nbytes <= MAX_READ_BYTES for _, nbytes in reads)
     assert reads == sorted(reads)
     for first, nbytes in tensors:

@@ -12,8 +12,7 @@ from torch import nn
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.open_sources import OpenSources
-from lowmem_load.io.source import LocalFile
+from lowmem_load.io.source import LocalFile, OpenSources
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.planning.load_plan import TargetPlan

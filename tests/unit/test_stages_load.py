@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetMode
 from lowmem_load import DistributedInterface, load_into, load_model, load_report, phases, plan
 from lowmem_load.distributed.node_memory import Room
 from lowmem_load.errors import CheckpointError, MemoryShortageError
-from lowmem_load.io import open_sources, source
+from lowmem_load.io import source
 from lowmem_load.pipeline import checks
 from lowmem_load.pipeline import load as stages
 
@@ -120,7 +120,7 @@ def test_files_replaced_after_their_headers_were_read_are_loaded_as_they_were(
 def test_of_files_that_had_to_be_closed_one_that_was_replaced_is_refused(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_sources, "MAX_OPEN_SOURCES", 2)
+    monkeypatch.setattr(source, "MAX_OPEN_SOURCES", 2)
     between_describing_and_reading(monkeypatch, lambda: replace_all(path))
     with pytest.raises(CheckpointError, match=r"model-\S+: (was replaced or written to|cannot be read: No such file)"):
         load_model(path, FP32)

@@ -14,7 +14,7 @@ from lowmem_load import DistributedInterface
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.ds.zero3_target import MARK, Zero3
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
-from lowmem_load.planning.expression import held
+from lowmem_load.planning.expression import hold
 from lowmem_load.planning.load_plan import Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
@@ -158,7 +158,7 @@ def test_buffers_are_kept_in_fp32_by_name(lone_process: None) -> None:
 
 
 def plan_of(parameter: nn.Parameter, region: FlatRange) -> TargetPlan:
-    fill = Planner().plan_fill("w", held(torch.zeros(parameter.shape)), region)
+    fill = Planner().plan_fill("w", hold(torch.zeros(parameter.shape)), region)
     made = (Destination(region, region.numel, fill),)
     return TargetPlan(("w",), tuple(parameter.shape), torch.float32, "zero3", made, False, False, (), "")
 

@@ -11,7 +11,7 @@ from torch import nn
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.ds.zero3_target import KIND, Zero3, target_maker
 from lowmem_load.errors import ConfigError
-from lowmem_load.planning.expression import held
+from lowmem_load.planning.expression import hold
 from lowmem_load.planning.load_plan import REPLICATED, Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
@@ -106,7 +106,7 @@ def test_memory_of_an_accelerator_is_not_host_memory() -> None:
 def test_what_fills_the_memory_is_the_parameter(requires_grad: bool) -> None:
     values, target = torch.arange(6.0).view(2, 3), Replicated(CPU)
     described = nn.Parameter(torch.empty(2, 3, device="meta"), requires_grad)
-    fill = Planner().plan_fill("w", held(values), FlatRange(0, 6))
+    fill = Planner().plan_fill("w", hold(values), FlatRange(0, 6))
     destination = Destination(FlatRange(0, 6), 6, fill)
     plan = TargetPlan(("w",), (2, 3), torch.float32, REPLICATED, (destination,), False, False, (), "")
     target.prepare(nn.Module())

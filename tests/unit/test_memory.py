@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowmem_load.io.elements import Temporaries
+from lowmem_load.io.memory import Temporaries
 
 
 def test_memory_is_used_again_and_grows_to_what_is_asked_for() -> None:

@@ -1,9 +1,10 @@
-"""Moves elements between flat tensors of one device, and computes elementwise operations block by block."""
+"""Memory of the host: moves elements between flat tensors, takes memory, gives it back, and names what is short."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import sys
 import threading
@@ -11,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lowmem_load.io.shortage import naming_shortage
+from lowmem_load.errors import MemoryShortageError
 from lowmem_load.planning.nest import Nest
 from lowmem_load.planning.reads import BLOCK_NUMEL
+from lowmem_load.text import size
 
 MANY_BYTES = 1 << 20
 """Bytes that are worth memory of their own: glibc takes fewer than 32 MiB from its heap, which keeps holes."""
@@ -46,7 +48,7 @@ def compute_into(
     """Fill `result` with an elementwise operation, block by block. `result` may be one of the inputs."""
     for start in range(0, result.numel(), BLOCK_NUMEL):
         block = slice(start, start + BLOCK_NUMEL)
-        result[block].copy_(compute([each[block] for each in inputs]))
+        result[block].copy_(compute([flat[block] for flat in inputs]))
 
 
 class Temporaries(threading.local):
@@ -100,25 +102,25 @@ class SpareMemory:
     """
 
     def __init__(self) -> None:
-        self._held: list[mmap.mmap] = []
+        self._mapped: list[mmap.mmap] = []
 
     def take(self, sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
         """Return uninitialised bytes of each size. What is free and fits none of them goes back to the system."""
-        counts = _num_references(self._held)
+        counts = _num_references(self._mapped)
         free: dict[int, list[mmap.mmap]] = {}
         for number, count in enumerate(counts):
             if count == _UNUSED:
-                free.setdefault(len(self._held[number]), []).append(self._held[number])
-        chosen = [free[size].pop() if free.get(size) else None for size in sizes]
-        self._held, free = [], {}
-        taken = []
-        for size, pages in zip(sizes, chosen, strict=True):
-            if device.type == "cpu" and size >= MANY_BYTES:
-                self._held.append(pages or _pages(size))
-                taken.append(torch.frombuffer(self._held[-1], dtype=torch.uint8))
+                free.setdefault(len(self._mapped[number]), []).append(self._mapped[number])
+        chosen = [free[nbytes].pop() if free.get(nbytes) else None for nbytes in sizes]
+        self._mapped, free = [], {}  # before more is mapped
+        tensors = []
+        for nbytes, pages in zip(sizes, chosen, strict=True):
+            if device.type == "cpu" and nbytes >= MANY_BYTES:
+                self._mapped.append(pages or _pages(nbytes))
+                tensors.append(torch.frombuffer(self._mapped[-1], dtype=torch.uint8))
             else:
-                taken.append(own_memory(size, device))
-        return taken
+                tensors.append(own_memory(nbytes, device))
+        return tensors
 
 
 def _pages(num_bytes: int) -> mmap.mmap:
@@ -126,7 +128,7 @@ def _pages(num_bytes: int) -> mmap.mmap:
 
 
 def _num_references(pages: list[mmap.mmap]) -> list[int]:
-    return [sys.getrefcount(each) for each in pages]
+    return [sys.getrefcount(mapping) for mapping in pages]
 
 
 _UNUSED = _num_references([_pages(1)])[0]
@@ -148,3 +150,32 @@ def untouched_bytes(memory: torch.Tensor) -> int:
 def trim_heap() -> None:
     """Return free pages to the system: glibc keeps holes between blocks, and 400 MiB of weights took up to 990 MiB."""
     getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+
+
+# -- shortage ---------------------------------------------------------------------------------------------------------
+
+_SHORTAGE_WORDS = ("can't allocate memory", "out of memory", "not enough memory")
+"""Of torch's RuntimeErrors: `c10/core/impl/alloc_cpu.cpp` for the host, and those of the devices."""
+
+
+@contextlib.contextmanager
+def naming_shortage(what: str, nbytes: int) -> Iterator[None]:
+    """Raise MemoryShortageError, which says what the memory is for, where an allocator fails within the block.
+
+    Args:
+        what: "parameter x".
+        nbytes: that are needed for it.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        if isinstance(error, MemoryShortageError) or not _is_shortage(error):
+            raise
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise MemoryShortageError(f"{what}: {size(nbytes)} of memory cannot be allocated: {reason}") from error
+
+
+def _is_shortage(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in _SHORTAGE_WORDS)
