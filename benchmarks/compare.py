@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint import checkpoint_of, drop_page_cache, read_headers, warm_page_cache
-from benchmarks.launch import GroupError, run_group
+from benchmarks.launch import GroupError
 from benchmarks.machine import describe_machine
 from benchmarks.memory import available_bytes
 from benchmarks.methods import DTYPES, METHODS
@@ -35,7 +35,7 @@ from benchmarks.results import (
     summary_lines,
     write_docs,
 )
-from benchmarks.worker import RankResult, Spec
+from benchmarks.worker import RankResult, Spec, run_group
 
 RANK_OVERHEAD_BYTES = 2**30
 """Memory of a rank beside weights: imports and the modules themselves are about 0.7 GiB here."""

@@ -9,9 +9,7 @@ stand-in for the accelerator.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import tempfile
 import time
 import types
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint import checkpoint_of, warm_page_cache
-from benchmarks.launch import run_processes
+from benchmarks.launch import run_on_ranks
 from benchmarks.results import log, show_table
 
 WAYS = ("accelerate", "accelerate, install()", "fully_shard, lazy()", "transformers", "transformers, install()")
@@ -109,8 +107,7 @@ def main() -> None:
         for way in WAYS:
             warm_page_cache(path)
             out = Path(tempfile.mkdtemp(dir=scratch))
-            spec = {"way": way, "path": str(path), "out": str(out)}
-            found = [json.loads(text) for text in run_processes("benchmarks.fsdp2", spec, out, 2, on_gpu=False)]
+            found = run_on_ranks(measure, way, str(path), out=out, world_size=2)
             seconds = max(each["seconds"] for each in found)
             memory = (f"{each[kind] / MIB:,.0f} MiB" for each in found for kind in ("anonymous", "file"))
             rows.append((way, f"{seconds:.1f}", f"{found[0]['shard'] / MIB:,.0f} MiB", *memory))
@@ -119,9 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1].endswith(".json"):
-        given = json.loads(Path(sys.argv[1]).read_text())
-        result = json.dumps(measure(given["way"], given["path"]))
-        Path(given["out"], f"rank{os.environ['RANK']}.json").write_text(result)
-        os._exit(0)  # as benchmarks/worker.py says
     main()

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.checkpoint import checkpoint_of
-from benchmarks.gpu_worker import CheckResult, CheckSpec
-from benchmarks.launch import REPOSITORY, run_processes
+from benchmarks.gpu_worker import CheckResult, CheckSpec, run
+from benchmarks.launch import REPOSITORY, run_on_ranks
 from benchmarks.machine import Machine, describe_machine
 from benchmarks.results import log, markdown
 
@@ -115,12 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as folder,
         checkpoint_of(options.params, options.cache, keep=False, log=log) as big,
     ):
-        spec = CheckSpec(checkpoints(Path(folder)), str(big), options.simulated, 1 << 28, str(options.out))
+        spec = CheckSpec(checkpoints(Path(folder)), str(big), options.simulated, 1 << 28)
         log(f"{num_ranks} ranks; logs in {options.out}")
-        answers = run_processes(
-            "benchmarks.gpu_worker", asdict(spec), options.out, num_ranks, on_gpu=not options.simulated
-        )
-    results = [CheckResult(**json.loads(answer)) for answer in answers]
+        answers = run_on_ranks(run, asdict(spec), out=options.out, world_size=num_ranks, on_gpu=not options.simulated)
+    results = [CheckResult(**answer) for answer in answers]
     raw: dict[str, Any] = {"is_simulated": options.simulated, "machine": asdict(machine), "params": options.params}
     raw["ranks"] = [asdict(result) for result in results]
     (options.out / "gpu_check.json").write_text(json.dumps(raw, indent=1))

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.gpu_check`: `python -m benchmarks.gpu_worker SPEC`, as `benchmarks.launch` starts it.
+"""One rank of `benchmarks.gpu_check`.
 
 Only torch's interface for any accelerator is used, so that what runs on the simulated device runs on a GPU.
 """
@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +38,12 @@ class CheckSpec:
         large: folder of the checkpoint whose load is timed.
         is_simulated: whether the device is that of tests/device.
         copy_bytes: that each rate of copies is measured with.
-        out: folder for results.
     """
 
     tiny: dict[str, str]
     large: str
     is_simulated: bool
     copy_bytes: int
-    out: str
 
 
 @dataclass(slots=True)
@@ -268,8 +264,13 @@ def _device_name(device: torch.device) -> str:
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else f"{device.type} (simulated)"
 
 
-def run(spec: CheckSpec) -> CheckResult:
+def run(fields: dict[str, Any]) -> CheckResult:
     """Run all checks as one of the ranks. Collective."""
+    spec = CheckSpec(**fields)
+    if spec.is_simulated:
+        from tests.device.simulated import install
+
+        install()
     from lowmem_load import DistributedInterface
 
     checks = Checks(spec, DistributedInterface())
@@ -278,22 +279,3 @@ def run(spec: CheckSpec) -> CheckResult:
     checks.hazards()
     checks.training()
     return checks.result
-
-
-def main() -> None:
-    """Run the spec named on the command line, write this rank's result."""
-    spec = CheckSpec(**json.loads(Path(sys.argv[1]).read_text()))
-    if spec.is_simulated:
-        from tests.device.simulated import install
-
-        install()
-    result = run(spec)
-    Path(spec.out, f"rank{result.rank}.json").write_text(json.dumps(asdict(result)))
-    torch.distributed.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # as benchmarks.worker does, and why
-
-
-if __name__ == "__main__":
-    main()

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from benchmarks.checkpoint import checkpoint_of
-from benchmarks.launch import REPOSITORY, GroupError, run_group
+from benchmarks.launch import REPOSITORY, GroupError
 from benchmarks.results import log, markdown
-from benchmarks.worker import RankResult, Spec
+from benchmarks.worker import RankResult, Spec, run_group
 
 TRAIN_STEPS = 5
 MIB = 1 << 20

@@ -10,17 +10,16 @@ import argparse
 import contextlib
 import ctypes
 import importlib
-import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import run_processes
+from benchmarks.launch import run_on_ranks
 from benchmarks.memory import high_water
 from benchmarks.results import MIB, markdown
 from lowmem_load.phases import host_memory
@@ -205,9 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run(pipeline: Pipeline, argv: list[str], name: str) -> list[PipelineResult]:
         print(f"running {name}", file=sys.stderr, flush=True)
-        spec = {"script": pipeline.script, "argv": argv}
-        texts = run_processes("benchmarks.pipelines", spec, options.out / name, options.ranks, on_gpu=options.gpu)
-        return [PipelineResult(**json.loads(text)) for text in texts]
+        out, num_ranks = options.out / name, options.ranks
+        found = run_on_ranks(be_rank, pipeline.script, argv, out=out, world_size=num_ranks, on_gpu=options.gpu)
+        return [PipelineResult(**result) for result in found]
 
     wanted = [pipeline for pipeline in PIPELINES if not options.only or pipeline.script in options.only]
     comparisons = [compare(pipeline, model, options.out, options.steps, run) for pipeline in wanted]
@@ -215,19 +214,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(found.losses_equal and found.load_peak_is_lower for found in comparisons) else 1
 
 
-def be_rank(path: Path) -> None:
-    """Run what the spec says, write this rank's result."""
-    import torch.distributed as dist
-
-    spec = json.loads(path.read_text())
-    result = run_pipeline(spec["script"], spec["argv"], int(os.environ["RANK"]))
-    (path.parent / f"rank{result.rank}.json").write_text(json.dumps(asdict(result)))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def be_rank(script: str, argv: list[str]) -> PipelineResult:
+    """Run a pipeline as one of the ranks."""
+    return run_pipeline(script, argv, int(os.environ["RANK"]))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1].endswith("spec.json"):
-        be_rank(Path(sys.argv[1]))
-    else:
-        sys.exit(main())
+    sys.exit(main())

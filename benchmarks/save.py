@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint import checkpoint_of
 from benchmarks.collectives import CollectiveCounter
-from benchmarks.launch import REPOSITORY, run_processes
+from benchmarks.launch import REPOSITORY, run_on_ranks
 from benchmarks.memory import MemorySampler
 from benchmarks.methods import zero3_config
 from benchmarks.results import MIB, show_table
@@ -35,16 +34,6 @@ METHODS = ("stock", "lowmem", "floor")
 TURNS = (("stock", "lowmem", "floor", "floor", "lowmem"), ("stock", "floor", "lowmem", "lowmem", "floor"))
 """Orders, in turn: what writes after another method finds the pages that this one has freed."""
 COLUMNS = ("ranks", "method", "seconds", "peak anonymous, MiB", "peak file-backed, MiB", "in collectives, MiB")
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """What the parent asks a group of ranks to do; it travels as JSON."""
-
-    checkpoint: str
-    out: str
-    max_shard_size: str
-    repeats: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +80,7 @@ def _floor(engine: Any, folder: Path, _: str) -> None:
 SAVERS: dict[str, Callable[[Any, Path, str], None]] = {"stock": _stock, "lowmem": _lowmem, "floor": _floor}
 
 
-def _run_rank(spec: Spec) -> list[Result]:
+def run_rank(checkpoint: str, out: str, max_shard_size: str, repeats: int) -> list[Result]:
     collectives = CollectiveCounter()
     collectives.install()
     import deepspeed
@@ -102,17 +91,17 @@ def _run_rank(spec: Spec) -> list[Result]:
 
     config = zero3_config("bf16")
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    engine = deepspeed.initialize(model=load_model(spec.checkpoint, config), config=config)[0]
+    engine = deepspeed.initialize(model=load_model(checkpoint, config), config=config)[0]
     results = []
-    for turn in range(spec.repeats):
+    for turn in range(repeats):
         for method in TURNS[turn % len(TURNS)]:
-            folder = Path(spec.out) / method
+            folder = Path(out) / method
             os.sync()
             dist.barrier()
             collectives.use.payload_bytes, collectives.active = 0, True
             with MemorySampler() as memory:
                 start = time.perf_counter()
-                SAVERS[method](engine, folder, spec.max_shard_size)
+                SAVERS[method](engine, folder, max_shard_size)
                 seconds = time.perf_counter() - start
             collectives.active = False
             use = memory.use
@@ -163,9 +152,9 @@ def main() -> None:
     with checkpoint_of(int(arguments.params), cache, keep=False, log=lambda text: print(text, file=sys.stderr)) as path:
         for world_size in arguments.ranks:
             out = arguments.out / f"{world_size}-ranks"
-            spec = Spec(str(path), str(out), arguments.max_shard_size, arguments.repeats)
-            texts = run_processes("benchmarks.save", asdict(spec), out, world_size, on_gpu=False)
-            ranks = [[Result(**result) for result in json.loads(text)] for text in texts]
+            args = str(path), str(out), arguments.max_shard_size, arguments.repeats
+            found = run_on_ranks(run_rank, *args, out=out, world_size=world_size)
+            ranks = [[Result(**result) for result in results] for results in found]
             digests = {result.method: result.digests for result in ranks[0] if result.digests}
             if digests["stock"] != digests["lowmem"]:
                 differing = sorted(k for k in digests["stock"] if digests["stock"][k] != digests["lowmem"].get(k))
@@ -175,10 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].endswith("spec.json"):
-        given = Spec(**json.loads(Path(sys.argv[1]).read_text()))
-        (Path(given.out) / f"rank{os.environ['RANK']}.json").write_text(
-            json.dumps([asdict(result) for result in _run_rank(given)])
-        )
-    else:
-        main()
+    main()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import run_processes
+from benchmarks.launch import run_on_ranks
 from benchmarks.methods import zero3_config
 from benchmarks.results import show_table
 
@@ -122,7 +121,7 @@ def mounted(folder: Path, wait_s: float) -> Iterator[Path]:
             server.wait(MOUNT_TIMEOUT_S)
 
 
-def load(spec: dict[str, Any]) -> dict[str, Any]:
+def load(way: str, path: str, config_folder: str) -> dict[str, Any]:
     """Load as one rank; return what it took."""
     import deepspeed  # noqa: F401  imported before the clock starts, as everything else
     import transformers
@@ -131,16 +130,16 @@ def load(spec: dict[str, Any]) -> dict[str, Any]:
     from lowmem_load import DistributedInterface, load_model, load_report
 
     ranks = DistributedInterface()
-    config = transformers.AutoConfig.from_pretrained(spec["config"])
+    config = transformers.AutoConfig.from_pretrained(config_folder)
     cls = getattr(transformers, config.architectures[0])
     ranks.barrier()
     start = time.perf_counter()
-    if spec["way"] == "stock":
+    if way == "stock":
         kept = HfDeepSpeedConfig(zero3_config("bf16"))
-        cls.from_pretrained(spec["path"])
+        cls.from_pretrained(path)
         del kept
         return {"seconds": time.perf_counter() - start}
-    report = load_report(load_model(spec["path"], zero3_config("bf16"), auto_class=cls))
+    report = load_report(load_model(path, zero3_config("bf16"), auto_class=cls))
     figures = {name: getattr(report, name) for name in ("read_bytes", "num_reads", "needed_bytes")}
     return {"seconds": time.perf_counter() - start, **figures}
 
@@ -148,9 +147,7 @@ def load(spec: dict[str, Any]) -> dict[str, Any]:
 def measure(model: str, folder: Path, wait_ms: float, way: str, num_ranks: int) -> list[str]:
     """Return a row of the table."""
     with mounted(folder, wait_ms / 1e3) as path, tempfile.TemporaryDirectory() as out:
-        spec = {"way": way, "path": str(path), "config": str(folder), "out": out}
-        texts = run_processes("benchmarks.slow_storage", spec, Path(out), num_ranks, on_gpu=False)
-    found = [json.loads(text) for text in texts]
+        found = run_on_ranks(load, way, str(path), str(folder), out=Path(out), world_size=num_ranks)
     row = [model, str(num_ranks), f"{wait_ms:g}", way, f"{max(each['seconds'] for each in found):.1f}"]
     if way == "stock":
         return [*row, "", "", ""]
@@ -180,17 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show_table("benchmarks.slow_storage", rows, docs=options.docs)
 
 
-def be_rank(path: Path) -> None:
-    """Load as the spec says, and write what it took."""
-    spec = json.loads(path.read_text())
-    Path(spec["out"], f"rank{os.environ['RANK']}.json").write_text(json.dumps(load(spec)))
-    os._exit(0)  # as benchmarks/worker.py says
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1].endswith("spec.json"):
-        be_rank(Path(sys.argv[1]))
-    elif len(sys.argv) == 4 and Path(sys.argv[1]).is_dir():
+    if len(sys.argv) == 4 and Path(sys.argv[1]).is_dir():
         serve(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
     else:
         main()

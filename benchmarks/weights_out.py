@@ -11,34 +11,23 @@ compares their values by a sum of the bytes.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.checkpoint import checkpoint_of
-from benchmarks.launch import REPOSITORY, run_processes
+from benchmarks.launch import REPOSITORY, run_on_ranks
 from benchmarks.memory import MemorySampler
 from benchmarks.methods import zero3_config
 from benchmarks.results import MIB, show_table
 
 METHODS = [(mode, is_ours) for mode in ("server", "colocate") for is_ours in (False, True)]
 COLUMNS = ("ranks", "vLLM", "method", "first sync, s", "later ones, s", "peak anonymous, MiB", "collectives")
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """What the parent asks a group of ranks to do; it travels as JSON."""
-
-    checkpoint: str
-    out: str
-    repeats: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +89,7 @@ def _generation(model: Any, mode: str, rank: int, consumer: Consumer) -> Any:
     return generation
 
 
-def _run_rank(spec: Spec) -> list[Result]:
+def run_rank(checkpoint: str, repeats: int) -> list[Result]:
     import deepspeed
     import torch.distributed as dist
 
@@ -110,9 +99,9 @@ def _run_rank(spec: Spec) -> list[Result]:
     found: list[str] = []
     _count(dist, found)
     config = zero3_config("bf16")
-    engine = deepspeed.initialize(model=lowmem_load.load_model(spec.checkpoint, config), config=config)[0]
+    engine = deepspeed.initialize(model=lowmem_load.load_model(checkpoint, config), config=config)[0]
     results = []
-    for turn in range(spec.repeats):
+    for turn in range(repeats):
         for mode, is_ours in METHODS if turn % 2 else METHODS[::-1]:
             if is_ours:
                 lowmem_load.install()
@@ -174,9 +163,8 @@ def main() -> None:
     with checkpoint_of(int(arguments.params), cache, keep=False, log=lambda text: print(text, file=sys.stderr)) as path:
         for world_size in arguments.ranks:
             out = arguments.out / f"{world_size}-ranks"
-            spec = Spec(str(path), str(out), arguments.repeats)
-            texts = run_processes("benchmarks.weights_out", asdict(spec), out, world_size, on_gpu=False)
-            ranks = [[Result(**result) for result in json.loads(text)] for text in texts]
+            found = run_on_ranks(run_rank, str(path), arguments.repeats, out=out, world_size=world_size)
+            ranks = [[Result(**result) for result in results] for results in found]
             totals = {
                 each.total for number, rank in enumerate(ranks) for each in rank if each.mode != "server" or not number
             }
@@ -187,10 +175,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].endswith("spec.json"):
-        given = Spec(**json.loads(Path(sys.argv[1]).read_text()))
-        (Path(given.out) / f"rank{os.environ['RANK']}.json").write_text(
-            json.dumps([asdict(result) for result in _run_rank(given)])
-        )
-    else:
-        main()
+    main()

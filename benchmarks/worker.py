@@ -1,11 +1,9 @@
-"""One rank of one load: `python -m benchmarks.worker SPEC`, with RANK, WORLD_SIZE, ... as a launcher sets them."""
+"""One load by a group of ranks, measured."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,13 +14,14 @@ import torch.distributed as dist
 
 from benchmarks.collectives import CollectiveCounter, NetworkUse
 from benchmarks.floors import have_memory_backed
+from benchmarks.launch import run_on_ranks
 from benchmarks.memory import MemorySampler, MemoryUse
 from benchmarks.methods import LOADERS, Job, Loaded, partition_bytes, prepare, unpadded_partitions, zero3_config
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What the parent asks a group of ranks to do; it travels as JSON."""
+    """What a group of ranks loads, and how; it travels as JSON."""
 
     method: str
     checkpoint: str
@@ -53,14 +52,6 @@ class RankResult:
     digests: dict[str, str] = field(default_factory=dict)
     persistent: list[int] = field(default_factory=list)  # parameters, and elements, that the engine keeps whole
     losses: list[float] = field(default_factory=list)
-
-    @classmethod
-    def from_json(cls, text: str) -> RankResult:
-        """Return the result that `main` wrote."""
-        fields = json.loads(text)
-        fields["memory"] = MemoryUse(**fields["memory"])
-        fields["network"] = NetworkUse(**fields["network"])
-        return cls(**fields)
 
 
 def init_ranks(spec: Spec, counter: CollectiveCounter) -> Job:
@@ -122,8 +113,16 @@ def digest_partitions(loaded: Loaded, rank: int, world_size: int) -> dict[str, s
     }
 
 
-def run(spec: Spec) -> RankResult:
+def run_group(spec: Spec, world_size: int, on_gpu: bool) -> list[RankResult]:
+    """Return what fresh processes measured of one load, in rank order."""
+    results = run_on_ranks(run, asdict(spec), out=Path(spec.out), world_size=world_size, on_gpu=on_gpu)
+    uses = [{"memory": MemoryUse(**fields["memory"]), "network": NetworkUse(**fields["network"])} for fields in results]
+    return [RankResult(**fields | use) for fields, use in zip(results, uses, strict=True)]
+
+
+def run(fields: dict[str, Any]) -> RankResult:
     """Measure one load, then (outside the measurement) digest the partitions and train."""
+    spec = Spec(**fields)
     counter = CollectiveCounter()
     counter.install()
     prepare(spec.method, spec.checkpoint)
@@ -136,22 +135,4 @@ def run(spec: Spec) -> RankResult:
         result.losses = training_losses(loaded.model, job.ds_config, spec.train_steps, job.rank)
         sizes = [param.ds_numel for param in loaded.model.parameters() if param.ds_persist]
         result.persistent = [len(sizes), sum(sizes)]
-    dist.barrier()
     return result
-
-
-def main() -> None:
-    """Read the spec named on the command line, run it, write this rank's result."""
-    spec = Spec(**json.loads(Path(sys.argv[1]).read_text()))
-    result = run(spec)
-    Path(spec.out, f"rank{result.rank}.json").write_text(json.dumps(asdict(result)))
-    dist.destroy_process_group()
-    # All is written: threads of gloo and DeepSpeed that still run now and then abort a process that unwinds normally
-    # ("terminate called without an active exception", once in some sixty runs of stock ZeRO-3 here).
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu_worker import CheckSpec, run
+from benchmarks.gpu_worker import run
 from tests.ranks import SIMULATED, run_ranks
 
 NUM_PARAMS = 20_000_000
@@ -19,13 +19,13 @@ NUM_PARAMS = 20_000_000
 def test_gpu_check_passes_on_the_simulated_device_and_says_that_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def forked(module: str, spec: dict[str, Any], out: Path, world_size: int, *, on_gpu: bool) -> list[str]:
-        assert (module, on_gpu) == ("benchmarks.gpu_worker", False)
+    def forked(function: Any, spec: dict[str, Any], *, out: Path, world_size: int, on_gpu: bool) -> list[Any]:
+        assert function is run and not on_gpu
         out.mkdir(parents=True)
-        results = run_ranks(run, CheckSpec(**spec), world_size=world_size, timeout_s=300, env=SIMULATED)
-        return [json.dumps(asdict(result)) for result in results]
+        results = run_ranks(run, spec, world_size=world_size, timeout_s=300, env=SIMULATED)
+        return list(map(asdict, results))
 
-    monkeypatch.setattr(gpu_check, "run_processes", forked)
+    monkeypatch.setattr(gpu_check, "run_on_ranks", forked)
     folders = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
     status = gpu_check.main(["--simulated", "--params", str(NUM_PARAMS), *folders])
     printed = capsys.readouterr().out

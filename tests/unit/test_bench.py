@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import mmap
+import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import memory
-from benchmarks.launch import GroupError, run_processes
+from benchmarks.launch import GroupError, run_on_ranks
 from benchmarks.memory import MemorySampler, available_bytes
 from lowmem_load.integrations.startup_hook import OFF, SWITCH
 
 
+def fail() -> None:
+    raise ZeroDivisionError("by nothing")
+
+
 def test_a_failed_rank_is_named(tmp_path: Path) -> None:
-    with pytest.raises(GroupError, match=r"rank 0 of 1 ended with status 1; .*rank0\.log:\n(.|\n)*No module named"):
-        run_processes("lowmem_load.no_such_module", {}, tmp_path, 1, on_gpu=False)
+    with pytest.raises(GroupError, match=r"rank 0 of 1 ended with status 1; .*rank0\.log:\n(.|\n)*by nothing"):
+        run_on_ranks(fail, out=tmp_path, world_size=1)
+
+
+def switch_of(rank: str) -> dict[str, Any]:
+    return {"rank": rank, "switch": os.environ[SWITCH]}
 
 
 def test_stock_is_not_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "says.py").write_text(
-        f"import os, pathlib; pathlib.Path({str(tmp_path / 'rank0.json')!r}).write_text(os.environ[{SWITCH!r}])"
-    )
     monkeypatch.setenv(SWITCH, "1")  # docs/pipelines/run.md: in the environment of a job
-    assert run_processes("says", {}, tmp_path, 1, on_gpu=False, cwd=tmp_path) == [OFF]
+    assert run_on_ranks(switch_of, "a", out=tmp_path, world_size=1) == [{"rank": "a", "switch": OFF}]
 
 
 def test_the_page_cache_of_a_container_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
