@@ -147,8 +147,8 @@ class LoadReport(Phases):
         of_dtype = f", {self.dtype.removeprefix('torch.')}" if self.dtype else ""
         quantized = f"; {self.num_quantized} parameters are quantized" if self.num_quantized else ""
         of_all = f"of {size(self.partition_bytes * self.world_size)} partitioned" if self.ds_config else "of shards"
-        held = {f"{size(self.partition_bytes)} {of_all}": self.partition_bytes}
-        held |= {f"{size(self.whole_bytes)} whole on every rank": self.whole_bytes}
+        holds = {f"{size(self.partition_bytes)} {of_all}": self.partition_bytes}
+        holds |= {f"{size(self.whole_bytes)} whole on every rank": self.whole_bytes}
         read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files, {size(self.needed_bytes)} needed"
         from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
         lists = {**self.loading_info, "slow paths": [path.name for path in self.slow_paths]}
@@ -156,7 +156,7 @@ class LoadReport(Phases):
         on_device = f"{size(self.peak_device_bytes)} above the start at the peak" if self.peak_device_bytes else ""
         rows = {
             "model": f"{self.num_parameters} parameters, {count(self.num_elements)} elements{of_dtype}{quantized}",
-            "holds": ", ".join(text for text, nbytes in held.items() if nbytes),
+            "holds": ", ".join(text for text, nbytes in holds.items() if nbytes),
             "read": from_files,
             "not read yet": f"{self.num_unread} parameters" if self.num_unread else "",
             "requests": self._requests_text(),
@@ -170,11 +170,11 @@ class LoadReport(Phases):
         return {topic: text for topic, text in rows.items() if text}
 
     def _requests_text(self) -> str:
-        found = self.requests
-        if not found.num_requests:
+        counts = self.requests
+        if not counts.num_requests:
             return ""
-        waited = f", {found.num_retries:,} of them again after {found.waited_s:.1f} s" if found.num_retries else ""
-        return f"{found.num_requests:,}, {size(found.received_bytes)}{waited}"
+        waited = f", {counts.num_retries:,} of them again after {counts.waited_s:.1f} s" if counts.num_retries else ""
+        return f"{counts.num_requests:,}, {size(counts.received_bytes)}{waited}"
 
     def _sharing_text(self) -> str:
         if self.shared is None:
@@ -251,7 +251,7 @@ def as_dict(report: LoadReport, number: int) -> dict[str, Any]:
 
 def read_reports(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """Return the reports in files and folders; raise ConfigError where there are none, or one cannot be read."""
-    files = [file for each in paths for file in (sorted(each.glob("*.json")) if each.is_dir() else [each])]
+    files = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
     if not files:
         raise ConfigError(f"no reports: set {REPORT_DIR} for a job, and name that folder")
     return [_read(path) for path in files]
@@ -259,15 +259,15 @@ def read_reports(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as a report: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(report, dict) or report.get("format") != FORMAT:
         raise ConfigError(f"{path}: is no report of a load, or one of another release (format {FORMAT} is expected)")
     for key, kind in _KINDS.items():
-        if not isinstance(found.get(key), kind):
-            raise ConfigError(f"{path}: is no whole report: {key} is {found.get(key)!r:.80}")
-    return found
+        if not isinstance(report.get(key), kind):
+            raise ConfigError(f"{path}: is no whole report: {key} is {report.get(key)!r:.80}")
+    return report
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +310,10 @@ def join(reports: Iterable[Mapping[str, Any]]) -> list[Joined]:
         )
     return [
         Joined(
-            *(name, load, world_size),
-            ranks=sorted(ranks.values(), key=lambda each: (-each.seconds.get("read", 0.0), each.rank)),
+            name,
+            load,
+            world_size,
+            ranks=sorted(ranks.values(), key=lambda rank: (-rank.seconds.get("read", 0.0), rank.rank)),
             missing_ranks=sorted(set(range(world_size)) - set(ranks)),
         )
         for (load, name, world_size), ranks in sorted(loads.items())

@@ -82,11 +82,11 @@ class Inspection:
     @property
     def by_dtype(self) -> dict[str, tuple[int, int]]:
         """Number and bytes of the stored tensors of each dtype."""
-        found: dict[str, tuple[int, int]] = {}
+        totals: dict[str, tuple[int, int]] = {}
         for dtype, _, nbytes in self.tensors.values():
-            number, total = found.get(dtype, (0, 0))
-            found[dtype] = number + 1, total + nbytes
-        return found
+            number, total = totals.get(dtype, (0, 0))
+            totals[dtype] = number + 1, total + nbytes
+        return totals
 
 
 @origins_named()
@@ -95,51 +95,51 @@ def inspect_checkpoint(checkpoint: Located, auto_class: str | None = None, **key
 
     `keywords` are those of `from_pretrained`.
     """
-    found, subfolder = Inspection(checkpoint.name, checkpoint.revision), keywords.get("subfolder", "")
+    inspection, subfolder = Inspection(checkpoint.name, checkpoint.revision), keywords.get("subfolder", "")
     for path in weight_files(checkpoint.folder, subfolder):
         with closing(open_file(path)) as source:
             described = (Safetensors() if path.endswith(".safetensors") else TorchZip()).describe(source)
-            found.files[os.path.basename(path)] = described.nbytes
-            found.tensors |= {name: _stored(name, described.expression) for name in described.names}
+            inspection.files[os.path.basename(path)] = described.nbytes
+            inspection.tensors |= {name: _stored(name, described.expression) for name in described.names}
     adapter = os.path.join(checkpoint.folder, subfolder, "adapter_config.json")
     if os.path.isfile(adapter):
-        found.base_of_adapter = base_of_adapter(adapter)
-        found.not_described = "it is an adapter: what its weights become depends on the base model"
+        inspection.base_of_adapter = base_of_adapter(adapter)
+        inspection.not_described = "it is an adapter: what its weights become depends on the base model"
     else:
         try:
-            _describe(found, checkpoint, auto_class, keywords)
+            _describe(inspection, checkpoint, auto_class, keywords)
         except LowMemLoadError as error:
-            found.not_described = str(error)
-    return found
+            inspection.not_described = str(error)
+    return inspection
 
 
 def _stored(name: str, expression: Callable[[str], ex.Expression]) -> tuple[str, tuple[int, ...], int]:
     try:
-        found = expression(name)
+        stored = expression(name)
     except UnsupportedError:
         return "unknown to this torch", (), 0
-    return _spelled(found.dtype), tuple(found.shape), math.prod(found.shape) * found.dtype.itemsize
+    return _dtype_text(stored.dtype), tuple(stored.shape), math.prod(stored.shape) * stored.dtype.itemsize
 
 
-def _describe(found: Inspection, checkpoint: Located, auto_class: str | None, keywords: dict[str, Any]) -> None:
+def _describe(inspection: Inspection, checkpoint: Located, auto_class: str | None, keywords: dict[str, Any]) -> None:
     config = names.model_config(checkpoint.folder, keywords)
-    found.architectures, found.model_type = list(config.architectures or ()), str(config.model_type)
+    inspection.architectures, inspection.model_type = list(config.architectures or ()), str(config.model_type)
     dtype = getattr(config, names.DTYPE_KEYWORD, None) or torch.float32
-    found.dtype = _spelled(dtype)
+    inspection.dtype = _dtype_text(dtype)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
-        found.quantization = quantization_method(quantization)
+        inspection.quantization = quantization_method(quantization)
         if not is_four_bit(quantization):
             keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
     described = describe_checkpoint(checkpoint.folder, dtype, auto_class=auto_class, **keywords)
-    found.missing_keys = sorted(described.info["missing_keys"])
-    found.unexpected_keys = sorted(described.info["unexpected_keys"])
-    found.mismatched_keys = [str(key) for key in described.info["mismatched_keys"]]
+    inspection.missing_keys = sorted(described.info["missing_keys"])
+    inspection.unexpected_keys = sorted(described.info["unexpected_keys"])
+    inspection.mismatched_keys = [str(key) for key in described.info["mismatched_keys"]]
     parameters: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in described.model.named_parameters(remove_duplicate=False):
         parameters.setdefault(id(parameter), (parameter, []))[1].append(name)
-    found.num_elements = sum(parameter.numel() for parameter, _ in parameters.values())
-    found.tied = [all_names for _, all_names in parameters.values() if len(all_names) > 1]
+    inspection.num_elements = sum(parameter.numel() for parameter, _ in parameters.values())
+    inspection.tied = [all_names for _, all_names in parameters.values() if len(all_names) > 1]
     ways: dict[str, Conversion] = {}
     for parameter, all_names in parameters.values():
         kind, tensors = conversion_of(all_names, parameter)
@@ -148,7 +148,7 @@ def _describe(found: Inspection, checkpoint: Located, auto_class: str | None, ke
         way = ways.setdefault(kind, Conversion(kind, 0, 0, example))
         way.num_parameters += 1
         way.nbytes += parameter.numel() * parameter.dtype.itemsize
-    found.conversions = sorted(ways.values(), key=lambda way: -way.nbytes)
+    inspection.conversions = sorted(ways.values(), key=lambda way: -way.nbytes)
 
 
 def conversion_of(all_names: Sequence[str], parameter: torch.Tensor) -> tuple[str, list[str]]:
@@ -170,7 +170,7 @@ def conversion_of(all_names: Sequence[str], parameter: torch.Tensor) -> tuple[st
         parts.append("rearranged")
     if not computed:
         others = [source.dtype for source in sources if source.dtype != parameter.dtype]
-        parts += [f"cast from {_spelled(dtype)} to {_spelled(parameter.dtype)}" for dtype in others]
+        parts += [f"cast from {_dtype_text(dtype)} to {_dtype_text(parameter.dtype)}" for dtype in others]
     if isinstance(parameter, QuantizedTensor):
         parts.append("packed")
     return ", ".join(dict.fromkeys(parts)) or "as it lies", list(dict.fromkeys(source.name for source in sources))
@@ -178,19 +178,19 @@ def conversion_of(all_names: Sequence[str], parameter: torch.Tensor) -> tuple[st
 
 def _nodes(parameter: torch.Tensor) -> list[ex.Expression]:
     """Return the distinct nodes of a parameter's expression."""
-    found: list[ex.Expression] = [ex.hold(parameter)]
+    nodes: list[ex.Expression] = [ex.hold(parameter)]
     if isinstance(parameter, SymbolicTensor):
-        found = [parameter.initialised or parameter.expression]
-    seen = {id(found[0])}
-    for node in found:  # the list grows meanwhile
+        nodes = [parameter.initialised or parameter.expression]
+    seen = {id(nodes[0])}
+    for node in nodes:  # the list grows meanwhile
         for child in ex.children(node):
             if id(child) not in seen:
                 seen.add(id(child))
-                found.append(child)
-    return found
+                nodes.append(child)
+    return nodes
 
 
-def _spelled(dtype: torch.dtype) -> str:
+def _dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

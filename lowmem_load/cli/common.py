@@ -95,4 +95,4 @@ def facts(title: str, values: Mapping[str, str]) -> Group:
 
 def printable(text: str) -> str:
     """Return text without characters that control a terminal: names in file headers are untrusted."""
-    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -46,11 +45,8 @@ MASTER_BYTES, GRADIENT_BYTES = 4, 4
 ADAM_STATE_BYTES = 8
 """Adam's state of a parameter, in fp32. Assumed if the ds_config names no optimizer or an unknown one."""
 
-STATE_BYTES: Mapping[str, int] = {"adagrad": 4, "lion": 4, "muon": 4, "sgd": 0}
-"""State of a parameter, for DeepSpeed's optimizers that keep less than Adam. SGD with momentum keeps 4 bytes."""
-
-PERSISTENCE_THRESHOLD = 100_000
-"""Elements. Default of stage3_param_persistence_threshold (deepspeed 0.19.8 `runtime/zero/config.py`)."""
+STATE_BYTES: Mapping[str, int] = {"adagrad": 4, "lion": 4, "muon": 4, "sgd": 4}
+"""State of a parameter, for DeepSpeed's optimizers that keep less than Adam. SGD is taken to have momentum."""
 
 HOST_FACTOR = 1.5
 """Safety factor of DeepSpeed's estimate for host memory."""
@@ -103,7 +99,6 @@ class Model:
     Attributes:
         num_elements: of all parameters.
         largest_layer: elements of the module with the most parameters of its own.
-        persistent_elements: of small parameters, which every rank holds in full between steps.
         item_bytes, state_bytes: of an element in training, and what the optimizer keeps for it.
         host_bytes, device_bytes: peaks of a rank during the load, without partitions and swap buffers.
         swap_bytes: host buffers for parameters offloaded to nvme, also in training.
@@ -111,7 +106,6 @@ class Model:
 
     num_elements: int
     largest_layer: int
-    persistent_elements: int
     item_bytes: int
     state_bytes: int
     host_bytes: int = 0
@@ -189,12 +183,11 @@ def forecast_zero3(checkpoint: Located, ds_config: Any, job: Job, *, accelerator
     on_devices = "on GPUs" if kind == "cuda" else f"on {kind} devices"
     about = {
         "planned for": f"full training under ZeRO-3, {on_host if job.is_host else on_devices}",
-        "model": f"{count(model.num_elements)} parameters in {str(settings.dtype).removeprefix('torch.')}; "
-        f"{count(model.persistent_elements)} of small tensors stay whole in training",
+        "model": f"{count(model.num_elements)} parameters in {str(settings.dtype).removeprefix('torch.')}",
         "job": str(job),
         "offload": f"parameters: {job.offload_param}, optimizer: {job.offload_optimizer}",
         "optimizer": f"{optimizer or 'none in the ds_config: taken for Adam'}, {model.state_bytes} bytes a parameter",
-        "not counted": "activations, and what stage3_max_live_parameters lets be gathered",
+        "not counted": "activations, small tensors (they stay whole), layers that are gathered ahead",
     }
     return replace(
         _forecast(checkpoint, node, job, about),
@@ -269,23 +262,13 @@ def model_of(plan: LoadPlan, settings: Settings, *, is_host: bool) -> Model:
     for target in plan.targets:
         for module in {name.rpartition(".")[0] for name in target.names}:
             layers[module] = layers.get(module, 0) + target.numel
-    section = settings.ds_config["zero_optimization"]
-    threshold = section.get("stage3_param_persistence_threshold", PERSISTENCE_THRESHOLD)
-    at_most = section.get("stage3_model_persistence_threshold", sys.maxsize)
-    persistent_elements = 0
-    for target in plan.targets:
-        if target.numel <= min(threshold, at_most - persistent_elements):
-            persistent_elements += target.numel
-    optimizer = settings.ds_config.get("optimizer") or {}
-    kind = str(optimizer.get("type") or "").lower()
-    has_momentum = kind == "sgd" and (optimizer.get("params") or {}).get("momentum")
+    optimizer = str((settings.ds_config.get("optimizer") or {}).get("type") or "").lower()
     host_bytes, device_bytes = load_bytes(plan, is_host=is_host)
     return Model(
         num_elements=sum(target.numel for target in plan.targets),
         largest_layer=max(layers.values(), default=0),
-        persistent_elements=persistent_elements,
         item_bytes=settings.dtype.itemsize,
-        state_bytes=4 if has_momentum else STATE_BYTES.get(kind, ADAM_STATE_BYTES),
+        state_bytes=STATE_BYTES.get(optimizer, ADAM_STATE_BYTES),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
         swap_bytes=settings.swap_bytes,
@@ -361,7 +344,7 @@ def training_bytes(model: Model, job: Job) -> tuple[int, int, int]:
     """Return what training needs without activations: of each GPU, and of host memory and nvme of the fullest node.
 
     For Adam in 16 bits this is DeepSpeed's own estimate (`estimate_zero3_model_states_mem_needs` of deepspeed 0.19.8
-    `runtime/zero/stage3.py`), which leaves out other dtypes and optimizers, nvme, small parameters and hpZ.
+    `runtime/zero/stage3.py`), which leaves out other dtypes and optimizers, nvme and hpZ.
     """
     parameters = model.num_elements * model.item_bytes
     held = {"none": 0, "cpu": 0, "nvme": 0}
@@ -371,7 +354,6 @@ def training_bytes(model: Model, job: Job) -> tuple[int, int, int]:
     held["none" if job.offload_optimizer == "none" else "cpu"] += model.num_elements * GRADIENT_BYTES
     device = held["none"] / job.world_size
     device += 2 * model.largest_layer * model.item_bytes  # gathered, and its gradient
-    device += model.persistent_elements * model.item_bytes
     device += parameters / job.hpz_ranks if job.hpz_ranks else 0
     share_of_node = job.node_size / job.world_size
     host = held["cpu"] * share_of_node * HOST_FACTOR

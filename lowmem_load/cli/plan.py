@@ -55,14 +55,9 @@ def plan(
     lowmem-load plan /models/Llama-3.1-70B --fsdp 64 --tp 8 --device-memory 80GiB
     """
     mesh = {"fsdp_size": fsdp or 0, "tp_size": tp, "ep_size": ep, "dp_replicate_size": dp_replicate}
-    device = accelerator or os.environ.get("DS_ACCELERATOR") or "cuda"
+    device = accelerator or ("cuda" if fsdp else os.environ.get("DS_ACCELERATOR")) or "cuda"
     num_ranks = _num_ranks(ds_config, world_size, **mesh)
-    if fsdp and host_memory:
-        raise typer.BadParameter("--host-memory: what FSDP2 needs of it is not estimated; drop it")
-    if fsdp and accelerator not in (None, "cuda"):
-        raise typer.BadParameter("--accelerator: FSDP2 is planned for GPUs; drop it")
-    if not fsdp and device.startswith("cpu") and device_memory:
-        raise typer.BadParameter("--device-memory: on CPUs all memory is host memory; drop it, or set --accelerator")
+    _refuse_unused(bool(fsdp), device, host_memory=host_memory, device_memory=device_memory)
     common.check_revision(name, revision)
     host_bytes, device_bytes = _parse_size(host_memory, "--host-memory"), _parse_size(device_memory, "--device-memory")
     rate = _parse_size(read_rate, "--read-rate")
@@ -106,6 +101,16 @@ def _num_ranks(
     if world_size not in (None, num_ranks):
         raise typer.BadParameter(f"--world-size {world_size}: the mesh has {num_ranks} ranks")
     return num_ranks
+
+
+def _refuse_unused(is_fsdp: bool, device: str, *, host_memory: str | None, device_memory: str | None) -> None:
+    """Raise BadParameter for an option that would not be used: its user expects an answer that goes by it."""
+    if is_fsdp and host_memory:
+        raise typer.BadParameter("--host-memory: what FSDP2 needs of it is not estimated; drop it")
+    if is_fsdp and device != "cuda":
+        raise typer.BadParameter("--accelerator: FSDP2 is planned for GPUs; drop it")
+    if not is_fsdp and device.startswith("cpu") and device_memory:
+        raise typer.BadParameter("--device-memory: on CPUs all memory is host memory; drop it, or set --accelerator")
 
 
 def _parse_size(text: str | None, option: str) -> int | None:

@@ -28,8 +28,8 @@ from lowmem_load.saving.writer import (
     SaveReport,
     Write,
     Writer,
-    held_writes,
     lay_out_saved,
+    own_writes,
     plan_writes,
     total_bytes,
 )
@@ -86,10 +86,10 @@ def consolidate(
     with tempfile.TemporaryDirectory(prefix="lowmem_load-") as name, Executor() as executor:
         scratch = Path(name)
         with report.phase("plan"), saver.logged_as(scratch, report.folder):
-            found = find_folder(checkpoint_folder, tag)
-            if found is None:
+            folder = find_folder(checkpoint_folder, tag)
+            if folder is None:
                 raise CheckpointError(f"{checkpoint_folder}: has no file 'latest'; name the tag")
-            checkpoint = open_checkpoint(found, executor)
+            checkpoint = open_checkpoint(folder, executor)
             tensors = {**checkpoint.replicated, **checkpoint.of_module}
             tensors |= {name: tensors[other] for name, other in checkpoint.shared.items() if other in tensors}
             saved = _describe(checkpoint, tensors, scratch, config, dtype or torch.float32, max_shard_size)
@@ -97,7 +97,7 @@ def consolidate(
             writes = plan_writes(files)
         with progress_bar(total_bytes(writes), "Consolidating", progress, 0) as update:
             _write(files, writes, tensors, executor, scratch, report, update)
-    report.num_masters = sum(each.group is not None for each in checkpoint.parameters.values())
+    report.num_masters = sum(saved.group is not None for saved in checkpoint.parameters.values())
     return report
 
 
@@ -109,14 +109,16 @@ def _describe(
     dtype: torch.dtype,
     max_shard_size: int | str,
 ) -> list[saver.SavedFile]:
-    sources = {name: Source("", name, 0, each.shape, each.dtype) for name, each in tensors.items()}
+    sources = {name: Source("", name, 0, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     if config is None or config is False:
         return saver.describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)
     with load_lock():
         model = saver.model_of(config)
-        held = _matched(model, sources, config)
+        model_sources = _match(model, sources, config)
         _check_ties(model, checkpoint, config)
-        saved = saver.describe_save(model, scratch, held, dtype=dtype, max_shard_size=max_shard_size, kwargs={})
+        saved = saver.describe_save(
+            model, scratch, model_sources, dtype=dtype, max_shard_size=max_shard_size, kwargs={}
+        )
     for pattern in BESIDE if os.path.isdir(config) else ():
         for path in Path(config).glob(pattern):
             if path.is_file():
@@ -124,13 +126,13 @@ def _describe(
     return saved
 
 
-def _matched(model: nn.Module, sources: Mapping[str, Source], config: str | os.PathLike[str]) -> dict[int, Source]:
+def _match(model: nn.Module, sources: Mapping[str, Source], config: str | os.PathLike[str]) -> dict[int, Source]:
     """Return the source of each parameter and buffer of a model, by `id`."""
     state = model.state_dict(keep_vars=True)
     named = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in state}
-    found = {name: source.shape for name, source in sources.items()}
+    shapes = {name: source.shape for name, source in sources.items()}
     expected = {name: tuple(tensor.shape) for name, tensor in named.items()}
-    differences = differences_of(found, expected, set(sources) - set(state), "model")
+    differences = differences_of(shapes, expected, set(sources) - set(state), "model")
     if differences:
         raise CheckpointError(
             f"the checkpoint is not of a {type(model).__name__} as config {config} says: {differences}. Name another "
@@ -185,7 +187,9 @@ def _write(
 
 def _copy(writes: Sequence[Write], tensors: Mapping[str, SavedParameter], executor: Executor, writer: Writer) -> None:
     buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
-    for name, mine in held_writes(writes, {name: [FlatRange(0, each.numel)] for name, each in tensors.items()}).items():
+    for name, mine in own_writes(
+        writes, {name: [FlatRange(0, tensor.numel)] for name, tensor in tensors.items()}
+    ).items():
         source = tensors[name]
         step = CHUNK_BYTES // source.dtype.itemsize
         for start in range(0, source.numel, step):
@@ -195,6 +199,6 @@ def _copy(writes: Sequence[Write], tensors: Mapping[str, SavedParameter], execut
             memory = buffer.view(source.dtype)[: elements.numel]
             executor.fill(fill, memory, planner.values, planner.constants)
             executor.finish()
-            writer.write_held(mine, memory, start)
+            writer.write_parts(mine, memory, start)
     executor.sources.check_unchanged()
     writer.sync()

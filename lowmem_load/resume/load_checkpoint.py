@@ -54,7 +54,7 @@ class Part:
     Without a `fill` the checkpoint lacks the parameter: its values stay, moments become zero.
     """
 
-    held: HeldParameter
+    parameter: HeldParameter
     key: str
     fill: Fill | None
 
@@ -170,7 +170,7 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted, progress: bool | None) -
 
 def _compared(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> dict[str, str]:
     files = sorted((os.path.basename(file.path), file.nbytes, file.digest) for file in checkpoint.files)
-    parameters = [f"{one.name} {one.shape}" for group in state.sub_groups for one in group]
+    parameters = [f"{parameter.name} {parameter.shape}" for group in state.sub_groups for parameter in group]
     return {
         **{key: repr(value) for key, value in asdict(wanted).items()},
         "files": listed([f"{name} ({nbytes} bytes)" for name, nbytes, _ in files]),
@@ -179,10 +179,10 @@ def _compared(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> dict
     }
 
 
-def _check_one_folder(found: Sequence[tuple[str, str]]) -> None:
+def _check_one_folder(folders: Sequence[tuple[str, str]]) -> None:
     """Raise ConfigError if ranks read different folders, given the path and a digest of the files' times of each."""
     # Nodes may have one disk under different paths: then its files were changed at the same times.
-    (path, times), *others = found
+    (path, times), *others = folders
     for rank, (other, other_times) in enumerate(others, 1):
         if other != path and other_times != times:
             raise ConfigError(
@@ -199,25 +199,34 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
 
     The client state and the scheduler are those of `rank`.
     """
-    trained = [one for group in state.sub_groups for one in group]
-    saved = _matched(checkpoint, [*trained, *state.frozen], state, wanted)
+    trained = [parameter for group in state.sub_groups for parameter in group]
+    saved = _match(checkpoint, [*trained, *state.frozen], state, wanted)
     planner = Planner()
     moments: tuple[str, ...] = ()
     scalars: list[Mapping[str, Any]] = [{} for _ in state.sub_groups]
     if wanted.optimizer:
         param_groups = checkpoint.param_groups
-        # Before the optimizer's first step there are no moments.
-        moments = next((tuple(sorted({*saved[one.name].pieces} - {FP32})) for one in trained if one.name in saved), ())
-        state.check_groups(param_groups, frozenset(moments))
-        scalars = [
-            _scalars_of(number, [saved[one.name] for one in group if one.name in saved], state, param_groups)
-            for number, group in enumerate(state.sub_groups)
+        groups = [
+            [saved[parameter.name] for parameter in group if parameter.name in saved] for group in state.sub_groups
         ]
+        # Before the optimizer's first step there are no moments.
+        moments = next((tuple(sorted({*group[0].pieces} - {FP32})) for group in groups if group), ())
+        state.check_groups(param_groups, frozenset(moments))
+        scalars = [_scalars_of(number, group, state, param_groups) for number, group in enumerate(groups)]
     parts = []
-    for number, group in enumerate(state.sub_groups):
-        where, keys = state.master_of(number), (FP32, *moments)
-        parts.append([_part(planner, one, key, saved.get(one.name), *where) for key in keys for one in group])
-    frozen = [_part(planner, one, FP32, saved.get(one.name), *state.partition_of(one)) for one in state.frozen]
+    for number, parameters in enumerate(state.sub_groups):
+        dtype, on_host = state.master_of(number)
+        parts.append(
+            [
+                _plan_part(planner, saved, parameter, key, dtype=dtype, on_host=on_host)
+                for key in (FP32, *moments)
+                for parameter in parameters
+            ]
+        )
+    frozen = []
+    for parameter in state.frozen:
+        dtype, on_host = state.partition_of(parameter)
+        frozen.append(_plan_part(planner, saved, parameter, FP32, dtype=dtype, on_host=on_host))
     scheduler = None
     if wanted.scheduler and has_scheduler:
         scheduler = checkpoint.state("lr_scheduler", rank, trusted=wanted.trusted)
@@ -225,34 +234,44 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
             raise CheckpointError(
                 f"{checkpoint.folder}: was saved without an lr scheduler; pass load_lr_scheduler_states=False"
             )
-    fills = [part.fill for part in (*(part for group in parts for part in group), *frozen) if part.fill is not None]
-    client_state = checkpoint.client_state(rank, trusted=wanted.trusted)
-    total_bytes = planner.costs(fills).needed_bytes
-    return Plan(checkpoint, parts, scalars, moments, frozen, scheduler, client_state, planner, total_bytes)
+    fills = [part.fill for group in (*parts, frozen) for part in group if part.fill is not None]
+    return Plan(
+        checkpoint=checkpoint,
+        sub_groups=parts,
+        scalars=scalars,
+        moments=moments,
+        frozen=frozen,
+        scheduler=scheduler,
+        client_state=checkpoint.client_state(rank, trusted=wanted.trusted),
+        planner=planner,
+        total_bytes=planner.costs(fills).needed_bytes,
+    )
 
 
-def _matched(
-    checkpoint: Checkpoint, held: Sequence[HeldParameter], state: Zero3State, wanted: Wanted
+def _match(
+    checkpoint: Checkpoint, parameters: Sequence[HeldParameter], state: Zero3State, wanted: Wanted
 ) -> dict[str, SavedParameter]:
     """Return the saved parameters that the engine has, by name."""
-    expected = {one.name: tuple(one.shape) for one in held}
-    frozen = {one.name for one in state.frozen}
+    expected = {parameter.name: tuple(parameter.shape) for parameter in parameters}
+    frozen = {parameter.name for parameter in state.frozen}
     optional = frozen if checkpoint.lacks_frozen else frozenset()
-    saved = {name: one for name, one in checkpoint.parameters.items() if name in expected}
+    saved = {name: parameter for name, parameter in checkpoint.parameters.items() if name in expected}
     if wanted.optimizer:
-        differ = [name for name, one in saved.items() if (one.group is None) != (name in frozen)]
+        differ = [name for name, parameter in saved.items() if (parameter.group is None) != (name in frozen)]
         if differ:
             raise CheckpointError(
                 f"{checkpoint.folder}: {listed(sorted(differ))}: trained only in the checkpoint or only in the engine, "
                 "so the optimizer's states do not match; pass load_optimizer_states=False"
             )
     expected.update((name, tuple(buffer.shape)) for name, buffer in state.buffers.items())
-    found = {name: one.shape for name, one in {**checkpoint.replicated, **saved}.items() if name in expected}
+    shapes = {
+        name: parameter.shape for name, parameter in {**checkpoint.replicated, **saved}.items() if name in expected
+    }
     wanted_shapes = {
-        name: shape for name, shape in expected.items() if name in found or (wanted.strict and name not in optional)
+        name: shape for name, shape in expected.items() if name in shapes or (wanted.strict and name not in optional)
     }
     unknown = set(checkpoint.of_module) - set(expected) if wanted.strict else ()
-    differences = differences_of(found, wanted_shapes, unknown, "engine")
+    differences = differences_of(shapes, wanted_shapes, unknown, "engine")
     if differences:
         raise CheckpointError(f"{checkpoint.folder}: is a checkpoint of another model: {differences}")
     return saved
@@ -262,30 +281,38 @@ def _scalars_of(
     number: int, group: Sequence[SavedParameter], state: Zero3State, param_groups: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Any]:
     """Return the other values that the optimizer saved for the parameters that form a sub-group now."""
-    owner = {sub: index for index, each in enumerate(param_groups) for sub in each.get("params", ())}
-    for one in group:
-        if owner.get(one.group) != state.group_of(number):
+    owner = {sub: index for index, owned in enumerate(param_groups) for sub in owned.get("params", ())}
+    for parameter in group:
+        if owner.get(parameter.group) != state.group_of(number):
             raise ConfigError(
-                f"{one.name}: is in group {state.group_of(number)} of the optimizer, and was in group "
-                f"{owner.get(one.group)} when the checkpoint was saved"
+                f"{parameter.name}: is in group {state.group_of(number)} of the optimizer, and was in group "
+                f"{owner.get(parameter.group)} when the checkpoint was saved"
             )
-        if repr(one.scalars) != repr(group[0].scalars):
+        if repr(parameter.scalars) != repr(group[0].scalars):
             raise ConfigError(f"sub-group {number}: its parameters have made different numbers of steps")
     return group[0].scalars if group else {}
 
 
-def _part(
-    planner: Planner, held: HeldParameter, key: str, saved: SavedParameter | None, dtype: torch.dtype, on_host: bool
+def _plan_part(
+    planner: Planner,
+    saved: Mapping[str, SavedParameter],
+    parameter: HeldParameter,
+    key: str,
+    *,
+    dtype: torch.dtype,
+    on_host: bool,
 ) -> Part:
-    if saved is None:
-        return Part(held, key, None)
-    if len({each.is_floating_point for each in (saved.dtype, dtype, held.tensor.dtype)}) > 1:
+    name = parameter.name
+    if name not in saved:
+        return Part(parameter, key, None)
+    if len({stored.is_floating_point for stored in (saved[name].dtype, dtype, parameter.tensor.dtype)}) > 1:
         raise UnsupportedError(
-            f"{held.name}: was saved as {saved.dtype}, and is {held.tensor.dtype} here, in partitions of {dtype}; "
-            "quantized weights cannot be filled by others"
+            f"{name}: was saved as {saved[name].dtype}, and is {parameter.tensor.dtype} here, in partitions of "
+            f"{dtype}; quantized weights cannot be filled by others"
         )
-    values, numel = cast(saved.pieces[key].part(held.mine), dtype), held.mine.numel
-    return Part(held, key, planner.plan_fill(f"{held.name} ({key})", values, FlatRange(0, numel), on_host=on_host))
+    values = cast(saved[name].pieces[key].part(parameter.mine), dtype)
+    elements = FlatRange(0, parameter.mine.numel)
+    return Part(parameter, key, planner.plan_fill(f"{name} ({key})", values, elements, on_host=on_host))
 
 
 # -- filling ---------------------------------------------------------------------------------------------------------
@@ -309,12 +336,12 @@ def _fill(
     with progress_bar(plan.total_bytes, "Resuming", progress, ranks.rank) as update, reading:
         state.prepare()
         for number, parts in enumerate(plan.sub_groups):
-            nbytes = sum(part.held.numel for part in parts if part.key != FP32) * torch.float32.itemsize
+            nbytes = sum(part.parameter.numel for part in parts if part.key != FP32) * torch.float32.itemsize
             shortage = naming_shortage(f"optimizer states of sub-group {number}", nbytes)
             with shortage, state.memory(number, plan.moments) as (master, moments):
                 _fill_parts(parts, {FP32: master, **moments}, plan, executor)
         for part in plan.frozen:
-            with state.frozen_memory(part.held) as memory:
+            with state.frozen_memory(part.parameter) as memory:
                 _fill_parts([part], {FP32: memory}, plan, executor)
         for key, buffer in state.buffers.items():
             if key in replicated:
@@ -325,7 +352,7 @@ def _fill(
 
 def _fill_parts(parts: Sequence[Part], memory: Mapping[str, torch.Tensor], plan: Plan, executor: Executor) -> None:
     for part in parts:
-        mine, numel = memory[part.key].narrow(0, part.held.first, part.held.numel), part.held.mine.numel
+        mine, numel = memory[part.key].narrow(0, part.parameter.first, part.parameter.numel), part.parameter.mine.numel
         if part.fill is not None:
             mine[numel:].zero_()  # padding, which DeepSpeed steps as well
             executor.fill(part.fill, mine[:numel], plan.planner.values, plan.planner.constants)

@@ -81,8 +81,8 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
         raise CheckpointError(f"{path}: its 'shared_params' are malformed")
     if stage == 2:
         known = {*trained, *shared, *buffers}
-        rest = {name: each for name, each in module.items() if isinstance(name, str) and isinstance(each, Tensor)}
-        others = {name: files.replicated(first, name, each) for name, each in rest.items() if name not in known}
+        rest = {name: value for name, value in module.items() if isinstance(name, str) and isinstance(value, Tensor)}
+        others = {name: files.replicated(first, name, value) for name, value in rest.items() if name not in known}
         frozen = frozen if frozen is not None else ({} if others else None)
     else:
         others = {name: files.fragments(models, name, shape) for name, shape in (frozen or {}).items()}
@@ -120,7 +120,7 @@ def saved_by(load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
 def _names(folder: str) -> tuple[list[str], list[str]]:
     """Return the files of model states and those of optimizer states, by rank."""
     names = sorted(os.listdir(folder))
-    found: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
+    by_kind: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
     for name in names:
         match = _STATES.fullmatch(name)
         is_other = name.startswith(("mp_rank_", "layer_", "expp_rank_")) and name != _STATES_FOR_ALL
@@ -131,13 +131,13 @@ def _names(folder: str) -> tuple[list[str], list[str]]:
             )
         if match is not None:
             rank = int(match[1] or 0)
-            other = found[match[3] or "model"].setdefault(rank, name)
+            other = by_kind[match[3] or "model"].setdefault(rank, name)
             if other != name:
                 raise CheckpointError(
                     f"{folder}: {other} and {name} are both of rank {rank}: two jobs saved into one folder; remove the "
                     "files of one"
                 )
-    models, optims = ([by_rank[rank] for rank in sorted(by_rank)] for by_rank in found.values())
+    models, optims = ([by_rank[rank] for rank in sorted(by_rank)] for by_rank in by_kind.values())
     if not models or not optims:
         raise CheckpointError(
             f"{folder}: holds no {'optimizer' if models else 'model'} states of ZeRO: expected files "
@@ -172,7 +172,7 @@ def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects]
     for file in optims:
         count = zero_state(file, stage).get("partition_count")
         # Stages 1 and 2 save it for each group.
-        if isinstance(count, list) and count and all(type(each) is int and each == count[0] for each in count):
+        if isinstance(count, list) and count and all(type(number) is int and number == count[0] for number in count):
             count = count[0]
         counts[file.path] = count
     for path, count in counts.items():
@@ -194,8 +194,8 @@ def _replicated(files: Files) -> dict[str, SavedParameter]:
     file = files.open(REPLICATED_FILE)
     tree, path = file.tree, file.path
     masters = at(at(tree, "whole", dict, path), "masters", dict, path)
-    held = {**at(tree, "buffers", dict, path), **at(tree, "parameters", dict, path), **masters}
-    return {name: files.replicated(file, name, tensor) for name, tensor in held.items()}
+    tensors = {**at(tree, "buffers", dict, path), **at(tree, "parameters", dict, path), **masters}
+    return {name: files.replicated(file, name, tensor) for name, tensor in tensors.items()}
 
 
 def _checked(file: TorchObjects, shapes: Any) -> dict[str, Shape]:
@@ -229,9 +229,9 @@ class Files:
     def flat(self, file: TorchObjects, tensor: Any, what: str, size: int | None) -> Source:
         """Return where the elements of a tensor lie: `size` of them, or any number if that is None."""
         if not isinstance(tensor, Tensor) or (size is not None and math.prod(tensor.size) != size):
-            held = f"is of shape {tensor.size}" if isinstance(tensor, Tensor) else "is absent"
+            actual = f"is of shape {tensor.size}" if isinstance(tensor, Tensor) else "is absent"
             expected = "a tensor" if size is None else f"{size} elements"
-            raise CheckpointError(f"{file.path}: {what} {held}, expected {expected}, as the model states say")
+            raise CheckpointError(f"{file.path}: {what} {actual}, expected {expected}, as the model states say")
         expression = file.expression(tensor, what)
         if not isinstance(expression, Source):
             raise CheckpointError(f"{file.path}: {what} is not contiguous")
@@ -263,8 +263,8 @@ class Files:
     def fragments(self, models: Sequence[TorchObjects], name: str, shape: Shape) -> SavedParameter:
         """Return a frozen parameter of which each rank saved its partition."""
         size, what = partition_numel(math.prod(shape), len(models)), f"fragment of {name}"
-        held = [(file, at(file.tree, "frozen_param_fragments", dict, file.path).get(name)) for file in models]
-        saved = place_fragments(name, shape, [self.flat(file, each, what, size) for file, each in held])
+        tensors = [(file, at(file.tree, "frozen_param_fragments", dict, file.path).get(name)) for file in models]
+        saved = place_fragments(name, shape, [self.flat(file, tensor, what, size) for file, tensor in tensors])
         whole = at(models[0].tree, "module", dict, models[0].path).get(name)
         if isinstance(whole, Tensor) and whole.dtype.is_floating_point != saved.dtype.is_floating_point:
             raise UnsupportedError(
@@ -301,10 +301,10 @@ class Files:
 def zero_state(file: TorchObjects, stage: int) -> dict[str, Any]:
     """Return the saved state of a ZeRO optimizer of a stage: 3, or 2 for 1 and 2, which are saved alike."""
     state: dict[str, Any] = at(file.tree, "optimizer_state_dict", dict, file.path)
-    found = member(state.get("zero_stage", 1), _STAGES)  # BF16_Optimizer, which is stage 1, does not save it
-    if found not in ((3,) if stage == 3 else (1, 2)):
+    saved_stage = member(state.get("zero_stage", 1), _STAGES)  # BF16_Optimizer, which is stage 1, does not save it
+    if saved_stage not in ((3,) if stage == 3 else (1, 2)):
         expected = "3" if stage == 3 else "1 or 2"
-        raise UnsupportedError(f"{file.path}: was saved under ZeRO stage {shown(found)}, expected {expected}")
+        raise UnsupportedError(f"{file.path}: was saved under ZeRO stage {shown(saved_stage)}, expected {expected}")
     if state.get("ds_zero_partition_groups") is not None:
         raise UnsupportedError(f"{file.path}: has experts that are partitioned among fewer ranks (AutoEP)")
     return state
@@ -321,9 +321,9 @@ def trained_parameters(
         mine, others = _states_of(files, file, groups, rank, len(optims), stage)
         flats.append(mine)
         scalars.append(others)
-        if any(one.keys() != flats[0][0].keys() for one in mine):
+        if any(group.keys() != flats[0][0].keys() for group in mine):
             raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(sorted(flats[0][0]))}")
-        if [one.get("step") for one in others] != [one.get("step") for one in scalars[0]]:
+        if [group.get("step") for group in others] != [group.get("step") for group in scalars[0]]:
             raise CheckpointError(
                 f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
                 "earlier one did not end; take another checkpoint"
@@ -363,11 +363,13 @@ def _paddings(optims: Sequence[TorchObjects], groups: Sequence[Mapping[str, Shap
     """Return how many elements lie behind each parameter of each group. Releases before 0.19.5 pad nothing."""
     none = [[0] * len(group) for group in groups]
     read = [zero_state(file, 2).get("param_alignment_paddings", none) for file in optims]
-    found: list[Any] = read[0] if isinstance(read[0], list) else []
-    is_right = [len(each) if isinstance(each, list) else -1 for each in found] == [len(group) for group in groups]
-    if not is_right or any(type(each) is not int or not 0 <= each < 1 << 20 for group in found for each in group):
+    paddings: list[Any] = read[0] if isinstance(read[0], list) else []
+    is_right = [len(group) if isinstance(group, list) else -1 for group in paddings] == [len(group) for group in groups]
+    if not is_right or any(
+        type(padding) is not int or not 0 <= padding < 1 << 20 for group in paddings for padding in group
+    ):
         raise CheckpointError(f"{optims[0].path}: its 'param_alignment_paddings' are malformed")
     for file, other in zip(optims, read, strict=True):
-        if other != found:
+        if other != paddings:
             raise CheckpointError(f"{file.path}: pads parameters differently than {os.path.basename(optims[0].path)}")
-    return found
+    return paddings

@@ -41,11 +41,9 @@ from lowmem_load.planning.ranges import FlatRange, partition_numel
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Entries of the model states that count steps."""
 
-OF_DEEPSPEED = frozenset(
-    {
-        *("module", "optimizer", "lr_scheduler", "data_sampler", "random_ltd", "global_steps", "skipped_steps"),
-        *("dp_world_size", "mp_world_size", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
-    }
+OF_DEEPSPEED = (
+    *("module", "optimizer", "lr_scheduler", "data_sampler", "random_ltd", "global_steps", "skipped_steps"),
+    *("dp_world_size", "mp_world_size", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
 )
 """Entries of the model states that are not client state: those that DeepSpeed's `load_checkpoint` leaves out."""
 
@@ -124,7 +122,7 @@ def place_groups(
 
     `paddings` are the elements behind each parameter of each group under stages 1 and 2; None under stage 3.
     """
-    found: dict[str, SavedParameter] = {}
+    parameters: dict[str, SavedParameter] = {}
     for number, group in enumerate(groups):
         of_ranks = {key: tuple(by_group[number][key] for by_group in flats) for key in flats[0][number]}
         start = needed = 0
@@ -137,12 +135,12 @@ def place_groups(
                 pieces = {key: Pieces(ranks, ranks[0].shape[0], shift=start) for key, ranks in of_ranks.items()}
                 needed = start + math.prod(shape)
                 start = needed + paddings[number][position]
-            found[name] = SavedParameter(name, tuple(shape), pieces, number, scalars[number])
+            parameters[name] = SavedParameter(name, tuple(shape), pieces, number, scalars[number])
         for ranks in of_ranks.values():
             _check_dtypes(ranks)
             if paddings is not None:
                 _check_chain(ranks, needed)
-    return found
+    return parameters
 
 
 def _check_dtypes(flats: Sequence[Source]) -> None:
@@ -200,16 +198,16 @@ class Checkpoint:
     def of_module(self) -> dict[str, SavedParameter]:
         """The parameters in the module's state dict. Partial ZeRO-3 may give the optimizer others too."""
         module = at(self.states[0].tree, "module", dict, self.states[0].path)
-        return {name: one for name, one in self.parameters.items() if name in module}
+        return {name: parameter for name, parameter in self.parameters.items() if name in module}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The hyperparameters of each of the optimizer's groups."""
         groups = base_optimizer(self.optimizer, self.folder).get("param_groups")
-        found = plain(groups, f"{self.folder}: param_groups", self._reader(None))
-        if not isinstance(found, list) or not all(isinstance(group, dict) for group in found):
+        param_groups = plain(groups, f"{self.folder}: param_groups", self._reader(None))
+        if not isinstance(param_groups, list) or not all(isinstance(group, dict) for group in param_groups):
             raise CheckpointError(f"{self.folder}: its optimizer's param_groups are no list of dicts")
-        return found
+        return param_groups
 
     @property
     def loss_scaler(self) -> tuple[str, dict[str, Any]]:
@@ -266,39 +264,39 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None) -> str | None:
         with open(path, encoding="utf-8", errors="replace") as file:
             tag = file.read(4096).strip()
     tag = str(tag)
-    found = os.path.join(root, tag)
-    if tag in ("", os.curdir, os.pardir) or os.path.basename(tag) != tag or not os.path.isdir(found):
+    path_of_tag = os.path.join(root, tag)
+    if tag in ("", os.curdir, os.pardir) or os.path.basename(tag) != tag or not os.path.isdir(path_of_tag):
         there = sorted(entry.name for entry in os.scandir(root) if entry.is_dir()) if os.path.isdir(root) else []
         raise CheckpointError(
             f"{root}: no checkpoint {tag!r}, which {named_by!r} names; there are: {listed(there) or 'none'}"
         )
-    return found
+    return path_of_tag
 
 
 def base_optimizer(zero: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     """Return the state dict of torch's optimizer in that of a ZeRO optimizer."""
     key = "optimizer_state_dict" if "optimizer_state_dict" in zero else "base_optimizer_state"
-    found: dict[str, Any] = at(zero, key, dict, path)
-    return found
+    state: dict[str, Any] = at(zero, key, dict, path)
+    return state
 
 
 def at(tree: Any, key: str | int, kind: type, path: str) -> Any:
     """Return an entry of a tree; raise CheckpointError if there is none of this kind."""
-    found = tree.get(key) if isinstance(tree, dict) else None
-    if not isinstance(found, kind):
+    entry = tree.get(key) if isinstance(tree, dict) else None
+    if not isinstance(entry, kind):
         raise CheckpointError(f"{path}: no {key!r} in it; it is no checkpoint that DeepSpeed has saved under ZeRO")
-    return found
+    return entry
 
 
 def differences_of(
-    found: Mapping[str, Shape], expected: Mapping[str, Shape], unknown: Iterable[str], owner: str
+    saved: Mapping[str, Shape], expected: Mapping[str, Shape], unknown: Iterable[str], owner: str
 ) -> str:
     """Return how saved parameters differ from expected ones; "" if not. The owner does not have the `unknown` ones."""
     shapes = [
-        f"{name} is {found[name]}, not {shape}" for name, shape in expected.items() if found.get(name, shape) != shape
+        f"{name} is {saved[name]}, not {shape}" for name, shape in expected.items() if saved.get(name, shape) != shape
     ]
     lists = {
-        "missing": sorted(set(expected) - set(found)),
+        "missing": sorted(set(expected) - set(saved)),
         f"not in the {owner}": sorted(unknown),
         "of another shape": shapes,
     }

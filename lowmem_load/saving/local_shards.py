@@ -104,8 +104,10 @@ class LocalShard:
             from lowmem_load.ds.parameters import master_partition, partition_in_memory
 
             is_master, tensor, name = self.is_master, self.tensor, self.source.name
-            held = contextlib.nullcontext(master_partition(tensor)) if is_master else partition_in_memory(tensor, name)
-            with held as partition:
+            if is_master:
+                yield master_partition(tensor).detach()
+                return
+            with partition_in_memory(tensor, name) as partition:
                 yield partition.detach()
 
 
@@ -162,11 +164,11 @@ def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalSha
                 f"{f', with {len(open_ones) - 1} more' if len(open_ones) > 1 else ''}. Changes reach the partitions "
                 "when the block ends: call save_model after it, on all ranks"
             )
-    found: dict[int, LocalShard] = {}
+    shards: dict[int, LocalShard] = {}
     for name, tensor in (*named, *model.named_buffers()):
-        if id(tensor) not in found:
-            found[id(tensor)] = local_shard_of(name, tensor, rank, masters=masters)
-    return list(found.values())
+        if id(tensor) not in shards:
+            shards[id(tensor)] = local_shard_of(name, tensor, rank, masters=masters)
+    return list(shards.values())
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

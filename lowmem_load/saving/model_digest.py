@@ -72,7 +72,7 @@ def model_digest(model: nn.Module) -> dict[str, str]:
             sums = np.array([part.sums for part in together], "<u8")
             step.payload = base64.b64encode(sums.tobytes()).decode()
             step.digest = {"tensors": fingerprint(part.names[0] for part in together)}
-        pieces = [np.frombuffer(base64.b64decode(each), "<u8").reshape(-1, LANES) for each in step.payloads]
+        pieces = [np.frombuffer(base64.b64decode(text), "<u8").reshape(-1, LANES) for text in step.payloads]
         for number, part in enumerate(together):
             part.sums = add(piece[number].tolist() for piece in pieces)
     return {part.names[0]: part.hexdigest() for part in parts}

@@ -37,8 +37,8 @@ from lowmem_load.saving.writer import (
     Write,
     Writer,
     digest_of,
-    held_writes,
     lay_out_saved,
+    own_writes,
     plan_writes,
     total_bytes,
 )
@@ -98,9 +98,9 @@ def save_model(
     model, uses_masters = unwrapped(model), dtype == torch.float32 and not merge_adapters
     options = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": save_pretrained_kwargs}
     describe = functools.partial(_describe, model, merge_adapters, options)
-    given = {"max_shard_size": max_shard_size, "dtype": dtype, "merge_adapters": merge_adapters}
-    given |= save_pretrained_kwargs
-    return save_described(model, folder, describe, given, masters=uses_masters, also=processors, progress=progress)
+    arguments = {"max_shard_size": max_shard_size, "dtype": dtype, "merge_adapters": merge_adapters}
+    arguments |= save_pretrained_kwargs
+    return save_described(model, folder, describe, arguments, masters=uses_masters, also=processors, progress=progress)
 
 
 def _describe(
@@ -139,11 +139,11 @@ def save_described(
                 step.digest["files"] = listed([f"{file.name} ({file.nbytes} bytes)" for file in planned.files])
                 step.digest["headers of the files"] = digest_of(planned.files)
                 step.payload = planned.own_bytes, target, node_name(ranks.rank)
-            each, targets, nodes = zip(*step.payloads, strict=True)
-            if sum(each) != planned.all_bytes:  # see [Note: the plan read backwards]
+            nbytes, targets, nodes = zip(*step.payloads, strict=True)
+            if sum(nbytes) != planned.all_bytes:  # see [Note: the plan read backwards]
                 raise PlanError(
-                    f"{save.folder}: the ranks hold {sum(each)} bytes of {planned.all_bytes} that are to be written "
-                    f"(by rank: {', '.join(map(str, each))}); were all ranks of the model called?"
+                    f"{save.folder}: the ranks hold {sum(nbytes)} bytes of {planned.all_bytes} that are to be written "
+                    f"(by rank: {', '.join(map(str, nbytes))}); were all ranks of the model called?"
                 )
             with save.staging(planned, targets) as staging:
                 past_cache = len(set(nodes)) > 1 and has_caches_apart(target)
@@ -188,7 +188,7 @@ class _Save:
         saved, merges = describe(scratch, {id(shard.tensor): shard.source for shard in shards})
         files = [lay_out_saved(file, scratch) for file in saved]
         writes = plan_writes(files)
-        mine = held_writes(writes, {shard.source.name: shard.mine for shard in shards})
+        mine = own_writes(writes, {shard.source.name: shard.mine for shard in shards})
         self.report.files = {file.name: file.nbytes for file in files}
         used = {write.parameter for write in writes}
         self.report.num_masters = sum(shard.is_master for shard in shards if shard.source.name in used)
@@ -231,15 +231,15 @@ class _Save:
         bar = progress_bar(total, "Saving partitions", show_progress, self.ranks.rank)
         with bar as update, Writer(paths, on_bytes, past_cache=past_cache) as writer:
             todo = _in_turn(planned.writes, len(planned.files), self.ranks)
-            found = {id(shard.tensor): shard for shard in planned.shards.values()}
+            shards = {id(shard.tensor): shard for shard in planned.shards.values()}
             for merge in planned.merges:
-                self._write_merged(merge, [found[id(parameter)] for parameter in merge.parameters], writer, todo)
+                self._write_merged(merge, [shards[id(parameter)] for parameter in merge.parameters], writer, todo)
             with self.ranks.step("writing", name=self.folder, progress=progress):
                 with report.phase("write"):
                     for name, writes in todo.items():
                         with planned.shards[name].memory() as pieces:
                             for memory, first in pieces:
-                                writer.write_held(writes, memory, first)
+                                writer.write_parts(writes, memory, first)
                         report.sample_memory()
                 with report.phase("sync"):
                     writer.sync()

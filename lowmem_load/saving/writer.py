@@ -153,10 +153,10 @@ def lay_out_zip(name: str, tensors: Mapping[str, Expression], scratch: Path) -> 
         described = TorchZip().describe(file)
         starts, spans = {}, {(file.nbytes, file.nbytes)}
         for key, part in tensors.items():
-            found = described.expression(key)
-            assert isinstance(found, Source)  # of a contiguous tensor
-            starts[key] = found.start
-            spans.add((found.start, found.start + math.prod(part.shape) * part.dtype.itemsize))
+            data = described.expression(key)
+            assert isinstance(data, Source)  # of a contiguous tensor
+            starts[key] = data.start
+            spans.add((data.start, data.start + math.prod(part.shape) * part.dtype.itemsize))
         others, at = {}, 0
         for start, end in sorted(spans):
             if start > at:
@@ -191,9 +191,9 @@ class Write:
         """Bytes written."""
         return self.copy.nest.numel * self.dtype.itemsize
 
-    def within(self, held: FlatRange) -> Iterator[Write]:
-        """Yield the parts of this write whose elements of the parameter lie in `held`."""
-        for nest in self.copy.nest.clipped(held.start, held.end, "source"):
+    def within(self, span: FlatRange) -> Iterator[Write]:
+        """Yield the parts of this write whose elements of the parameter lie in `span`."""
+        for nest in self.copy.nest.clipped(span.start, span.end, "source"):
             yield replace(self, copy=replace(self.copy, nest=nest))
 
 
@@ -229,11 +229,11 @@ def _needs_gathering(what: str, leaf: Leaf) -> UnsupportedError:
     )
 
 
-def held_writes(writes: Iterable[Write], held: Mapping[str, Sequence[FlatRange]]) -> dict[str, list[Write]]:
+def own_writes(writes: Iterable[Write], owned: Mapping[str, Sequence[FlatRange]]) -> dict[str, list[Write]]:
     """Return the parts of the writes that a rank does, by parameter, given the elements that it writes of each."""
     mine: dict[str, list[Write]] = {}
     for write in writes:
-        parts = [part for span in held[write.parameter] for part in write.within(span)]
+        parts = [part for span in owned[write.parameter] for part in write.within(span)]
         if parts:
             mine.setdefault(write.parameter, []).extend(parts)
     return mine
@@ -268,11 +268,12 @@ class Writer:
             with contextlib.suppress(OSError):  # `sync` has raised if anything was lost
                 os.close(self._opened[1])
 
-    def write_held(self, writes: Iterable[Write], memory: torch.Tensor, first: int) -> None:
+    def write_parts(self, writes: Iterable[Write], memory: torch.Tensor, first: int) -> None:
         """Write the parts of some writes that lie in `memory`. See `write`."""
-        held = FlatRange(first, first + memory.numel())
-        for part in (part for write in writes for part in write.within(held)):
-            self.write(part, memory, first)
+        span = FlatRange(first, first + memory.numel())
+        for write in writes:
+            for part in write.within(span):
+                self.write(part, memory, first)
 
     def write(self, write: Write, memory: torch.Tensor, first: int) -> None:
         """Write elements of a parameter. `memory` is flat; its first element is element `first` of the parameter."""

@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightConverter, dot_natural_key
 
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import partition_range
-from lowmem_load.saving.writer import Writer, held_writes, plan_writes, total_bytes
+from lowmem_load.saving.writer import Writer, own_writes, plan_writes, total_bytes
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from tests.conversions import mappings
 from tests.conversions.mappings import DTYPES, Case, Chain
@@ -72,7 +72,7 @@ def test_all_ranks_write_what_transformers_gives(chain: Chain, tmp_path: Path) -
             for rank in range(world_size):
                 held = {name: partition_range(value.numel(), rank, world_size) for name, value in model.items()}
                 with Writer([path], lambda _: None) as writer:
-                    for name, parts in held_writes(writes, {name: [span] for name, span in held.items()}).items():
+                    for name, parts in own_writes(writes, {name: [span] for name, span in held.items()}).items():
                         mine = model[name].reshape(-1)[held[name].start : held[name].end].clone()
                         for write in parts:
                             writer.write(write, mine, held[name].start)

@@ -36,7 +36,7 @@ from tests.together import plan_of
 
 MIB, GIB = 1 << 20, 1 << 30
 B = 10**9
-MODEL = Model(8 * B, B, 1000, 2, 8, host_bytes=100 * MIB, device_bytes=MIB)
+MODEL = Model(8 * B, B, 2, 8, host_bytes=100 * MIB, device_bytes=MIB)
 PROCESS = Memory(anonymous_bytes=GIB, file_bytes=GIB)
 
 
@@ -102,16 +102,15 @@ def test_stock_reads_all_files_on_rank_0(tmp_path: Path) -> None:
 @pytest.mark.parametrize("offload", [("none", "none"), ("cpu", "none"), ("cpu", "cpu")])
 @pytest.mark.parametrize(("world_size", "gpus_per_node"), [(1, 1), (8, 8), (16, 8), (4096, 8)])
 def test_the_estimate_equals_deepspeeds(offload: tuple[str, str], world_size: int, gpus_per_node: int) -> None:
-    model = replace(MODEL, persistent_elements=0)
     host, device, _ = estimate_zero3_model_states_mem_needs(
-        *(model.num_elements, model.largest_layer),
+        *(MODEL.num_elements, MODEL.largest_layer),
         num_gpus_per_node=gpus_per_node,
         num_nodes=world_size // gpus_per_node,
         cpu_offload=offload[0] != "none",
         cpu_offload_params=offload[1] != "none",
         zero_init=True,
     )
-    found = training(model, world_size, gpus_per_node, *offload)
+    found = training(MODEL, world_size, gpus_per_node, *offload)
     assert (found[0], found[2]) == (device, 0)
     assert found[1] == pytest.approx(host, abs=1)
 
@@ -125,9 +124,9 @@ def training(
 
 def test_the_estimate_goes_by_the_ds_config() -> None:
     device, host, _ = training(MODEL, 8, 8)
-    assert device == 4 * B + 18 * B + 2 * MODEL.persistent_elements
+    assert device == 4 * B + 18 * B
     assert device - training(replace(MODEL, state_bytes=0), 8, 8)[0] == 8 * B
-    in_fp32 = training(replace(MODEL, item_bytes=4, persistent_elements=0), 8, 8)
+    in_fp32 = training(replace(MODEL, item_bytes=4), 8, 8)
     assert in_fp32[0] == 22 * B + 2 * B + 4 * B  # a partition, and the largest layer with its gradient
     _, on_nvme, disk = training(MODEL, 16, 8, "nvme", "cpu")
     _, on_cpu, no_disk = training(MODEL, 16, 8, "cpu", "cpu")
@@ -161,27 +160,18 @@ def test_a_job_says_how_many_ranks_each_node_has(world_size: int, words: str) ->
 
 def test_a_layer_in_fp32_and_a_second_copy_of_parameters_count() -> None:
     assert training(MODEL, 16, 8, hpz_ranks=8)[0] - training(MODEL, 16, 8)[0] == 2 * 8 * B // 8
-    in_fp32 = training(replace(MODEL, item_bytes=4, persistent_elements=0), 16, 8)
+    in_fp32 = training(replace(MODEL, item_bytes=4), 16, 8)
     assert in_fp32[0] == 8 * B + 20 * 8 * B // 16
 
 
 @pytest.mark.parametrize(
     ("optimizer", "state_bytes"),
-    [
-        *(({}, 8), ({"type": "AdamW"}, 8), ({"type": "SGD"}, 0), ({"type": "SGD", "params": {"momentum": 0.9}}, 4)),
-        *(({"type": "Lion"}, 4), ({"type": "SomethingElse"}, 8)),
-    ],
+    [({}, 8), ({"type": "AdamW"}, 8), ({"type": "SGD"}, 4), ({"type": "Lion"}, 4), ({"type": "SomethingElse"}, 8)],
 )
 def test_a_model_is_read_off_its_plan(optimizer: dict[str, Any], state_bytes: int, tmp_path: Path) -> None:
     plan, _ = planned(tiny_llama(tmp_path), "cpu")
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 100}
-    settings = read_settings({"zero_optimization": zero, "optimizer": optimizer}, world_size=2)
+    settings = read_settings({"zero_optimization": {"stage": 3}, "optimizer": optimizer}, world_size=2)
     model = model_of(plan, settings, is_host=True)
-    small = [target.numel for target in plan.targets if target.numel <= 100]
-    assert model.persistent_elements == sum(small) > 0
-    limited = {**zero, "stage3_model_persistence_threshold": sum(small) - 1}
-    fewer = model_of(plan, read_settings({"zero_optimization": limited}, world_size=2), is_host=True)
-    assert model.persistent_elements - fewer.persistent_elements == small[-1]
     assert model.num_elements == sum(target.numel for target in plan.targets)
     assert model.largest_layer == max(target.numel for target in plan.targets)  # no layer here has two parameters
     assert (model.item_bytes, model.state_bytes) == (4, state_bytes)

@@ -16,7 +16,7 @@ from lowmem_load.hf.saver import SavedFile
 from lowmem_load.planning.expression import Computed, Expression, Source
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.saving import writer as writer_module
-from lowmem_load.saving.writer import FileLayout, Writer, held_writes, lay_out_saved, plan_writes, total_bytes
+from lowmem_load.saving.writer import FileLayout, Writer, lay_out_saved, own_writes, plan_writes, total_bytes
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from tests.storage import PageCache
 
@@ -77,7 +77,7 @@ def test_all_ranks_together_write_each_byte_once(
             held = {name: partition_range(value.numel(), rank, world_size) for name, value in values.items()}
             spans = {name: [span] for name, span in held.items()}
             with Writer([path], lambda _: None) as writer:
-                for name, parts in held_writes(writes, spans).items():
+                for name, parts in own_writes(writes, spans).items():
                     mine = values[name].reshape(-1)[held[name].start : held[name].end].clone()  # nothing else is there
                     for write in parts:
                         writer.write(write, mine, held[name].start)
@@ -105,7 +105,7 @@ def test_nodes_that_cache_pages_write_past_them(
             monkeypatch.setattr(writer_module, "os", cache)
             writers.append(Writer([path], lambda _: None, past_cache=past_cache))
             held = {name: [partition_range(value.numel(), rank, world_size)] for name, value in values.items()}
-            for name, parts in held_writes(writes, held).items():
+            for name, parts in own_writes(writes, held).items():
                 for write in parts:
                     writers[-1].write(write, values[name].reshape(-1), 0)
         for writer, cache in zip(writers, caches, strict=True):
@@ -141,7 +141,7 @@ def test_a_partition_is_one_write_of_its_own_memory(tmp_path: Path) -> None:
     """No copy: a parameter that is saved as it is goes to the file in one call, straight from where it lies."""
     leaf = Source("", "p", 0, (10, 10), torch.float32)
     layout = layout_of("f", {"p": leaf})
-    ((write,),) = held_writes(plan_writes([layout]), {"p": [FlatRange(34, 67)]}).values()
+    ((write,),) = own_writes(plan_writes([layout]), {"p": [FlatRange(34, 67)]}).values()
     assert write.nbytes == 33 * 4
     (tmp_path / "f").write_bytes(bytes(layout.nbytes))
     with Writer([tmp_path / "f"], lambda _: None) as writer:
