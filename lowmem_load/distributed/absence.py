@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from lowmem_load.errors import listed
 NOTICE_S = 30.0
 """Seconds that a rank waits before it says for whom. Before each further line it waits twice as long."""
 
-NUM_SHOWN = 4
+MAX_SHOWN = 4
 """Ranks of which a line says what they do."""
 
 CONNECT_S = 5.0
@@ -42,37 +41,9 @@ def say_who_is_absent(rank: int, waited_s: float, place: str, absent: str) -> No
 
 
 def absent_text(absent: Mapping[int, str]) -> str:
-    """Return ranks that have not come as text, given what is known of each; "" if there are none."""
-    processes = launched_processes() if NO_CALL in absent.values() else {}
-    # Ranks of other machines have no process here, and in some containers no process can be looked at.
-    are_all_here = os.environ.get("RANK") in processes and _is_one_machine()
-    details = []
-    for rank, text in absent.items():
-        pid = processes.get(str(rank))
-        if text != NO_CALL:
-            details.append(f"rank {rank} {text}")
-        elif pid is None and are_all_here:
-            details.append(f"rank {rank} has no process on this machine any more, where all ranks were started")
-        else:
-            details.append(f"rank {rank} {text}" + (f", pid {pid}" if pid else ""))
-    return f"rank(s) {spell_ranks([*absent])} ({listed(details, NUM_SHOWN)})" if absent else ""
-
-
-def launched_processes() -> dict[str, int]:
-    """Return the processes of this machine that the launcher of this one has started, by RANK, as far as they show."""
-    wanted = [f"{name}={os.environ.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT")]
-    processes: dict[str, int] = {}
-    for pid in sorted(int(folder.name) for folder in Path("/proc").glob("[0-9]*")):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            variables = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
-            rank = next((text[5:] for text in variables if text.startswith("RANK=")), "")
-            if rank and set(wanted) <= set(variables):
-                processes.setdefault(rank, pid)  # its children come later, with the same variables
-    return processes
-
-
-def _is_one_machine() -> bool:
-    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    """Return ranks that have not come as text, given what is known of them; "" if there are none."""
+    details = listed([f"rank {rank} {text}" for rank, text in absent.items()], MAX_SHOWN)
+    return f"rank(s) {spell_ranks([*absent])} ({details})" if absent else ""
 
 
 _numbers = itertools.count(1)  # of groups that this process has made

@@ -11,9 +11,8 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from lowmem_load.distributed.heartbeat import Limits, Progress
 from lowmem_load.distributed.live_group import default_group, default_store, new_client, require_live
-from lowmem_load.distributed.store_channel import PART, Group, StoppedError, StoreChannel
+from lowmem_load.distributed.store_channel import Group, StoppedError, StoreChannel
 from lowmem_load.distributed.verdict import Entry, Verdict, verdict_on
 from lowmem_load.errors import ConfigError, RankError, error_text
 from lowmem_load.io.stand_ins import name_origins
@@ -31,9 +30,6 @@ MAX_TEXT = 20_000
 
 _KNOWN_TO = "_lowmem_load_known_to"
 """Attribute of errors: the ranks of the world that know of it."""
-
-PAYLOAD_PART = PART // 2
-"""Characters of a payload that a rank sends at a time: as a part of its heartbeat, where each may take two."""
 
 
 @dataclass(eq=False, slots=True)
@@ -111,31 +107,23 @@ class RankGroup:
             RankError: names each rank that failed, with its message. It is chained to this rank's own error, if any.
             BaseException: the block's own error, where there is one rank, or all ranks failed alike.
         """
-        step, entry, error, channel, limits = Step(), Entry(title, name), None, self._channel(), Limits()
-        parts: list[str] = []
+        step, entry, error = Step(), Entry(title, name), None
         with self._doing(entry.full_title, progress):
             try:
-                if channel is not None:
-                    absence_s = default_store().timeout.total_seconds()
-                    limits = channel.limits = Limits.from_environment(absence_s, is_prompt=is_prompt)
                 yield step
                 text = "" if step.payload is None else json.dumps(step.payload)
-                parts = [text[start : start + PAYLOAD_PART] for start in range(0, len(text), PAYLOAD_PART)]
-                payload = (len(parts), parts[0]) if parts else None
-                entry = Entry(title, name, digest=step.digest, payload=payload)
+                entry = entry._replace(digest=step.digest, payload=text)
             except BaseException as caught:  # also what is no Exception, such as asyncio's CancelledError
                 if self._all_know(caught):  # an inner step has ended with it, on all ranks of this one
                     raise
                 error = caught
                 name_origins(error)
-                entry = Entry(title, name, error_text(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
-            verdict = self._verdict(channel, entry, limits)
-            if not verdict.failures:
-                step.payloads = self._whole(channel, Entry(title, name), parts, verdict.payloads, limits)
-        if error is not None and (
-            verdict.is_alike or not verdict.failures or not isinstance(error, Exception | StoppedError)
-        ):
-            raise self._note_known(error)  # an interrupt stays one, now that the others know of it
+                entry = entry._replace(error=error_text(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
+            verdict = self._agree(entry, is_prompt=is_prompt)
+        step.payloads = [json.loads(str(text) or "null") for text in verdict.payloads]
+        # An interrupt stays one, now that the others know of it.
+        if error is not None and (verdict.is_alike or not isinstance(error, Exception | StoppedError)):
+            raise self._note_known(error)
         if verdict.failures:
             raise self._note_known(RankError(verdict.title, dict(verdict.failures))) from error
 
@@ -162,15 +150,15 @@ class RankGroup:
         channel = self._channel()
         return 0 if channel is None else self._members(channel).number
 
-    def leave(self, number: int, title: str, why: str) -> None:
-        """Tell the other ranks that this one does not come to step `number`, which has this title. For finalizers.
+    def leave(self, number: int, why: str) -> None:
+        """Tell the other ranks that this one does not come to step `number`. For finalizers.
 
         Local. Does nothing where the process group or the interpreter is at its end, or other steps have begun.
         """
         with contextlib.suppress(ConfigError):  # of a process that was forked meanwhile
             channel = self._channel() if dist.is_initialized() else None
             if channel is not None:
-                channel.leave(self._members(channel), number, title, why)
+                channel.leave(self._members(channel), number, why)
 
     def check(self) -> None:
         """Raise StoppedError if another rank has failed, or if the store is silent. Local; takes microseconds."""
@@ -184,46 +172,27 @@ class RankGroup:
         with contextlib.nullcontext() if channel is None else channel.doing(self._members(channel), what, progress):
             yield
 
-    def _verdict(self, channel: StoreChannel | None, entry: Entry, limits: Limits) -> Verdict:
+    def _agree(self, entry: Entry, *, is_prompt: bool) -> Verdict:
+        channel = self._channel()
         if channel is None:
             return verdict_on(dict.fromkeys(range(self.world_size), entry))
-        channel.limits = limits  # an inner step has set its own
         try:
-            return channel.agree(self._members(channel), entry)
+            return channel.agree(self._members(channel), entry, is_prompt=is_prompt)
         except BaseException as interrupt:
             self._note_known(interrupt)  # `agree` has told the others
             raise
 
-    def _whole(
-        self, channel: StoreChannel | None, entry: Entry, parts: list[str], firsts: Sequence[Any], limits: Limits
-    ) -> list[Any]:
-        """Return the payloads of all ranks, given of each the number of its parts and the first one. Collective."""
-        texts = [[text] for _, text in (first or (0, "null") for first in firsts)]
-        for number in range(1, max((first[0] for first in firsts if first), default=0)):
-            verdict = self._verdict(
-                channel, entry._replace(payload=parts[number] if number < len(parts) else ""), limits
-            )
-            if verdict.failures:
-                raise self._note_known(RankError(verdict.title, dict(verdict.failures)))
-            for text, part in zip(texts, verdict.payloads, strict=True):
-                text.append(part)
-        return [json.loads("".join(text)) for text in texts]
-
     def _channel(self) -> StoreChannel | None:
         if self.world_size == 1 or self.is_fake:
             return None
-        found = RankGroup._channels.get(default_group())
-        if found is None:
+        channel = RankGroup._channels.get(default_group())
+        if channel is None:
             store, life = default_store(), next(RankGroup._lives)
+            limits = Limits.from_environment(store.timeout.total_seconds())
             client = functools.partial(new_client, store, life)
-            found = RankGroup._channels[default_group()] = StoreChannel(client, dist.get_rank())
-            weakref.finalize(default_group(), found.end)
-        if found.pid != os.getpid():
-            raise ConfigError(
-                "this process was forked from a rank, whose connections it must not use; load in the rank itself, or "
-                "start this process by spawn"
-            )
-        return found
+            channel = RankGroup._channels[default_group()] = StoreChannel(client, dist.get_rank(), limits)
+            weakref.finalize(default_group(), channel.end)
+        return channel
 
     def _members(self, channel: StoreChannel) -> Group:
         group, members = self._group or default_group(), tuple(self._world_ranks())

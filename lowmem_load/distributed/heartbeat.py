@@ -1,10 +1,7 @@
 """Heartbeats: what a rank writes about itself each second, and how another rank judges it by them. Pure but for /proc.
 
 [Note: lost ranks] Clocks of different machines are never compared: a rank counts the seconds in which it saw no change.
-- A process of the same machine can be looked up, so its end is known at once. A lookup counts only after one found that
-  very process, with its start time: clones of one virtual machine have equal boot ids and process numbers.
-- A process that cannot be looked up is lost when its heartbeats stop. They come from a thread, which may wait for the
-  interpreter's lock; so the limit is `BUSY_FACTOR` times as long for a rank that runs code as for one that waits.
+- A rank whose heartbeats stop is lost: its process or its machine has ended, stands still, or cannot be reached.
 - A rank whose heartbeats come but which makes no progress may wait for a file server, so it gets much longer. Progress
   is what the step reports, such as bytes read. A step that runs other people's code, which may download or compile,
   reports none, and gets as long as the process group gives a collective.
@@ -15,12 +12,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from lowmem_load.distributed.environment import positive_number
-from lowmem_load.distributed.nodes import pid_space, start_time
 from lowmem_load.distributed.verdict import Entry
 
 SILENCE, GONE = "LOWMEM_LOAD_SILENCE_S", "LOWMEM_LOAD_GONE_S"
@@ -28,11 +24,9 @@ SILENCE, GONE = "LOWMEM_LOAD_SILENCE_S", "LOWMEM_LOAD_GONE_S"
 
 SAME_ORDER = "all ranks have to do the same loads and saves in the same order"
 
+
 NO_CALL = "has not called lowmem_load"
 """What is known of a rank that has sent no heartbeat."""
-
-BUSY_FACTOR = 1.5
-"""A busy rank may send no heartbeat for this many times as long as one that waits; see [Note: lost ranks]."""
 
 
 class Progress(NamedTuple):
@@ -60,52 +54,41 @@ class Limits(NamedTuple):
     """How long a rank waits for others, seconds."""
 
     silence_s: float = 300.0  # for a rank that sends heartbeats but makes no progress
-    gone_s: float = 11.0  # for a rank that sends no heartbeats and cannot be looked up, and for the store
+    # For a rank that sends no heartbeats, and for the store. Their thread may wait for the interpreter's lock while the
+    # rank runs C code, so less would give up ranks that are only busy.
+    gone_s: float = 25.0
     absence_s: float = 1800.0  # for a rank that has not come to the step
-    is_prompt: bool = False  # see `RankGroup.step`
 
     @classmethod
-    def from_environment(cls, absence_s: float, *, is_prompt: bool = False) -> Limits:
+    def from_environment(cls, absence_s: float) -> Limits:
         """Return the limits that the environment sets, else the defaults."""
         silence_s = positive_number(SILENCE, cls().silence_s, "seconds")
-        gone_s = positive_number(GONE, cls().gone_s, "seconds")
-        return cls(silence_s, gone_s, silence_s if is_prompt else absence_s, is_prompt)
+        return cls(silence_s, positive_number(GONE, cls().gone_s, "seconds"), absence_s)
 
 
 class Heartbeat(NamedTuple):
     """What a rank writes about itself."""
 
     num_beats: int  # that it has written so far, this one included
-    title: str  # of its step; "" between loads
-    detail: str  # how far that is, for messages
-    amount: int | None  # how far that is; None where the step does not report it
-    group: str  # name of the group of the step
+    who: str  # the process, for messages: pid and host
+    group: str  # name of the group of its step
     number: int  # of the step in the group
-    entry: Entry | None  # that this rank brings to the step; None until it has done its part
-    failed: Sequence[int]  # ranks that failed in this step, as far as this rank knows
-    pid_space: str  # this and the next two identify the process; see `nodes.py`
-    pid: int
-    started: str
-    host: str
-    absent: str = ""  # which ranks this one waits for, and what they do; see `StoreChannel`
+    title: str  # of the step; "" between loads
+    amount: int | None = None  # how far that is; None where the step does not report it
+    detail: str = ""  # how far that is, for messages
+    entry: Entry | None = None  # that this rank brings to the step; None until it has done its part
 
     @classmethod
     def decoded(cls, content: str) -> Heartbeat:
         """Return the heartbeat that was written as JSON."""
-        found = cls(*json.loads(content))
-        return found._replace(entry=found.entry and Entry(*found.entry))
-
-    @property
-    def who(self) -> str:
-        """The process, for messages."""
-        return f"pid {self.pid} on {self.host}"
+        beat = cls(*json.loads(content))
+        return beat._replace(entry=beat.entry and Entry(*beat.entry))
 
     @property
     def last_seen(self) -> str:
         """What the rank did, for messages."""
-        if not self.title:
-            return "between loads"
-        return f"{'after' if self.entry else 'while'} {self.title}" + f", {self.detail}" * bool(self.detail)
+        did = f"{'after' if self.entry else 'while'} {self.title}" + f", {self.detail}" * bool(self.detail)
+        return did if self.title else "between loads"
 
 
 class Peer:
@@ -114,82 +97,50 @@ class Peer:
     def __init__(self) -> None:
         self.heartbeat: Heartbeat | None = None
         self._changed_s = self._progress_s = 0.0  # when its number changed, and when anything else did
-        self._was_found = False  # whether a lookup found the process alive
 
     def note(self, heartbeat: Heartbeat, now_s: float) -> None:
         """Take the latest heartbeat."""
         before = self.heartbeat
-        if before is None or (heartbeat.pid, heartbeat.started) != (before.pid, before.started):
-            self._was_found, before = False, None
-        elif heartbeat.num_beats < before.num_beats:  # a connection that hung delivers it late
+        if before is not None and heartbeat.num_beats <= before.num_beats:  # a connection that hung delivers it late
             return
-        self.heartbeat = heartbeat
-        if before is None:  # while it lives: it may end at once
-            self.has_ended()
-        if before is None or heartbeat.num_beats != before.num_beats:
-            self._changed_s = now_s
+        self.heartbeat, self._changed_s = heartbeat, now_s
         if before is None or heartbeat._replace(num_beats=0, detail="") != before._replace(num_beats=0, detail=""):
             self._progress_s = now_s
 
-    def silent_s(self, now_s: float) -> float:
-        """Return for how long no heartbeat has come."""
-        return now_s - self._changed_s
-
-    def seen_in(self, group: str, number: int) -> Heartbeat | None:
+    def seen_at(self, group: str, number: int) -> Heartbeat | None:
         """Return the latest heartbeat, if the peer is in this step."""
         beat = self.heartbeat
-        return beat if beat is not None and (beat.group, beat.number) == (group, number) else None
+        return beat if beat is not None and (beat.group, beat.number) == (group, number) and beat.title else None
 
     def absence(self, group: str, number: int) -> str:
         """Return what is known of a peer that is not in this step; "" if it is."""
-        beat, here = self.heartbeat, self.seen_in(group, number)
-        if here is not None and here.title:
+        if self.seen_at(group, number):
             return ""
+        beat = self.heartbeat
         return NO_CALL if beat is None else f"was last seen {beat.last_seen} ({beat.who})"
 
-    def has_ended(self) -> bool | None:
-        """Look the process up; return None where this rank cannot know."""
-        beat = self.heartbeat
-        if beat is None or not beat.pid_space or beat.pid_space != pid_space():
-            return None
-        now = start_time(beat.pid)
-        self._was_found = self._was_found or now == beat.started
-        return None if now is None or not self._was_found else now != beat.started
-
-    def why_ended(self) -> str:
-        """Look the process up; return that it has ended, "" if it has not or this rank cannot know.
-
-        It does not say what the peer did last: ranks that lose the store with it have seen different heartbeats.
-        """
-        beat = self.heartbeat
-        return f"its process ({beat.who}) has ended" if beat and self.has_ended() else ""
-
-    def why_lost(self, limits: Limits, group: str, now_s: float, waited_s: float | None) -> str:
+    def why_lost(self, limits: Limits, group: str, number: int, now_s: float, waited_s: float | None) -> str:
         """Return the reason for giving up on the peer, seen from this rank's step; "" if there is none.
 
         `waited_s` is None for a busy rank.
         """
-        beat = self.heartbeat
-        if beat is not None and (ended := self.why_ended()):
-            return f"{ended}, {beat.last_seen}"
-        is_busy = beat is not None and beat.entry is None
-        still_s, gone_s = self.silent_s(now_s), limits.gone_s * (BUSY_FACTOR if is_busy else 1)
-        if beat is not None and beat.title and self.has_ended() is None and still_s > gone_s:
+        beat, still_s = self.heartbeat, now_s - self._progress_s
+        if beat is not None and beat.group == group and beat.number > number:
+            return f"has gone on without the others, last seen {beat.last_seen}"
+        if beat is not None and beat.title and now_s - self._changed_s > limits.gone_s:
             return (
-                f"has sent no heartbeat for more than {gone_s:g} s ({GONE}); its process ({beat.who}) or its "
-                f"machine has ended or cannot be reached; last seen {beat.last_seen}"
+                f"has sent no heartbeat for more than {limits.gone_s:g} s ({GONE}): its process ({beat.who}) or its "
+                f"machine has ended, stands still or cannot be reached; last seen {beat.last_seen}"
             )
         if beat is None or not beat.title or (beat.entry and beat.group != group):
-            if waited_s is None:
-                return ""
-            absent = f"has not come to this point in {limits.absence_s:g} s; {SAME_ORDER}"
-            return absent if waited_s > limits.absence_s else ""
+            if beat is not None and beat.entry and beat.entry.error and still_s > limits.gone_s:
+                return beat.entry.error  # those it waits for, in a step of another group, may wait for this rank
+            is_late = waited_s is not None and waited_s > limits.absence_s
+            return f"has not come to this point in {limits.absence_s:g} s; {SAME_ORDER}" if is_late else ""
         limit_s, origin = limits.silence_s, SILENCE
-        if is_busy and still_s <= limit_s:  # else its process is stopped: it sends nothing at all
-            still_s = now_s - self._progress_s
-            if beat.amount is None:
-                limit_s, origin = max(limit_s, limits.absence_s), "the timeout of the process group"
-        if still_s <= limit_s:
+        if beat.amount is None:
+            limit_s, origin = max(limit_s, limits.absence_s), "the timeout of the process group"
+        if beat.entry or still_s <= limit_s:
             return ""
         return (
             f"has made no progress for more than {limit_s:g} s ({origin}), {beat.last_seen}; look what its "

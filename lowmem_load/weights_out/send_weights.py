@@ -129,7 +129,7 @@ class Weights:
             yield tensors
         except GeneratorExit:
             why = f"its loop over the weights ended after {number} of {len(self.planned)} buckets"
-            self.ranks.leave(next_step, self._title(number + 1), why)
+            self.ranks.leave(next_step, why)
             raise
         except BaseException:
             with self._step(number + 1):

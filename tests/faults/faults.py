@@ -283,7 +283,7 @@ def _does_nothing(_: Scene) -> None:
 INTERRUPT = Fault("SIGINT", "interrupted", act=_sent(signal.SIGINT), match=r"rank {rank}: KeyboardInterrupt")
 PAUSE = Fault("SIGSTOP for a second", "loads", act=_stopped_briefly)
 DEATHS = tuple(
-    Fault(name, "dies", act=_sent(number), needs_heartbeats=True)
+    Fault(name, "dies", act=_sent(number), limit_s=SILENCE_S + LIMIT_S, needs_heartbeats=True)
     for name, number in {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM}.items()
 )
 STOP = Fault(
@@ -317,7 +317,9 @@ SWAP_OPEN = Moment("finishing", Call.OPEN, ".swp")
 NO_FOLDER = _errno(errno.EACCES, "for ever", "raises", Call.MKDIR)
 NO_SWAP_FILE = _errno(errno.EIO, "for ever", "raises", Call.OPEN)
 SHORT_WRITE = Fault("writes end after 64 KiB", "raises", Action.SHORT, 65536, -1, match=r"rank {rank}\b.*nvme_path")
-FAILED_WRITE = replace(_errno(errno.EIO, "once", "dies", Call.SUBMIT), needs_heartbeats=True)
+FAILED_WRITE = replace(
+    _errno(errno.EIO, "once", "dies", Call.SUBMIT), limit_s=SILENCE_S + LIMIT_S, needs_heartbeats=True
+)
 
 
 def _fill(scene: Scene) -> None:

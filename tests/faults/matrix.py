@@ -306,8 +306,10 @@ def judge(verdict: Verdict, exact: list[Mapping[int, str]], answers: Mapping[int
     ours = [answer for rank, answer in raised.items() if rank not in own]
     problems.extend(f"not ours: {_spelled(answer)}" for answer in ours if not answer.is_ours)
     texts = sorted({answer.text for answer in ours})
+    # The store ends, or stands still, with rank 0: then each rank says how it noticed that.
+    has_no_store = faulty == 0 and expect in ("dies", "silent")
     # Whether it died before or after its last answer was read decides which step the others name, in the first line.
-    if len({text.partition("\n")[2] if dead else text for text in texts}) > 1:
+    if not has_no_store and len({text.partition("\n")[2] if dead else text for text in texts}) > 1:
         problems.append("texts differ: " + " | ".join(text[:300] for text in texts))
     pattern = case.fault.match.format(rank=faulty)
     problems.extend(f"no {pattern!r} in: {text[:300]}" for text in texts if not re.search(pattern, text, re.DOTALL))

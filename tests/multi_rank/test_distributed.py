@@ -17,7 +17,6 @@ import pytest
 from lowmem_load import load_model
 from lowmem_load.distributed import absence, store_channel
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.distributed.store_channel import StoreChannel
 from lowmem_load.errors import CheckpointError, ConfigError, RankError
 from tests.ranks import run_ranks
 from tests.steps import payloads
@@ -296,17 +295,6 @@ def _nested_groups() -> None:
     interrupted = KeyboardInterrupt if mine == 2 else RankError
     expect(interrupted, "KeyboardInterrupt" * (mine != 2), lambda: outer_step(groups[0], KeyboardInterrupt()))
 
-    with pytest.MonkeyPatch.context() as patch:
-        ordinary, waits = StoreChannel.agree, []
-        patch.setattr(
-            StoreChannel, "agree", lambda self, *args: waits.append(self.limits.is_prompt) or ordinary(self, *args)
-        )
-        with world.step("outer"):
-            if mine > 0:
-                with world.subgroup(groups[0]).step("inner", is_prompt=True):
-                    pass
-        assert waits == ([True, False] if mine > 0 else [False]), "each step waits as long as its own limits say"
-
     def session() -> None:
         with world.session("the load"):
             inner_step(groups[0], ValueError("in a session"))
@@ -322,10 +310,10 @@ def test_a_step_of_some_ranks_that_fails_inside_a_step_of_all_fails_on_all() -> 
 
 def _long_payloads() -> None:
     """Rank function: payloads longer than the store takes at once, of another number of parts on each rank."""
-    from lowmem_load.distributed.group import PAYLOAD_PART
+    from lowmem_load.distributed.store_channel import PART
 
     ranks = DistributedInterface()
-    long = [None, '"' * (PAYLOAD_PART + 9), ["x" * PAYLOAD_PART, "\\" * PAYLOAD_PART, "y"]]
+    long = [None, '"' * (PART + 9), ["x" * PART, "\\" * PART, "y"]]
     assert payloads(ranks, long[ranks.rank]) == long
     assert payloads(ranks, ranks.rank) == [0, 1, 2], "all are at the same step again"
 

@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.release
 
 RANKS_PER_NODE, PORT = 2, 29_400
-LIMIT_S = 20.0
+LIMIT_S = 30.0
 """Seconds from a cut until all ranks have raised: the first node misses heartbeats, the second one the store."""
 
 
@@ -109,19 +109,6 @@ def test_nodes_whose_files_differ_under_one_path_do_not_load(
     texts = run(cable, load_error, str(path), str(tmp_path / "other"))
     assert len(set(texts)) == 1
     assert words in texts[0]
-
-
-def load_as_clones(node: int, path: str) -> str:
-    """Loads where the nodes cannot tell their process numbers apart, as clones of one virtual machine."""
-    from lowmem_load.distributed import heartbeat, store_channel
-
-    heartbeat.pid_space = store_channel.pid_space = lambda: "one boot id and one namespace"  # type: ignore[assignment]
-    return f"{os.getpid()} {load_error(node, path)}"
-
-
-def test_clones_of_one_machine_load(cable: Cable, checkpoints: Path) -> None:
-    answers = run(cable, load_as_clones, str(builders.tiny_llama(checkpoints)))
-    assert all(answer.endswith(" ") for answer in answers), answers
 
 
 def save_under_two_paths(node: int, path: str, folders: list[str]) -> list[str]:

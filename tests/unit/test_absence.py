@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from lowmem_load.distributed import absence, store_channel
-from lowmem_load.distributed.absence import Arrivals, absent_text, launched_processes
-from lowmem_load.distributed.heartbeat import NO_CALL, Heartbeat, Limits
-from lowmem_load.distributed.nodes import pid_space, start_time
-from lowmem_load.distributed.store_channel import StoreChannel
+from lowmem_load.distributed.absence import Arrivals
 from tests.ranks import reserved_port
-from tests.unit.test_store_channel import BEAT_S, LIMITS, Ranks, failed, step
-
-JOB = {"MASTER_ADDR": "node-of-this-test", "MASTER_PORT": "4711"}
+from tests.unit.test_store_channel import Ranks, failed, step
 
 
 @pytest.fixture
@@ -30,38 +19,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has ranks say it after 0.2 s, 0.4 s, ..."""
     monkeypatch.setattr(absence, "NOTICE_S", 0.2)
     monkeypatch.setattr(store_channel, "NOTICE_S", 0.2)
-
-
-@pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, int]]:
-    """Processes that a launcher has started as ranks 0, 1 and 2 of 4, by rank."""
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    processes = [subprocess.Popen(command, env={**os.environ, **JOB, "RANK": str(rank)}) for rank in range(3)]
-    for name, value in {**JOB, "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    yield {rank: process.pid for rank, process in enumerate(processes)}
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
-def test_processes_of_the_launcher_are_known_by_rank(job: dict[int, int]) -> None:
-    deadline = time.monotonic() + 10
-    while len(launched_processes()) < 3 and time.monotonic() < deadline:  # they have another environment until exec
-        time.sleep(0.01)
-    assert launched_processes() == {str(rank): pid for rank, pid in job.items()}
-    absent = {1: "was last seen between loads", 2: NO_CALL, 3: NO_CALL}
-    assert absent_text(absent) == (
-        f"rank(s) 1-3 (rank 1 was last seen between loads, rank 2 has not called lowmem_load, pid {job[2]}, rank 3 has "
-        "no process on this machine any more, where all ranks were started)"
-    )
-
-
-def test_of_ranks_on_other_machines_no_process_is_told(job: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert job
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert absent_text({3: NO_CALL}) == "rank(s) 3 (rank 3 has not called lowmem_load)"
-    assert absent_text({}) == ""
 
 
 @pytest.mark.usefixtures("soon")
@@ -73,7 +30,7 @@ def test_each_waiting_rank_says_who_has_not_come_and_to_what(late: list[int], ca
         return step(channel, group, "tiny: reading")
 
     ranks = Ranks(3)
-    ranks.step(limits=LIMITS)
+    ranks.step()
     assert all(not failed(verdict) for verdict in ranks.all(work))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lowmem_load: ")]
     names = {(0,): "rank(s) 0 (", (1, 2): "rank(s) 1-2 (", (0, 2): "rank(s) 0, 2 ("}[tuple(late)]
@@ -83,23 +40,6 @@ def test_each_waiting_rank_says_who_has_not_come_and_to_what(late: list[int], ca
         assert all(" s at 'tiny: reading' for " in line and "was last seen between loads (pid " in line for line in own)
         assert all(names in line for line in own), own
     assert not any(f"rank {rank} has waited" in line for rank in late for line in lines)
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_rank_that_has_ended_is_named_though_the_leader_has_not_come_either() -> None:
-    store, process = dist.HashStore(), subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    channels = [StoreChannel(store.clone, rank, BEAT_S) for rank in (0, 1)]
-    groups = [channel.group("group", (0, 1, 2)) for channel in channels]
-    with channels[0].doing(groups[0], "elsewhere"):
-        pass  # the leader lives, and is between loads
-    ended = Heartbeat(
-        1, "", "", None, "group", 0, None, [], pid_space(), process.pid, start_time(process.pid) or "", ""
-    )
-    store.set("rank/2", json.dumps(ended))
-    threading.Timer(1.0, process.kill).start()
-    verdict = step(channels[1], groups[1], limits=Limits(absence_s=60.0))
-    process.wait()
-    assert failed(verdict) == {2: f"its process (pid {process.pid} on ) has ended, between loads"}
 
 
 @pytest.mark.usefixtures("soon")
