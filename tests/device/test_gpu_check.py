@@ -13,7 +13,7 @@ from benchmarks import gpu_check
 from benchmarks.gpu_worker import run
 from tests.ranks import SIMULATED, run_ranks
 
-NUM_PARAMS = 20_000_000
+NUM_PARAMS = 4_000_000
 
 
 def test_gpu_check_passes_on_the_simulated_device_and_says_that_it_is(

@@ -34,8 +34,14 @@ def checkpoints_activations(model: nn.Module) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
+def train_each(paths: dict[str, str]) -> None:
+    """Rank function."""
+    for dtype, path in paths.items():
+        train(path, dtype, 2)
+
+
 def train(path: str, name: str, steps: int) -> None:
-    """Rank function. Trains in fp16 only where DeepSpeed can: on CPU it says "Type fp16 is not supported"."""
+    """Trains in fp16 only where DeepSpeed can: on CPU it says "Type fp16 is not supported"."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -72,17 +78,17 @@ def train(path: str, name: str, steps: int) -> None:
     assert ds_engine.skipped_steps == 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "dtype"),
-    [
-        ({}, "bfloat16"),
-        ({"fp16": True}, "float16"),
-        ({"bf16": False, "fp16": False}, "float32"),
-    ],
-)
-def test_a_yaml_trains(checkpoints: Path, tmp_path: Path, settings: dict[str, Any], dtype: str) -> None:
-    path = write_yaml(tmp_path, builders.tiny_llama(checkpoints), AUTO, **settings)
-    run_ranks(train, path, dtype, 2)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "float16": {"fp16": True},
+    "float32": {"bf16": False, "fp16": False},
+}
+
+
+def test_a_yaml_trains(checkpoints: Path, tmp_path: Path) -> None:
+    model = builders.tiny_llama(checkpoints)
+    paths = {dtype: write_yaml(tmp_path / dtype, model, AUTO, **settings) for dtype, settings in SETTINGS.items()}
+    run_ranks(train_each, paths, timeout_s=120)
 
 
 def set_up(path: str) -> None:

@@ -183,7 +183,7 @@ def compare_with_mics_init(path: str) -> None:
 
 
 @pytest.mark.skipif(not HAS_MICS, reason="this deepspeed has no MiCS")
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.release), 4])  # of 2, one shard group
 def test_mics_partitions_equal_those_of_mics_init(checkpoints: Path, num_ranks: int) -> None:
     path = builders.tiny_llama(checkpoints)
     run_ranks(compare_with_mics_init, str(path), world_size=num_ranks, env={"NDEV_PER_NODE": str(num_ranks)})

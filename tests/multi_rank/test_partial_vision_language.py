@@ -122,12 +122,12 @@ def train_vision_language(path: str, kind: str, only_projector: bool, checkpoint
 @pytest.mark.parametrize(
     ("kind", "only_projector", "checkpointing"),
     [
-        ("llava", False, False),
-        ("llava", True, False),
-        ("llava", False, True),
+        pytest.param("llava", False, False, marks=pytest.mark.release),
+        pytest.param("llava", True, False, marks=pytest.mark.release),
+        pytest.param("llava", False, True, marks=pytest.mark.release),
         ("llava", True, True),
         ("qwen-vl", False, False),
-        ("qwen-vl", True, True),
+        pytest.param("qwen-vl", True, True, marks=pytest.mark.release),
     ],
 )
 def test_training_as_in_one_process(kind: str, only_projector: bool, checkpointing: bool, checkpoints: Path) -> None:

@@ -84,6 +84,7 @@ def wait_for(condition: Callable[[], bool], within_s: float = 60) -> None:
 
 
 @needs_compiler
+@pytest.mark.release  # three processes that import all, in turn; the next test has the same without a compiler
 def test_a_build_that_was_killed_is_done_again(tmp_path: Path) -> None:
     workplace = Workplace(tmp_path)
     killed = workplace.build()
