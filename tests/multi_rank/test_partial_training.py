@@ -185,7 +185,7 @@ def train_as_in_one_process(path: str, steps: int, cases: list[str], loaded: boo
             assert {name: value for name, value in differences.items() if not value < TOLERANCE} == {}, case
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.release), 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.release)])
 def test_twenty_steps_equal_a_single_process(world_size: int, checkpoints: Path) -> None:
     """Among them are steps in which an encoder runs on all, some and no ranks."""
     assert len({tuple(kinds_of(step, world_size)) for step in range(20)}) > 5
