@@ -114,7 +114,10 @@ class Zero3(Target):
         secondary = (self._rank % secondary_size, secondary_size) if secondary_size else (0, 0)
         planned = (self._settings.dtype, self.device.type, self._rank, self._world_size, secondary)
         actual = (
-            *(partitioner.dtype, partitioner.device.type, partitioner.rank, partitioner.world_size),
+            partitioner.dtype,
+            partitioner.device.type,
+            partitioner.rank,
+            partitioner.world_size,
             partitioner.secondary,
         )
         if actual != planned:
