@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +63,36 @@ _DECODER: dict[str, Any] = {
 }
 
 
-def tiny_llama(
-    root: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: int | str | None = None, **cfg: Any
-) -> Path:
-    """Returns the folder of a Llama checkpoint, output embeddings untied."""
-    settings = {**_DECODER, "tie_word_embeddings": False, **cfg}
-    return _save(root, "llama", AutoModelForCausalLM.from_config, LlamaConfig, settings, dtype, max_shard_size)
+def _builder(
+    name: str, make: Callable[[Any], Any], config: type, settings: dict[str, Any], dtype: torch.dtype = torch.bfloat16
+) -> Callable[..., Path]:
+    """Returns a function of a root, dtype, max_shard_size and changed settings that returns a checkpoint's folder."""
+
+    def build(root: Path, dtype: torch.dtype = dtype, max_shard_size: int | str | None = None, **changed: Any) -> Path:
+        return _save(root, name, make, config, {**settings, **changed}, dtype, max_shard_size)
+
+    return build
 
 
-def tiny_qwen2_tied(
-    root: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: int | str | None = None, **cfg: Any
-) -> Path:
-    """Returns the folder of a Qwen2 checkpoint (attention biases) whose file lacks lm_head.weight: it is tied."""
-    settings = {**_DECODER, "tie_word_embeddings": True, **cfg}
-    return _save(root, "qwen2", AutoModelForCausalLM.from_config, Qwen2Config, settings, dtype, max_shard_size)
+_FROM_CONFIG = AutoModelForCausalLM.from_config
+tiny_llama = _builder("llama", _FROM_CONFIG, LlamaConfig, {**_DECODER, "tie_word_embeddings": False})
+"""Output embeddings untied."""
+
+tiny_qwen2_tied = _builder("qwen2", _FROM_CONFIG, Qwen2Config, {**_DECODER, "tie_word_embeddings": True})
+"""Attention biases; the file lacks lm_head.weight: it is tied."""
+
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+tiny_mixtral = _builder("mixtral", _FROM_CONFIG, MixtralConfig, {**_DECODER, **_EXPERTS})
+"""One tensor per expert in the file, which transformers 5 fuses."""
+
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 128}
+tiny_gpt2 = _builder("gpt2", _FROM_CONFIG, GPT2Config, {**_GPT2, "bos_token_id": 1, "eos_token_id": 2})
+"""Conv1D weights, biases, a tied head."""
+
+_BERT = {key: _DECODER[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers")}
+_BERT |= {"num_attention_heads": 4, "max_position_embeddings": 64}
+tiny_bert = _builder("bert", BertForMaskedLM, BertConfig, _BERT, torch.float32)
+"""A base model prefix, a tied decoder, biases."""
 
 
 def tiny_qwen2_differing(root: Path) -> Path:
@@ -90,40 +106,6 @@ def tiny_t5_differing(root: Path) -> Path:
     settings = {**sizes, "decoder_start_token_id": 0, "pad_token_id": 0}
     plain = _save(root, "t5", T5ForConditionalGeneration, T5Config, settings, torch.bfloat16, None)
     return _tied_by_config(plain, root / "t5-differing", {"shared.weight": "decoder.embed_tokens.weight"})
-
-
-def tiny_mixtral(
-    root: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: int | str | None = None, **cfg: Any
-) -> Path:
-    """Returns the folder of a Mixtral checkpoint: one tensor per expert in the file, which transformers 5 fuses."""
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
-    settings = {**_DECODER, **experts, **cfg}
-    return _save(root, "mixtral", AutoModelForCausalLM.from_config, MixtralConfig, settings, dtype, max_shard_size)
-
-
-def tiny_gpt2(
-    root: Path, dtype: torch.dtype = torch.bfloat16, max_shard_size: int | str | None = None, **cfg: Any
-) -> Path:
-    """Returns the folder of a GPT-2 checkpoint: Conv1D weights, biases, a tied head."""
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 128}
-    settings = {**sizes, "bos_token_id": 1, "eos_token_id": 2, **cfg}
-    return _save(root, "gpt2", AutoModelForCausalLM.from_config, GPT2Config, settings, dtype, max_shard_size)
-
-
-def tiny_bert(
-    root: Path, dtype: torch.dtype = torch.float32, max_shard_size: int | str | None = None, **cfg: Any
-) -> Path:
-    """Returns the folder of a BertForMaskedLM checkpoint: a base model prefix, a tied decoder, biases."""
-    settings = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "vocab_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        **cfg,
-    }
-    return _save(root, "bert", BertForMaskedLM, BertConfig, settings, dtype, max_shard_size)
 
 
 def tiny_llava(root: Path, dtype: torch.dtype = torch.float32, **text: Any) -> Path:
@@ -149,30 +131,26 @@ def tiny_llava(root: Path, dtype: torch.dtype = torch.float32, **text: Any) -> P
     return _save(root, "llava", LlavaForConditionalGeneration, LlavaConfig, settings, dtype, None)
 
 
+_QWEN_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4}
+_QWEN_TEXT = {
+    **_DECODER,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
+}
+_QWEN_VL = {
+    "image_token_id": 127,
+    "video_token_id": 126,
+    "vision_start_token_id": 125,
+    "vision_end_token_id": 124,
+    "tie_word_embeddings": False,
+}
+
+
 def tiny_qwen_vl(root: Path) -> Path:
     """Returns the folder of a Qwen2.5-VL checkpoint; 4 image tokens per picture of 16 patches."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 4,
-        "out_hidden_size": 32,
-        "patch_size": 4,
-        "window_size": 16,
-        "fullatt_block_indexes": [1],
-    }
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-    settings = {
-        "vision_config": vision,
-        "text_config": {**_DECODER, "rope_parameters": rope},
-        "image_token_id": 127,
-        "video_token_id": 126,
-        "vision_start_token_id": 125,
-        "vision_end_token_id": 124,
-        "tie_word_embeddings": False,
-    }
+    vision = {**_QWEN_VISION, "depth": 2, "window_size": 16, "fullatt_block_indexes": [1]}
+    settings = {**_QWEN_VL, "vision_config": vision, "text_config": dict(_QWEN_TEXT)}
     return _save(root, "qwen-vl", Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig, settings, torch.float32, None)
 
 
@@ -180,33 +158,9 @@ def tiny_qwen3_vl_moe(root: Path) -> Path:
     """Returns the folder of a Qwen3-VL-MoE checkpoint as it is published: its experts (one) are transposed on load."""
     from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-    vision = {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 4,
-        "out_hidden_size": 32,
-        "patch_size": 4,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    }
-    text = {
-        **_DECODER,
-        "head_dim": 8,
-        "moe_intermediate_size": 36,
-        "num_experts": 1,
-        "num_experts_per_tok": 1,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
-    }
-    settings = {
-        "vision_config": vision,
-        "text_config": text,
-        "image_token_id": 127,
-        "video_token_id": 126,
-        "vision_start_token_id": 125,
-        "vision_end_token_id": 124,
-        "tie_word_embeddings": False,
-    }
+    vision = {**_QWEN_VISION, "depth": 1, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    experts = {"head_dim": 8, "moe_intermediate_size": 36, "num_experts": 1, "num_experts_per_tok": 1}
+    settings = {**_QWEN_VL, "vision_config": vision, "text_config": {**_QWEN_TEXT, **experts}}
     make = Qwen3VLMoeForConditionalGeneration
     folder = _save(root, "qwen3-vl-moe", make, Qwen3VLMoeConfig, settings, torch.bfloat16, None)
     published = folder.with_name(f"{folder.name}-published")
