@@ -218,6 +218,7 @@ class PartitionedPart:
         self._depth += 1
         if self._inside and self._depth == 1:
             self._entered.add(module)
+        # Outside of a forward it is recomputation, which may start at any depth.
         if not torch.is_grad_enabled() or (self._inside and self._depth > 1) or module not in self._entered:
             return None
         return arguments_with_gradient(self._anchor, module, args, kwargs)

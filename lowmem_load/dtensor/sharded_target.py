@@ -62,6 +62,7 @@ class ShardedModel:
             names = [name for name in map(plain_name, group) if name in self.parameters]
             for name in names:
                 if self._skeleton is not None and self.parameters[name] is not self.parameters[names[0]]:
+                    # Nothing reads into the memory of the second one, which goes with it.
                     del self._shards[id(self.parameters[name])]
                     owner, _, last = name.rpartition(".")
                     setattr(self._skeleton.get_submodule(owner), last, self.parameters[names[0]])
@@ -150,7 +151,7 @@ class Sharded(Target):
     def check(self, model: nn.Module) -> None:
         """See `Target`. From here on parameters are tied."""
         self._sharded.check_names(model)
-        first: dict[int, str] = {}
+        first: dict[int, str] = {}  # the name by which a plan knows a tied parameter
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(first.setdefault(id(parameter), name), []).append(name)
         self._sharded.tie(self._names.values())

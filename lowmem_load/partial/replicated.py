@@ -58,7 +58,7 @@ class ReplicatedPart:
 
     def move_to(self, device: torch.device, dtype: torch.dtype | None) -> None:
         """Move all tensors to a device; cast the parameters if a dtype is given."""
-        for parameter in self.parameters.values():
+        for parameter in self.parameters.values():  # by .data: the user's optimizer holds these objects
             parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
         for buffer in self.buffers.values():
             buffer.data = buffer.data.to(device)  # in place: several modules may share it
@@ -80,6 +80,7 @@ class ReplicatedPart:
         self._flat = torch.zeros(sum(numels) + len(numels), device=device)
         self._gradients, self._counts = torch.split(self._flat, [sum(numels), len(numels)])
         for (name, p), piece in zip(parameters.items(), torch.split(self._gradients, numels), strict=True):
+            # In lower precision small updates would be rounded away.
             master = p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone())
             self.masters[name] = master
             self._slots[name] = slot = _Slot(p, master, piece.view(p.shape))
@@ -106,7 +107,7 @@ class ReplicatedPart:
         ranks = comm.get_world_size()
         self._used_counts = [int(count) for count in self._counts.tolist()]
         self._gradients.div_(ranks)
-        if self._average == "used":
+        if self._average == "used":  # so far the mean over all micro-batches of all ranks
             for slot, count in zip(self._slots.values(), self._used_counts, strict=True):
                 slot.gradient.mul_(ranks * micro_batches / max(count, 1))
         return float(torch.linalg.vector_norm(self._gradients))
@@ -117,7 +118,7 @@ class ReplicatedPart:
             return
         self._gradients.mul_(factor)
         for slot, count in zip(self._slots.values(), self._used_counts, strict=True):
-            slot.master.grad = slot.gradient if count else None
+            slot.master.grad = slot.gradient if count else None  # None: not even weight decay, as in one process
         self.optimizer.step()
         for slot in self._slots.values():
             slot.master.grad = None
