@@ -190,12 +190,12 @@ def load_sharded(
 
         if not has_mesh:
             kwargs["distributed_config"] = sharding
-        with filling(where, kwargs, options, shard, is_offloaded=offloads(policy_of_mesh)):
+        with shards_filled(where, kwargs, options, shard, is_offloaded=offloads(policy_of_mesh)):
             return named_as_asked(cls.from_pretrained(where, **{names.DTYPE_KEYWORD: dtype}, **kwargs))
 
 
 @contextmanager
-def filling(
+def shards_filled(
     name: str,
     kwargs: Mapping[str, Any],
     options: Options,

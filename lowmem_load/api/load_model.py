@@ -88,8 +88,7 @@ def load_model(
 
         if partition is not None or data_parallel_group is not None:
             raise ConfigError("partition and data_parallel_group belong to ZeRO, not to a DistributedConfig or mesh")
-        keywords: Any = {"auto_class": auto_class, "dtype": dtype, **from_pretrained_kwargs}
-        return load_sharded(name, ds_config, options, **keywords)
+        return load_sharded(name, ds_config, options, auto_class=auto_class, dtype=dtype, **from_pretrained_kwargs)
     with load_lock():
         ranks = DistributedInterface().subgroup(data_parallel_group)
 
@@ -105,11 +104,11 @@ def load_request(make_request: Callable[[], tuple[Request, Settings]], ranks: Ra
     """Do what `load_model` does with what `make_request` returns. Collective, under `load_lock`."""
     with ranks.session("the load"):
         checked = agree_on_request(ranks, make_request)
-        with loader.intercepted(load_on(ranks, checked.settings, options)):
+        with loader.intercepted(make_load(ranks, checked.settings, options)):
             return checked.from_pretrained()
 
 
-def load_on(ranks: RankGroup, settings: Settings, options: Options) -> Load:
+def make_load(ranks: RankGroup, settings: Settings, options: Options) -> Load:
     """Return the `Load` of these settings on these ranks, onto the device of each."""
     device = DistributedInterface().device
     return Load(settings, ranks, target_maker(ranks.rank, device, ranks.group), options)
@@ -150,7 +149,7 @@ def _is_sharding(target: Any) -> bool:
 
 
 @contextlib.contextmanager
-def streaming_by(
+def streaming_by_config(
     ds_config: Any, options: Options, *, partition: Partition | None, data_parallel_group: Any
 ) -> Iterator[None]:
     """Do what `streaming()` does with a ds_config."""
@@ -162,7 +161,7 @@ def streaming_by(
     with (
         located_names(),
         deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
-        loader.intercepted(load_on(ranks, settings, options)),
+        loader.intercepted(make_load(ranks, settings, options)),
         _sharded_calls(options),
     ):
         try:
@@ -174,7 +173,7 @@ def streaming_by(
 
 
 @contextlib.contextmanager
-def following(options: Options, *, everywhere: bool = False) -> Iterator[None]:
+def streaming_by_active_config(options: Options, *, everywhere: bool = False) -> Iterator[None]:
     """Do what `streaming()` does without a ds_config: for all threads with `everywhere`."""
 
     def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
@@ -184,7 +183,7 @@ def following(options: Options, *, everywhere: bool = False) -> Iterator[None]:
         with ranks.step("checking the active ds_config") as step:
             settings = read_settings(ds_config, world_size=ranks.world_size, is_active=True)
             step.digest = settings.compared
-        return load_on(ranks, settings, options)(call)
+        return make_load(ranks, settings, options)(call)
 
     with (
         located_names(everywhere=everywhere),
@@ -196,11 +195,11 @@ def following(options: Options, *, everywhere: bool = False) -> Iterator[None]:
 
 def _sharded_calls(options: Options, *, everywhere: bool = False) -> contextlib.AbstractContextManager[None]:
     def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
-        from lowmem_load.api.load_into import filling
+        from lowmem_load.api.load_into import shards_filled
 
         random_state = torch.get_rng_state()
         try:
-            with filling(call.path, call.kwargs, options):
+            with shards_filled(call.path, call.kwargs, options):
                 return call.run()
         except UnsupportedError as error:  # on all ranks: what one alone raises is a RankError
             if options.verify or not options.is_lenient:

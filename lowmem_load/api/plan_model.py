@@ -92,26 +92,16 @@ def plan_sharded(
 ) -> LoadPlan:
     """Return the plan of a model that a `DistributedConfig` shards, as one rank of a fake process group."""
     where, kwargs = located(name_text(name), kwargs)
-
-    def fill(model: nn.Module, dtype: torch.dtype) -> NoReturn:
-        device = "cpu" if is_kept_on_host(model) else mesh_device(model).type
-        sharded = ShardedModel(model, planned_device=device, is_skeleton=True)
-        request, settings = ordinary_load(model, where, dtype, auto_class, file_keywords(kwargs), world_size)
-        checked = request.checked(settings)
-
-        def target_maker_of(_: int) -> TargetMaker:
-            return lambda _, described: Sharded(sharded, described)
-
-        def planned(call: loader.Call) -> list[LoadPlan]:
-            return plan_only(call, checked.settings, target_maker_of, [rank])
-
-        raise _Done(_instead_of_loading(checked, planned)[0])
-
     cls = names.model_class(auto_class, names.model_config(where, kwargs), bool(kwargs.get("trust_remote_code")))
     kwargs = {**kwargs, "distributed_config": sharding, names.DTYPE_KEYWORD: dtype}
     explained = names.files_explained(where, kwargs.get("subfolder") or "")
-    with load_lock(), fake_group(rank, world_size), ordinary_path(), filled_by(fill), explained:
-        load_plan: LoadPlan = _result(cls, functools.partial(cls.from_pretrained, where, **kwargs))
+    with load_lock(), fake_group(rank, world_size), ordinary_path(), explained:
+        with filled_by(_carry_out):
+            skeleton, dtype = _result(cls, functools.partial(cls.from_pretrained, where, **kwargs))
+        device = "cpu" if is_kept_on_host(skeleton) else mesh_device(skeleton).type
+        sharded = ShardedModel(skeleton, planned_device=device, is_skeleton=True)
+        request, settings = ordinary_load(skeleton, where, dtype, auto_class, file_keywords(kwargs), world_size)
+        (load_plan,) = _plans(request.checked(settings), lambda _: lambda _, model: Sharded(sharded, model), [rank])
     return load_plan
 
 
@@ -131,13 +121,7 @@ def plan_ranks(
     """Return the plans of several ranks, in less time than `plan` takes for each."""
     request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs).located()
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
-    checked = request.checked(settings)
-
-    def planned(call: loader.Call) -> list[LoadPlan]:
-        make_target = functools.partial(target_maker, device=device)
-        return plan_only(call, checked.settings, make_target, ranks)
-
-    return _instead_of_loading(checked, planned)
+    return _plans(request.checked(settings), functools.partial(target_maker, device=device), ranks)
 
 
 @origins_named()
@@ -159,6 +143,10 @@ def describe_checkpoint(
             return model
 
     return _instead_of_loading(checked, described)
+
+
+def _plans(checked: Checked, target_maker_of: Callable[[int], TargetMaker], ranks: Sequence[int]) -> list[LoadPlan]:
+    return _instead_of_loading(checked, lambda call: plan_only(call, checked.settings, target_maker_of, ranks))
 
 
 def _instead_of_loading(checked: Checked, act: Callable[[loader.Call], T]) -> T:
@@ -216,6 +204,10 @@ def _describing(call: loader.Call, settings: Settings) -> Iterator[Executor]:
     random_state = torch.random.fork_rng(devices=[])
     with random_state, zero_init_disabled(), on_host(), Executor() as executor:
         yield executor
+
+
+def _carry_out(skeleton: nn.Module, dtype: torch.dtype) -> NoReturn:
+    raise _Done((skeleton, dtype))
 
 
 class _Done(BaseException):

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from lowmem_load.api.load_into import load_into
-from lowmem_load.api.load_model import following
+from lowmem_load.api.load_model import streaming_by_active_config
 from lowmem_load.integrations import frameworks
 from lowmem_load.integrations.accelerate_fsdp2 import lazy_loads
 from lowmem_load.pipeline.load import Options
@@ -73,7 +73,7 @@ def install(
         return
     options = Options(progress=progress, verify=verify, stream=stream, is_lenient=not strict, on_load=on_load)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(following(options, everywhere=True))
+        stack.enter_context(streaming_by_active_config(options, everywhere=True))
         stack.enter_context(lazy_loads(options, everywhere=True))
         stack.enter_context(_llamafactory_loads(options))
         stack.enter_context(frameworks.entered_once_imported(frameworks.ENGINE, lambda _: _hooks(saves=saves)))

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from lowmem_load.api.load_model import following, streaming_by
+from lowmem_load.api.load_model import streaming_by_active_config, streaming_by_config
 from lowmem_load.config.settings import Partition
 from lowmem_load.errors import ConfigError
 from lowmem_load.pipeline.load import Options
@@ -43,13 +43,12 @@ def streaming(
     """
     options = Options(progress=progress, verify=verify, stream=stream)
     if ds_config is not None:
-        how = {"partition": partition, "data_parallel_group": data_parallel_group}
-        with streaming_by(ds_config, options, **how):
+        with streaming_by_config(ds_config, options, partition=partition, data_parallel_group=data_parallel_group):
             yield
         return
     if partition is not None or data_parallel_group is not None:
         raise ConfigError("streaming() without a ds_config takes neither partition nor data_parallel_group")
     from lowmem_load.integrations.accelerate_fsdp2 import lazy_loads  # a load by a ds_config needs none of it
 
-    with following(options), lazy_loads(options, everywhere=False):
+    with streaming_by_active_config(options), lazy_loads(options, everywhere=False):
         yield
