@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from lowmem_load.distributed.environment import LAUNCHER_NAMES
 from lowmem_load.errors import ConfigError
 
 _NEVER = timedelta(days=7)
@@ -21,12 +24,34 @@ def has_group() -> bool:
     return dist.is_initialized()
 
 
+class _Fork:
+    """What a fork left to this process: a group that cannot be used here, as none of its threads is."""
+
+    inherited: ClassVar[weakref.ref[dist.ProcessGroup] | None] = None
+
+    @classmethod
+    def note(cls) -> None:
+        """Run in every child of a fork."""
+        group = dist.group.WORLD if dist.is_initialized() else None
+        cls.inherited = None if group is None else weakref.ref(group)
+
+
+os.register_at_fork(after_in_child=_Fork.note)
+
+
 def require_live() -> None:
-    """Raise ConfigError if there is no default group."""
+    """Raise ConfigError if there is no default group, or if it was live when this process was forked."""
     if not dist.is_initialized():
         raise ConfigError(
             "there is no process group: it was destroyed, or not made yet; call torch.distributed.init_process_group "
             "or lowmem_load.DistributedInterface() on every rank before"
+        )
+    inherited = _Fork.inherited and _Fork.inherited()
+    if inherited is not None and inherited is dist.group.WORLD and dist.get_backend() != "fake":
+        raise ConfigError(
+            f"this process was forked from rank {dist.get_rank()} while its process group was live; the threads that "
+            "carry its messages stayed behind, so every exchange would wait for ever. Load in the rank itself, or "
+            f"start this process by spawn, with none of {', '.join(LAUNCHER_NAMES)} in its environment."
         )
 
 

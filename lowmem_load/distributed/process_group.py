@@ -34,7 +34,6 @@ class _Record(NamedTuple):
 
     group: weakref.ref[dist.ProcessGroup]
     made: bool  # False if it was adopted
-    timeout: timedelta | None  # None if it was adopted
     env_set: dict[str, str]  # environment variables to remove with the group
 
 
@@ -72,8 +71,7 @@ class DistributedInterface(RankGroup):
             collectives of your own on host memory; loads use none. "fake" is torch's fake backend: any rank of any
             world size in one process, without communication.
         timeout: Of collectives. Default for a group made here: DEEPSPEED_TIMEOUT minutes if set, else 30. The
-            timeout of an adopted group is read from torch's backend object; where that has none (fake), it is not
-            compared.
+            timeout of a live group is read from torch's backend object; where that has none (fake), it is not compared.
         world_size: Number of ranks. Default: the launcher's.
         rank: Of this process. Default: the launcher's.
 
@@ -89,8 +87,6 @@ class DistributedInterface(RankGroup):
     # The only mutable state of the module; it belongs to the process, as the group does.
     _record: ClassVar[_Record | None] = None
     _meeting: ClassVar[_Meeting | None] = None
-    # The group that was live when this process was forked. It cannot be used here, as none of its threads is.
-    _inherited: ClassVar[weakref.ref[dist.ProcessGroup] | None] = None
 
     def __init__(
         self,
@@ -103,7 +99,7 @@ class DistributedInterface(RankGroup):
         super().__init__(None)
         self._forget_if_gone()
         if dist.is_initialized():
-            self._refuse_inherited()
+            require_live()
             self._check_agrees(backend=backend, timeout=timeout, world_size=world_size, rank=rank)
             if DistributedInterface._record is None:
                 self._adopt()
@@ -172,39 +168,21 @@ class DistributedInterface(RankGroup):
             DistributedInterface._record = None
             _undo(record.env_set)
 
-    def _refuse_inherited(self) -> None:
-        inherited = DistributedInterface._inherited
-        if inherited is not None and inherited() is dist.group.WORLD and not self.is_fake:
-            raise ConfigError(
-                f"DistributedInterface: this process was forked from rank {self.rank} while its process group was "
-                "live; the threads that carry its messages stayed behind, so every exchange would wait for ever. Load "
-                "in the rank itself, or start this process by spawn, with none of "
-                f"{', '.join(environment.LAUNCHER_NAMES)} in its environment."
-            )
-
     @staticmethod
-    def _note_fork() -> None:
-        """Run in every child of a fork."""
-        group = dist.group.WORLD if dist.is_initialized() else None
-        DistributedInterface._inherited = None if group is None else weakref.ref(group)
-
-    @staticmethod
-    def _remember(*, made: bool, timeout: timedelta | None, env_set: dict[str, str]) -> None:
+    def _remember(*, made: bool, env_set: dict[str, str]) -> None:
         group = dist.group.WORLD
         assert group is not None
         # A strong reference would keep sockets and device memory of a group that its owner destroyed.
-        DistributedInterface._record = _Record(weakref.ref(group), made, timeout, env_set)
+        DistributedInterface._record = _Record(weakref.ref(group), made, env_set)
 
     def _check_agrees(
         self, *, backend: str | None, timeout: timedelta | None, world_size: int | None, rank: int | None
     ) -> None:
         """Raise one ConfigError that names every argument that differs from the live group."""
         spellings = (self.backend, dist.get_backend(), dist.get_backend_config())
-        record = DistributedInterface._record
-        live_timeout = _live_timeout() or (record.timeout if record else None)
         compared = (
             ("backend", backend, backend if backend in spellings else self.backend),
-            ("timeout", timeout, live_timeout or timeout),
+            ("timeout", timeout, _live_timeout() or timeout),
             ("world_size", world_size, self.world_size),
             ("rank", rank, self.rank),
         )
@@ -238,7 +216,7 @@ class DistributedInterface(RankGroup):
                 dist.destroy_process_group()
             _undo(env_set)
             raise
-        self._remember(made=True, timeout=timeout, env_set=env_set)
+        self._remember(made=True, env_set=env_set)
 
     @classmethod
     def _met(cls, timeout: timedelta, arrivals: Arrivals | None) -> Store:
@@ -277,7 +255,7 @@ class DistributedInterface(RankGroup):
             environment.unset(env_set)
             self.abort("DistributedInterface", error)
             raise
-        self._remember(made=False, timeout=None, env_set=env_set)
+        self._remember(made=False, env_set=env_set)
         bring_up_comm(dist.get_backend(), _live_timeout() or environment.default_timeout())
 
     def _derive_local_rank(self) -> int:
@@ -289,9 +267,6 @@ class DistributedInterface(RankGroup):
             step.payload = host
         lower = step.payloads[: self.rank].count(host)
         return 0 if accelerator().device_name() != "cpu" and accelerator().device_count() == 1 else lower
-
-
-os.register_at_fork(after_in_child=DistributedInterface._note_fork)  # noqa: SLF001  this module's own
 
 
 def _init_process_group(backend: str, timeout: timedelta, store: Store) -> None:
