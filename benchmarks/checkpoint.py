@@ -23,8 +23,6 @@ SPEC_FILE = "benchmark_spec.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Shape of a random model."""
-
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -123,7 +121,6 @@ def _write_checkpoint(shape: ModelShape, path: Path) -> None:
 
 
 def shard_files(path: Path) -> list[Path]:
-    """Return the shard files of a checkpoint in name order."""
     return sorted(path.glob("*.safetensors"))
 
 

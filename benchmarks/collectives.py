@@ -51,7 +51,6 @@ class CollectiveCounter:
                 setattr(torch.distributed, name, wrapped)
 
     def install_deepspeed(self) -> None:
-        """Wrap the methods of DeepSpeed's torch backend."""
         from deepspeed.comm.torch import TorchBackend
 
         for name in COLLECTIVES:

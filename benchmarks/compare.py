@@ -284,7 +284,6 @@ def _run(plan: Plan, checkpoint: Path, on_gpu: bool) -> tuple[list[Group], list[
 
 
 def main() -> None:
-    """Run the comparison that the command line asks for."""
     try:
         sys.exit(compare(parse_arguments()))
     except GroupError as error:

@@ -30,8 +30,6 @@ SPARE_SHARE = 0.7
 
 
 class Piece(NamedTuple):
-    """Bytes of a file."""
-
     path: str
     start: int
     nbytes: int

@@ -60,7 +60,6 @@ def shard_lazily(path: str) -> Any:
 
 
 def measure(way: str, path: str) -> dict[str, Any]:
-    """Load in this process, one of the ranks."""
     import torch
     import transformers
     from transformers.models.llama import modeling_llama  # noqa: F401  imported before the start
@@ -94,7 +93,6 @@ def measure(way: str, path: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fsdp2", description=__doc__.splitlines()[0])
     parser.add_argument("--params", type=int, default=575_000_000, help="of the model; 575 million are 1.15 GB in bf16")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")

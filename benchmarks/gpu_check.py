@@ -71,7 +71,6 @@ def table(results: Sequence[CheckResult]) -> list[list[str]]:
 
 
 def text(results: Sequence[CheckResult], machine: Machine, is_simulated: bool) -> str:
-    """Return all that is printed in the end, as Markdown."""
     num_checks = len(results[0].checks)
     wrong = failures(results)
     rates = {name: sum(result.gbps[name] for result in results) for name in results[0].gbps}
@@ -101,7 +100,6 @@ def num_devices(is_simulated: bool) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; exit status 1 when a check fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--params", type=int, default=1_500_000_000, help="parameters of the Llama whose load is timed")
     parser.add_argument("--ranks", type=int, help="one for each device by default")

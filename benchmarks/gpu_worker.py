@@ -254,7 +254,6 @@ class Checks:
 
 
 def _memory_statistics(device: torch.device) -> Any:
-    """Return the module whose functions tell of the device's memory."""
     module = torch.get_device_module(device)
     return module if hasattr(module, "memory_stats") else torch.accelerator
 

@@ -14,8 +14,6 @@ PACKAGES = ("torch", "transformers", "deepspeed", "safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Machine and versions of one benchmark run."""
-
     cpu: str
     num_cores: int
     ram_bytes: int
@@ -26,7 +24,6 @@ class Machine:
     date: str
 
     def lines(self) -> list[str]:
-        """Return the description as lines of text."""
         ram_gib = self.ram_bytes / 2**30
         return [
             f"machine: {self.cpu}, {self.num_cores} cores, {ram_gib:.1f} GiB RAM, GPU: {self.gpu or 'none'}",
@@ -34,12 +31,10 @@ class Machine:
         ]
 
     def versions_text(self) -> str:
-        """Return the versions of the packages that matter, on one line."""
         return ", ".join(f"{name} {version}" for name, version in self.versions.items())
 
 
 def describe_machine() -> Machine:
-    """Return the description of this machine."""
     import torch
 
     gpu = None

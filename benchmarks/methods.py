@@ -18,8 +18,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a method is asked to load."""
-
     path: Path
     dtype: str
     ds_config: dict[str, Any]
@@ -71,7 +69,6 @@ def wait_for_all_gathers() -> None:
 
 
 def model_class(folder: str) -> Any:
-    """Return the class of a checkpoint's model."""
     from lowmem_load.hf import names
 
     return names.model_class(None, names.model_config(folder, {}), False)
@@ -103,7 +100,6 @@ def load_stock(job: Job) -> Loaded:
 
 
 def load_lowmem(job: Job) -> Loaded:
-    """Load with lowmem_load."""
     from lowmem_load import load_model, load_report
 
     model = load_model(str(job.path), job.ds_config, dtype=DTYPES[job.dtype])
@@ -118,12 +114,10 @@ def load_lowmem(job: Job) -> Loaded:
 
 
 def load_floor(job: Job) -> Loaded:
-    """Read the bytes of this rank's partitions plainly; see `floors.read_plain`."""
     return _floor(job, *read_plain(job.path, job.rank, job.world_size))
 
 
 def load_tuned(job: Job) -> Loaded:
-    """Read them as fast as the machine allows; see `floors.read_tuned`."""
     return _floor(job, *read_tuned(job.path, job.rank, job.world_size))
 
 

@@ -186,7 +186,6 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; exit status 1 when a mode differs from stock or fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--params", type=int, default=100_000_000, help="parameters of the Llama that is loaded")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), metavar="NAME", help="instead of all")

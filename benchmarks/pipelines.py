@@ -98,11 +98,9 @@ class Pipeline:
 
     @property
     def name(self) -> str:
-        """Its name in tables."""
         return " ".join((self.script.replace("/train", ""), *self.switches))
 
     def argv(self, model: Path, output: Path, steps: int, stock: bool) -> list[str]:
-        """Return the command line of the example."""
         end = ["--stock"] if stock else []
         if self.script == LLAMAFACTORY:
             config = EXAMPLES / "llamafactory_style" / "train.yaml"
@@ -176,7 +174,6 @@ def compare(
 
 
 def table(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return the peaks of all pipelines in MiB (of the rank that needs most), then their losses, as lines of text."""
     rows: list[Sequence[str]] = [COLUMNS]
     lines = []
     for found in comparisons:
@@ -215,7 +212,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def be_rank(script: str, argv: list[str]) -> PipelineResult:
-    """Run a pipeline as one of the ranks."""
     return run_pipeline(script, argv, int(os.environ["RANK"]))
 
 

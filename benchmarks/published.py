@@ -51,12 +51,10 @@ class Tensor(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the shard file."""
         return self.numel * ITEM_NBYTES[self.dtype]
 
 
@@ -96,7 +94,6 @@ def _cut(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
 
 
 def _write_sparse(path: Path, tensors: Iterable[Tensor]) -> None:
-    """Write a safetensors file whose header is complete and whose data is a hole."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     # The library's own order: wide dtypes first, which aligns all of them, then by name.

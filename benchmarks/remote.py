@@ -84,7 +84,6 @@ def parts(sizes: dict[str, int], rank: int, world_size: int) -> list[tuple[str, 
 
 
 def run_rank(spec: dict[str, Any]) -> dict[str, Any]:
-    """Do one rank's part of what the spec asks for."""
     import deepspeed  # noqa: F401  imported before the clock starts, as everything else
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
@@ -120,7 +119,6 @@ def run_rank(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def download(url: str, files: Sequence[str], folder: Path) -> None:
-    """Fetch whole files to a folder, four at a time."""
     from urllib.request import urlopen
 
     def one(file: str) -> None:
@@ -135,7 +133,6 @@ def download(url: str, files: Sequence[str], folder: Path) -> None:
 
 
 def call(*command: str) -> None:
-    """Run a command."""
     subprocess.run(command, check=True, capture_output=True)
 
 
@@ -197,7 +194,6 @@ def run_ranks(
 
 
 def rows(checkpoint: Path, repeats: int) -> Iterator[list[str]]:
-    """Yield the rows of the table."""
     sizes = {path.name: path.stat().st_size for path in sorted(checkpoint.glob("*.safetensors"))}
     files = [path.name for path in checkpoint.iterdir() if path.is_file()]
     nbytes = sum(sizes.values())
@@ -244,7 +240,6 @@ def rows(checkpoint: Path, repeats: int) -> Iterator[list[str]]:
 
 
 def main(act: Callable[[dict[str, Any]], dict[str, Any]] = run_rank) -> None:
-    """Measure, or be a rank."""
     parser = argparse.ArgumentParser(description="Loads from an HTTP server.")
     parser.add_argument("--params", type=float, default=1.5e9, help="of the model")
     parser.add_argument("--repeats", type=int, default=3)

@@ -66,16 +66,13 @@ class Group:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the slowest rank."""
         return max(rank.seconds for rank in self.ranks)
 
     @property
     def peak_bytes(self) -> int:
-        """Largest peak of a rank."""
         return max(rank.memory.peak for rank in self.ranks)
 
     def cells(self) -> list[str]:
-        """Return the row of the table."""
         hbm = [rank.hbm_peak_bytes for rank in self.ranks if rank.hbm_peak_bytes is not None]
         needed, read = (sum(getattr(rank, name) or 0 for rank in self.ranks) for name in ("needed_bytes", "read_bytes"))
         return [
@@ -116,7 +113,6 @@ def median_group(repeats: list[list[RankResult]]) -> Group:
 
 
 def find_group(groups: Sequence[Group], method: str, world_size: int) -> Group | None:
-    """Return the group of this method and world size, or None if it was not run."""
     return next((group for group in groups if (group.method, group.world_size) == (method, world_size)), None)
 
 

@@ -28,12 +28,10 @@ TAG, UNIVERSAL_TAG = "global_step3", "universal"
 
 
 def bytes_read() -> int:
-    """Return what this process has read by read calls."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
 def measured(call: Callable[[], object]) -> dict[str, float]:
-    """Return what a call takes: seconds, and MiB of memory and of reads."""
     before = bytes_read()
     with PeakMemory() as sampler:
         start = time.perf_counter()
@@ -75,7 +73,6 @@ def save(folder: str, world_size: int, params: float) -> list[float]:
 
 
 def load(folder: str, world_size: int, params: float, way: str, tag: str) -> dict[str, Any]:
-    """Rank function: loads in one way, and trains on."""
     import torch.distributed as dist
 
     from lowmem_load import load_checkpoint
@@ -89,7 +86,6 @@ def load(folder: str, world_size: int, params: float, way: str, tag: str) -> dic
 
 
 def convert(folder: str) -> None:
-    """Have DeepSpeed make a universal checkpoint."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     workers = {"num_extract_workers": 1, "num_merge_workers": 1}
@@ -137,7 +133,6 @@ def matrix(pairs: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Parse the command line and run one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("matrix", "cost"))
     parser.add_argument("--ranks", type=int, default=4, help="cost: others than have saved")

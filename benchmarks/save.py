@@ -61,7 +61,6 @@ def _lowmem(engine: Any, folder: Path, max_shard_size: str) -> None:
 
 
 def _floor(engine: Any, folder: Path, _: str) -> None:
-    """Write this rank's partitions one after the other to a file of its own."""
     import torch
 
     from lowmem_load.ds.parameters import held_range, partition_of
@@ -138,7 +137,6 @@ def _cells(world_size: int, method: str, ranks: list[list[Result]]) -> list[str]
 
 
 def main() -> None:
-    """Run all, print the table, and fail if what was written differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=1.5e9)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])

@@ -61,7 +61,6 @@ class Row(NamedTuple):
     sizes: str = ""  # of the DistributedConfig, "fsdp=128 tp=8"; "" for ZeRO-3
 
     def target(self) -> Any:
-        """Return the second argument of `load_model`."""
         if not self.sizes:
             return DS_CONFIG
         from transformers.distributed import DistributedConfig
@@ -180,7 +179,6 @@ def measure_apart(row: Row, folder: Path, repeats: int) -> dict[str, Any]:
 
 
 def cells(row: Row, found: dict[str, Any]) -> list[str]:
-    """Return the row of the table."""
     names = [row.model, f"{MODELS[row.model].num_tensors:,}", f"{row.rank}/{row.world_size} {row.sizes}".strip()]
     if "failed" in found:
         return [*names, f"failed: {found['failed']}", *[""] * (len(COLUMNS) - len(names) - 1)]
@@ -194,7 +192,6 @@ def cells(row: Row, found: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; return 1 if a row failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", choices=list(MODELS), help="what to load or plan")
     parser.add_argument("--rank", type=int, default=0)

@@ -31,7 +31,6 @@ MOUNT_TIMEOUT_S = 20.0
 
 
 def make_llama(folder: Path) -> None:
-    """Write a Llama of some 80 million parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12}
@@ -106,7 +105,6 @@ def serve(folder: Path, mount: str, wait_s: float) -> None:
 
 @contextlib.contextmanager
 def mounted(folder: Path, wait_s: float) -> Iterator[Path]:
-    """Yield the folder as seen through slow storage."""
     with tempfile.TemporaryDirectory() as mount:
         server = subprocess.Popen([sys.executable, "-m", "benchmarks.slow_storage", str(folder), mount, str(wait_s)])
         try:
@@ -122,7 +120,6 @@ def mounted(folder: Path, wait_s: float) -> Iterator[Path]:
 
 
 def load(way: str, path: str, config_folder: str) -> dict[str, Any]:
-    """Load as one rank; return what it took."""
     import deepspeed  # noqa: F401  imported before the clock starts, as everything else
     import transformers
     from transformers.integrations import HfDeepSpeedConfig
@@ -145,7 +142,6 @@ def load(way: str, path: str, config_folder: str) -> dict[str, Any]:
 
 
 def measure(model: str, folder: Path, wait_ms: float, way: str, num_ranks: int) -> list[str]:
-    """Return a row of the table."""
     with mounted(folder, wait_ms / 1e3) as path, tempfile.TemporaryDirectory() as out:
         found = run_on_ranks(load, way, str(path), str(folder), out=Path(out), world_size=num_ranks)
     row = [model, str(num_ranks), f"{wait_ms:g}", way, f"{max(each['seconds'] for each in found):.1f}"]
@@ -156,7 +152,6 @@ def measure(model: str, folder: Path, wait_ms: float, way: str, num_ranks: int) 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every model, number of ranks, wait and way, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.slow_storage", description=__doc__.splitlines()[0])
     parser.add_argument("--wait-ms", type=float, nargs="+", default=[1.0, 10.0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[4])

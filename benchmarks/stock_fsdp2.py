@@ -18,7 +18,6 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 
 
 def main() -> None:
-    """Save a small random model, load it in both ways, and print the names of the tensors that differ."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model_type", nargs="?", default="nomic_bert", help="or gte")
     model_type = parser.parse_args().model_type

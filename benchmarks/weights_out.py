@@ -53,7 +53,6 @@ class Consumer:
         self.place = torch.zeros(largest, dtype=torch.int16)
 
     def load_weights(self, pairs: Iterable[tuple[str, Any]]) -> None:
-        """Copy all values, or add them up."""
         import torch
 
         for _, tensor in pairs:
@@ -65,15 +64,13 @@ class Consumer:
             del tensor, units
 
     def update_named_params(self, _: Any, pairs: Iterable[tuple[str, Any]]) -> None:
-        """Copy all values, or add them up."""
         self.load_weights(pairs)
 
     def reset_prefix_cache(self) -> None:
-        """Do nothing."""
+        pass
 
 
 def _generation(model: Any, mode: str, rank: int, consumer: Consumer) -> Any:
-    """Return TRL's generation, with a consumer in the place of vLLM."""
     import torch
     from trl.generation.vllm_generation import VLLMGeneration
 
@@ -150,7 +147,6 @@ def _cells(world_size: int, mode: str, is_ours: bool, ranks: list[list[Result]])
 
 
 def main() -> None:
-    """Run all, print the table, and fail if the methods gave different bytes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=1.5e9)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])

@@ -55,7 +55,6 @@ class RankResult:
 
 
 def init_ranks(spec: Spec, counter: CollectiveCounter) -> Job:
-    """Join the process group through DeepSpeed."""
     import deepspeed
 
     counter.install_deepspeed()

@@ -4,8 +4,11 @@ from tests.ranks import set_environment
 
 set_environment()
 
+import json  # noqa: E402
 import sys  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 
@@ -43,3 +46,24 @@ def minilm() -> Path:
     from tests.builders import minilm_path
 
     return minilm_path()
+
+
+@pytest.fixture
+def answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Any]]:
+    """Run a subcommand in this process; return its exit code, and what it says: text, or with --json a value."""
+    from lowmem_load.cli.start import app
+
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> tuple[int, Any]:
+        texts = list(map(str, arguments))
+        capsys.readouterr()
+        try:
+            code = app(texts, standalone_mode=False) or 0
+        except SystemExit as ended:
+            code = ended.code
+        text = capsys.readouterr().out
+        return code, json.loads(text) if "--json" in texts else text
+
+    return run

@@ -25,7 +25,6 @@ from tests.compat.install import InstallError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
     cases = {case.name: case for case in read_cases()}
     parser = argparse.ArgumentParser(prog="python -m benchmarks.frameworks", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=cases, default=list(cases), metavar="CASE", help="instead of all")

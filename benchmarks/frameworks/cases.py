@@ -36,7 +36,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Its name on the command line, and of its folder."""
         return f"{self.framework}, {self.what}".lower().replace(", ", "-").replace(" ", "-")
 
 
@@ -48,7 +47,13 @@ def read_cases(path: Path = FILE) -> list[Case]:
     """
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
     environments = {name: Environment(name, **entry) for name, entry in data["environments"].items()}
-    cases = [Case(environments[entry.pop("environment")], **entry) for entry in data["cases"]]
+    cases = []
+    for entry in data["cases"]:
+        environment, lora = environments[entry.pop("environment")], entry.pop("lora", None)
+        cases.append(Case(environment, **entry))
+        if lora is not None:
+            what, command = entry["what"].replace("full", "LoRA"), f"{entry['command']} {lora}"
+            cases.append(Case(environment, entry["framework"], what, command, entry.get("variables", {})))
     names = [case.name for case in cases]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{path}: several cases are called {', '.join(twice)}")

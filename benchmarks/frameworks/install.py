@@ -22,12 +22,10 @@ CACHE = REPO / ".cache" / "frameworks"
 
 
 def folder_of(environment: Environment) -> Path:
-    """Return where an environment is, or will be."""
     return CACHE / environment.name
 
 
 def python_of(environment: Environment) -> Path:
-    """Return its interpreter."""
     return folder_of(environment) / "venv" / "bin" / "python"
 
 
@@ -94,7 +92,6 @@ def _extras(requirement: Requirement) -> str:
 
 
 def _requirements(pip: Sequence[str], framework: Requirement) -> list[str]:
-    """Return what the metadata of a framework require."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         what = ["--dry-run", "--no-deps", "--report", str(report), f"{framework.name}{framework.specifier}"]

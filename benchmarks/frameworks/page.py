@@ -22,12 +22,10 @@ Results = Mapping[str, Mapping[str, Any]]
 
 
 def write() -> None:
-    """Replace what is between the markers of the page."""
     FILE.write_text(with_table(FILE.read_text(encoding="utf-8"), read_cases(), read_results()), encoding="utf-8")
 
 
 def with_table(text: str, cases: Sequence[Case], results: Results) -> str:
-    """Return the page with its table as the results have it."""
     lines = [table(cases, results), "", *_reasons(cases), *_versions(cases, results)]
     return MARKED.sub(lambda match: "\n".join([match[1], *lines, "", match[3]]), text)
 
@@ -44,7 +42,6 @@ def table(cases: Sequence[Case], results: Results) -> str:
 
 
 def verdict(result: Mapping[str, Any]) -> str:
-    """Return in a few words what a case came to."""
     if not result:
         return "not run yet"
     if "error" in result:

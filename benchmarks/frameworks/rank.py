@@ -182,7 +182,6 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`."""
         if name not in self._after:
             return None
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]

@@ -77,15 +77,12 @@ class _EmptyPackages:
     def find_spec(
         self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`."""
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self._names else None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """See `importlib.abc.Loader`."""
+        pass
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module whatever is asked of it."""
-
         def missing(name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)

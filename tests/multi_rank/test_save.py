@@ -102,6 +102,7 @@ def save_all(paths: dict[str, str], out: str, swap: str | None) -> dict[str, Any
         save_adapter(paths["llama"], out)
         fail_together(paths["llama"], out)
         save_by_two_paths(paths["llama"], out)
+        save_from_two_nodes(paths["odd"], out)
     return {way: (report.written_bytes, report.staged_bytes, report.files) for way, report in reports.items()}
 
 
@@ -250,10 +251,6 @@ def save_from_two_nodes(path: str, out: str) -> None:
         AutoModelForCausalLM.from_pretrained(path).save_pretrained(f"{out}/ordinary")
         for name in ("one-node", "two-nodes"):
             equal_folders(Path(out, name), Path(out, "ordinary"))
-
-
-def test_two_nodes_write_into_one_page(paths: dict[str, str], tmp_path: Path) -> None:
-    run_ranks(save_from_two_nodes, paths["odd"], str(tmp_path), world_size=2, timeout_s=120)
 
 
 def fail_together(path: str, out: str) -> None:

@@ -18,37 +18,17 @@ from typer import BadParameter
 import lowmem_load
 from lowmem_load.cli import common
 from lowmem_load.cli.common import facts, table
-from lowmem_load.cli.start import app, main
+from lowmem_load.cli.start import main
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, RankError, UnsupportedError
 from lowmem_load.text import size
 from tests.builders import tiny_llama, tiny_mixtral, tiny_qwen2_tied
 from tests.ranks import REPO
 from tests.storage import on_network
 
+Answer = Callable[..., tuple[int, Any]]
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 COMMANDS = ["consolidate", "doctor", "inspect", "plan", "report", "run", "verify"]
 OF_MESHES = ("--tp", "--ep", "--dp-replicate")
-
-Answer = Callable[..., tuple[int, Any]]
-
-
-@pytest.fixture
-def answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Answer:
-    """Run a subcommand in this process; return its exit code, and what it says: text, or with --json a value."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: object) -> tuple[int, Any]:
-        given = list(map(str, arguments))
-        capsys.readouterr()
-        try:
-            code = app(given, standalone_mode=False) or 0
-        except SystemExit as ended:
-            code = ended.code
-        text = capsys.readouterr().out
-        return code, json.loads(text) if "--json" in given else text
-
-    return run
 
 
 @pytest.fixture

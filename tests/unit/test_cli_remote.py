@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lowmem_load.cli.start import app, main
+from lowmem_load.cli.start import main
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io import remote_file
 from lowmem_load.io.remote_file import HEAD_BYTES
@@ -25,31 +25,15 @@ from tests.ranks import REPO, reserved_port
 from tests.remote.hub_front import COMMIT, hub_front
 from tests.remote.range_server import RangeServer, range_server
 
+Answer = Callable[..., tuple[int, Any]]
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 2000}
 """Of a checkpoint of 1 MB, of which headers are little."""
 
-Answer = Callable[..., tuple[int, Any]]
 
-
-@pytest.fixture
-def answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Answer:
-    """Run a subcommand in this process; return its exit code, and what it says: text, or with --json a value."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setenv("COLUMNS", "200")
+@pytest.fixture(autouse=True)
+def scratch_in_the_tests_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def run(*arguments: object) -> tuple[int, Any]:
-        given = list(map(str, arguments))
-        capsys.readouterr()
-        try:
-            code = app(given, standalone_mode=False) or 0
-        except SystemExit as ended:
-            code = ended.code
-        text = capsys.readouterr().out
-        return code, json.loads(text) if "--json" in given else text
-
-    return run
 
 
 @pytest.fixture

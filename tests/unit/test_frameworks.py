@@ -49,7 +49,7 @@ def test_cases_have_names_and_files_of_their_own() -> None:
 
 def test_two_cases_of_one_name_are_refused(tmp_path: Path) -> None:
     text = FILE.read_text(encoding="utf-8")
-    twice = text + text[text.index("  - framework:") :].split("\n\n")[0].replace("&", "&again_")
+    twice = text + text[text.index("  - <<:") :].split("\n\n")[0].replace("&", "&again_")
     path = tmp_path / "cases.yaml"
     path.write_text(twice, encoding="utf-8")
     with pytest.raises(ValueError, match="several cases are called trl-"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -134,10 +134,6 @@ def test_quantized_fragments_without_scales_are_refused(tmp_path: Path) -> None:
         open_checkpoint(str(place), executor)
 
 
-def in_swapped_folder(place: Path) -> Path:
-    return place / "offloaded_tensors" / "rank01"
-
-
 def test_what_was_on_nvme_is_read_from_the_swapper_s_files(tmp_path: Path) -> None:
     moments = {"exp_avg": {name: value + 1 for name, value in VALUES.items()}}
     place = save_zero3(tmp_path, VALUES, world_size=2, moments=moments, swapped=True)
@@ -151,39 +147,33 @@ def test_what_was_on_nvme_is_read_from_the_swapper_s_files(tmp_path: Path) -> No
             assert float(saved.scalars["step"]) == 3.0
 
 
-def cut_off(place: Path) -> None:
-    path = in_swapped_folder(place) / "exp_avg-0.tensor.swp"
+def cut_off(folder: Path) -> None:
+    path = folder / "exp_avg-0.tensor.swp"
     path.write_bytes(path.read_bytes()[:40])
 
 
-def without_a_file(place: Path) -> None:
-    (in_swapped_folder(place) / "0.tensor.swp").unlink()
-
-
-def without_a_folder(place: Path) -> None:
-    in_swapped_folder(place).rename(place / "elsewhere")
-
-
-def named_elsewhere(place: Path) -> None:
-    edited(place, "optim", lambda state: _rename(state["optimizer_state_dict"]["fp32_flat_groups"][0], "../../a"))
-
-
-def _rename(tensor: Any, name: str) -> None:
-    tensor.ds_id = name
+def rename_tensor(state: Any) -> None:
+    state["optimizer_state_dict"]["fp32_flat_groups"][0].ds_id = "../../a"
 
 
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
         (cut_off, r"exp_avg-0\.tensor\.swp: has 40 bytes, expected 12 elements of torch\.float32: exp_avg of group 0"),
-        (without_a_file, r"rank01.0\.tensor\.swp: is missing, with flat group 0 of an optimizer that was on nvme"),
-        (without_a_folder, "rank01: is missing, .* deepspeed 0.17 and older"),
-        (named_elsewhere, r"flat group 0 was on nvme under the name '\.\./\.\./a'"),
+        (
+            lambda folder: (folder / "0.tensor.swp").unlink(),
+            r"rank01.0\.tensor\.swp: is missing, with flat group 0 of an optimizer that was on nvme",
+        ),
+        (lambda folder: folder.rename(folder.parent / "elsewhere"), "rank01: is missing, .* deepspeed 0.17 and older"),
+        (
+            lambda folder: edited(folder.parents[1], "optim", rename_tensor),
+            r"flat group 0 was on nvme under the name '\.\./\.\./a'",
+        ),
     ],
 )
-def test_files_of_the_swapper_are_checked(spoil: Callable[[Path], None], text: str, tmp_path: Path) -> None:
+def test_files_of_the_swapper_are_checked(spoil: Callable[[Path], Any], text: str, tmp_path: Path) -> None:
     place = save_zero3(tmp_path, VALUES, world_size=2, moments={"exp_avg": VALUES}, swapped=True)
-    spoil(place)
+    spoil(place / "offloaded_tensors" / "rank01")
     with Executor() as executor, pytest.raises(CheckpointError, match=text):
         open_checkpoint(str(place), executor)
 
@@ -224,17 +214,9 @@ def test_stages_1_and_2_are_read(world_size: int, stage: int | None, alignment: 
         assert torch.equal(found.view(4, 4), frozen["c"].bfloat16())
 
 
-def chain_too_short(place: Path) -> None:
-    edited(place, "rank_0_mp_rank_00_optim", lambda state: _cut(state, 3))
-
-
-def _cut(state: Any, numel: int) -> None:
-    flats = state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
-    flats[0] = flats[0][:numel].clone()
-
-
-def paddings_of_others(place: Path) -> None:
-    edited(place, "optim", lambda state: state["optimizer_state_dict"].update(param_alignment_paddings=[[0, -1]]))
+def cut_chain(place: Path) -> None:
+    flat = "optimizer_state_dict", "single_partition_of_fp32_groups", 0
+    edited(place, "rank_0_mp_rank_00_optim", lambda state: put(state, flat, torch.zeros(3)))
 
 
 def without_optimizer(place: Path) -> None:
@@ -242,27 +224,38 @@ def without_optimizer(place: Path) -> None:
         path.unlink()
 
 
-def of_tensor_parallelism(place: Path) -> None:
-    (place / "mp_rank_01_model_states.pt").write_bytes(b"")
+def with_optimizer_entry(key: str, value: Any) -> Callable[[Path], None]:
+    return lambda place: edited(place, "optim", lambda state: put(state, (*ZERO, key), value))
 
 
-def of_stage_3_as_well(place: Path) -> None:
-    (place / "zero_pp_rank_0_mp_rank_00_model_states.pt").write_bytes(b"")
+def with_file(name: str) -> Callable[[Path], Any]:
+    return lambda place: (place / name).write_bytes(b"")
 
 
-def elastic(place: Path) -> None:
-    edited(place, "optim", lambda state: state["optimizer_state_dict"].update(base_optimizer_state=[{}]))
+ZERO = ("optimizer_state_dict",)
 
 
 @pytest.mark.parametrize(
     ("spoil", "error", "text"),
     [
-        (chain_too_short, CheckpointError, "flat group 0 has 3 elements, but 23 of 2 ranks with at most 9 each"),
-        (paddings_of_others, CheckpointError, "'param_alignment_paddings' are malformed"),
+        (cut_chain, CheckpointError, "flat group 0 has 3 elements, but 23 of 2 ranks with at most 9 each"),
+        (
+            with_optimizer_entry("param_alignment_paddings", [[0, -1]]),
+            CheckpointError,
+            "'param_alignment_paddings' are malformed",
+        ),
         (without_optimizer, CheckpointError, "holds no optimizer states of ZeRO.*name the one that it was made of"),
-        (of_tensor_parallelism, UnsupportedError, "mp_rank_01_model_states.pt: is of tensor, pipeline or expert"),
-        (of_stage_3_as_well, CheckpointError, "mp_rank_00_model_states.pt and zero_pp_rank_0_.*: two jobs"),
-        (elastic, CheckpointError, "no 'base_optimizer_state' in it"),
+        (
+            with_file("mp_rank_01_model_states.pt"),
+            UnsupportedError,
+            "mp_rank_01_model_states.pt: is of tensor, pipeline or expert",
+        ),
+        (
+            with_file("zero_pp_rank_0_mp_rank_00_model_states.pt"),
+            CheckpointError,
+            "mp_rank_00_model_states.pt and zero_pp_rank_0_.*: two jobs",
+        ),
+        (with_optimizer_entry("base_optimizer_state", [{}]), CheckpointError, "no 'base_optimizer_state' in it"),
     ],
 )
 def test_what_does_not_fit_together_in_stages_1_and_2(
@@ -274,57 +267,45 @@ def test_what_does_not_fit_together_in_stages_1_and_2(
         open_checkpoint(str(place), executor)
 
 
-def empty(state: Any) -> None:
-    state["optimizer_state_dict"]["fp32_flat_groups"][0] = torch.empty(0)
-
-
-def without_a_moment(state: Any) -> None:
-    del state["optimizer_state_dict"]["optimizer_state_dict"]["state"][1]["exp_avg"]
-
-
-def too_short(state: Any) -> None:
-    state["optimizer_state_dict"]["fp32_flat_groups"][1] = torch.zeros(2)
-
-
-def one_group_less(state: Any) -> None:
-    state["optimizer_state_dict"]["fp32_flat_groups"].pop()
-
-
-def of_experts(state: Any) -> None:
-    state["optimizer_state_dict"]["ds_zero_partition_groups"] = [{}]
-
-
-def of_nested_lists(state: Any) -> None:
+def of_nested_lists() -> Any:
     value: Any = []
     for _ in range(60):
         value = [value, value]
-    state["optimizer_state_dict"]["optimizer_state_dict"]["state"][1]["step"] = value
+    return value
 
 
-def without_groups(state: Any) -> None:
-    state["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"] = {"params": 3}
+BASE = ("optimizer_state_dict", "optimizer_state_dict")
+DELETED = object()
 
 
-def without_states(state: Any) -> None:
-    state["optimizer_state_dict"]["optimizer_state_dict"]["state"][1] = [1]
+def put(state: Any, path: Sequence[Any], value: Any) -> None:
+    """Put a value at a path of a tree, or remove what is there."""
+    for key in path[:-1]:
+        state = state[key]
+    if value is DELETED:
+        del state[path[-1]]
+    else:
+        state[path[-1]] = value
 
 
 @pytest.mark.parametrize(
-    ("edit", "error", "text"),
+    ("path", "value", "error", "text"),
     [
-        (empty, CheckpointError, r"flat group 0 is of shape \(0,\), expected 9 elements"),
-        (without_a_moment, CheckpointError, "sub-groups with other states than exp_avg, fp32"),
-        (too_short, CheckpointError, r"flat group 1 is of shape \(2,\), expected 3 elements"),
-        (one_group_less, CheckpointError, "1 flat groups, its model states name 2"),
-        (of_experts, UnsupportedError, "AutoEP"),
-        (of_nested_lists, CheckpointError, "'step' of the optimizer is no number"),
-        (without_groups, CheckpointError, "no 'param_groups' in it"),
-        (without_states, CheckpointError, "no 1 in it"),
+        ((*ZERO, "fp32_flat_groups", 0), torch.empty(0), CheckpointError, r"0 is of shape \(0,\), expected 9 elements"),
+        ((*ZERO, "fp32_flat_groups", 1), torch.zeros(2), CheckpointError, r"1 is of shape \(2,\), expected 3 elements"),
+        ((*ZERO, "fp32_flat_groups", 1), DELETED, CheckpointError, "1 flat groups, its model states name 2"),
+        ((*ZERO, "ds_zero_partition_groups"), [{}], UnsupportedError, "AutoEP"),
+        ((*BASE, "state", 1, "exp_avg"), DELETED, CheckpointError, "sub-groups with other states than exp_avg, fp32"),
+        ((*BASE, "state", 1, "step"), of_nested_lists(), CheckpointError, "'step' of the optimizer is no number"),
+        ((*BASE, "param_groups"), {"params": 3}, CheckpointError, "no 'param_groups' in it"),
+        ((*BASE, "state", 1), [1], CheckpointError, "no 1 in it"),
     ],
 )
-def test_what_does_not_fit_together(edit: Any, error: type[Exception], text: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_together(
+    path: Sequence[Any], value: Any, error: type[Exception], text: str, tmp_path: Path
+) -> None:
     place = save_zero3(tmp_path, VALUES, world_size=2, sub_group_size=9, moments={"exp_avg": VALUES})
-    edited(place, "optim", edit)
+    edited(place, "optim", lambda state: put(state, path, value))
     with Executor() as executor, pytest.raises(error, match=text):
         open_checkpoint(str(place), executor)
 

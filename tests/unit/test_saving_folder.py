@@ -227,11 +227,8 @@ def test_a_discard_that_is_killed_leaves_no_weights(tmp_path: Path, monkeypatch:
 def test_a_folder_that_other_ranks_do_not_see_is_refused(tmp_path: Path) -> None:
     staging, _ = stage(tmp_path / "model", "new")
     folders.check_seen(staging, str(staging.path))
-    for token in ("another", None):
-        if token is None:
-            (staging.path / PROBE).unlink()
-        else:
-            (staging.path / PROBE).write_text(token)
+    for spoil in (lambda: (staging.path / PROBE).write_text("another"), (staging.path / PROBE).unlink):
+        spoil()
         with pytest.raises(ConfigError, match=r"does not see .*: it looked for .*, rank 0 made /mnt/\.model\.saving-0"):
             folders.check_seen(staging, "/mnt/.model.saving-0")
 
@@ -286,15 +283,20 @@ def test_two_renames_of_which_one_is_refused_fall_back(tmp_path: Path, monkeypat
     assert loaded(target) == {"new"} and beside(target) == []
 
 
-def test_a_folder_with_a_mount_point_is_not_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["it has a mount point", "somebody works there"])
+def test_a_folder_that_must_stay_is_not_renamed(tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "model"
     save(target, "old")
     (target / "checkpoints").mkdir()
-    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "checkpoints")
+    if why == "somebody works there":
+        monkeypatch.chdir(target)
+    else:
+        monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "checkpoints")
     staging, weights = stage(target, "new")
     assert staging.is_inside
     folders.commit(staging, weights)
     assert loaded(target) == {"new"} and (target / "checkpoints").is_dir()
+    assert why == "it has a mount point" or loaded(Path()) == {"new"}
 
 
 def test_a_folder_that_cannot_be_marked_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,16 +312,6 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
         staged(tmp_path / "model")
     with pytest.raises(ConfigError, match="cannot be saved to: "):
         staged(tmp_path / "model" / "below")
-
-
-def test_the_working_directory_is_not_renamed_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "model"
-    save(target, "old")
-    monkeypatch.chdir(target)
-    staging, weights = stage(target, "new")
-    assert staging.is_inside
-    folders.commit(staging, weights)
-    assert Path.cwd() == target and loaded(Path()) == {"new"}
 
 
 def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
@@ -365,12 +357,9 @@ def test_a_folder_of_two_names_is_changed_inside(tmp_path: Path) -> None:
     assert staging.is_inside
     (tmp_path / "other").symlink_to("model")
     folders.check_seen(Staging(tmp_path / "other", staging.token, is_inside=True), str(staging.path))
-
-
-def test_a_folder_of_another_name_beside_it_is_another_folder(tmp_path: Path) -> None:
-    staging = staged(tmp_path / "model", others=[str(tmp_path / "other")])
+    fresh = staged(tmp_path / "new", others=[str(tmp_path / "another")])
     with pytest.raises(ConfigError, match="name the same folder on each"):
-        folders.check_seen(Staging(tmp_path / "other", staging.token, staging.is_inside), str(staging.path))
+        folders.check_seen(Staging(tmp_path / "another", fresh.token, fresh.is_inside), str(fresh.path))
 
 
 def test_a_file_without_allocation_has_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

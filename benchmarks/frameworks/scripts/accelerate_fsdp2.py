@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main() -> None:
-    """Train for four steps and save what was trained."""
     accelerator = Accelerator()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained("model")

@@ -35,7 +35,6 @@ def batch(tokenizer: Any, step: int) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Train for four steps and save what was trained."""
     deepspeed.init_distributed()
     alive = HfDeepSpeedConfig(CONFIG)  # transformers holds it weakly
     dtype = torch.bfloat16 if CONFIG["bf16"]["enabled"] else torch.float32

@@ -24,27 +24,24 @@ class OnCpu(CUDAAccelerator):
     """CPU ranks that DeepSpeedStrategy takes for GPUs: it refuses all else."""
 
     def setup_device(self, device: torch.device) -> None:
-        """Nothing to set up."""
+        pass
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Nothing to set up."""
+        pass
 
     def teardown(self) -> None:
-        """Nothing to free."""
+        pass
 
     @staticmethod
     def is_available() -> bool:
-        """Always."""
         return True
 
     @staticmethod
     def parse_devices(devices: Any) -> Any:
-        """As many as are asked for."""
         return list(range(devices))
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
-        """All ranks have the same one."""
         return [torch.device("cpu", 0) for _ in devices]
 
 
@@ -52,14 +49,11 @@ class OnCpuStrategy(DeepSpeedStrategy):
     """Does not ask for the numbers of the devices, which CPUs have none of."""
 
     def setup_distributed(self) -> None:
-        """As DeepSpeedStrategy does, but for that."""
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
 
 class Model(pl.LightningModule):
-    """A causal language model."""
-
     def configure_model(self) -> None:
         """Load the model; Lightning calls this inside a `deepspeed.zero.Init`."""
         if hasattr(self, "model"):
@@ -74,17 +68,14 @@ class Model(pl.LightningModule):
             self.model = get_peft_model(self.model, lora, autocast_adapter_dtype=False)
 
     def training_step(self, batch: Any, _index: int) -> torch.Tensor:
-        """Return the loss of a batch."""
         loss: torch.Tensor = self.model(**batch).loss
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW over what is trained."""
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
 
 
 def rows(tokenizer: Any) -> list[dict[str, list[int]]]:
-    """Return the examples' rows, all of which is learned."""
     found = []
     for line in Path("data/sft.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -94,7 +85,6 @@ def rows(tokenizer: Any) -> list[dict[str, list[int]]]:
 
 
 def main() -> None:
-    """Train for four steps and save what was trained."""
     pl.seed_everything(0)
     tokenizer = AutoTokenizer.from_pretrained("model")
     batches = torch.utils.data.DataLoader(

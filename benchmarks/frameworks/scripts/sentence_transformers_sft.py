@@ -17,7 +17,6 @@ from sentence_transformers import (
 
 
 def main() -> None:
-    """Train for four steps and save."""
     args = SentenceTransformerTrainingArguments(  # before the model: it makes ZeRO-3 active
         output_dir="output",
         deepspeed="ds_z3.json",

@@ -17,7 +17,6 @@ from transformers import (
 
 
 def main() -> None:
-    """Train for four steps and save what was trained."""
     arguments = TrainingArguments(
         output_dir="output",
         fsdp=True,
