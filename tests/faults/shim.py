@@ -94,11 +94,7 @@ class _Entry(ctypes.Structure):
 
 
 class Control:
-    """The rules of one process, from outside of it.
-
-    Args:
-        file: made here; the process is given its path, see `attach`.
-    """
+    """The rules of one process, from outside of it."""
 
     def __init__(self, file: Path) -> None:
         nbytes = NUM_RULES * ctypes.sizeof(_Entry)

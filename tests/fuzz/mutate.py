@@ -20,15 +20,7 @@ ODD_VALUES: tuple[Any, ...] = (
 
 
 def mutated(data: bytes, kind: str, words: Sequence[bytes], others: Sequence[bytes], rng: random.Random) -> bytes:
-    """Return a variation of `data`, by one to four changes.
-
-    Args:
-        data: the input.
-        kind: "json", "pickle" or "bytes"; what cannot be parsed as such is mutated as bytes.
-        words: that may be put into it.
-        others: inputs that pieces may be taken of.
-        rng: decides.
-    """
+    """Return a variation of `data`, by one to four changes."""
     for _ in range(rng.choice((1, 1, 2, 4))):
         changed = None
         if kind == "json" and rng.random() < 0.7:

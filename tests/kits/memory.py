@@ -10,10 +10,6 @@ from lowmem_load.errors import TruncatedFileError
 class MemorySource:
     """Bytes in memory, with a note of what is read of them. A `ByteSource`.
 
-    Args:
-        path: what names it in messages.
-        data: the bytes.
-
     Attributes:
         reads: first byte and end, exclusive, of each read so far.
     """

@@ -88,11 +88,7 @@ class Behaviour:
     """Answer 403 unless the URL is signed with the secret and not expired."""
 
     def changed(self, changes: dict[str, Any]) -> Behaviour:
-        """A copy with other values; raises TypeError or ValueError for what is none.
-
-        Args:
-            changes: values by name of the field.
-        """
+        """A copy with other values; raises TypeError or ValueError for what is none."""
         types = {field.name: type(field.default) for field in fields(self)}
         for name, value in changes.items():
             if name not in types:
@@ -105,11 +101,7 @@ class Behaviour:
         return changed
 
     def fault(self, number: int) -> str:
-        """Which of CHANCES befalls a request, or "".
-
-        Args:
-            number: how many requests came before.
-        """
+        """Which of CHANCES befalls a request, or ""."""
         drawn = random.Random(f"{self.seed}:{number}").random()
         for name in CHANCES:
             drawn -= getattr(self, name)
@@ -122,21 +114,12 @@ class Behaviour:
         return any(getattr(self, name) for name in CHANCES) and re.search(self.only, path) is not None
 
     def signed(self, path: str) -> str:
-        """The path and query of a URL that is good for valid_s from now.
-
-        Args:
-            path: as it stands in the URL.
-        """
+        """The path and query of a URL that is good for valid_s from now."""
         expires = math.ceil(time.time() + self.valid_s)
         return f"{path}?{urlencode({'X-Amz-Signature': self._signature(path, expires), 'Expires': expires})}"
 
     def wrong_in(self, path: str, query: str) -> str:
-        """What is wrong with a signed URL, or "".
-
-        Args:
-            path: as it stands in the URL.
-            query: what follows the question mark.
-        """
+        """What is wrong with a signed URL, or ""."""
         asked = {name: values[-1] for name, values in parse_qs(query).items()}
         expires = int(asked["Expires"]) if asked.get("Expires", "").isdigit() else 0
         if asked.get("X-Amz-Signature") != self._signature(path, expires):

@@ -36,11 +36,7 @@ class Request:
 
 
 class Connection:
-    """A socket that a client sends requests to, one after the other.
-
-    Args:
-        sock: as accepted.
-    """
+    """A socket that a client sends requests to, one after the other."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -77,13 +73,7 @@ class Connection:
         self._read += received
 
     def send_head(self, status: int, headers: dict[str, str], *, body_follows: bool) -> None:
-        """Send the status and the headers.
-
-        Args:
-            status: of HTTP.
-            headers: without Date and Server.
-            body_follows: at once, so that both may go in one packet.
-        """
+        """Send the status and the headers."""
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{name}: {headers[name]}" for name in headers)]
         more = socket.MSG_MORE if body_follows else 0
         self._send_all("\r\n".join([*lines, "", ""]).encode("latin-1"), more)

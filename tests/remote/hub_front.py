@@ -23,13 +23,7 @@ LFS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 class HubServer(RangeServer):
-    """Answers for models; `hub_front` makes one with its second host.
-
-    Args:
-        repositories: folders by the id of their model, "org/model".
-        files: the host of large files; None: they come from here.
-        behaviour: values of Behaviour by name.
-    """
+    """Answers for models; `hub_front` makes one with its second host."""
 
     def __init__(self, repositories: Mapping[str, Path], files: RangeServer | None, **behaviour: Any) -> None:
         self.commit = COMMIT
@@ -50,12 +44,7 @@ class HubServer(RangeServer):
             yield
 
     def answer_to(self, request: Request, behaviour: Behaviour) -> Answer:
-        """What a request gets that neither fails nor is refused.
-
-        Args:
-            request: of a client.
-            behaviour: of the server.
-        """
+        """What a request gets that neither fails nor is refused."""
         path = unquote(request.path)
         api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path)
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)

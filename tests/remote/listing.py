@@ -10,13 +10,7 @@ from xml.sax.saxutils import escape
 
 
 def listing(bucket: str, folder: Path, query: str) -> bytes:
-    """The XML of the files of a folder, and of those in it.
-
-    Args:
-        bucket: its name.
-        folder: that it stands for.
-        query: of the URL, with the prefix and perhaps the delimiter.
-    """
+    """The XML of the files of a folder, and of those in it."""
     asked = {name: values[-1] for name, values in parse_qs(query).items()}
     prefix, delimiter = asked.get("prefix", ""), asked.get("delimiter", "")
     contents, prefixes = [], set()
@@ -39,11 +33,7 @@ def listing(bucket: str, folder: Path, query: str) -> bytes:
 
 
 def etag(status: os.stat_result) -> str:
-    """The strong ETag of a file, in its quotes, that is another once the file is.
-
-    Args:
-        status: of the file.
-    """
+    """The strong ETag of a file, in its quotes, that is another once the file is."""
     return f'"{status.st_size:x}-{status.st_mtime_ns:x}"'
 
 

@@ -113,11 +113,7 @@ class RangeServer:
         self._accepting.start()
 
     def set(self, **changes: Any) -> None:
-        """Behave otherwise from now on.
-
-        Args:
-            changes: values of Behaviour by name.
-        """
+        """Behave otherwise from now on."""
         self.behaviour = self.behaviour.changed(changes)
 
     def stats(self) -> dict[str, Any]:
@@ -133,11 +129,7 @@ class RangeServer:
             self._numbered = self._failed = 0
 
     def signed(self, path: str) -> str:
-        """A URL that is good for a while where signatures are checked.
-
-        Args:
-            path: of the file, with its first slash.
-        """
+        """A URL that is good for a while where signatures are checked."""
         return self.url + self.behaviour.signed(path)
 
     def close(self) -> None:
@@ -271,12 +263,7 @@ class RangeServer:
         return None
 
     def answer_to(self, request: Request, behaviour: Behaviour) -> Answer:
-        """What a request gets that neither fails nor is refused.
-
-        Args:
-            request: of a client.
-            behaviour: of the server.
-        """
+        """What a request gets that neither fails nor is refused."""
         if request.method not in ("GET", "HEAD"):
             return Answer(405, {"Allow": "GET, HEAD"})
         bucket = request.path.strip("/")
@@ -291,11 +278,7 @@ class RangeServer:
         return file_answer(path, request, behaviour)
 
     def path_of(self, path: str) -> Path | None:
-        """The file that a URL's path names, if there is one.
-
-        Args:
-            path: as it stands in the URL.
-        """
+        """The file that a URL's path names, if there is one."""
         path = unquote(path).strip("/")
         if ".." in path.split("/") or "\0" in path:
             return None
@@ -387,14 +370,7 @@ class RangeServer:
 
 
 def file_answer(path: Path, request: Request, behaviour: Behaviour, etag: str = "") -> Answer:
-    """The answer to a GET or HEAD of a file that is there: of all of it, or of a range, with its preconditions.
-
-    Args:
-        path: of the file.
-        request: of a client.
-        behaviour: of the server.
-        etag: in its quotes; if empty, one of the size and the time of the last change.
-    """
+    """The answer to a GET or HEAD of a file that is there: of all of it, or of a range, with its preconditions."""
     file = os.open(path, os.O_RDONLY)
     try:
         answer = _whole_or_range(file, request, behaviour, etag)
@@ -473,12 +449,7 @@ def _json(what: dict[str, Any]) -> Answer:
 
 @contextlib.contextmanager
 def range_server(folders: Folders, **behaviour: Any) -> Iterator[RangeServer]:
-    """Serve folders from threads of this process.
-
-    Args:
-        folders: one, whose files are at the root, or several by what their paths begin with.
-        behaviour: values of Behaviour by name.
-    """
+    """Serve folders from threads of this process."""
     server = RangeServer(folders, **behaviour)
     try:
         yield server
@@ -494,11 +465,7 @@ class OwnProcess:
     process: subprocess.Popen[str]
 
     def stats(self, *, asked: bool = False) -> dict[str, Any]:
-        """As RangeServer.stats, but for JSON.
-
-        Args:
-            asked: list all requests too.
-        """
+        """As RangeServer.stats, but for JSON."""
         return json.loads(self._ask("GET", "/_stats?asked" if asked else "/_stats"))
 
     def reset(self) -> None:
@@ -506,19 +473,11 @@ class OwnProcess:
         self._ask("POST", "/_reset")
 
     def set(self, **changes: Any) -> None:
-        """Behave otherwise from now on.
-
-        Args:
-            changes: values of Behaviour by name.
-        """
+        """Behave otherwise from now on."""
         self._ask("POST", "/_faults", json.dumps(changes).encode())
 
     def signed(self, path: str) -> str:
-        """A URL that is good for a while where signatures are checked.
-
-        Args:
-            path: of the file, with its first slash.
-        """
+        """A URL that is good for a while where signatures are checked."""
         return self._ask("GET", f"/_sign{path}").decode()
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
@@ -528,12 +487,7 @@ class OwnProcess:
 
 @contextlib.contextmanager
 def in_own_process(folders: Folders, *, host: str = "127.0.0.1", **behaviour: Any) -> Iterator[OwnProcess]:
-    """Serve folders from a process that ends when this block does, or this process.
-
-    Args:
-        folders: one, whose files are at the root, or several by what their paths begin with.
-        behaviour: values of Behaviour by name.
-    """
+    """Serve folders from a process that ends when this block does, or this process."""
     named = folders if isinstance(folders, Mapping) else {"": Path(folders)}
     command = [sys.executable, "-m", "tests.remote.range_server", "--while-stdin-open", f"--host={host}"]
     command += [f"{name}={folder}" for name, folder in named.items()]

@@ -72,12 +72,7 @@ class Server:
     """How long it took to start."""
 
     def store(self, prefix: str = "", **options: Any) -> ObjectStore:
-        """The bucket, or what is under a prefix, by obstore.
-
-        Args:
-            prefix: of all keys.
-            options: of obstore.store.from_url; client_options are added to what the server needs.
-        """
+        """The bucket, or what is under a prefix, by obstore."""
         from obstore.store import from_url
 
         options["client_options"] = {"allow_http": True, **options.get("client_options", {})}
@@ -86,24 +81,14 @@ class Server:
         )
 
     def upload(self, folder: Path, prefix: str) -> str:
-        """Put all files of a folder, and of those in it, under a prefix; returns its URL.
-
-        Args:
-            folder: that is copied.
-            prefix: with no slash at its ends.
-        """
+        """Put all files of a folder, and of those in it, under a prefix; returns its URL."""
         for path in sorted(folder.rglob("*")):
             if path.is_file():
                 self.put(path, f"{prefix}/{path.relative_to(folder).as_posix()}")
         return f"{self.root}/{prefix}"
 
     def put(self, path: Path, key: str) -> None:
-        """Put a file, in place of what was there.
-
-        Args:
-            path: of the file.
-            key: with no slash before it.
-        """
+        """Put a file, in place of what was there."""
         import obstore
 
         if self.root.startswith("gs:"):  # the emulator knows none of the ways that obstore puts by
@@ -187,11 +172,7 @@ def gcs() -> Iterator[Server]:
 
 @contextlib.contextmanager
 def rclone_http(folder: Path) -> Iterator[str]:
-    """`rclone serve http`, which yields its URL.
-
-    Args:
-        folder: served as it is.
-    """
+    """`rclone serve http`, which yields its URL."""
     command = [str(_rclone()), "serve", "http", str(folder), "--addr", "127.0.0.1:{port}", "--config", "/dev/null"]
     with _started([*command, "--vfs-read-chunk-size", "0", "--dir-cache-time", "0s"], "/") as (url, _):
         yield url
@@ -199,12 +180,7 @@ def rclone_http(folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _started(command: Sequence[str], path: str) -> Iterator[tuple[str, float]]:
-    """Run a server until the block ends; yields its URL and how long it took to answer.
-
-    Args:
-        command: with {port} where its port goes.
-        path: that it answers, however, once it is up.
-    """
+    """Run a server until the block ends; yields its URL and how long it took to answer."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url, began = f"http://127.0.0.1:{port}", time.monotonic()
@@ -252,11 +228,7 @@ def _rclone() -> Path:
 
 
 def _python_with(name: str) -> Path:
-    """The Python of an environment of its own that has a server, which is made if it is not there.
-
-    Args:
-        name: of PYTHON_PACKAGES.
-    """
+    """The Python of an environment of its own that has a server, which is made if it is not there."""
     folder, packages = STORES / name, PYTHON_PACKAGES[name]
     python = folder / "bin" / "python"
     with _missing(folder, "\n".join(packages)) as missing:
@@ -279,12 +251,7 @@ def _azurite() -> Path:
 
 @contextlib.contextmanager
 def _missing(folder: Path, wanted: str) -> Iterator[bool]:
-    """Whether something is yet to be installed, by this process alone, in the block.
-
-    Args:
-        folder: where.
-        wanted: what, with its version.
-    """
+    """Whether something is yet to be installed, by this process alone, in the block."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "installed").open("a+") as done:
         fcntl.flock(done, fcntl.LOCK_EX)

@@ -32,12 +32,7 @@ CONTENT = bytes(range(256)) * 16
 
 
 class Memory:
-    """A `RemoteObject` in memory, whose first requests fail.
-
-    Args:
-        errors: that the first requests raise.
-        act: called by each request, before it fails or succeeds.
-    """
+    """A `RemoteObject` in memory, whose first requests fail."""
 
     name, nbytes, version, sha256 = "s3://bucket/file", len(CONTENT), '"1"', None
 
