@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from hypothesis import strategies as st
 
 from lowmem_load.errors import CheckpointError, PlanError, TruncatedFileError
 from lowmem_load.io import executor as executor_module
-from lowmem_load.io import source
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.memory import Take, Temporaries
 from lowmem_load.io.source import LocalFile
@@ -158,33 +155,6 @@ def test_a_file_that_shrank_is_an_error(file: Path, num_threads: int, dtype: tor
 def test_a_lost_file_is_an_error(file: Path) -> None:
     file.unlink()
     with pytest.raises(CheckpointError, match=r"data: cannot be read: No such file or directory \(while 'w' was read"):
-        read(leaf(file), FlatRange(0, 720))
-
-
-def test_transient_faults_are_tried_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = [errno.EIO, errno.ESTALE]
-
-    def preadv(*args: Any) -> int:
-        if failures:
-            raise OSError(failures.pop(), "a fault")
-        return ordinary(*args)
-
-    ordinary = os.preadv
-    monkeypatch.setattr(source, "RETRY_DELAYS_S", (0.0, 0.0))
-    monkeypatch.setattr(os, "preadv", preadv)
-    values, executor = read(ex.permute(leaf(file), (1, 0)), FlatRange(0, 720), limits=ReadLimits(staging_bytes=1000))
-    assert torch.equal(values, VALUES.T.reshape(-1))
-    assert executor.stats.num_reads > 1
-    assert not failures
-
-
-def test_a_fault_that_persists_names_the_tensor(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(source, "RETRY_DELAYS_S", (0.0,))
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(CheckpointError, match=r"data: cannot be read: Input/output error \(while 'w' was read\)"):
         read(leaf(file), FlatRange(0, 720))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.errors import CheckpointError
 from lowmem_load.io import source as source_module
 from lowmem_load.io.source import OPENING_BYTES, LocalFile, read_bytes, read_small
 
@@ -203,13 +203,6 @@ def test_a_stale_file_that_is_gone_says_so(file: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "preadv", Faults("preadv", errno.ESTALE, 100))
     with pytest.raises(CheckpointError, match="data: cannot be read: Stale file handle"):
         read(source, 0, 1)
-
-
-def test_a_file_that_shrinks_says_where_it_ended(file: str) -> None:
-    source = LocalFile(file)
-    os.truncate(file, 100)
-    with pytest.raises(TruncatedFileError, match=r"data: ended at byte 100 \(20 bytes short\)"):
-        read(source, 90, 30)
 
 
 def test_a_file_that_is_written_to_has_another_version(file: str) -> None:
