@@ -42,6 +42,7 @@ def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: to
                 raise CheckpointError(f"the state dict that the sharded model is filled from lacks {listed(missing)}")
             others = [name for name in shards if not _is_of_files(state[name])]
             step.payload = others, [name for name in others if state[name].is_meta]
+        # What one rank has changed, all take from rank 0: ranks that differ in the way would wait for each other.
         changed = {name for names, _ in step.payloads for name in names}
         if empty := step.payloads[0][1]:
             raise UnsupportedError(

@@ -68,7 +68,8 @@ def describe(
     reads = _Reads(executor)
     prepared: dict[int, tuple[nn.Module, Settings, Target]] = {}
 
-    def settled(model: nn.Module) -> tuple[nn.Module, Settings, Target]:
+    def prepare(model: nn.Module) -> tuple[nn.Module, Settings, Target]:
+        # Called while the model is built, and again for the result. A model's __init__ may load another model.
         if id(model) not in prepared:
             resolved = settings.for_model(getattr(model, "config", None))
             prepared[id(model)] = model, resolved, make_target(resolved, model)
@@ -76,7 +77,7 @@ def describe(
 
     def keeps_of(model: nn.Module) -> Keeps:
         try:
-            layout = settled(model)[2].layout
+            layout = prepare(model)[2].layout
         except ConfigError:  # another model, which this one's __init__ loads, need not fit the settings
             return lambda parameter: FlatRange(0, parameter.numel())
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -87,7 +88,7 @@ def describe(
     model, info = call.describe(context, is_partitioned=settings.stage == 3)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     descriptions = {file.path: file for file in context.files.values()}
-    _, resolved, target = settled(model)
+    _, resolved, target = prepare(model)
     read = tuple(reads.nbytes.items())
     return Described(call.name, model, info, resolved, target, files, descriptions, read, context.constructor)
 

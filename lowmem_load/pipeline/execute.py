@@ -41,6 +41,7 @@ def execute(
     plan = planned.plan
     executor.sources.expect(plan.files)
     fill_buffers(planned, target, executor)
+    # A value in memory is freed after the last parameter that needs it.
     uses = [plan.values_of(part.fills) for part in plan.targets]
     last_use = {number: position for position, numbers in enumerate(uses) for number in numbers}
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -55,7 +56,7 @@ def execute(
         for destination, tensor in zip(part.destinations, memory, strict=True):
             if destination.fill is not None:
                 fill, memory_of = destination.fill, tensor[: destination.fill.numel]
-                if sharing is not None:
+                if sharing is not None:  # keeps what ranks read together, until all memory is made
                     fill = sharing.take(fill, memory_of)
                 executor.fill(fill, memory_of, plan.values, planned.constants)
         copies += _copies(part, memory)
@@ -73,7 +74,7 @@ def execute(
     shared = None if sharing is None else sharing.run(executor)
     executor.finish()
     executor.sources.check_unchanged()
-    for source, copy in copies:
+    for source, copy in copies:  # only now are the sources filled
         copy.copy_(source)
     for restore in restores:
         restore()

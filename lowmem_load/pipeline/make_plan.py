@@ -57,7 +57,7 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None, sha
         _plan_target(planner, names_of[name], parameter, target.layout(name, parameter))
         for name, parameter in parameters.items()
     ]
-    targets.sort(key=lambda plan: plan.sort_key)
+    targets.sort(key=lambda plan: plan.sort_key)  # so that files are read front to back
     buffers, buffer_places, buffer_names = _distinct(modules, model.named_buffers(remove_duplicate=False))
     on_host = target.device.type == "cpu"
     fp32 = {id(buffer) for buffer in target.fp32_buffers(model)}
@@ -108,6 +108,7 @@ def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, l
     name, expression = names_[0], _described(names_[0], parameter)
     is_recast = expression.dtype != layout.dtype
     leaves = ex.leaves(expression)
+    # Ranks agree on the whole expression; below, a rank may drop a cast of the loader for its own dtype.
     digest = fingerprint([_line(parameter, leaves), f"{layout.dtype} {layout.kind} {len(layout.regions)}"])
     if is_recast and isinstance(expression, ex.Cast) and not layout.keeps_casts:  # the loader's own: stock casts once
         expression = expression.part

@@ -118,7 +118,7 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple
         yield ((start, end),) if shape else ()
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), end // row
+    first, last = -(-start // row), end // row  # whole rows; what is before and behind them are boxes of their own
     if first > last:  # inside one row
         for box in _boxes(shape[1:], start - last * row, end - last * row):
             yield ((last, last + 1), *box)
@@ -242,6 +242,7 @@ def _widest(nest: _Loops, index: _Index) -> int:
 
 def _iterations_before(nest: _Loops, index: _Index, loop: int, border: int) -> tuple[int, int]:
     # Those that end before `border` and those that begin before it; see [Note: loops do not interleave].
+    # `rest` is how far the other loops reach behind the start of an iteration.
     step = index.coefficients[loop]
     rest = nest.span(index) - step * (nest.sizes[loop] - 1)
     assert rest < step, (index, nest.sizes)
@@ -291,6 +292,7 @@ def _delinearize(nest: _Loops, linear: _Index, shape: list[int]) -> tuple[_Index
     # Returns pieces of the nest to try if a loop runs over the end of a row.
     index: list[_Index] = []
     for dim in range(len(shape)):
+        # Loops that step by whole rows of this dim move its index; what is left must stay within one row.
         inner = math.prod(shape[dim + 1 :])
         carries = [c // inner if c % inner == 0 else 0 for c in linear.coefficients]
         remainder = _Index(linear.base % inner, tuple(0 if c % inner == 0 else c for c in linear.coefficients))

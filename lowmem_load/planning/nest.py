@@ -118,6 +118,7 @@ def _clipped(nest: Nest, start: int, end: int, side: Side) -> Iterator[Nest]:
     stride, reach = getattr(axis, side), extent(inner, side)
     if stride < reach:
         raise PlanError(f"loops of a nest interleave on its {side} side: {nest.axes}")
+    # Iterations that lie inside as a whole are `[begin, stop)`.
     begin = min(axis.size, max(0, -(-(start - first) // stride)))
     stop = min(axis.size, max(begin, (end - reach - first) // stride + 1))
 

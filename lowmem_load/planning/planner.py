@@ -58,7 +58,7 @@ class Planner:
 
         A grid is held row-major. Only memory `on_host` is read into directly.
         """
-        expression, flat_range = _selected(name, expression, region)
+        expression, flat_range = _selected(name, expression, region)  # a grid becomes a range of what it selects
         steps: list[Step] = []
         for number, copy in enumerate(plan_copies(expression, flat_range)):
             if number == MAX_COPIES:

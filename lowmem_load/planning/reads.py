@@ -166,7 +166,7 @@ def _blocks(nest: Nest, itemsize: int, limits: ReadLimits) -> Iterator[tuple[int
     # are within the limit. Others become loops of reads.
     axes = sorted(nest.axes, key=lambda axis: axis.source)  # the order of the file, not of the destination
     budget = max(1, limits.staging_bytes // itemsize)
-    span, num_inner = 1, 0
+    span, num_inner = 1, 0  # elements that the axes so far reach from the first to the last, and their number
     for size, stride, _ in axes:
         if (stride - span) * itemsize > limits.max_gap_bytes or stride + span > budget:
             break

@@ -216,7 +216,7 @@ def plan_schedule(
 def node_schedule(ranges_by_rank: Sequence[Sequence[ByteRange]], cost: ReadCost, chunk_bytes: int) -> Schedule | None:
     """Return the schedule of a node; None where its ranks would read little less together than alone."""
     block_bytes = cost.block_bytes
-    if cost.request_bytes:
+    if cost.request_bytes:  # of a store: seconds count, since a request costs as much as a MB
         schedule = plan_schedule(ranges_by_rank, 1, chunk_bytes)
         alone_s = sum(
             request_seconds((byte_range.end - byte_range.start for byte_range in ranges), cost)

@@ -39,12 +39,49 @@ FACTORIES = {
 """Operations that only look at the shape of their argument."""
 
 
+class _ViewCall:
+    """A call of a view operation, which may give several views, on a tensor of some strides."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> None:
+        self.func, self.args, self.kwargs, self.metas = func, args[1:], kwargs, metas
+        self.strides: tuple[int, ...] = args[0].stride()
+        self._latest: tuple[Expression, Any] | None = None
+
+    def describe(self, base: Expression) -> Any:
+        """Return the expression or expressions of the views of `base`; None if the operation has to run."""
+        # All parts of a split are described at a time: one by one, hundreds of experts would take a call for each pair.
+        if self._latest is None or self._latest[0] is not base:
+            self._latest = base, describe(self.func.overloadpacket, (base, *self.args), self.metas)
+        return self._latest[1]
+
+
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A view operation, on expressions and on real tensors."""
+    """One of the views of a call, on expressions and on real tensors."""
 
-    describe: Callable[[Expression], Expression]
-    apply: Callable[[torch.Tensor], torch.Tensor]
+    call: _ViewCall
+    position: int
+    meta: torch.Tensor
+
+    def apply(self, real: torch.Tensor) -> torch.Tensor:
+        """Return the view of a real tensor."""
+        views: list[torch.Tensor] = tree_leaves(self.call.func(real, *self.call.args, **self.call.kwargs))
+        return views[self.position]
+
+    def describe(self, base: Expression) -> Expression:
+        """Return the view of an expression."""
+        parts = self.call.describe(base)
+        if parts is not None:
+            return parts[self.position] if isinstance(parts, list) else parts
+        # What an as_strided gives depends on the strides that the caller saw.
+        strides, shape = self.call.strides, tuple(self.meta.shape)
+        return Computed(
+            str(self.call.func),
+            lambda values: self.apply(with_strides(values[0], strides)),
+            (base,),
+            shape,
+            self.meta.dtype,
+        )
 
 
 class SymbolicTensor(torch.Tensor):
@@ -148,11 +185,11 @@ class SymbolicTensor(torch.Tensor):
             return left.dtype == right.dtype and equal(
                 expression_of(left), expression_of(right), _symbolic(left, right)[0].read_now
             )
-        if func._schema.is_mutable:
+        if func._schema.is_mutable:  # before views and casts: a write changes the value that they share
             return _write(func, args, kwargs)
         if operation in FACTORIES:
             return func(args[0].meta, *args[1:], **{**kwargs, "device": CPU})
-        try:
+        try:  # the shape of the result, from meta tensors
             on_meta = {name: value for name, value in kwargs.items() if name != "device"}
             metas = func(*tree_map_only(torch.Tensor, _meta_of, args), **tree_map_only(torch.Tensor, _meta_of, on_meta))
         except (RuntimeError, NotImplementedError):  # the result depends on values: item, nonzero, ...
@@ -246,29 +283,11 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: A
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> Any:
     base: SymbolicTensor = args[0]
-    strides = base.stride()
-    described: list[tuple[Expression, Any]] = []  # the last one: all parts of a split are described at a time
-
-    def describe_all(part: Expression) -> Any:
-        if not described or described[0][0] is not part:
-            described[:] = [(part, describe(func.overloadpacket, (part, *args[1:]), metas))]
-        return described[0][1]
-
-    def view(position: int, meta: torch.Tensor) -> SymbolicTensor:
-        def apply(real: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = tree_leaves(func(real, *args[1:], **kwargs))[position]
-            return result
-
-        def describe_view(part: Expression) -> Expression:
-            parts = describe_all(part)
-            if parts is not None:
-                return parts[position] if isinstance(parts, list) else parts
-            shape, dtype = tuple(meta.shape), meta.dtype
-            return Computed(str(func), lambda real: apply(with_strides(real[0], strides)), (part,), shape, dtype)
-
-        return base.family(base.value, base.read_now, meta, (*base.views, _View(describe_view, apply)))
-
-    return Template(metas).filled([view(position, meta) for position, meta in enumerate(tree_leaves(metas))])
+    call = _ViewCall(func, args, kwargs, metas)
+    views = (_View(call, position, meta) for position, meta in enumerate(tree_leaves(metas)))
+    return Template(metas).filled(
+        base.family(base.value, base.read_now, view.meta, (*base.views, view)) for view in views
+    )
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -295,7 +314,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run([target, *other_values])
         return full
 
-    if value.initialiser is None:
+    if value.initialiser is None:  # no parameter: the write waits, with the random numbers that it would have drawn
         before = value.expression
         state = torch.get_rng_state() if draws else None
         if value.computed_from is not None and draws:
