@@ -42,7 +42,7 @@ from lowmem_load.replaced import Replacement, holding, replaced
 from lowmem_load.symbolic.constructor import META, Constructor
 from lowmem_load.symbolic.context import Context, Once
 from lowmem_load.symbolic.initialise import ReadNow
-from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, uninitialised
+from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, make_uninitialised
 
 _INITIALISES = (
     "initialize_weights" if hasattr(transformers.PreTrainedModel, "initialize_weights") else "_initialize_missing_keys"
@@ -286,7 +286,7 @@ def _initialised_in(context: Context) -> Replacement:
                     parameter.initialise_in(initialiser, keeps(parameter))
                 elif not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
                     if id(parameter) not in made:
-                        empty = uninitialised(parameter, read_now)
+                        empty = make_uninitialised(parameter, read_now)
                         empty.initialise_in(initialiser, keeps(parameter))
                         made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                     setattr(module, name, made[id(parameter)])

@@ -107,7 +107,7 @@ def _from_download(path: str) -> Checksum | None:
 def _from_sidecars(path: str, listed: dict[str, _Listed]) -> Checksum | None:
     folder, file = os.path.split(os.path.abspath(path))
     if folder not in listed:
-        listed[folder] = _listed(folder)
+        listed[folder] = _read_sidecars(folder)
     digests = listed[folder].get(file, {})
     if len(digests) > 1:
         sidecars = ", ".join(sorted(set(digests.values())))
@@ -117,7 +117,7 @@ def _from_sidecars(path: str, listed: dict[str, _Listed]) -> Checksum | None:
     return next((Checksum(SHA256, digest, os.path.join(folder, sidecar)) for digest, sidecar in digests.items()), None)
 
 
-def _listed(folder: str) -> _Listed:
+def _read_sidecars(folder: str) -> _Listed:
     digests_by_file: _Listed = {}
     for sidecar in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
         if sidecar == "SHA256SUMS" or sidecar.endswith(".sha256"):

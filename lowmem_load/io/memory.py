@@ -78,12 +78,12 @@ class Temporaries(threading.local):
         if self._memory[number].numel() < num_bytes:
             del self._memory[number]  # before the larger one is mapped
             with naming_shortage("staging buffer", num_bytes):
-                self._memory.insert(number, mapped(num_bytes))
+                self._memory.insert(number, map_memory(num_bytes))
         self._num_taken += 1
         return self._memory[number][:num_bytes].view(dtype)
 
 
-def mapped(num_bytes: int) -> torch.Tensor:
+def map_memory(num_bytes: int) -> torch.Tensor:
     """Return bytes in memory of their own, which goes back to the system when freed."""
     return torch.frombuffer(_pages(num_bytes), dtype=torch.uint8)
 
@@ -91,7 +91,7 @@ def mapped(num_bytes: int) -> torch.Tensor:
 def own_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Return uninitialised bytes that go back to the system when freed, also on the host if they are many."""
     if device.type == "cpu" and num_bytes >= MANY_BYTES:
-        return mapped(num_bytes)
+        return map_memory(num_bytes)
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 

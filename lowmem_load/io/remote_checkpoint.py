@@ -263,7 +263,8 @@ def _lay_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, token
             f"and {MAX_SMALL_NBYTES_IN_ALL}; name the folder of one checkpoint"
         )
     for file in listing:
-        _check_file_name(origin, file)
+        if not _is_plain_path(file):  # it would leave the folder
+            raise CheckpointError(f"{origin}: lists a file with the impossible name {file[:80]!r}")
     lines = [f"{file} {item.name} {item.nbytes} {item.version}" for file, item in sorted(listing.items())]
     base, last = _cache_folder(), origin.rpartition("/")[2]
     folder = os.path.join(base, fingerprint([origin, *lines]), last if _is_plain(last) else "model")
@@ -302,12 +303,6 @@ def _fill_folder(folder: str, listing: Listing, small: Container[str], fetch: Fe
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
-
-
-def _check_file_name(origin: str, file: str) -> None:
-    """Refuse a name that would leave the folder."""
-    if not _is_plain_path(file):
-        raise CheckpointError(f"{origin}: lists a file with the impossible name {file[:80]!r}")
 
 
 def _cache_folder() -> str:

@@ -119,7 +119,7 @@ def agree_on_bytes(
             small = list(map(small_of, ordered))
             digests = sample_digests(ordered, small, ids[0][1], sources, on_block, num_threads=num_threads)
             step.payload = digests, blobs, paths
-    compare(
+    check_same(
         [
             View([rank for rank, other in enumerate(id_by_rank) if other == digest], *step.payloads[first])
             for digest, first in first_rank.items()
@@ -139,7 +139,7 @@ def small_tensors(file: CheckpointFile) -> list[Span]:
     return spans
 
 
-def compare(views: Sequence[View]) -> None:
+def check_same(views: Sequence[View]) -> None:
     """Raise CheckpointError, which names the first file that differs and the ranks, unless all hold the same."""
     for number, path in enumerate(views[0].paths):
         sampled: dict[str, list[View]] = {}

@@ -190,7 +190,7 @@ def agree_on_checksums(
     with ranks.step("looking for checksums", name=name):
         known = _known_checksums(files)
     together = [rank for rank, view in enumerate(views) if view == views[ranks.rank]]
-    mine = shares(files, len(together))[together.index(ranks.rank)]
+    mine = share_files(files, len(together))[together.index(ranks.rank)]
     hashed, total_bytes = [0], sum(file.nbytes for file in mine)
 
     def on_bytes(num_bytes: int) -> None:
@@ -227,7 +227,7 @@ def _known_checksums(files: Sequence[PlannedFile]) -> Mapping[str, Checksum | No
     return known
 
 
-def shares(files: Sequence[PlannedFile], num_ranks: int) -> list[list[PlannedFile]]:
+def share_files(files: Sequence[PlannedFile], num_ranks: int) -> list[list[PlannedFile]]:
     """Return the files that each rank hashes, balanced by bytes. SHA-256 is serial, so a file is not divided."""
     files_by_rank: list[list[PlannedFile]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]

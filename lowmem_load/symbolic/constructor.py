@@ -32,7 +32,7 @@ from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.attributes import is_computed_in_forward, replaced_in, tensor_attributes, tensors_in
 from lowmem_load.symbolic.initialise import CPU, UNINITIALISED, Initialiser, ReadNow
-from lowmem_load.symbolic.tensor import SymbolicTensor, uninitialised
+from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
 
 aten = torch.ops.aten
 
@@ -134,7 +134,7 @@ class Constructor:
             if self.is_known(buffer):
                 setattr(module, name, buffer)
             else:
-                empty = uninitialised(loaded, read_now)
+                empty = make_uninitialised(loaded, read_now)
                 empty.initialise_in(initialiser, FlatRange(0, loaded.numel()))
                 setattr(module, name, empty)
         self._buffers.clear()

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from lowmem_load.io.memory import mapped
+from lowmem_load.io.memory import map_memory
 from lowmem_load.planning.expression import Computed, Expression, Held, numel
 from lowmem_load.planning.ranges import FlatRange
 
@@ -109,7 +109,7 @@ class Initialiser:
         else:
             for other in others:
                 self._read(other, operation)
-        value.expression = _replayed(value.before, value.log, len(value.log))
+        value.expression = _replay(value.before, value.log, len(value.log))
 
     def _fetch(self, value: SharedValue) -> torch.Tensor:
         expression = value.expression
@@ -139,7 +139,7 @@ def _pages(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     num_bytes = num_elements * dtype.itemsize
     if num_bytes < PAGES_NBYTES:
         return torch.zeros(num_elements, dtype=dtype, device=CPU)
-    return mapped(num_bytes).view(dtype)
+    return map_memory(num_bytes).view(dtype)
 
 
 def with_random_state(state: torch.Tensor | None, call: Callable[[], T]) -> T:
@@ -151,7 +151,7 @@ def with_random_state(state: torch.Tensor | None, call: Callable[[], T]) -> T:
         return call()
 
 
-def _replayed(before: Expression, log: Sequence[_Write], num_writes: int) -> Expression:
+def _replay(before: Expression, log: Sequence[_Write], num_writes: int) -> Expression:
     """Return the value of `before` after the first writes of `log`."""
 
     def compute(inputs: Sequence[torch.Tensor]) -> torch.Tensor:

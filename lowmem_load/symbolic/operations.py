@@ -42,7 +42,7 @@ class Template:
         leaves, self._spec = tree_flatten(tree)
         self._leaves = [_PLACE if isinstance(leaf, kind) else leaf for leaf in leaves]
 
-    def filled(self, tensors: Iterable[torch.Tensor]) -> Any:
+    def fill(self, tensors: Iterable[torch.Tensor]) -> Any:
         """Return the arguments with these tensors in the places, in order."""
         supply = iter(tensors)
         return tree_unflatten([next(supply) if leaf is _PLACE else leaf for leaf in self._leaves], self._spec)

@@ -201,7 +201,7 @@ class SymbolicTensor(torch.Tensor):
         expression = expression or describe(operation, tree_map_only(torch.Tensor, expression_of, args), metas)
         if expression is None:
             return cls.compute(func, args, kwargs, metas)
-        return _made(expression, args, metas)
+        return _make_result(expression, args, metas)
 
     @classmethod
     def run_now(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -228,7 +228,7 @@ def _meta_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.meta if isinstance(tensor, SymbolicTensor) else tensor.to("meta")
 
 
-def uninitialised(like: torch.Tensor, read_now: ReadNow) -> SymbolicTensor:
+def make_uninitialised(like: torch.Tensor, read_now: ReadNow) -> SymbolicTensor:
     """Return a tensor of the shape and dtype of `like`, without values and without memory, to be initialised."""
     shape, dtype = tuple(like.shape), like.dtype
     zeros = Computed(UNINITIALISED, lambda _: torch.zeros(shape, dtype=dtype, device=CPU), (), shape, dtype)
@@ -240,7 +240,7 @@ def expression_of(tensor: torch.Tensor) -> Expression:
     return tensor.expression if isinstance(tensor, SymbolicTensor) else hold(tensor)
 
 
-def _made(expression: Expression, args: Any, meta: torch.Tensor) -> SymbolicTensor:
+def _make_result(expression: Expression, args: Any, meta: torch.Tensor) -> SymbolicTensor:
     sources = _symbolic(args)
     made = sources[0].family(expression, sources[0].read_now, meta)
     made.value.computed_from = next(
@@ -271,7 +271,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: A
 
     def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
         pairs = zip(values, uncast, strict=True)
-        real_args, real_kwargs = call.filled(
+        real_args, real_kwargs = call.fill(
             functools.reduce(torch.Tensor.to, casts, value) for value, (_, casts) in pairs
         )
         result: torch.Tensor = func(*real_args, **real_kwargs)
@@ -285,7 +285,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) 
     base: SymbolicTensor = args[0]
     call = _ViewCall(func, args, kwargs, metas)
     views = (_View(call, position, meta) for position, meta in enumerate(tree_leaves(metas)))
-    return Template(metas).filled(
+    return Template(metas).fill(
         base.family(base.value, base.read_now, view.meta, (*base.views, view)) for view in views
     )
 
@@ -339,7 +339,7 @@ def _on_values(
     writes = func._schema.is_mutable
 
     def run(values: Sequence[torch.Tensor]) -> Any:
-        real_args, real_kwargs = call.filled(values if writes else map(with_strides, values, strides))
+        real_args, real_kwargs = call.fill(values if writes else map(with_strides, values, strides))
         return func(*real_args, **real_kwargs)
 
     return tuple(tensor.expression for tensor in tensors), run
@@ -378,6 +378,6 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: An
             result: torch.Tensor = tree_leaves(run(values))[position]
             return result
 
-        return _made(Computed(str(func), compute, inputs, tuple(meta.shape), meta.dtype), (args, kwargs), meta)
+        return _make_result(Computed(str(func), compute, inputs, tuple(meta.shape), meta.dtype), (args, kwargs), meta)
 
-    return Template(metas).filled([node(position, meta) for position, meta in enumerate(results)])
+    return Template(metas).fill([node(position, meta) for position, meta in enumerate(results)])

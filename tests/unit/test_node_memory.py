@@ -11,7 +11,7 @@ import torch
 
 from lowmem_load.distributed import node_memory
 from lowmem_load.distributed.node_memory import Room, free_heap_bytes, rooms
-from lowmem_load.io.memory import mapped, untouched_bytes
+from lowmem_load.io.memory import map_memory, untouched_bytes
 
 MEMINFO = (
     "MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable: 2000 kB\nCached: 4000 kB\nSwapFree: 500 kB\nHugePages_Total: 0\n"
@@ -135,7 +135,7 @@ def test_heap_that_was_freed_counts_as_free() -> None:
 
 
 def test_memory_without_pages_is_told_from_memory_that_has_them() -> None:
-    memory = mapped(64 << 20)
+    memory = map_memory(64 << 20)
     assert untouched_bytes(memory) == 64 << 20
     memory[: 16 << 20] = 1
     assert 0 <= (48 << 20) - untouched_bytes(memory) <= 2 << 20, "pages may be huge"

@@ -21,7 +21,7 @@ from lowmem_load.pipeline.same_bytes import (
     FilesId,
     View,
     agree_on_bytes,
-    compare,
+    check_same,
     identify_files,
     sample_digests,
     small_tensors,
@@ -139,7 +139,7 @@ def view(*ranks: int, digests: str = "xy", blobs: tuple[str | None, str | None] 
     ],
 )
 def test_views_of_the_same_bytes_pass(views: list[View]) -> None:
-    compare(views)
+    check_same(views)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_views_of_the_same_bytes_pass(views: list[View]) -> None:
 )
 def test_views_of_other_bytes_are_named_with_their_ranks(views: list[View], expected: str) -> None:
     with pytest.raises(CheckpointError, match=expected):
-        compare(views)
+        check_same(views)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

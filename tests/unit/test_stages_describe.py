@@ -21,7 +21,7 @@ from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.context import Context
-from lowmem_load.symbolic.tensor import SymbolicTensor, uninitialised
+from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
 from lowmem_load.target import Replicated, Target
 from tests.described import CPU, Build, Call, X, described, module, write_file
 
@@ -76,7 +76,7 @@ def written_into(tensors: dict[str, torch.Tensor], context: Context) -> nn.Modul
 
 def written_from_another(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
     """As a missing parameter that is initialised from one that is there."""
-    made = uninitialised(torch.empty(4, 6, device="meta"), context.read_now)
+    made = make_uninitialised(torch.empty(4, 6, device="meta"), context.read_now)
     made.initialise_in(context.initialiser, FlatRange(0, 24))
     made.copy_(tensors["y"])
     context.initialiser.release()
@@ -93,7 +93,7 @@ def test_a_plan_without_values_is_that_of_the_load(build: Build, file: Path) -> 
 
 def test_without_values_a_missing_parameter_is_noted_and_not_allocated(file: Path) -> None:
     def build(_: dict[str, torch.Tensor], context: Context) -> nn.Module:
-        tensor = uninitialised(torch.empty(1 << 40, device="meta"), context.read_now)  # 4 TiB
+        tensor = make_uninitialised(torch.empty(1 << 40, device="meta"), context.read_now)  # 4 TiB
         tensor.initialise_in(context.initialiser, FlatRange(0, 1 << 40))
         tensor.fill_(1.0)
         context.initialiser.release()

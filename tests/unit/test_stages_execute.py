@@ -18,7 +18,7 @@ from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.context import Context
-from lowmem_load.symbolic.tensor import uninitialised
+from lowmem_load.symbolic.tensor import make_uninitialised
 from lowmem_load.target import Layout, Replicated, Target
 from tests.described import CPU, Build, X, Y, described, module, write_file
 
@@ -222,7 +222,7 @@ def test_a_held_value_is_there_for_every_destination(file: Path) -> None:
     """hpZ's secondary partition needs a missing parameter's value after the partition was filled."""
 
     def build(_: dict[str, torch.Tensor], context: Context) -> nn.Module:
-        made = uninitialised(torch.empty(10, device="meta"), context.read_now)
+        made = make_uninitialised(torch.empty(10, device="meta"), context.read_now)
         made.initialise_in(context.initialiser, FlatRange(0, 10))
         made.fill_(3.0)
         context.initialiser.release()

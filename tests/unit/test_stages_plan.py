@@ -18,7 +18,7 @@ from lowmem_load.planning.load_plan import LoadPlan, SlowPath, TargetPlan
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Read
 from lowmem_load.symbolic.context import Context
-from lowmem_load.symbolic.tensor import uninitialised
+from lowmem_load.symbolic.tensor import make_uninitialised
 from lowmem_load.target import Replicated, Target
 from tests.described import CPU, X, Y, described, module, of_rank, planned, write_file
 
@@ -64,7 +64,7 @@ def test_a_slow_path_names_the_operation(
 
 def test_a_missing_parameter_is_a_slow_path_and_one_without_a_value_is_zero(file: Path) -> None:
     def build(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
-        made = [uninitialised(torch.empty(3, 5, device="meta"), context.read_now) for _ in range(2)]
+        made = [make_uninitialised(torch.empty(3, 5, device="meta"), context.read_now) for _ in range(2)]
         for tensor in made:
             tensor.initialise_in(context.initialiser, FlatRange(0, 15))
         with torch.no_grad():

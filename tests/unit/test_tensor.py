@@ -17,7 +17,7 @@ from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.planning.reads import ReadLimits
 from lowmem_load.symbolic.initialise import Initialiser
-from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, uninitialised
+from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, make_uninitialised
 
 X = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
 Y = X + 1000
@@ -259,7 +259,7 @@ def test_parameters_are_initialised_as_torch_does_holding_one_at_a_time(
     initialiser = Initialiser(pair[0].read_now)
     symbolic = []
     for shape in shapes:
-        empty = uninitialised(torch.empty(shape, device="meta"), pair[0].read_now)
+        empty = make_uninitialised(torch.empty(shape, device="meta"), pair[0].read_now)
         empty.initialise_in(initialiser, partition_range(empty.numel(), 1, 3))
         symbolic.append(torch.nn.Parameter(empty))
     torch.manual_seed(3)
@@ -306,7 +306,7 @@ def test_numbers_drawn_into_a_copy_keep_their_place_in_the_order(
     """Initialising the copy that weight norm computes must not change what is drawn for the next parameter."""
     x, _, reader = pair
     initialiser = Initialiser(x.read_now)
-    missing = uninitialised(torch.empty(5, device="meta"), x.read_now)
+    missing = make_uninitialised(torch.empty(5, device="meta"), x.read_now)
     for tensor in (x, missing):
         tensor.initialise_in(initialiser, FlatRange(0, tensor.numel()))
     torch.manual_seed(5)
