@@ -459,13 +459,6 @@ def load_from_the_hub(place: Place, hub: Hub, case: Case) -> list[str]:
         return now_at_hub["asked"][len(at_hub["asked"]) :]
 
 
-def test_models_on_the_hub_are_read_without_a_download(checkpoints: Path, place: Place) -> None:
-    case = cases(checkpoints)[1]
-    with hub_of({"org/model": Path(case[0])}, token="hub-token") as (hub, _):
-        asked = ["HEAD /org/model/resolve/main/config.json"]  # whether the branch has moved on
-        assert run(load_from_the_hub, place, hub, case) == [asked, asked]
-
-
 def load_with_expired_urls(place: Place, hub: Hub, case: Case) -> int:
     """Rank function: URLs to which the Hub redirected before are refused when weights are read."""
     from lowmem_load import load_report
@@ -474,19 +467,28 @@ def load_with_expired_urls(place: Place, hub: Hub, case: Case) -> int:
     place.start()
     other_host = OwnProcess(hub.files, None)  # type: ignore[arg-type]
     with (
-        pointed_at(hub.url, f"{place.temporary}/cache"),
+        pointed_at(hub.url, f"{place.temporary}/expiring"),
         before_reading(lambda: other_host.set(secret="another")),
     ):
         model = assert_loads_alike("org/model", case, stream=True)
     return load_report(model).requests.num_retries
 
 
-def test_signed_urls_that_expire_are_renewed(checkpoints: Path, place: Place) -> None:
+def load_from_hubs(place: Place, hub: Hub, expiring: Hub, case: Case) -> tuple[list[str], int]:
+    """Rank function: what the first Hub was asked for last, and how often a URL of the second had expired."""
+    return load_from_the_hub(place, hub, case), load_with_expired_urls(place, expiring, case)
+
+
+def test_models_on_the_hub_are_read_without_a_download(checkpoints: Path, place: Place) -> None:
     case = cases(checkpoints)[1]
-    with hub_of({"org/model": Path(case[0])}) as (hub, server):
-        num_retries = sum(run(load_with_expired_urls, place, hub, case))
+    folders = {"org/model": Path(case[0])}
+    with hub_of(folders, token="hub-token") as (hub, _), hub_of(folders) as (expiring, server):
+        answers = run(load_from_hubs, place, hub, expiring, case)
         assert server.files is not None
-        assert server.files.stats()["statuses"][403] == num_retries > 0
+        statuses = server.files.stats()["statuses"]
+    asked = ["HEAD /org/model/resolve/main/config.json"]  # whether the branch has moved on
+    assert [lines for lines, _ in answers] == [asked, asked]
+    assert statuses[403] == sum(num_retries for _, num_retries in answers) > 0
 
 
 # -- checksums ---------------------------------------------------------------------------------------------------------
