@@ -13,7 +13,8 @@ import transformers.utils.hub as transformers_hub
 
 from lowmem_load.hf.hub_files import adapter_sought_alike, asked_once, commit_in, commit_of, pinned_commit
 from lowmem_load.replaced import replaced
-from tests.hub import COMMIT, hub
+from tests.hub import hub
+from tests.remote.hub_front import COMMIT
 
 OTHER = "f" * 40
 

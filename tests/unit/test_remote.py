@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
 import subprocess
 import sys
 import zipfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.errors import CheckpointError
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf.remote_names import located_checkpoint
-from lowmem_load.io import remote_file
 from lowmem_load.io.http_files import HttpObject
 from lowmem_load.io.remote_file import HEAD_BYTES, RemoteFile
-from lowmem_load.io.source import LocalFile, read_bytes
+from lowmem_load.io.source import LocalFile
 from tests.builders import as_torch_bin, tiny_mixtral
-from tests.hub_server import COMMIT, Hub, hub
 from tests.ranks import REPO
+from tests.remote.hub_front import COMMIT, HubServer
 
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 
@@ -35,25 +37,20 @@ app(["plan", "org/safe", "--ds-config", sys.argv[1], "--world-size", "3", "--jso
 """
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(bytes(range(200)))
-    return path
+def source(server: HubServer, file: Path) -> RemoteFile:
+    url = f"{server.url}/org/model/resolve/main/{file.name}"
+    return RemoteFile(HttpObject(url, file.stat().st_size, "v", of_hub=True))
 
 
-def source(server: Hub, file: Path, nbytes: int = 200) -> RemoteFile:
-    return RemoteFile(HttpObject(f"{server.url}/org/model/resolve/main/{file.name}", nbytes, "v", of_hub=True))
+def sent(server: HubServer) -> Counter[str]:
+    """Bytes by name of the file."""
+    return Counter({path.rpartition("/")[2]: count for path, count in server.stats()["path_bytes"].items()})
 
 
-def test_ranges_are_read(file: Path) -> None:
-    with hub({"org/model": file.parent}) as server:
-        found = source(server, file)
-        assert read_bytes(found, 8, 4) == bytes(range(8, 12))
-        assert read_bytes(found, 100, 5) == bytes(range(100, 105))
-        assert (server.requests[file.name], server.sent[file.name]) == (2, 9)
-        with pytest.raises(TruncatedFileError, match="ended at byte 200"):
-            found.read_into(190, memoryview(bytearray(11)))
+@contextlib.contextmanager
+def hub(folders: dict[str, Path]) -> Iterator[HubServer]:
+    with contextlib.closing(HubServer(folders, None)) as server:
+        yield server
 
 
 @pytest.mark.parametrize("numel", [100, 30_000])
@@ -61,11 +58,11 @@ def test_of_a_torch_file_its_directory_and_its_pickle_are_fetched(numel: int, tm
     path = tmp_path / "pytorch_model.bin"
     torch.save({f"w{number}": torch.full((numel + number,), number) for number in range(40)}, path)
     with hub({"org/model": tmp_path}) as server:
-        found = source(server, path, path.stat().st_size)
+        found = source(server, path)
         described, local = (TorchZip().describe(each) for each in (found, LocalFile(str(path))))
         assert described.digest == local.digest and described.names == local.names
-        assert server.requests[path.name] <= 8
-        assert server.sent[path.name] < 13_000
+        assert server.stats()["methods"]["GET"] <= 8
+        assert sent(server)[path.name] < 13_000
 
 
 def test_headers_that_torch_would_write_otherwise_are_fetched(tmp_path: Path) -> None:
@@ -75,44 +72,10 @@ def test_headers_that_torch_would_write_otherwise_are_fetched(tmp_path: Path) ->
         for info in torchs.infolist():
             others.writestr(info.filename, torchs.read(info))
     with hub({"org/model": tmp_path}) as server:
-        found = source(server, path, path.stat().st_size)
+        found = source(server, path)
         described, local = (TorchZip().describe(each) for each in (found, LocalFile(str(path))))
         assert described.digest == local.digest and described.names == local.names
-        assert server.sent[path.name] < 40_000  # of 400 kB
-
-
-def test_a_server_without_ranges_is_refused(file: Path) -> None:
-    with (
-        hub({"org/model": file.parent}, ignores_ranges=True) as server,
-        pytest.raises(CheckpointError, match="answers a request for bytes 0-7/200 with status 200"),
-    ):
-        read_bytes(source(server, file), 0, 8)
-
-
-def test_a_server_that_sends_other_bytes_or_more_is_refused(file: Path) -> None:
-    with (
-        hub({"org/model": file.parent}, shifts=1) as server,
-        pytest.raises(CheckpointError, match="bytes 8-11/200 with status 206 and range 'bytes 9-12/200'"),
-    ):
-        read_bytes(source(server, file), 8, 4)
-    with (
-        hub({"org/model": file.parent}, adds=32 << 20) as server,
-        pytest.raises(CheckpointError, match="sent more than 4 bytes"),
-    ):
-        read_bytes(source(server, file), 8, 4)
-
-
-def test_a_server_that_is_gone_or_has_less_is_an_error_of_ours(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with hub({"org/model": file.parent}) as server:
-        with pytest.raises(CheckpointError, match="bytes 150-249/1000 with status 206 and range 'bytes 150-199/200'"):
-            read_bytes(source(server, file, 1000), 150, 100)
-        with pytest.raises(CheckpointError, match=r"is not there \(status 404\)"):
-            read_bytes(source(server, file.with_name("other")), 0, 1)
-    monkeypatch.setattr(remote_file, "PATIENCE_S", 0.2)
-    with pytest.raises(
-        CheckpointError, match=r"cannot be read at bytes 0 to 0: NewConnectionError.*refused.* attempts in"
-    ):
-        read_bytes(source(Hub("http://127.0.0.1:1"), file), 0, 1)
+        assert sent(server)[path.name] < 40_000  # of 400 kB
 
 
 def test_a_name_that_is_neither_folder_nor_cached(tmp_path: Path) -> None:
@@ -153,9 +116,9 @@ def test_of_weights_on_the_hub_only_headers_are_fetched(tmp_path: Path) -> None:
     shards = sorted(folders["org/safe"].glob("*.safetensors"))
     heads = [min(HEAD_BYTES, path.stat().st_size) for path in shards]
     assert inspected["revision"] == COMMIT
-    assert [server.sent[path.name] for path in shards] == heads  # `inspect` found what `plan` needs
+    assert [sent(server)[path.name] for path in shards] == heads  # `inspect` found what `plan` needs
     assert inspected["num_elements"] == of_bin["num_elements"] > 0
     bins = sorted(folders["org/bin"].glob("*.bin"))
-    assert sum(server.sent[path.name] for path in bins) < sum(path.stat().st_size for path in bins) / 3
+    assert sum(sent(server)[path.name] for path in bins) < sum(path.stat().st_size for path in bins) / 3
     assert planned["costs"]["read_bytes"] > 0
     assert sum(path.stat().st_size for path in shards) in [need["stock_bytes"] for need in planned["needs"]]
