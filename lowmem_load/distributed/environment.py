@@ -63,20 +63,24 @@ def alone(world_size: int | None, rank: int | None) -> dict[str, str]:
 
 def launched(world_size: int | None, rank: int | None) -> dict[str, str]:
     """Return RANK and WORLD_SIZE as given by arguments; the launcher must have set all other variables."""
-    asked = {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
-    found = {name: os.environ[name] for name in LAUNCHER_NAMES if os.environ.get(name)}
-    wrong = [f"{n.lower()}: asked for {v}, launcher set {found[n]}" for n, v in asked.items() if found.get(n, v) != v]
+    arguments = {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
+    variables = {name: os.environ[name] for name in LAUNCHER_NAMES if os.environ.get(name)}
+    wrong = [
+        f"{name.lower()}: asked for {value}, launcher set {variables[name]}"
+        for name, value in arguments.items()
+        if variables.get(name, value) != value
+    ]
     if wrong:
         raise ConfigError("DistributedInterface: the launcher contradicts the arguments: " + "; ".join(wrong))
-    missing = [name for name in LAUNCHER_NAMES if name not in found and name not in asked]
+    missing = [name for name in LAUNCHER_NAMES if name not in variables and name not in arguments]
     if missing:
         raise ConfigError(
             f"environment: {', '.join(missing)} missing, while "
-            f"{', '.join(sorted(found)) or 'arguments'} ask for a launched process group. Start with torchrun, "
+            f"{', '.join(sorted(variables)) or 'arguments'} ask for a launched process group. Start with torchrun, "
             "deepspeed or accelerate launch (whose --cpu starts one process only), or unset all to run as a single "
             "process."
         )
-    return asked
+    return arguments
 
 
 def set_missing(wanted: dict[str, str]) -> dict[str, str]:

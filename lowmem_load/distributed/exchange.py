@@ -53,16 +53,16 @@ class Exchange:
         self._is_even = gathers and len(sizes) > 1 and min(sizes) == max(sizes) > 0
         rank = ranks.rank
         is_held = [bool(size) and (to in (None, rank) or number == rank) for number, size in enumerate(sizes)]
-        ends = list(itertools.accumulate(size * held for size, held in zip(sizes, is_held, strict=True)))
+        ends = list(itertools.accumulate(size * is_here for size, is_here in zip(sizes, is_held, strict=True)))
         self._all = before.give_up() if before is not None else _EMPTY
         if self._all.numel() < ends[-1]:
             self._all = _EMPTY  # it goes before the larger one comes
             self._all = own_memory(ends[-1], device_of(ranks))
         self._memory = self._all[: ends[-1]]
-        held = {number: self._memory[ends[number] - sizes[number] : ends[number]] for number in _places(is_held)}
+        messages = {number: self._memory[ends[number] - sizes[number] : ends[number]] for number in _places(is_held)}
         self._senders = _places(sizes)
-        self.mine = held.get(rank)
-        self.received: Mapping[int, torch.Tensor] = held if to in (None, rank) else {}
+        self.mine = messages.get(rank)
+        self.received: Mapping[int, torch.Tensor] = messages if to in (None, rank) else {}
 
     def give_up(self) -> torch.Tensor:
         """Return the memory, and keep none of it. Local."""

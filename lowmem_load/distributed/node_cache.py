@@ -103,9 +103,9 @@ class NodeCache(contextlib.AbstractContextManager["NodeCache"]):
             return find()
         key = f"{self._stage} {key}"
         if self._writes:
-            found = find()
-            self._append(key, pack(found))
-            return found
+            finding = find()
+            self._append(key, pack(finding))
+            return finding
         content = self._wait_for(key)
         if not content:
             return find()
@@ -180,7 +180,7 @@ def _or_none(descriptor_of_memory: Callable[[], int]) -> int:
 
 
 def _read(descriptor: int, offset: int, nbytes: int) -> bytes:
-    found = bytearray()
-    while len(found) < nbytes:
-        found += os.pread(descriptor, nbytes - len(found), offset + len(found))
-    return bytes(found)
+    content = bytearray()
+    while len(content) < nbytes:
+        content += os.pread(descriptor, nbytes - len(content), offset + len(content))
+    return bytes(content)

@@ -187,9 +187,9 @@ class DistributedInterface(RankGroup):
             ("rank", rank, self.rank),
         )
         wrong = [
-            f"{name}: asked for {asked}, live group has {live}"
-            for name, asked, live in compared
-            if asked not in (None, live)
+            f"{name}: asked for {argument}, live group has {live}"
+            for name, argument, live in compared
+            if argument not in (None, live)
         ]
         if wrong:
             raise ConfigError(
@@ -344,16 +344,18 @@ def choose_device() -> None:
     Raises:
         ConfigError: this process sees no such device.
     """
-    found, local_rank = accelerator(), environment.integer("LOCAL_RANK")
-    count = local_rank + 1 if found.device_name() == "cpu" else found.device_count()
+    devices, local_rank = accelerator(), environment.integer("LOCAL_RANK")
+    count = local_rank + 1 if devices.device_name() == "cpu" else devices.device_count()
     if not 0 <= local_rank < count:
-        visible = "".join(f", {name}={os.environ[name]}" for name in found.visible_devices_envs() if name in os.environ)
+        visible = "".join(
+            f", {name}={os.environ[name]}" for name in devices.visible_devices_envs() if name in os.environ
+        )
         raise ConfigError(
-            f"LOCAL_RANK is {local_rank}, but this process sees {count} {found.device_name()} device(s){visible}: "
+            f"LOCAL_RANK is {local_rank}, but this process sees {count} {devices.device_name()} device(s){visible}: "
             "start no more ranks on a machine than it has devices; where each rank is shown one device of its own, set "
             "LOCAL_RANK=0 in all of them"
         )
-    found.set_device(local_rank)
+    devices.set_device(local_rank)
 
 
 def choose_devices(store: Store, rank: int, world_size: int, timeout: timedelta) -> None:

@@ -61,10 +61,6 @@ class StoppedError(BaseException):
     """Ends this rank's part of a step because another rank has failed; the verdict says how."""
 
 
-class _GivenUpError(Exception):
-    """Ends a thread that the caller waits for no longer."""
-
-
 @dataclass(eq=False, slots=True)
 class Group:
     """A group of ranks, and the number of this rank's next step. The first one of its members is the leader."""
@@ -219,7 +215,7 @@ class _Worker:
         now_s = time.monotonic()
         self._unanswered_s += min(now_s - self._counted_s, self._beat_s)
         self._counted_s = now_s
-        if self._unanswered_s > max(self._limits.gone_s, MIN_BEATS * self._beat_s) and not self.broken:
+        if self._unanswered_s > max(self._limits.gone_s, MIN_BEATS * self._beat_s):
             self._break(f"has not answered for {self._limits.gone_s:g} s ({GONE})")
 
     # -- the thread ----------------------------------------------------------------------------------------------------
@@ -234,14 +230,12 @@ class _Worker:
                     here, is_new = self.moves.get(timeout=pause_s), True
                 except queue.Empty:
                     is_new = False
-        except _GivenUpError:
-            pass
         except (RuntimeError, OSError) as error:  # Source: torch 2.13 `torch/csrc/distributed/c10d/exception.cpp`
             text, _, _ = str(error).partition("\n")
             self._break(f"cannot be reached: {text}")
 
     def _break(self, what: str) -> None:
-        self.broken = f"the store of the process group, which this rank or its launcher holds, {what}"
+        self.broken = self.broken or f"the store of the process group, which this rank or its launcher holds, {what}"
         self._answers.put((None, Verdict("")))
 
     def _follow(self, here: _Position, *, is_new: bool) -> float | None:
@@ -396,7 +390,7 @@ class _Worker:
     def _call(self, name: str, *arguments: Any) -> Any:
         answer = getattr(self._store, name)(*arguments)
         if self.broken:
-            raise _GivenUpError
+            raise ConnectionError  # the caller waits no longer
         self._unanswered_s = 0.0
         return answer
 

@@ -22,13 +22,11 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only rows whose names have them all")
     parser.add_argument("--subset", action="store_true", help="the rows that CI runs")
     parser.add_argument("--all", action="store_true", help="on the first and the last of 2 and of 3 ranks")
-    parser.add_argument("--without-heartbeats", action="store_true", help="leave out what takes heartbeats among ranks")
     arguments = parser.parse_args()
     chosen = [
         case
         for case in (subset() if arguments.subset else cases() if arguments.all else sample())
         if all(word in case.name for word in arguments.words)
-        and not (arguments.without_heartbeats and case.fault.needs_heartbeats)
     ]
     start, verdicts = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder:

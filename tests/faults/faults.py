@@ -84,7 +84,6 @@ class Fault:
         match: regular expression that the error's text on all ranks must contain; {rank} is the faulty one.
         limit_s: until every rank has raised.
         group_timeout_s: of the process group.
-        needs_heartbeats: whether the outcome takes heartbeats among ranks.
     """
 
     name: str
@@ -99,7 +98,6 @@ class Fault:
     match: str = r"rank {rank}\b"
     limit_s: float = LIMIT_S
     group_timeout_s: float = 1800.0
-    needs_heartbeats: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,6 @@ CRAWLING = Fault(
     20_000,
     -1,
     group_timeout_s=SHORT_GROUP_S,
-    needs_heartbeats=True,
 )
 
 # -- changed files ---------------------------------------------------------------------------------------------------
@@ -283,7 +280,7 @@ def _does_nothing(_: Scene) -> None:
 INTERRUPT = Fault("SIGINT", "interrupted", act=_sent(signal.SIGINT), match=r"rank {rank}: KeyboardInterrupt")
 PAUSE = Fault("SIGSTOP for a second", "loads", act=_stopped_briefly)
 DEATHS = tuple(
-    Fault(name, "dies", act=_sent(number), limit_s=SILENCE_S + LIMIT_S, needs_heartbeats=True)
+    Fault(name, "dies", act=_sent(number), limit_s=SILENCE_S + LIMIT_S)
     for name, number in {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM}.items()
 )
 STOP = Fault(
@@ -292,7 +289,6 @@ STOP = Fault(
     act=_sent(signal.SIGSTOP),
     undo=_sent(signal.SIGCONT),
     limit_s=SILENCE_S + LIMIT_S,
-    needs_heartbeats=True,
 )
 HANG = Fault(
     "a call that hangs",
@@ -300,7 +296,6 @@ HANG = Fault(
     act=_does_nothing,
     undo=_does_nothing,
     limit_s=SILENCE_S + LIMIT_S,
-    needs_heartbeats=True,
 )
 
 UNMEASURED = (ARGUMENTS, PREPARING)
@@ -317,9 +312,7 @@ SWAP_OPEN = Moment("finishing", Call.OPEN, ".swp")
 NO_FOLDER = _errno(errno.EACCES, "for ever", "raises", Call.MKDIR)
 NO_SWAP_FILE = _errno(errno.EIO, "for ever", "raises", Call.OPEN)
 SHORT_WRITE = Fault("writes end after 64 KiB", "raises", Action.SHORT, 65536, -1, match=r"rank {rank}\b.*nvme_path")
-FAILED_WRITE = replace(
-    _errno(errno.EIO, "once", "dies", Call.SUBMIT), limit_s=SILENCE_S + LIMIT_S, needs_heartbeats=True
-)
+FAILED_WRITE = replace(_errno(errno.EIO, "once", "dies", Call.SUBMIT), limit_s=SILENCE_S + LIMIT_S)
 
 
 def _fill(scene: Scene) -> None:
@@ -359,8 +352,8 @@ SWAP_FAULTS = (
 # -- the rest --------------------------------------------------------------------------------------------------------
 
 MARKED_BLOCK = Moment("in the block", Call.READ, "/ds.json")
-USERS_ERROR = Fault("the user's own error", "own error", Action.SLOW, 1_000_000_000, needs_heartbeats=True)
-NO_CONFIG = replace(_errno(errno.EIO, "for ever", "own error"), needs_heartbeats=True)
+USERS_ERROR = Fault("the user's own error", "own error", Action.SLOW, 1_000_000_000)
+NO_CONFIG = _errno(errno.EIO, "for ever", "own error")
 READ_CONFIG = Moment("transformers reads config.json", Call.READ, "/config.json")
 
 
@@ -435,4 +428,4 @@ def _cases(rank: int, world_size: int) -> Iterator[Case]:
     for fault in (INTERRUPT, DEATHS[0], STOP):
         yield from at(fault, ARGUMENTS, job="train")
         if (fault, rank) != (STOP, 0):  # when it goes on it waits in a broadcast, until the group's timeout
-            yield from at(replace(fault, needs_heartbeats=True), MAKING_ENGINE, job="train")
+            yield from at(fault, MAKING_ENGINE, job="train")
