@@ -67,12 +67,19 @@ def test_what_transformers_shards_equals_the_ordinary_load(checkpoints: Path, wo
             )
 
 
-def train(path: str, kind: str) -> None:
-    """Rank function: ten steps, after our load and after a plain load that is sharded by `fully_shard`."""
+def train_all(path: str) -> None:
+    """Rank function."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (start(),))
+    for kind in ("fp32", "bf16", "offload"):
+        train(path, mesh, kind)
+
+
+def train(path: str, mesh: Any, kind: str) -> None:
+    """Ten steps, after our load and after a plain load that is sharded by `fully_shard`."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
     policy: dict[str, Any] = {}
     if kind == "bf16":
         policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -85,13 +92,12 @@ def train(path: str, kind: str) -> None:
     fully_shard(plain, mesh=mesh, **policy)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     found = losses(model)
-    assert found == losses(plain)
-    assert found[-1] < found[0]
+    assert found == losses(plain), kind
+    assert found[-1] < found[0], kind
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "offload"])
-def test_training_goes_as_after_a_plain_load(checkpoints: Path, kind: str) -> None:
-    run_ranks(train, str(builders.tiny_llama(checkpoints)), kind)
+def test_training_goes_as_after_a_plain_load(checkpoints: Path) -> None:
+    run_ranks(train_all, str(builders.tiny_llama(checkpoints)), timeout_s=120)
 
 
 def refuse(path: str) -> None:
@@ -131,12 +137,18 @@ def test_install_takes_sharded_loads(checkpoints: Path) -> None:
     run_ranks(load_installed, str(builders.tiny_mixtral(checkpoints)))
 
 
-def load_engine(path: str, offload: bool) -> None:
-    """Rank function: `ModelEngine` with fsdp2 trains as a plain load that is sharded alike."""
+def load_engines(path: str) -> None:
+    """Rank function."""
+    world_size = start()
+    for offload in (False, True):
+        load_engine(path, world_size, offload)
+
+
+def load_engine(path: str, world_size: int, offload: bool) -> None:
+    """`ModelEngine` with fsdp2 trains as a plain load that is sharded alike."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    world_size = start()
     dist_config = {"name": "fsdp2", "mixed_precision": "bf16", "offload_params": offload, "pin_memory": False}
     engine = lowmem_load.ModelEngine(
         {"model": path, "freeze": ["model.embed_tokens.*"], "gradient_checkpointing": False}, dist_config
@@ -155,9 +167,8 @@ def load_engine(path: str, offload: bool) -> None:
         pass
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_the_model_engine_takes_fsdp2(checkpoints: Path, offload: bool) -> None:
-    run_ranks(load_engine, str(builders.tiny_llama(checkpoints)), offload)
+def test_the_model_engine_takes_fsdp2(checkpoints: Path) -> None:
+    run_ranks(load_engines, str(builders.tiny_llama(checkpoints)), timeout_s=120)
 
 
 def load_dequantized(path: str, options: dict[str, Any]) -> list[int]:
