@@ -22,11 +22,11 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.errors import NotStreamedWarning as NotStreamedWarning
     from lowmem_load.errors import RankError as RankError
     from lowmem_load.errors import UnsupportedError as UnsupportedError
-    from lowmem_load.integrations.arguments import DistConfig as DistConfig
-    from lowmem_load.integrations.arguments import ModelArguments as ModelArguments
     from lowmem_load.integrations.install import install as install
-    from lowmem_load.integrations.model_engine import ModelEngine as ModelEngine
-    from lowmem_load.integrations.streaming import streaming as streaming
+    from lowmem_load.integrations.install import streaming as streaming
+    from lowmem_load.integrations.llamafactory import ModelEngine as ModelEngine
+    from lowmem_load.integrations.llamafactory_arguments import DistConfig as DistConfig
+    from lowmem_load.integrations.llamafactory_arguments import ModelArguments as ModelArguments
     from lowmem_load.partial.initialize import initialize as initialize
     from lowmem_load.partial.initialize import partial_zero3 as partial_zero3
     from lowmem_load.pipeline.verify_checkpoint import verify_checkpoint as verify_checkpoint
@@ -51,10 +51,9 @@ _HOMES = {
     "api.plan_model": ("plan",),
     "api.lazy": ("lazy",),
     "partial.initialize": ("initialize", "partial_zero3"),
-    "integrations.arguments": ("DistConfig", "ModelArguments"),
-    "integrations.install": ("install",),
-    "integrations.model_engine": ("ModelEngine",),
-    "integrations.streaming": ("streaming",),
+    "integrations.llamafactory_arguments": ("DistConfig", "ModelArguments"),
+    "integrations.install": ("install", "streaming"),
+    "integrations.llamafactory": ("ModelEngine",),
     "distributed.process_group": ("DistributedInterface",),
     "report": ("LoadReport",),
     "resume.consolidate": ("consolidate",),

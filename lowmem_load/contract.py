@@ -1,4 +1,4 @@
-"""Checks the private names of another package before a seam uses them.
+"""The releases of other packages that this one supports, and the check of private names before they are used.
 
 A release that lacks some is refused with the names of all that is missing. A release newer than the tested ones is used
 if it lacks nothing, with one warning.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import inspect
 import logging
 import operator
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from lowmem_load.errors import IncompatibleVersionError
 
@@ -23,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Releases(NamedTuple):
-    """The releases of a package, named as pip and `import` do, that a seam was tested with."""
+    """The releases of a package, named as pip and `import` do, that this package was tested with."""
 
     package: str
     oldest: str
@@ -38,6 +40,10 @@ TRANSFORMERS = Releases("transformers", oldest="4.51.0", newest="5.24.0")
 TORCH = Releases("torch", oldest="2.6.0", newest="2.15.0")
 PEFT = Releases("peft", oldest="0.15.0", newest="0.21.2")
 BITSANDBYTES = Releases("bitsandbytes", oldest="0.48.2", newest="0.50.2")
+ACCELERATE = Releases("accelerate", oldest="1.4.0", newest="1.15.0")
+TRL = Releases("trl", oldest="0.28.0", newest="1.16.0")
+LLAMAFACTORY = Releases("llamafactory", oldest="0.9.5", newest="0.9.5")
+AXOLOTL = Releases("axolotl", oldest="0.19.0", newest="0.19.0")
 
 
 def require(
@@ -51,30 +57,31 @@ def require(
     An owner of `names` is "package.module" or "package.module:Class"; names may be dotted. `arguments` are those that
     each function must take by name.
     """
-    _check_release(supported)
+    check_release(supported)
     missing: list[str] = []
-    for lacking, wanted in ((_lacking_attributes, names), (_lacking_arguments, arguments)):
-        for owner, each in wanted.items():
+    for list_missing, wanted in ((_missing_attributes, names), (_missing_arguments, arguments)):
+        for owner, wanted_names in wanted.items():
+            label = owner.replace(":", ".")
             try:
-                missing += lacking(owner.replace(":", "."), _found(owner), each)
+                missing += list_missing(label, _import_owner(owner), wanted_names)
             except (ImportError, AttributeError) as error:
-                missing.append(f"{owner.replace(':', '.')} ({error})")
-    _refuse(supported, missing)
+                missing.append(f"{label} ({error})")
+    refuse(supported, missing)
 
 
 def require_attributes(supported: Releases, owner: object, names: Sequence[str]) -> None:
     """Raise IncompatibleVersionError unless an object has all attributes: those that `__init__` sets, say."""
     if not _has(owner, *names):  # in one call, because every parameter is checked
-        _refuse(supported, _lacking_attributes(type(owner).__qualname__, owner, names))
+        refuse(supported, _missing_attributes(type(owner).__qualname__, owner, names))
 
 
-def _found(owner: str) -> Any:
+def _import_owner(owner: str) -> Any:
     module, _, path = owner.partition(":")
-    found = importlib.import_module(module)
-    return operator.attrgetter(path)(found) if path else found
+    imported = importlib.import_module(module)
+    return operator.attrgetter(path)(imported) if path else imported
 
 
-def _lacking_attributes(label: str, owner: object, names: Iterable[str]) -> list[str]:
+def _missing_attributes(label: str, owner: object, names: Iterable[str]) -> list[str]:
     return [f"{label}.{name}" for name in names if not _has(owner, name)]
 
 
@@ -86,35 +93,57 @@ def _has(owner: object, *names: str) -> bool:
     return True
 
 
-def _lacking_arguments(label: str, function: Any, names: Iterable[str]) -> list[str]:
+def _missing_arguments(label: str, function: Any, names: Iterable[str]) -> list[str]:
     parameters = inspect.signature(function).parameters
     return [f"{label}({name})" for name in names if name not in parameters]
 
 
-@functools.cache
-def _check_release(supported: Releases) -> None:
-    found = _installed(supported)
-    if Version(found).release < Version(supported.oldest).release:
+def installed_release(package: str) -> str:
+    """Return the release of a package that is imported or installed; "" if it does not say."""
+    try:
+        return str(getattr(sys.modules.get(package), "__version__", None) or importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:  # it runs from a folder of sources
+        return ""
+
+
+def is_release_between(package: str, oldest: str, newest: str = "") -> bool:
+    """Return whether the installed release lies between two, ends included; also if it does not say."""
+    try:
+        release = Version(installed_release(package)).release
+    except InvalidVersion:
+        return True
+    return Version(oldest).release <= release and (not newest or release <= Version(newest).release)
+
+
+def check_release(supported: Releases) -> None:
+    """Raise IncompatibleVersionError for a release that is too old; warn once of one that is newer than the tested."""
+    package, oldest, _ = supported
+    if not is_release_between(package, oldest):
         raise IncompatibleVersionError(
-            f"{supported.package} {found} is too old: lowmem_load works with {supported}; "
-            f"install {supported.package}=={supported.oldest} or newer"
+            f"{package} {installed_release(package)} is too old: lowmem_load works with {supported}; "
+            f"install {package}=={oldest} or newer"
         )
-    if Version(found).release > Version(supported.newest).release:
+    warn_of_newer(supported)
+
+
+@functools.cache
+def warn_of_newer(supported: Releases) -> None:
+    """Warn once of a release that is newer than the tested ones."""
+    package, _, newest = supported
+    if not is_release_between(package, "0", newest):
         logger.warning(
             "%s %s is newer than what lowmem_load was tested with (%s). The names that lowmem_load uses are checked, "
             "not what they mean: compare the first losses with stock's",
-            *(supported.package, found, supported),
+            package,
+            installed_release(package),
+            supported,
         )
 
 
-def _installed(supported: Releases) -> str:
-    version: str = importlib.import_module(supported.package).__version__
-    return version
-
-
-def _refuse(supported: Releases, missing: Sequence[str]) -> None:
+def refuse(supported: Releases, missing: Sequence[str]) -> None:
+    """Raise IncompatibleVersionError if names are missing."""
     if missing:
         raise IncompatibleVersionError(
-            f"{supported.package} {_installed(supported)} lacks {', '.join(missing)}; lowmem_load works with "
-            f"{supported}: install {supported.package}=={supported.newest}"
+            f"{supported.package} {installed_release(supported.package)} lacks {', '.join(missing)}; lowmem_load works "
+            f"with {supported}: install {supported.package}=={supported.newest}"
         )

@@ -1,24 +1,34 @@
-"""Handlers that are called in place of functions of other packages while a block lasts."""
+"""Handlers that are called in place of functions of other packages while a block lasts.
+
+A block checks the names, of the table in `foreign_names.py`, before it replaces any. When the last block that uses a
+name ends, the function itself is back in its place, unless somebody has put something else there since.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from torch.compiler import is_compiling
 
+from lowmem_load.contract import Releases, check_release, installed_release, is_release_between, refuse, warn_of_newer
+from lowmem_load.errors import NotStreamedWarning, outside_level
+from lowmem_load.foreign_names import TABLE, ForeignName
+
 T = TypeVar("T")
 
 Handler: TypeAlias = Callable[..., Any]
 """Called with the function that it replaces, followed by the arguments of the call."""
 
-Replacement: TypeAlias = tuple[Any, str, Handler]
-"""A module or class, the name of a function in it, and the handler that is called in its place."""
+Handlers: TypeAlias = Mapping[ForeignName, Handler]
 
 _Block: TypeAlias = dict[Callable[..., Any], Handler]
 """The handlers of a block, by dispatcher; empty when the block is over."""
@@ -32,14 +42,14 @@ class _Place:
     """Where a dispatcher stands for a function while blocks replace it."""
 
     owner: Any
-    name: str
+    attribute: str
     former: Any  # what was there before the first of the blocks, such as a classmethod
     dispatch: Any
     num_blocks: int = 0
 
 
 _PLACES: dict[tuple[int, str], _Place] = {}
-"""The latest place by the `id` of its owner, and the name. Kept: others may have kept the dispatcher, too."""
+"""The latest place by the `id` of its owner, and the attribute. Kept: others may have kept the dispatcher, too."""
 
 _PLACING = threading.RLock()  # a finalizer may leave a block at any moment
 
@@ -54,26 +64,22 @@ def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
-def is_replaceable(owner: Any, name: str) -> bool:
-    """Return whether a module or class has a function of this name, which no `__getattr__` makes up."""
-    if not isinstance(owner, type):
-        return callable(getattr(owner, "__dict__", {}).get(name))
-    holder = next((cls for cls in owner.__mro__ if name in vars(cls)), None)
-    return holder is not None and callable(getattr(holder, name))
-
-
 @contextlib.contextmanager
-def replaced(*replacements: Replacement, everywhere: bool = False) -> Iterator[None]:
+def replaced(handlers: Handlers, *, everywhere: bool = False) -> Iterator[None]:
     """Inside, the handlers are called in place of the functions: in this thread or task, or in all.
 
-    An inner handler is called with the outer one. Blocks may end in any order.
+    An inner handler is called with the outer one. Blocks may end in any order. Optional names that are missing are left
+    out, with a warning.
+
+    Raises:
+        IncompatibleVersionError: a release lacks a name that is not optional.
     """
     block: _Block = {}
     places: list[_Place] = []
     try:
-        for owner, name, handler in replacements:
-            places.append(_enter(owner, name))
-            block[places[-1].dispatch] = handler
+        for name in usable_names(handlers):
+            places.append(_enter(*_location(name)))
+            block[places[-1].dispatch] = handlers[name]
         if everywhere:
             _EVERYWHERE.append(block)
         else:
@@ -88,32 +94,111 @@ def replaced(*replacements: Replacement, everywhere: bool = False) -> Iterator[N
             _leave(place)
 
 
-def _enter(owner: Any, name: str) -> _Place:
+# -- the check ---------------------------------------------------------------------------------------------------------
+
+
+def usable_names(names: Iterable[ForeignName]) -> list[ForeignName]:
+    """Return the names that can be replaced. Warn of optional ones that are missing; raise if others are."""
+    names = [name for name in names if not name.until or _is_expected(name)]
+    for releases in {name.releases for name in names}:
+        warn_of_newer(releases)
+    missing = [name for name in names if not is_there(name)]
+    for releases in {name.releases for name in missing}:
+        refuse(releases, [str(name) for name in missing if name.releases == releases and _is_required(name)])
+    warn_of_missing(missing)
+    lost = {name.loss for name in missing if name.loss}
+    return [name for name in names if name not in missing and name.loss not in lost]
+
+
+def require_names(releases: Releases) -> None:
+    """Raise IncompatibleVersionError unless the imported modules of a package have all required names."""
+    check_release(releases)
+    names = [name for name in TABLE if name.releases == releases and name.module in sys.modules]
+    refuse(releases, [str(name) for name in names if _is_required(name) and not is_there(name)])
+
+
+def warn_of_missing(names: Iterable[ForeignName]) -> None:
+    """Warn of what a user loses without names, if their releases should have them: one warning for each loss."""
+    missing: dict[tuple[str, Releases], list[str]] = {}
+    for name in names:
+        if name.loss and _is_expected(name):
+            missing.setdefault((name.loss, name.releases), []).append(str(name))
+    for (loss, releases), texts in missing.items():
+        package, _, newest = releases
+        warn_of_loss(
+            f"{package} {installed_release(package) or '(of no known release)'} lacks {', '.join(texts)}, so {loss}. "
+            f"lowmem_load was tested with {releases}: install {package}=={newest}, or a newer lowmem_load"
+        )
+
+
+def warn_of_loss(text: str) -> None:
+    """Warn the caller of this package that something stays stock's."""
+    warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())
+
+
+def is_there(name: ForeignName) -> bool:
+    """Return whether a module or class has the function, which no `__getattr__` makes up. Imports the module."""
+    try:
+        owner, attribute = _location(name)
+    except ImportError:
+        return False
+    if not isinstance(owner, type):
+        values = getattr(owner, "__dict__", {})
+        return attribute in values and (values[attribute] is None or callable(values[attribute]))
+    holder = next((cls for cls in owner.__mro__ if attribute in vars(cls)), None)
+    return holder is not None and callable(getattr(holder, attribute))
+
+
+def _location(name: ForeignName) -> tuple[Any, str]:
+    """Return the module or class that has a function, and its attribute."""
+    cls, _, attribute = name.name.rpartition(".")
+    owner = name.owner or importlib.import_module(name.module)
+    return (getattr(owner, cls, None) if cls and name.owner is None else owner), attribute
+
+
+def _is_required(name: ForeignName) -> bool:
+    return not name.loss and _is_expected(name)
+
+
+def _is_expected(name: ForeignName) -> bool:
+    return is_release_between(name.releases.package, name.since or name.releases.oldest, name.until)
+
+
+# -- dispatchers -------------------------------------------------------------------------------------------------------
+
+
+def _enter(owner: Any, attribute: str) -> _Place:
     """Put a dispatcher in the place of a function, unless one is there."""
     if isinstance(owner, type):
-        owner = next(cls for cls in owner.__mro__ if name in vars(cls))
+        owner = next(cls for cls in owner.__mro__ if attribute in vars(cls))
     with _PLACING:
-        former = vars(owner)[name]
+        former = vars(owner)[attribute]
         kind = type(former) if isinstance(former, classmethod | staticmethod) else None
         ordinary: Any = former if kind is None else former.__func__
-        place = _PLACES.get((id(owner), name))
+        if former is None:
+            ordinary = _none
+        place = _PLACES.get((id(owner), attribute))
         if place is None or (ordinary is not place.dispatch and ordinary is not place.dispatch.__wrapped__):
-            place = _PLACES[id(owner), name] = _Place(owner, name, former, _dispatcher(ordinary))
+            place = _PLACES[id(owner), attribute] = _Place(owner, attribute, former, _dispatcher(ordinary))
         if place.num_blocks == 0:
             place.former = former
         place.num_blocks += 1
         if ordinary is not place.dispatch:
-            setattr(owner, name, place.dispatch if kind is None else kind(place.dispatch))
+            setattr(owner, attribute, place.dispatch if kind is None else kind(place.dispatch))
         return place
+
+
+def _none(*_: Any) -> None:
+    """Stand in for a name whose value is None, such as a reference that is not set."""
 
 
 def _leave(place: _Place) -> None:
     """Put the function back if this was the last block, and nobody has put something else there."""
     with _PLACING:
         place.num_blocks -= 1
-        there = vars(place.owner).get(place.name)
+        there = vars(place.owner).get(place.attribute)
         if place.num_blocks == 0 and getattr(there, "__func__", there) is place.dispatch:
-            setattr(place.owner, place.name, place.former)
+            setattr(place.owner, place.attribute, place.former)
 
 
 def _dispatcher(ordinary: Callable[..., Any]) -> Callable[..., Any]:

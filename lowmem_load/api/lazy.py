@@ -13,10 +13,10 @@ from lowmem_load.distributed import environment
 from lowmem_load.ds.zero3_target import zero_init_disabled
 from lowmem_load.dtensor.sharded_target import Unfilled
 from lowmem_load.errors import ConfigError
-from lowmem_load.hf import loader, names
+from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import on_host
-from lowmem_load.hf.loader import load_lock
-from lowmem_load.hf.remote_names import located, named_as_asked
+from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.stand_ins import open_file
 from lowmem_load.lazy_weights.lazy_model import hand_out
@@ -63,8 +63,8 @@ def lazy(
     for keyword in (*PLACED_BY_STOCK, *SHARDS):
         if from_pretrained_kwargs.get(keyword) is not None:
             raise ConfigError(f"lazy: remove {keyword}; place, shard or quantize the model that lazy() returns")
-    where, kwargs = located(name_text(name), from_pretrained_kwargs, stream=stream)
-    names.check_name(where, kwargs.get("subfolder", ""))
+    where, kwargs = find_folder(name_text(name), from_pretrained_kwargs, stream=stream)
+    model_folder.check_name(where, kwargs.get("subfolder", ""))
     config = names.model_config(where, kwargs)
     cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
 
@@ -77,7 +77,7 @@ def lazy(
             raise
 
     with load_lock(), zero_init_disabled(), on_host(), loader.intercepted(load):
-        return named_as_asked(cls.from_pretrained(where, **kwargs))
+        return rename_loaded(cls.from_pretrained(where, **kwargs))
 
 
 def describe_lazily(

@@ -20,12 +20,11 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, reshard, shard_fully
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, plain_name
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
-from lowmem_load.hf import loader, names
+from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import ordinary_path, transformers_models
-from lowmem_load.hf.loader import load_lock
-from lowmem_load.hf.remote_names import located, named_as_asked
-from lowmem_load.hf.sharding import blocks, is_kept_on_host, refuse_parted
-from lowmem_load.hf.skeleton import file_keywords, filled_by, hand_over
+from lowmem_load.hf.load_lock import load_lock, outermost
+from lowmem_load.hf.remote_names import find_folder, rename_loaded
+from lowmem_load.hf.skeleton import blocks, file_keywords, filled_by, hand_over, is_kept_on_host, refuse_parted
 from lowmem_load.lazy_weights.fill import allocate_shards
 from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load, Options
@@ -177,7 +176,7 @@ def load_sharded(
     has_mesh, policy_of_mesh = is_mesh(sharding), policy or {}
     with load_lock(), (ranks := DistributedInterface()).session("the load"):
         with ranks.step("checking the arguments") as step:
-            where, kwargs = located(name_text(name), kwargs)
+            where, kwargs = find_folder(name_text(name), kwargs)
             config = names.model_config(where, kwargs)
             cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
             if policy is not None and not has_mesh:
@@ -191,7 +190,7 @@ def load_sharded(
         if not has_mesh:
             kwargs["distributed_config"] = sharding
         with shards_filled(where, kwargs, options, shard, is_offloaded=offloads(policy_of_mesh)):
-            return named_as_asked(cls.from_pretrained(where, **{names.DTYPE_KEYWORD: dtype}, **kwargs))
+            return rename_loaded(cls.from_pretrained(where, **{names.DTYPE_KEYWORD: dtype}, **kwargs))
 
 
 @contextmanager
@@ -212,11 +211,11 @@ def shards_filled(
         device = torch.device("cpu") if is_offloaded or is_kept_on_host(model) else mesh_device(model)
         allocate_shards(model, device)
         Constructor().finish(model, device)  # `to_empty` moves no attributes
-        with loader.outermost():
+        with outermost():
             report = _load_into(model, name, plain_options, dtype, is_skeleton=True, **file_keywords(kwargs))
         if options.on_load is not None:
             options.on_load(report)
         return report.loading_info
 
-    with ordinary_path(), filled_by(fill), names.files_explained(str(name), kwargs.get("subfolder") or ""):
+    with ordinary_path(), filled_by(fill), model_folder.files_explained(str(name), kwargs.get("subfolder") or ""):
         yield

@@ -26,9 +26,9 @@ from lowmem_load.errors import (
 )
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, deepspeed_config, note_load, was_dropped
-from lowmem_load.hf.loader import load_lock
-from lowmem_load.hf.remote_names import located_names
-from lowmem_load.hf.sharding import is_distributed_config
+from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.remote_names import urls_as_names
+from lowmem_load.hf.skeleton import is_distributed_config
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load, Options
 from lowmem_load.report import LoadReport
@@ -159,7 +159,7 @@ def streaming_by_config(
             settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
             step.digest = settings.compared
     with (
-        located_names(),
+        urls_as_names(),
         deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
         loader.intercepted(make_load(ranks, settings, options)),
         _sharded_calls(options),
@@ -186,7 +186,7 @@ def streaming_by_active_config(options: Options, *, everywhere: bool = False) ->
         return make_load(ranks, settings, options)(call)
 
     with (
-        located_names(everywhere=everywhere),
+        urls_as_names(everywhere=everywhere),
         loader.intercepted(load, _zero3_is_active, everywhere=everywhere),
         _sharded_calls(options, everywhere=everywhere),
     ):

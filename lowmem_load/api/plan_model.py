@@ -20,12 +20,11 @@ from lowmem_load.ds.zero3_target import TargetMaker, target_maker, zero_init_dis
 from lowmem_load.dtensor.mesh import mesh_device
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf import loader, names
+from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import on_host, ordinary_path
-from lowmem_load.hf.loader import load_lock
-from lowmem_load.hf.remote_names import located
-from lowmem_load.hf.sharding import is_distributed_config, is_kept_on_host
-from lowmem_load.hf.skeleton import file_keywords, filled_by
+from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.remote_names import find_folder
+from lowmem_load.hf.skeleton import file_keywords, filled_by, is_distributed_config, is_kept_on_host
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
 from lowmem_load.io.stand_ins import origins_named
@@ -91,10 +90,10 @@ def plan_sharded(
     **kwargs: Any,
 ) -> LoadPlan:
     """Return the plan of a model that a `DistributedConfig` shards, as one rank of a fake process group."""
-    where, kwargs = located(name_text(name), kwargs)
+    where, kwargs = find_folder(name_text(name), kwargs)
     cls = names.model_class(auto_class, names.model_config(where, kwargs), bool(kwargs.get("trust_remote_code")))
     kwargs = {**kwargs, "distributed_config": sharding, names.DTYPE_KEYWORD: dtype}
-    explained = names.files_explained(where, kwargs.get("subfolder") or "")
+    explained = model_folder.files_explained(where, kwargs.get("subfolder") or "")
     with load_lock(), fake_group(rank, world_size), ordinary_path(), explained:
         with filled_by(_carry_out):
             skeleton, dtype = _result(cls, functools.partial(cls.from_pretrained, where, **kwargs))
@@ -119,7 +118,7 @@ def plan_ranks(
     **from_pretrained_kwargs: Any,
 ) -> list[LoadPlan]:
     """Return the plans of several ranks, in less time than `plan` takes for each."""
-    request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs).located()
+    request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs).with_folder()
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
     return _plans(request.checked(settings), functools.partial(target_maker, device=device), ranks)
 

@@ -13,10 +13,10 @@ from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.node_cache import NodeCache
 from lowmem_load.errors import ConfigError
-from lowmem_load.hf import names
-from lowmem_load.hf.hub_files import adapter_sought_alike, commit_of
+from lowmem_load.hf import model_folder, names
+from lowmem_load.hf.hub_files import commit_of, find_adapter_as_asked
 from lowmem_load.hf.quantizers import refuse_quantized
-from lowmem_load.hf.remote_names import located, located_names, named_as_asked
+from lowmem_load.hf.remote_names import find_folder, rename_loaded, urls_as_names
 from lowmem_load.io.stand_ins import is_stand_in, origins_named
 from lowmem_load.replaced import replaced
 
@@ -29,9 +29,9 @@ class Request(NamedTuple):
     dtype: str | torch.dtype | None
     kwargs: Mapping[str, Any]
 
-    def located(self, check: Callable[[], object] = int) -> Request:
+    def with_folder(self, check: Callable[[], object] = int) -> Request:
         """Return the request with a folder in place of a URL. `check` is called meanwhile, and may raise to end it."""
-        name, kwargs = located(self.name, self.kwargs, check=check)
+        name, kwargs = find_folder(self.name, self.kwargs, check=check)
         return self._replace(name=name, kwargs=kwargs)
 
     def checked(self, settings: Settings) -> Checked:
@@ -42,9 +42,9 @@ class Request(NamedTuple):
         is_partitioned = settings.stage == 3
         storage = _storage_dtype(dtype, settings.dtype, must_agree=is_partitioned and settings.partition is None)
         kwargs[names.DTYPE_KEYWORD] = storage
-        names.check_name(self.name, kwargs.get("subfolder", ""))
+        model_folder.check_name(self.name, kwargs.get("subfolder", ""))
         if is_partitioned:
-            names.check_weights(self.name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
+            model_folder.check_weights(self.name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
         config = names.model_config(self.name, kwargs)
         cls = names.model_class(self.auto_class, config, bool(kwargs.get("trust_remote_code")))
         if is_partitioned:
@@ -87,10 +87,10 @@ class Checked(NamedTuple):
         """Call the class's `from_pretrained`."""
         has_base = is_stand_in(self.name) or os.path.isfile(os.path.join(self.name, "adapter_config.json"))
         with (
-            located_names(in_load=True) if has_base else nullcontext(),
-            replaced(adapter_sought_alike(self.name, self.kwargs)),
+            urls_as_names(in_load=True) if has_base else nullcontext(),
+            replaced(find_adapter_as_asked(self.name, self.kwargs)),
         ):
-            return named_as_asked(self.cls.from_pretrained(self.name, **self.kwargs))
+            return rename_loaded(self.cls.from_pretrained(self.name, **self.kwargs))
 
 
 def agree_on_request(
@@ -99,8 +99,8 @@ def agree_on_request(
     """Return what `make_request` returns, checked and equal on all ranks. Collective: one step; three for a Hub id."""
     with ranks.step("checking the arguments") as step:
         request, settings = make_request()
-        request = request.located(ranks.check)
-        names.check_name(request.name, request.kwargs.get("subfolder", ""))
+        request = request.with_folder(ranks.check)
+        model_folder.check_name(request.name, request.kwargs.get("subfolder", ""))
         is_folder = os.path.isdir(request.name)
         kind = "a local folder" if is_folder else "a name on the Hub"
         compared = settings.compared if has_ds_config else {"dtype": settings.precision.value}

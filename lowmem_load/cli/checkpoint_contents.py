@@ -19,7 +19,7 @@ from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf import names
 from lowmem_load.hf.quantizers import dequantizing, is_four_bit, quantization_method
-from lowmem_load.hf.remote_names import Located
+from lowmem_load.hf.remote_names import Checkpoint
 from lowmem_load.io.stand_ins import open_file, origins_named
 from lowmem_load.planning import expression as ex
 from lowmem_load.symbolic.quantized import QuantizedTensor
@@ -90,7 +90,7 @@ class Inspection:
 
 
 @origins_named()
-def inspect_checkpoint(checkpoint: Located, auto_class: str | None = None, **keywords: Any) -> Inspection:
+def inspect_checkpoint(checkpoint: Checkpoint, auto_class: str | None = None, **keywords: Any) -> Inspection:
     """Return what a checkpoint holds. Reads headers, and the values that transformers needs to describe the model.
 
     `keywords` are those of `from_pretrained`.
@@ -121,7 +121,7 @@ def _stored(name: str, expression: Callable[[str], ex.Expression]) -> tuple[str,
     return _dtype_text(stored.dtype), tuple(stored.shape), math.prod(stored.shape) * stored.dtype.itemsize
 
 
-def _describe(inspection: Inspection, checkpoint: Located, auto_class: str | None, keywords: dict[str, Any]) -> None:
+def _describe(inspection: Inspection, checkpoint: Checkpoint, auto_class: str | None, keywords: dict[str, Any]) -> None:
     config = names.model_config(checkpoint.folder, keywords)
     inspection.architectures, inspection.model_type = list(config.architectures or ()), str(config.model_type)
     dtype = getattr(config, names.DTYPE_KEYWORD, None) or torch.float32

@@ -45,10 +45,10 @@ def inspect(
     """
     with working():
         from lowmem_load.cli.checkpoint_contents import inspect_checkpoint
-        from lowmem_load.hf.remote_names import located_checkpoint
+        from lowmem_load.hf.remote_names import find_checkpoint
 
         common.check_revision(name, revision)
-        checkpoint = located_checkpoint(name, subfolder=subfolder, revision=revision)
+        checkpoint = find_checkpoint(name, subfolder=subfolder, revision=revision)
         inspection = inspect_checkpoint(
             checkpoint, auto_class, subfolder=subfolder, trust_remote_code=trust_remote_code
         )

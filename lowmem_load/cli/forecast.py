@@ -15,8 +15,8 @@ from lowmem_load.api.plan_model import device_named, plan_ranks, plan_sharded
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.names import model_config
-from lowmem_load.hf.remote_names import Located
-from lowmem_load.hf.sharding import distributed_config
+from lowmem_load.hf.remote_names import Checkpoint
+from lowmem_load.hf.skeleton import distributed_config
 from lowmem_load.io.uploads import NUM_STREAMS, SLOTS_PER_THREAD
 from lowmem_load.phases import Memory, host_memory
 from lowmem_load.pipeline.load import MAX_THREADS
@@ -157,7 +157,7 @@ class Forecast:
         return all(need.fits for need in self.needs)
 
 
-def forecast_zero3(checkpoint: Located, ds_config: Any, job: Job, *, accelerator: str, **keywords: Any) -> Forecast:
+def forecast_zero3(checkpoint: Checkpoint, ds_config: Any, job: Job, *, accelerator: str, **keywords: Any) -> Forecast:
     """Return what a job under ZeRO-3 will need; `keywords` are those of `plan`."""
     process, kind = host_memory(), device_named(accelerator).type
     settings = read_settings(ds_config, world_size=job.world_size)
@@ -197,7 +197,7 @@ def forecast_zero3(checkpoint: Located, ds_config: Any, job: Job, *, accelerator
     )
 
 
-def forecast_mesh(checkpoint: Located, sizes: Mapping[str, int], job: Job, **keywords: Any) -> Forecast:
+def forecast_mesh(checkpoint: Checkpoint, sizes: Mapping[str, int], job: Job, **keywords: Any) -> Forecast:
     """Return what a job under FSDP2 will need on its first rank: uneven shards make it the largest.
 
     `sizes` are those of the `DistributedConfig`, `keywords` those of `plan`. Training is taken for Adam's in fp32.
@@ -225,7 +225,7 @@ def forecast_mesh(checkpoint: Located, sizes: Mapping[str, int], job: Job, **key
     return replace(_forecast(checkpoint, [plan], job, about), needs=needs)
 
 
-def _forecast(checkpoint: Located, node: Sequence[LoadPlan], job: Job, about: Mapping[str, str]) -> Forecast:
+def _forecast(checkpoint: Checkpoint, node: Sequence[LoadPlan], job: Job, about: Mapping[str, str]) -> Forecast:
     """Return what is read. `node` are the plans of the ranks of a node that may read together, or that of rank 0."""
     plan, together = node[0], read_together(node)
     node_bytes, reading = job.node_size * plan.costs.read_bytes, {}

@@ -66,10 +66,10 @@ def plan(
     with working():
         from lowmem_load.cli.forecast import Job, forecast_mesh, forecast_zero3
         from lowmem_load.hf.quantizers import dequantizing
-        from lowmem_load.hf.remote_names import located_checkpoint
+        from lowmem_load.hf.remote_names import find_checkpoint
 
         job = Job(num_ranks, gpus_per_node or min(8, num_ranks), host_bytes, device_bytes, rate)
-        checkpoint = located_checkpoint(name, subfolder=subfolder, revision=revision)
+        checkpoint = find_checkpoint(name, subfolder=subfolder, revision=revision)
         if dequantize:
             keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
         if fsdp:

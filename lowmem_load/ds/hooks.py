@@ -12,7 +12,9 @@ import deepspeed
 from deepspeed import DeepSpeedEngine
 from torch import nn
 
+from lowmem_load import foreign_names
 from lowmem_load.contract import DEEPSPEED, require
+from lowmem_load.foreign_names import ForeignName
 from lowmem_load.replaced import replaced
 
 _STATE, _MAY_GATHER = "_zero3_consolidated_16bit_state_dict", "zero_gather_16bit_weights_on_model_save"
@@ -20,48 +22,47 @@ _STATE, _MAY_GATHER = "_zero3_consolidated_16bit_state_dict", "zero_gather_16bit
 require(
     DEEPSPEED,
     {
-        "deepspeed": ("initialize",),
-        "deepspeed:DeepSpeedEngine": (_STATE, _MAY_GATHER, "load_checkpoint", "save_16bit_model"),
+        "deepspeed:DeepSpeedEngine": (_STATE, _MAY_GATHER),
     },
 )
 
 Handler: TypeAlias = "Callable[[dict[str, Any]], Any]"
-"""Gets the given arguments by name; returns the result of the call, or None to let the call go on."""
+"""Gets the arguments by name; returns the result of the call, or None to let the call go on."""
 
 FULL_MODEL = "_full_model"
 """Attribute of the stand-in for a model that a partial engine gives to `deepspeed.initialize`: the full model."""
 
 # DeepSpeed's own: a wrapper of somebody else, set later, may take *args and **kwargs.
 _SIGNATURES = {
-    "initialize": inspect.signature(deepspeed.initialize),
-    "load_checkpoint": inspect.signature(DeepSpeedEngine.load_checkpoint),
-    "save_16bit_model": inspect.signature(DeepSpeedEngine.save_16bit_model),
+    foreign_names.INITIALIZE: inspect.signature(deepspeed.initialize),
+    foreign_names.LOAD_CHECKPOINT: inspect.signature(DeepSpeedEngine.load_checkpoint),
+    foreign_names.ENGINE_SAVE: inspect.signature(DeepSpeedEngine.save_16bit_model),
 }
 
 
-def hooked(handler: Handler, owner: Any = deepspeed, name: str = "initialize") -> AbstractContextManager[None]:
+def hooked(handler: Handler, name: ForeignName = foreign_names.INITIALIZE) -> AbstractContextManager[None]:
     """Inside, every call goes to `handler` first; of several blocks, to the innermost. They may end in any order."""
 
     def call(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            given = _SIGNATURES[name].bind(*args, **kwargs).arguments
+            arguments = _SIGNATURES[name].bind(*args, **kwargs).arguments
         except TypeError:
             return ordinary(*args, **kwargs)  # DeepSpeed's own error
-        made = handler(given)
-        return ordinary(*args, **kwargs) if made is None else made
+        result = handler(arguments)
+        return ordinary(*args, **kwargs) if result is None else result
 
-    return replaced((owner, name, call), everywhere=True)
+    return replaced({name: call}, everywhere=True)
 
 
-def engine_hooked(name: str, handler: Callable[[Any, dict[str, Any]], Any]) -> AbstractContextManager[None]:
+def engine_hooked(name: ForeignName, handler: Callable[[Any, dict[str, Any]], Any]) -> AbstractContextManager[None]:
     """Inside, every call of this method of any engine goes to `handler` first, with all its arguments."""
-    defaults = {each.name: each.default for each in _SIGNATURES[name].parameters.values()}
+    defaults = {parameter.name: parameter.default for parameter in _SIGNATURES[name].parameters.values()}
 
-    def with_defaults(given: dict[str, Any]) -> Any:
-        arguments = {**defaults, **given}
+    def with_defaults(arguments: dict[str, Any]) -> Any:
+        arguments = {**defaults, **arguments}
         return handler(arguments.pop("self"), arguments)
 
-    return hooked(with_defaults, DeepSpeedEngine, name)
+    return hooked(with_defaults, name)
 
 
 def is_shell(model: nn.Module) -> bool:

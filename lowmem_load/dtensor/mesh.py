@@ -20,15 +20,15 @@ from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
-    _flat_param,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, placement_types
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from lowmem_load import foreign_names
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.ranges import Grid
-from lowmem_load.replaced import Replacement, replaced
+from lowmem_load.replaced import replaced
 
 
 def is_mesh(value: object) -> bool:
@@ -104,9 +104,7 @@ def made_real(make_real: Callable[[torch.Tensor], torch.Tensor]) -> contextlib.A
     def flatten(ordinary: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return make_real(ordinary(*args, **kwargs))
 
-    replacements: list[Replacement] = [(placement_types, "mesh_scatter", scatter)]
-    replacements.append((_flat_param.FlatParamHandle, "flatten_tensors", flatten))
-    return replaced(*replacements, everywhere=True)
+    return replaced({foreign_names.MESH_SCATTER: scatter, foreign_names.FLATTEN_TENSORS: flatten}, everywhere=True)
 
 
 def scatter_into(tensor: torch.Tensor, values: torch.Tensor) -> None:

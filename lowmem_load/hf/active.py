@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,14 +16,13 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from transformers.utils import logging as hf_logging
 
-from lowmem_load.replaced import Replacement, replaced
-
-_REFERENCE = "_hf_deepspeed_config_weak_ref"
+from lowmem_load import foreign_names
+from lowmem_load.replaced import replaced
 
 
 def active_zero3_config() -> Mapping[str, Any] | None:
     """Return the ds_config under which `from_pretrained` would load for ZeRO-3; None if it would not. Read only."""
-    reference = getattr(hf_deepspeed, _REFERENCE)
+    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
     alive = None if reference is None else reference()
     if alive is None or not alive.is_zero3() or not modeling_utils.is_deepspeed_zero3_enabled():
         return None
@@ -37,36 +36,36 @@ _served: list[Any] = []
 
 def note_load() -> None:
     """Remember that the active configuration, if there is one, has served a load."""
-    reference = getattr(hf_deepspeed, _REFERENCE)
+    reference = _user_reference()
     if reference is not None and reference() is not None:
-        _served[:] = [inspect.unwrap(reference)]
+        _served[:] = [reference]
 
 
 def asked_for_deepspeed() -> bool:
     """Return whether an `HfDeepSpeedConfig` was made, of whatever stage, and not unset."""
-    return getattr(hf_deepspeed, _REFERENCE) is not None
+    return _user_reference() is not None
 
 
 def was_dropped() -> bool:
     """Return whether the last `HfDeepSpeedConfig` died before it served a load."""
-    reference = getattr(hf_deepspeed, _REFERENCE)
-    ordinary = None if reference is None else inspect.unwrap(reference)
-    return ordinary not in (None, _no_config, *_served) and reference() is None
+    reference = _user_reference()
+    return reference is not None and reference not in _served and hf_deepspeed._hf_deepspeed_config_weak_ref() is None
+
+
+def _user_reference() -> Any:
+    """Return the weak reference to the last `HfDeepSpeedConfig` that the user made; None if there is none."""
+    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
+    reference = None if reference is None else inspect.unwrap(reference)
+    return reference if isinstance(reference, weakref.ReferenceType) else None
 
 
 @contextlib.contextmanager
 def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> Iterator[HfDeepSpeedConfig | None]:
     """Make `config` the DeepSpeed configuration that transformers sees in this thread or task. None hides any other."""
-    with replaced((hf_deepspeed, "set_hf_deepspeed_config", lambda *_: None)):  # it would be set for all threads
+    with replaced({foreign_names.SET_CONFIG: lambda *_: None}):  # it would be set for all threads
         alive = HfDeepSpeedConfig(dict(config)) if isinstance(config, Mapping) else config
-    if getattr(hf_deepspeed, _REFERENCE) is None:
-        setattr(hf_deepspeed, _REFERENCE, _no_config)
-    with replaced((hf_deepspeed, _REFERENCE, lambda _: alive)):
+    with replaced({foreign_names.CONFIG_REFERENCE: lambda _: alive}):
         yield alive
-
-
-def _no_config() -> None:
-    """Stand for a weak reference, which only a callable can replace."""
 
 
 def draws_no_missing() -> bool:
@@ -95,16 +94,18 @@ def on_host() -> Iterator[None]:
 @contextlib.contextmanager
 def ordinary_path() -> Iterator[None]:
     """Inside, transformers loads as without ZeRO-3, FSDP and a default device."""
-    # Each module has its own name for these functions, and frameworks replace some (axolotl 0.19 by `lambda: True`).
     # Under FSDP all ranks but the first read nothing.
-    answered_with_no: list[Replacement] = [
-        (module, question, lambda *_, **__: False)
-        for module in list(sys.modules.values())
-        for question in ("is_deepspeed_zero3_enabled", "is_fsdp_enabled")
-        if callable(getattr(module, "__dict__", {}).get(question))  # getattr(module, question) may import modules
-    ]
-    with deepspeed_config(None), replaced(*answered_with_no), on_host():  # ZeRO-3 ignores a default device
+    answered_with_no = dict.fromkeys(_QUESTIONS, lambda *_, **__: False)
+    with deepspeed_config(None), replaced(answered_with_no), on_host():  # ZeRO-3 ignores a default device
         yield
+
+
+_QUESTIONS = (
+    foreign_names.IS_ZERO3,
+    foreign_names.IS_ZERO3_IN_LOADS,
+    foreign_names.IS_FSDP_IN_LOADS,
+    foreign_names.IS_FSDP_IN_PLACING,
+)
 
 
 @contextlib.contextmanager
@@ -127,7 +128,7 @@ def transformers_models(module: nn.Module) -> list[PreTrainedModel]:
     """Return the outermost transformers models within `module`, such as the one below a PEFT model."""
     if isinstance(module, PreTrainedModel):
         return [module]
-    return [found for child in module.children() for found in transformers_models(child)]
+    return [model for child in module.children() for model in transformers_models(child)]
 
 
 def transformers_class() -> type[PreTrainedModel]:

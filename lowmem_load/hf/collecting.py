@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import transformers.modeling_utils as modeling_utils
 
+from lowmem_load import foreign_names
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.formats.safetensors import CODES, Safetensors
-from lowmem_load.replaced import Handler, Replacement
+from lowmem_load.replaced import Handler, Handlers
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -71,8 +72,8 @@ class _SymbolicSlice:
         return tensor if index is Ellipsis else tensor[index]
 
 
-def symbolic_files(context: Context) -> list[Replacement]:
-    """Return the replacements with which transformers finds symbolic tensors in the files of a checkpoint."""
+def symbolic_files(context: Context) -> Handlers:
+    """Return the handlers by which transformers finds symbolic tensors in the files of a checkpoint."""
 
     def symbolic_open(_: Any, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> SymbolicFile:
         return SymbolicFile(context.file(os.fspath(path), Safetensors()), context.read_now)
@@ -89,45 +90,41 @@ def symbolic_files(context: Context) -> list[Replacement]:
         tensors = {id(node): SymbolicTensor(node, context.read_now) for node in nodes.values()}
         return {name: tensors[id(node)].detach() for name, node in nodes.items()}  # tied names share a value
 
-    replacements: list[Replacement] = [
-        (modeling_utils, "safe_open", symbolic_open),
-        (modeling_utils, "load_state_dict", symbolic_state_dict),
-    ]
-    if hasattr(modeling_utils, "_is_on_hf_mount"):  # 5.9 on: on such mounts it reads full files to avoid mmap
-        replacements.append((modeling_utils, "_is_on_hf_mount", lambda *_: False))
-    if hasattr(modeling_utils, "load_shard_files_with_threadpool"):  # 4.53 to 4.57
-        replacements.append((modeling_utils, "load_shard_files_with_threadpool", _one_after_the_other))
-    return replacements
+    return {
+        foreign_names.SAFE_OPEN: symbolic_open,
+        foreign_names.LOAD_STATE_DICT: symbolic_state_dict,
+        foreign_names.IS_ON_HF_MOUNT: lambda *_: False,  # on such mounts it reads full files to avoid mmap
+        foreign_names.LOAD_IN_THREADS: _load_one_by_one,
+    }
 
 
-def _one_after_the_other(_: Any, shards: Sequence[Any]) -> tuple[list[str], Any]:
-    """Read shards in this thread, even if HF_ENABLE_PARALLEL_LOADING is set: others do not see the replacements."""
-    found = [modeling_utils.load_shard_file(shard) for shard in shards]
-    return [message for messages, _ in found for message in messages], found[-1][1]
+def _load_one_by_one(_: Any, shards: Sequence[Any]) -> tuple[list[str], Any]:
+    """Read shards in this thread, even if HF_ENABLE_PARALLEL_LOADING is set: others do not see the handlers."""
+    results = [modeling_utils.load_shard_file(shard) for shard in shards]
+    return [message for messages, _ in results for message in messages], results[-1][1]
 
 
-def described_collecting() -> list[Replacement]:
-    """Return the replacements that save time and memory in large models.
+def collecting_handlers() -> Handlers:
+    """Return what saves time and memory in large models.
 
     Rank 517 of 1024 plans DeepSeek-V3 in fp8 in 7 CPU seconds and 65 MiB. With transformers' copies of converters that
     takes twice the time, with its threads 280 MiB, with its keys 137.
     """
-    loading: Any = importlib.import_module(MODULE) if importlib.util.find_spec(MODULE) else None
-    replacements: list[Replacement] = []
-    if hasattr(loading, "deepcopy") and hasattr(loading, "WeightConverter"):
-        replacements.append((loading, "deepcopy", _once_for_each_use(loading)))
-    if hasattr(loading, "spawn_materialize") and hasattr(loading, "_materialize_copy"):
-        replacements.append((loading, "spawn_materialize", _without_threads(loading)))
-    if hasattr(loading, "dot_natural_key") and _sorts_by_parts(loading.dot_natural_key):
-        replacements.append((loading, "dot_natural_key", _shared_key()))
-    return replacements
+    if not importlib.util.find_spec(MODULE):  # transformers 4
+        return {}
+    loading = importlib.import_module(MODULE)
+    return {
+        foreign_names.DEEPCOPY: _copy_once_for_each_use(getattr(loading, "WeightConverter", ())),
+        foreign_names.SPAWN_MATERIALIZE: _materialize_without_threads(getattr(loading, "_materialize_copy", None)),
+        foreign_names.DOT_NATURAL_KEY: _share_keys(),
+    }
 
 
-def _once_for_each_use(loading: Any) -> Handler:
+def _copy_once_for_each_use(converter: Any) -> Handler:
     latest: dict[int, tuple[Any, Any]] = {}
 
     def deepcopy(ordinary: Callable[..., Any], value: Any, *args: Any) -> Any:
-        if args or not isinstance(value, loading.WeightConverter):
+        if args or not isinstance(value, converter):
             return ordinary(value, *args)
         original, copied = latest.get(id(value), (None, None))
         if original is not value or copied.collected_tensors:
@@ -148,23 +145,31 @@ class _Job:  # transformers' closure takes three times the memory
         return self._copy(self._tensor, self._device, self._dtype)
 
 
-def _without_threads(loading: Any) -> Handler:
+def _materialize_without_threads(copy: Any) -> Handler:
     def spawn(ordinary: Handler, pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **others: Any) -> Any:
-        if others.get("sharding_op") is not None or not others.keys() <= {"sharding_op", "tensor_idx"}:
+        is_plain = others.get("sharding_op") is None and others.keys() <= {"sharding_op", "tensor_idx"}
+        if copy is None or not is_plain:
             return ordinary(pool, tensor, device, dtype, **others)
-        return _Job(loading._materialize_copy, tensor, device, dtype)
+        return _Job(copy, tensor, device, dtype)
 
     return spawn
 
 
-def _sorts_by_parts(key: Callable[[str], list[Any]]) -> bool:
-    parts = ("layers", "12", "w_3")
-    return key(".".join(parts)) == [key(part)[0] for part in parts]
+def _share_keys() -> Handler:
+    """Sort by keys that names share, if a key consists of those of the parts of its name."""
 
+    @functools.cache
+    def sorts_by_parts(ordinary: Callable[[str], list[Any]]) -> bool:
+        parts = ("layers", "12", "w_3")
+        return ordinary(".".join(parts)) == [ordinary(part)[0] for part in parts]
 
-def _shared_key() -> Handler:
     @functools.cache
     def key_of(ordinary: Callable[[str], list[Any]], part: str) -> Any:
         return ordinary(part)[0]
 
-    return lambda ordinary, name: tuple(key_of(ordinary, part) for part in name.split("."))
+    def dot_natural_key(ordinary: Callable[[str], list[Any]], name: str) -> Any:
+        if not sorts_by_parts(ordinary):
+            return ordinary(name)
+        return tuple(key_of(ordinary, part) for part in name.split("."))
+
+    return dot_natural_key

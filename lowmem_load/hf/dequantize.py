@@ -7,30 +7,24 @@ Source: transformers 5.24 `integrations/finegrained_fp8.py`, `Fp8Dequantize` (`_
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
-from lowmem_load.contract import TRANSFORMERS, require
+from lowmem_load import foreign_names
+from lowmem_load.contract import TRANSFORMERS
 from lowmem_load.errors import IncompatibleVersionError
 from lowmem_load.planning.expression import Elementwise, Expression, Instance, Slot, expand, hold, permute, reshape
-from lowmem_load.replaced import Replacement
+from lowmem_load.replaced import Handlers
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor
-
-FP8_MODULE = "transformers.integrations.finegrained_fp8"
-MXFP4_MODULE = "transformers.integrations.mxfp4"
 
 Dequantize = Callable[..., torch.Tensor]
 
 
-def fp8() -> list[Replacement]:
-    """Return what stands in for transformers' dequantization of fp8."""
-    owner = importlib.import_module(FP8_MODULE).Fp8Dequantize
-    if not hasattr(owner, "_dequantize_one"):  # older releases refuse weights with a partial block
-        return []
+def fp8_handlers() -> Handlers:
+    """Return what stands in for transformers' dequantization of fp8: of partial blocks, too."""
     patterns = Patterns()
 
     def dequantize(ordinary: Dequantize, operation: Any, quantized: Any, scales: Any, **kwargs: Any) -> torch.Tensor:
@@ -52,7 +46,7 @@ def fp8() -> list[Replacement]:
 
         return patterns.applied(padded, (quantized, scales), (padding, *sorted(kwargs.items())))
 
-    return [(owner, "_dequantize_one", dequantize)]
+    return {foreign_names.FP8_DEQUANTIZE: dequantize}
 
 
 def _padding(operation: Any, quantized: torch.Tensor, scales: torch.Tensor) -> tuple[int, int]:
@@ -60,10 +54,10 @@ def _padding(operation: Any, quantized: torch.Tensor, scales: torch.Tensor) -> t
     block = getattr(operation.hf_quantizer.quantization_config, "weight_block_size", None)
     if block is None or quantized.itemsize != 1 or not quantized.is_floating_point() or scales.dim() < 2:
         return 0, 0
-    grid = tuple(-(-size // each) for size, each in zip(quantized.shape[-2:], block, strict=True))
+    grid = tuple(-(-size // step) for size, step in zip(quantized.shape[-2:], block, strict=True))
     if grid != tuple(scales.shape[-2:]):
         return 0, 0
-    rows, columns = (-size % each for size, each in zip(quantized.shape[-2:], block, strict=True))
+    rows, columns = (-size % step for size, step in zip(quantized.shape[-2:], block, strict=True))
     return rows, columns
 
 
@@ -90,10 +84,10 @@ class Patterns:
                 self._known[kind] = result.expression, slots, result.meta
             except _NeedsValuesError:
                 self._known[kind] = None
-        found = self._known[kind]
-        if found is None:
+        pattern = self._known[kind]
+        if pattern is None:
             return function(*tensors)
-        expression, slots, meta = found
+        expression, slots, meta = pattern
         inputs = tuple(tensor.expression for tensor in tensors)
         return SymbolicTensor(Instance(expression, slots, inputs), tensors[0].read_now, meta)
 
@@ -115,9 +109,8 @@ _HALVES = hold(torch.tensor([0, 4], dtype=torch.uint8, device="cpu"))
 """Bits by which a byte is shifted right for its first and its second code."""
 
 
-def mxfp4() -> list[Replacement]:
+def mxfp4_handlers() -> Handlers:
     """Return what stands in for transformers' dequantization of mxfp4."""
-    require(TRANSFORMERS, {MXFP4_MODULE: ("convert_moe_packed_tensors",)})
     table_of = functools.cache(_checked_table)
 
     def convert(
@@ -130,7 +123,7 @@ def mxfp4() -> list[Replacement]:
         table = table_of(ordinary, dtype, blocks.read_now)
         return SymbolicTensor(_described(blocks.expression, scales.expression, table), blocks.read_now)
 
-    return [(importlib.import_module(MXFP4_MODULE), "convert_moe_packed_tensors", convert)]
+    return {foreign_names.MXFP4_DEQUANTIZE: convert}
 
 
 def _described(blocks: Expression, scales: Expression, table: torch.Tensor) -> Expression:
@@ -172,7 +165,7 @@ def _checked_table(ordinary: Dequantize, dtype: torch.dtype, read_now: ReadNow) 
     theirs = ordinary(blocks, scales, dtype=dtype)
     if ours.shape != theirs.shape or not torch.equal(ours, theirs):
         raise IncompatibleVersionError(
-            f"{MXFP4_MODULE}.convert_moe_packed_tensors lays weights out in another way than lowmem_load knows; "
+            f"{foreign_names.MXFP4_DEQUANTIZE} lays weights out in another way than lowmem_load knows; "
             f"install transformers=={TRANSFORMERS.newest}"
         )
     return table

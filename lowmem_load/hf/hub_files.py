@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import transformers.models.auto.auto_factory as auto_factory
-import transformers.utils.hub as transformers_hub
 from huggingface_hub.errors import EntryNotFoundError
 from transformers.utils import find_adapter_config_file
 
+from lowmem_load import foreign_names
 from lowmem_load.errors import CheckpointError
-from lowmem_load.replaced import Replacement
+from lowmem_load.replaced import Handler, Handlers
 from lowmem_load.symbolic.context import Once
 
 _DOWNLOAD_KEYWORDS = ("cache_dir", "force_download", "token", "local_files_only", "revision", "subfolder")
@@ -30,8 +29,8 @@ def hub_keywords(kwargs: Mapping[str, Any], keys: Sequence[str] = HUB_KEYWORDS) 
 
 def adapter_config_file(name: str, kwargs: Mapping[str, Any]) -> str | None:
     """Return the path of the adapter_config.json that a name stands for; None if it stands for no adapter."""
-    found: str | None = find_adapter_config_file(name, **hub_keywords(kwargs, _DOWNLOAD_KEYWORDS))
-    return found
+    path: str | None = find_adapter_config_file(name, **hub_keywords(kwargs, _DOWNLOAD_KEYWORDS))
+    return path
 
 
 def config_file(name: str, kwargs: Mapping[str, Any]) -> str | None:
@@ -66,11 +65,11 @@ def cached_folder(name: str, subfolder: str, revision: str | None, cache_dir: st
     for file in ("config.json", "adapter_config.json"):
         inside = "/".join((*Path(subfolder).parts, file))
         try:
-            found = huggingface_hub.try_to_load_from_cache(name, inside, cache_dir=cache_dir, revision=revision)
+            path = huggingface_hub.try_to_load_from_cache(name, inside, cache_dir=cache_dir, revision=revision)
         except ValueError as error:
             raise CheckpointError(f"{name}: neither a folder nor a Hub id: {error}") from error
-        if isinstance(found, str):
-            return os.path.dirname(found)
+        if isinstance(path, str):
+            return os.path.dirname(path)
     raise CheckpointError(
         f"{name}: no such folder in {os.getcwd()}, and not in the Hub's cache with this revision and subfolder; "
         "download it first, or pass a folder"
@@ -79,8 +78,8 @@ def cached_folder(name: str, subfolder: str, revision: str | None, cache_dir: st
 
 def commit_in(path: str) -> str:
     """Return the commit of a file in the Hub's cache; "" for a file elsewhere."""
-    found = re.search(r"/models--[^/]+/snapshots/([0-9a-f]{40})/", path)
-    return found[1] if found else ""
+    match = re.search(r"/models--[^/]+/snapshots/([0-9a-f]{40})/", path)
+    return match[1] if match else ""
 
 
 def pinned_commit(kwargs: Mapping[str, Any]) -> str:
@@ -99,7 +98,7 @@ def commit_of(name: str, kwargs: Mapping[str, Any]) -> str:
     return "" if adapter_config_file(name, there) is not None else commit
 
 
-def asked_once(once: Once) -> Replacement:
+def ask_hub_once(once: Once) -> Handler:
     """Have one rank of a node ask the Hub and download; the others then take the files from the cache."""
 
     def cached_files(
@@ -116,14 +115,14 @@ def asked_once(once: Once) -> Replacement:
         key = f"hub {path_or_repo_id} {kwargs.get('subfolder') or ''} {filenames}"
         return once(key, ask, lambda _: b"asked", look)
 
-    return transformers_hub, "cached_files", cached_files
+    return cached_files
 
 
-def adapter_sought_alike(name: str, kwargs: Mapping[str, Any]) -> Replacement:
+def find_adapter_as_asked(name: str, kwargs: Mapping[str, Any]) -> Handlers:
     """Have an auto class look for the adapter of a model in the cache that the load uses, not in the default one."""
     passed_on = {key: kwargs[key] for key in ("cache_dir", "local_files_only") if key in kwargs}
 
-    def find(ordinary: Callable[..., Any], asked: Any, **keywords: Any) -> Any:
-        return ordinary(asked, **({**passed_on, **keywords} if asked == name else keywords))
+    def find(ordinary: Callable[..., Any], path: Any, **keywords: Any) -> Any:
+        return ordinary(path, **({**passed_on, **keywords} if path == name else keywords))
 
-    return auto_factory, "find_adapter_config_file", find
+    return {foreign_names.FIND_ADAPTER: find}

@@ -14,7 +14,6 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,80 +22,45 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from lowmem_load.contract import TRANSFORMERS, require
-from lowmem_load.errors import (
-    CheckpointError,
-    ConfigError,
-    LowMemLoadError,
-    ModelBuildError,
-    UnsupportedError,
-    error_text,
-)
+from lowmem_load import foreign_names
+from lowmem_load.contract import TORCH, TRANSFORMERS, check_release, require
+from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError, UnsupportedError, error_text
+from lowmem_load.foreign_names import ForeignName
 from lowmem_load.formats.index import check_index
-from lowmem_load.hf.collecting import described_collecting, symbolic_files
-from lowmem_load.hf.hub_files import asked_once
-from lowmem_load.hf.names import MAX_QUOTED, check_config, files_explained, refuse_foreign
+from lowmem_load.hf.collecting import collecting_handlers, symbolic_files
+from lowmem_load.hf.hub_files import ask_hub_once
+from lowmem_load.hf.load_lock import constructors, inside_load, is_loading, load_lock
+from lowmem_load.hf.model_folder import MAX_QUOTED, check_config, files_explained, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.io.stand_ins import origin_of
-from lowmem_load.replaced import Replacement, holding, replaced
+from lowmem_load.replaced import Handler, Handlers, replaced, require_names
 from lowmem_load.symbolic.constructor import META, Constructor
 from lowmem_load.symbolic.context import Context, Once
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, make_uninitialised
 
-_INITIALISES = (
-    "initialize_weights" if hasattr(transformers.PreTrainedModel, "initialize_weights") else "_initialize_missing_keys"
-)
-"""Initialises the parameters that no file has. transformers 4.51 marks the others in the same method."""
-
-constructors: list[object] = []  # one object for each constructor of a model that runs in the thread that loads
-
 MAX_MODULES = 1 << 18
 """Modules of a model, of some kilobytes each: twice as many as the largest published models have."""
-
-PATIENCE_S = 30.0
-"""Seconds that a thread waits for another one to build a model. The largest models take a second."""
-
-_LOCK = threading.RLock()
-
-_IS_LOADING: ContextVar[bool] = ContextVar("lowmem_load_is_loading", default=False)
-"""Whether a handler runs. Calls that the model's own code makes are part of its load."""
-
 
 require(
     TRANSFORMERS,
     {
-        "transformers:PreTrainedModel": (
-            "from_pretrained.__func__",
-            "_from_config.__func__",
-            "_load_pretrained_model",
-            "get_init_context.__func__",
-            "init_weights",
-            _INITIALISES,
-            "load_adapter",
-        ),
-        "transformers.integrations.deepspeed": (
-            *("HfDeepSpeedConfig", "_hf_deepspeed_config_weak_ref", "set_hf_deepspeed_config"),
-        ),
-        "transformers.modeling_utils": (
-            *("get_checkpoint_shard_files", "is_deepspeed_zero3_enabled", "is_fsdp_enabled"),
-            *("load_state_dict", "safe_open"),
-        ),
-        "transformers.models.auto.auto_factory": ("find_adapter_config_file",),
-        "transformers.quantizers.auto:AutoHfQuantizer": ("from_config",),
-        "transformers.quantizers.base:HfQuantizer": ("validate_environment",),
-        "transformers.utils.hub": ("cached_files",),
+        "transformers:PreTrainedModel": ("from_pretrained.__func__", "_from_config.__func__"),
+        "transformers.integrations.deepspeed": ("HfDeepSpeedConfig",),
         "transformers.utils.logging": (
             *("disable_progress_bar", "enable_progress_bar", "is_progress_bar_enabled"),
             *("get_verbosity", "set_verbosity", "set_verbosity_error"),
         ),
     },
 )
+check_release(TORCH)
 
 import transformers.modeling_utils as modeling_utils  # noqa: E402  the contract gives the better error
 from transformers import PreTrainedModel  # noqa: E402
 
 from lowmem_load.hf.active import ordinary_path, quiet  # noqa: E402  it uses private names, too
+
+require_names(TRANSFORMERS)
 
 
 class Call:
@@ -139,23 +103,23 @@ class Call:
             check_config(self.path, subfolder)
         kwargs = {name: value for name, value in self.kwargs.items() if name != "disable_mmap"}  # nothing is mapped
         keeps_names = self.kwargs.get("device_map") is not None
-        replacements = [
-            *symbolic_files(context),
-            *described_collecting(),
-            _checked_indexes(context.once, keeps_names=keeps_names),
-            asked_once(context.once),
-            _initialised_in(context),
-            *built_with_values(context.constructor),
-            (PreTrainedModel, "_load_pretrained_model", _noted(context.constructor)),
-            _adapters(context.read_now),
-            _built(self._cls, self.name, context.check_built),
-        ]
+        handlers: dict[ForeignName, Handler] = {
+            **symbolic_files(context),
+            **collecting_handlers(),
+            **building_handlers(context.constructor),
+            **_initialising_handlers(context),
+            foreign_names.SHARD_FILES: _check_indexes(context.once, keeps_names=keeps_names),
+            foreign_names.CACHED_FILES: ask_hub_once(context.once),
+            foreign_names.LOAD_PRETRAINED_MODEL: _note_model(context.constructor),
+            foreign_names.LOAD_ADAPTER: _load_adapter(context.read_now),
+            foreign_names.MODEL_INIT.of(self._cls): _build(self._cls, self.name, context.check_built),
+        }
         with (
             ordinary_path(),
             quiet(errors_only=self._from_config is not None),  # then all parameters are missing
             _modules_counted(self.name),
             described_quantizers(is_partitioned=is_partitioned),
-            replaced(*replacements),
+            replaced(handlers),
             files_explained(self.path, subfolder),
         ):
             try:
@@ -194,7 +158,7 @@ class AssignedDataIsRead(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _adapters(read_now: ReadNow) -> Replacement:
+def _load_adapter(read_now: ReadNow) -> Handler:
     def load_adapter(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with AssignedDataIsRead(read_now):
             info = ordinary(model, *args, **kwargs)
@@ -205,10 +169,10 @@ def _adapters(read_now: ReadNow) -> Replacement:
             )
         return info
 
-    return PreTrainedModel, "load_adapter", load_adapter
+    return load_adapter
 
 
-def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Replacement:
+def _build(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Handler:
     def build(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
         if type(model) is not cls:  # a submodule of a class that inherits the constructor
             ordinary(model, *args, **kwargs)
@@ -228,10 +192,10 @@ def _built(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Replaceme
                 f"{error_text(error, MAX_QUOTED)}"
             ) from error
 
-    return cls, "__init__", build
+    return build
 
 
-def built_with_values(constructor: Constructor) -> list[Replacement]:
+def building_handlers(constructor: Constructor) -> Handlers:
     """Return what has transformers 5 build a model by `constructor`, not on meta. transformers 4 builds with memory."""
 
     def init_contexts(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> list[Any]:
@@ -243,12 +207,12 @@ def built_with_values(constructor: Constructor) -> list[Replacement]:
         with META if constructor.is_building else contextlib.nullcontext():
             ordinary(model)
 
-    return [(PreTrainedModel, "get_init_context", init_contexts), (PreTrainedModel, "init_weights", init_weights)]
+    return {foreign_names.GET_INIT_CONTEXT: init_contexts, foreign_names.INIT_WEIGHTS: init_weights}
 
 
-def _noted(constructor: Constructor) -> Callable[..., Any]:
+def _note_model(constructor: Constructor) -> Handler:
     def load(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        constructor.note(next(each for each in (*args, *kwargs.values()) if isinstance(each, PreTrainedModel)))
+        constructor.note(next(value for value in (*args, *kwargs.values()) if isinstance(value, PreTrainedModel)))
         return ordinary(*args, **kwargs)
 
     return load
@@ -274,7 +238,8 @@ def _modules_counted(name: str) -> Iterator[None]:
         counting.remove()
 
 
-def _initialised_in(context: Context) -> Replacement:
+def _initialising_handlers(context: Context) -> Handlers:
+    """Return what keeps as expressions the parameters that no file has. transformers 4.51 marks the others, too."""
     initialiser, read_now = context.initialiser, context.read_now
 
     def initialise(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -294,26 +259,26 @@ def _initialised_in(context: Context) -> Replacement:
         ordinary(model, *args, **kwargs)
         initialiser.release()
 
-    return PreTrainedModel, _INITIALISES, initialise
+    return {foreign_names.INITIALIZE_WEIGHTS: initialise, foreign_names.INITIALIZE_MISSING_KEYS: initialise}
 
 
-def _checked_indexes(once: Once, *, keeps_names: bool) -> Replacement:
+def _check_indexes(once: Once, *, keeps_names: bool) -> Handler:
     """Check the index that transformers uses, and read it on one rank of a node."""
     keeps_names = keeps_names or transformers.__version__.startswith("4.")
     unused = () if keeps_names else ("all_checkpoint_keys", "weight_map")
 
-    def checked(ordinary: Callable[..., Any], name: str, index: str, *args: Any, **kwargs: Any) -> Any:
+    def shard_files(ordinary: Callable[..., Any], name: str, index: str, *args: Any, **kwargs: Any) -> Any:
         def find() -> tuple[list[str], dict[str, Any]]:
             check_index(index)
             files, metadata = ordinary(name, index, *args, **kwargs)
             return files, {key: value for key, value in metadata.items() if key not in unused}
 
-        def pack(found: tuple[list[str], dict[str, Any]]) -> bytes:
-            return json.dumps(found, separators=(",", ":")).encode()
+        def pack(result: tuple[list[str], dict[str, Any]]) -> bytes:
+            return json.dumps(result, separators=(",", ":")).encode()
 
         return once(f"index {name} {index} {os.getcwd()}", find, pack, json.loads)
 
-    return modeling_utils, "get_checkpoint_shard_files", checked
+    return shard_files
 
 
 def copy_marks(loaded: nn.Parameter, made: nn.Parameter) -> None:
@@ -324,74 +289,40 @@ def copy_marks(loaded: nn.Parameter, made: nn.Parameter) -> None:
 
 # -- calls that are handed to a handler. Streamed loads wait for each other: all ranks take part in one at a time ------
 
-Handler = Callable[[Call], tuple[nn.Module, dict[str, Any]]]
+Load = Callable[[Call], tuple[nn.Module, dict[str, Any]]]
 
 
-@contextlib.contextmanager
-def load_lock() -> Iterator[None]:
-    """Have one thread load or save at a time. That thread may take the lock again.
-
-    Raises ConfigError if the other thread stays in one constructor, which may wait for this thread.
-    """
-    before: list[object] = []
-    while not _LOCK.acquire(timeout=PATIENCE_S):
-        now = constructors[:1]
-        if now and now == before:
-            raise ConfigError(
-                "another thread of this process is loading, and has been in the constructor of its model for more than "
-                f"{PATIENCE_S:.0f} s; if that constructor waits for this thread, let it load without a thread"
-            )
-        before = now
-    try:
-        yield
-    finally:
-        _LOCK.release()
-
-
-def is_loading() -> bool:
-    """Return whether this code runs as part of a load of this package."""
-    return _IS_LOADING.get()
-
-
-def outermost() -> contextlib.AbstractContextManager[None]:
-    """Inside, a `from_pretrained` is no part of the load in progress: it is handed to a handler like any other."""
-    return holding(_IS_LOADING, False)
-
-
-def handled(handler: Handler, call: Call) -> tuple[Any, dict[str, Any]]:
-    """Have a handler do a load in this thread. Loads that the model's own code makes are part of it."""
-    with load_lock(), holding(_IS_LOADING, True):
-        return handler(call)
+def run_load(load: Load, call: Call) -> tuple[Any, dict[str, Any]]:
+    """Run a load in this thread. Loads that the model's own code makes are part of it."""
+    with load_lock(), inside_load():
+        return load(call)
 
 
 @contextlib.contextmanager
 def intercepted(
-    handler: Handler, wanted: Callable[[Mapping[str, Any]], bool] = lambda _: True, *, everywhere: bool = False
+    load: Load, wanted: Callable[[Mapping[str, Any]], bool] = lambda _: True, *, everywhere: bool = False
 ) -> Iterator[None]:
-    """Inside, `handler` gets each outermost `from_pretrained`, and each `from_config` as one from no files.
+    """Inside, `load` gets each outermost `from_pretrained`, and each `from_config` as one from no files.
 
     `wanted` is asked with the keywords of the call. `everywhere` means all threads. The innermost block counts.
     """
 
     def from_pretrained(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-        if _IS_LOADING.get() or not wanted(kwargs):
+        if is_loading() or not wanted(kwargs):
             return ordinary(cls, *args, **kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = handled(handler, Call(ordinary, cls, args, kwargs))
+        model, info = run_load(load, Call(ordinary, cls, args, kwargs))
         return (model, info) if wants_info else model
 
     def from_config(ordinary: Callable[..., Any], cls: Any, /, config: Any, **kwargs: Any) -> Any:
         as_load = {"config": config, "state_dict": {}, **kwargs}
-        if _IS_LOADING.get() or not wanted(as_load):
+        if is_loading() or not wanted(as_load):
             return ordinary(cls, config, **kwargs)
         from_config = functools.partial(ordinary, cls, config, **kwargs)
-        model, _ = handled(handler, Call(PreTrainedModel.from_pretrained.__func__, cls, (None,), as_load, from_config))
+        model, _ = run_load(load, Call(PreTrainedModel.from_pretrained.__func__, cls, (None,), as_load, from_config))
         model.config.name_or_path = getattr(config, "name_or_path", "")
         return model.train()
 
-    with replaced(
-        (PreTrainedModel, "from_pretrained", from_pretrained),
-        (PreTrainedModel, "_from_config", from_config),
-        everywhere=everywhere,
-    ):
+    handlers: Handlers = {foreign_names.FROM_PRETRAINED: from_pretrained, foreign_names.FROM_CONFIG: from_config}
+    with replaced(handlers, everywhere=everywhere):
         yield

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import transformers
-import transformers.modeling_utils as modeling_utils
-from transformers.quantizers.auto import AutoHfQuantizer
 
+from lowmem_load import foreign_names
 from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
 from lowmem_load.hf.names import model_config
-from lowmem_load.replaced import Replacement, replaced
+from lowmem_load.replaced import Handlers, replaced
 
 _CONFIGS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """transformers' class of configuration for each method that can be loaded dequantized."""
@@ -55,8 +53,8 @@ def dequantizing(name: str, kwargs: Mapping[str, Any]) -> Any:
     quantization = getattr(model_config(name, kwargs), "quantization_config", None)
     method = None if quantization is None else quantization_method(quantization)
     if method not in _CONFIGS:
-        held = "is not quantized" if method is None else f"is quantized by {method!r}"
-        raise UnsupportedError(f"{name}: {held}; loaded dequantized can be {', '.join(_CONFIGS)}")
+        what = "is not quantized" if method is None else f"is quantized by {method!r}"
+        raise UnsupportedError(f"{name}: {what}; loaded dequantized can be {', '.join(_CONFIGS)}")
     return getattr(transformers, _CONFIGS[method])(dequantize=True)
 
 
@@ -66,44 +64,42 @@ def described_quantizers(*, is_partitioned: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
 
         @functools.cache  # a model and one that it contains may have the same method
-        def describe(replacements: Callable[[], list[Replacement]]) -> None:
-            stack.enter_context(replaced(*replacements()))
+        def describe(handlers: Callable[[], Handlers]) -> None:
+            stack.enter_context(replaced(handlers()))
 
         def from_config(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             quantizer = ordinary(*args, **kwargs)
             method = quantization_method(quantizer.quantization_config)
             if is_four_bit(quantizer.quantization_config):
                 if importlib.util.find_spec("bitsandbytes") is not None:  # else transformers is about to say so
-                    describe(_packing)
+                    describe(_packing_handlers)
                 return quantizer
             if method in _CONFIGS:
                 from lowmem_load.hf import dequantize
 
-                describe(dequantize.fp8 if method == "fp8" else dequantize.mxfp4)
+                describe(dequantize.fp8_handlers if method == "fp8" else dequantize.mxfp4_handlers)
             if is_partitioned:
-                refusals: list[Replacement] = [(type(quantizer), "validate_environment", _refuse_when_checked)]
-                if hasattr(quantizer, "update_weight_conversions"):  # 5.0 on
-                    refusals.append((type(quantizer), "update_weight_conversions", _refuse_stacked))
-                stack.enter_context(replaced(*refusals))
+                refusals = {foreign_names.VALIDATE_ENVIRONMENT.of(type(quantizer)): _refuse_when_checked}
+                if hasattr(quantizer, "update_weight_conversions"):  # not every quantizer has it
+                    refusals[foreign_names.UPDATE_CONVERSIONS.of(type(quantizer))] = _refuse_stacked
+                stack.enter_context(replaced(refusals))
             return quantizer
 
-        stack.enter_context(replaced((AutoHfQuantizer, "from_config", from_config)))
-        # 5.24: of a model type whose experts have no quantizer.
-        operation = getattr(sys.modules.get("transformers.core_model_loading"), "Inkling2LoopDequantizeExperts", None)
-        if is_partitioned and operation is not None:
-            stack.enter_context(replaced((operation, "convert", _refuse_quantized_experts)))
+        stack.enter_context(replaced({foreign_names.MAKE_QUANTIZER: from_config}))
+        if is_partitioned:
+            stack.enter_context(replaced({foreign_names.INKLING_EXPERTS: _refuse_quantized_experts}))
         yield
 
 
-def _packing() -> list[Replacement]:
-    from lowmem_load.hf import four_bit
+def _packing_handlers() -> Handlers:
+    from lowmem_load.frameworks import bitsandbytes
 
     try:
-        found = four_bit.replacements()
+        handlers = bitsandbytes.packing_handlers()
     except IncompatibleVersionError as error:
         raise UnsupportedError(str(error)) from error
-    placing = ("caching_allocator_warmup", "dispatch_model")  # the model stays where it is
-    return found + [(modeling_utils, name, lambda *_, **__: None) for name in placing if hasattr(modeling_utils, name)]
+    # The model stays where it is.
+    return {**handlers, **dict.fromkeys((foreign_names.WARM_UP, foreign_names.DISPATCH_MODEL), lambda *_, **__: None)}
 
 
 def _refuse_when_checked(ordinary: Callable[..., Any], quantizer: Any, *args: Any, **kwargs: Any) -> None:

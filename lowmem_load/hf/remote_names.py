@@ -1,12 +1,11 @@
 """Names of checkpoints that are not on this machine: a local folder takes the place of a URL, or of a streamed Hub id.
 
-Inside `located_names`, configurations, tokenizers and auto classes of transformers get that folder, whoever asks.
+Inside `urls_as_names`, configurations, tokenizers and auto classes of transformers get that folder, whoever asks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -16,28 +15,16 @@ from typing import Any, NamedTuple, TypeVar
 import huggingface_hub
 import transformers.models.auto.auto_factory as auto_factory
 import transformers.models.auto.modeling_auto  # noqa: F401  defines the auto classes of models
-from transformers import PreTrainedModel
 
+from lowmem_load import foreign_names
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.hf.hub_files import hub_keywords
-from lowmem_load.hf.loader import is_loading
-from lowmem_load.hf.names import check_name, no_folder
+from lowmem_load.hf.load_lock import is_loading
+from lowmem_load.hf.model_folder import check_name, no_folder
 from lowmem_load.io.stand_ins import is_stand_in, is_url, origin_of, origins_named
-from lowmem_load.replaced import Replacement, replaced
+from lowmem_load.replaced import replaced
 
 T = TypeVar("T")
-
-LOADERS = (
-    ("transformers.models.auto.configuration_auto", "AutoConfig"),
-    ("transformers.configuration_utils", "PretrainedConfig"),
-    ("transformers.generation.configuration_utils", "GenerationConfig"),
-    ("transformers.models.auto.tokenization_auto", "AutoTokenizer"),
-    ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase"),
-    ("transformers.models.auto.processing_auto", "AutoProcessor"),
-    ("transformers.models.auto.image_processing_auto", "AutoImageProcessor"),
-    ("transformers.models.auto.feature_extraction_auto", "AutoFeatureExtractor"),
-)
-"""Modules, and classes in them whose `from_pretrained` takes the name of a checkpoint, beside those of models."""
 
 _NAME = "pretrained_model_name_or_path"
 
@@ -45,7 +32,7 @@ _OF_THE_HUB = ("revision", "token", "cache_dir", "force_download", "local_files_
 """Keywords of `from_pretrained` that a folder has no use for."""
 
 
-def located(
+def find_folder(
     name: Any, kwargs: Mapping[str, Any], *, stream: bool = False, check: Callable[[], object] = int
 ) -> tuple[Any, dict[str, Any]]:
     """Return the folder that takes the place of a name, and the keywords that go with it.
@@ -73,7 +60,7 @@ def located(
     return folder, {key: value for key, value in kwargs.items() if key not in _OF_THE_HUB}
 
 
-class Located(NamedTuple):
+class Checkpoint(NamedTuple):
     """A checkpoint that can be described: `folder` has its small files, and files of weights that `open_file` opens."""
 
     name: str
@@ -81,7 +68,7 @@ class Located(NamedTuple):
     revision: str | None  # commit on the Hub
 
 
-def located_checkpoint(name: str, *, subfolder: str = "", revision: str | None = None) -> Located:
+def find_checkpoint(name: str, *, subfolder: str = "", revision: str | None = None) -> Checkpoint:
     """Return the folder of a name, whose weights are not downloaded.
 
     With `HF_HUB_OFFLINE`, a Hub id means what is in the local cache.
@@ -92,14 +79,14 @@ def located_checkpoint(name: str, *, subfolder: str = "", revision: str | None =
     from lowmem_load.io.remote_checkpoint import folder_of_model, folder_of_url
 
     if is_url(name):
-        return Located(origin_of(name), folder_of_url(name, subfolder=subfolder), None)
+        return Checkpoint(origin_of(name), folder_of_url(name, subfolder=subfolder), None)
     if os.path.isdir(name):
-        return Located(name, name, None)
+        return Checkpoint(name, name, None)
     check_name(name, "")
     if not huggingface_hub.constants.HF_HUB_OFFLINE:
-        return Located(name, *folder_of_model(name, subfolder=subfolder, revision=revision))
+        return Checkpoint(name, *folder_of_model(name, subfolder=subfolder, revision=revision))
     try:
-        return Located(
+        return Checkpoint(
             name, str(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True)), None
         )
     except (OSError, ValueError) as error:
@@ -109,14 +96,13 @@ def located_checkpoint(name: str, *, subfolder: str = "", revision: str | None =
 
 
 @contextlib.contextmanager
-def located_names(*, everywhere: bool = False, in_load: bool = False) -> Iterator[None]:
+def urls_as_names(*, everywhere: bool = False, in_load: bool = False) -> Iterator[None]:
     """Inside, transformers takes URLs as names. Models are left to loads of this package; this may be one of them."""
-    replacements = [] if in_load else [_refusing()]
-    replacements += map(_from_pretrained, _auto_models(auto_factory._BaseAutoModelClass))
-    for module, name in LOADERS:
-        with contextlib.suppress(ImportError, AttributeError):  # a release without it
-            replacements.append(_from_pretrained(getattr(importlib.import_module(module), name)))
-    with replaced(*replacements, everywhere=everywhere):
+    owners = [foreign_names.AUTO_MODEL.of(cls) for cls in _auto_models(auto_factory._BaseAutoModelClass)]
+    handlers = dict.fromkeys((*owners, *foreign_names.NAMED), _from_folder)
+    if not in_load:
+        handlers[foreign_names.FROM_PRETRAINED] = _refuse_remote
+    with replaced(handlers, everywhere=everywhere):
         yield
 
 
@@ -129,42 +115,36 @@ def _auto_models(base: type) -> Iterator[type]:
             yield from _auto_models(cls)
 
 
-def _from_pretrained(owner: type) -> Replacement:
-    def from_pretrained(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-        name = args[0] if args else kwargs.get(_NAME)
-        if not is_url(name):
-            return ordinary(cls, *args, **kwargs)
-        folder, kwargs = located(name, kwargs)
-        kwargs.pop(_NAME, None)
-        with origins_named():
-            return named_as_asked(ordinary(cls, folder, *args[1:], **kwargs))
-
-    return owner, "from_pretrained", from_pretrained
-
-
-def _refusing() -> Replacement:
-    def from_pretrained(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-        name = args[0] if args else kwargs.get(_NAME)
-        is_remote = is_url(name) or (isinstance(name, str) and is_stand_in(name))
-        if is_remote and not is_loading():
-            raise UnsupportedError(
-                f"{origin_of(str(name))}: only loads into ZeRO-3 partitions or FSDP2 shards read from a remote store, "
-                "and none is active here; download the checkpoint and name its folder"
-            )
+def _from_folder(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+    name = args[0] if args else kwargs.get(_NAME)
+    if not is_url(name):
         return ordinary(cls, *args, **kwargs)
+    folder, kwargs = find_folder(name, kwargs)
+    kwargs.pop(_NAME, None)
+    with origins_named():
+        return rename_loaded(ordinary(cls, folder, *args[1:], **kwargs))
 
-    return PreTrainedModel, "from_pretrained", from_pretrained
+
+def _refuse_remote(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+    name = args[0] if args else kwargs.get(_NAME)
+    is_remote = is_url(name) or (isinstance(name, str) and is_stand_in(name))
+    if is_remote and not is_loading():
+        raise UnsupportedError(
+            f"{origin_of(str(name))}: only loads into ZeRO-3 partitions or FSDP2 shards read from a remote store, "
+            "and none is active here; download the checkpoint and name its folder"
+        )
+    return ordinary(cls, *args, **kwargs)
 
 
-def named_as_asked(found: T) -> T:
+def rename_loaded(loaded: T) -> T:
     """Give what was loaded from a folder the name that the folder stands for: users load more by it."""
-    thing = found[0] if isinstance(found, tuple) else found
-    named: list[Any] = [thing, getattr(thing, "config", None)]
-    for each in named:
-        folder = getattr(each, "name_or_path", None)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    named: list[Any] = [model, getattr(model, "config", None)]
+    for thing in named:
+        folder = getattr(thing, "name_or_path", None)
         if isinstance(folder, str) and origin_of(folder) != folder:
-            each.name_or_path = origin_of(folder)
-    return found
+            thing.name_or_path = origin_of(folder)
+    return loaded
 
 
 def _is_cached(name: str, kwargs: Mapping[str, Any]) -> bool:
@@ -177,8 +157,8 @@ def _is_cached(name: str, kwargs: Mapping[str, Any]) -> bool:
 
     def cached(file: str) -> str | None:
         path = f"{subfolder}/{file}" if subfolder else file
-        found = huggingface_hub.try_to_load_from_cache(name, path, **hub_keywords(kwargs, ("cache_dir", "revision")))
-        return found if isinstance(found, str) else None
+        there = huggingface_hub.try_to_load_from_cache(name, path, **hub_keywords(kwargs, ("cache_dir", "revision")))
+        return there if isinstance(there, str) else None
 
     try:
         for file in (of_variant(file, kwargs.get("variant")) for file in WEIGHTS):

@@ -1,38 +1,35 @@
-"""Saves of transformers, PEFT, Trainer and accelerate: the files that they would write, and calls that handlers take.
+"""The files that `save_pretrained` of transformers and PEFT would write.
 
 `save_pretrained` runs on a state dict of symbolic tensors. Only the function that writes a file of weights is replaced.
-Written for transformers 4.51 to 5.24, peft 0.15 to 0.21.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import json
 import logging
 import os
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import huggingface_hub
 import torch
 import transformers
 from torch import nn
 
-from lowmem_load.contract import PEFT, TRANSFORMERS, require
+from lowmem_load import foreign_names
+from lowmem_load.contract import TRANSFORMERS, require
 from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.foreign_names import ForeignName
 from lowmem_load.hf.active import quiet
 from lowmem_load.hf.names import model_config, plain_class
 from lowmem_load.planning.expression import Expression, Source, cast, numel
-from lowmem_load.replaced import Handler, Replacement, replaced
+from lowmem_load.replaced import Handler, replaced, require_names
 from lowmem_load.symbolic.tensor import SymbolicTensor
-
-_WRITE_WEIGHTS = "safe_save_file"
 
 OURS = ("state_dict", "is_main_process", "safe_serialization", "push_to_hub", "distributed_checkpoint", "save_function")
 """Keywords of `save_pretrained` that a caller may not set."""
@@ -40,15 +37,12 @@ OURS = ("state_dict", "is_main_process", "safe_serialization", "push_to_hub", "d
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes to which weights can be cast. Integers and fp8 would need scales."""
 
-SAVING_CLASSES = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
-"""Classes whose `save_pretrained` is replaced, by their modules."""
-
-
 require(
     TRANSFORMERS,
-    {"transformers.modeling_utils": (_WRITE_WEIGHTS,), "transformers:PreTrainedModel": ("num_parameters",)},
+    {},
     arguments={"transformers:PreTrainedModel.save_pretrained": ("is_main_process", "max_shard_size", "state_dict")},
 )
+require_names(TRANSFORMERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +85,18 @@ def describe_save(
     arguments = {**kwargs, "state_dict": symbolic_state(model, tensors, dtype), "is_main_process": True}
     if isinstance(model, transformers.PreTrainedModel):
         arguments["max_shard_size"] = max_shard_size
-    # transformers counts the elements of parameters, of which partitioned ones have none.
-    replacements: list[Replacement] = [(transformers.PreTrainedModel, "num_parameters", lambda *_, **__: num_elements)]
-    replacements.append((transformers.modeling_utils, _WRITE_WEIGHTS, record))
-    if "peft.peft_model" in sys.modules:
-        require(PEFT, {"peft.peft_model": (_WRITE_WEIGHTS,)})
-        replacements.append((sys.modules["peft.peft_model"], _WRITE_WEIGHTS, record))
-    if hasattr(transformers.PreTrainedModel, "should_save_on_this_rank"):  # 5.23 on: False on all ranks but the first
-        replacements.append((transformers.PreTrainedModel, "should_save_on_this_rank", lambda *_: True))
+    handlers: dict[ForeignName, Handler] = {
+        # transformers counts the elements of parameters, of which partitioned ones have none.
+        foreign_names.NUM_PARAMETERS: lambda *_, **__: num_elements,
+        foreign_names.SHOULD_SAVE: lambda *_: True,  # else False on all ranks but the first
+        foreign_names.WRITE_WEIGHTS: record,
+    }
+    if foreign_names.WRITE_ADAPTER.module in sys.modules:
+        handlers[foreign_names.WRITE_ADAPTER] = record
     if not has_configs:
-        for owner in (transformers.PretrainedConfig, transformers.GenerationConfig):
-            replacements.append((owner, "save_pretrained", lambda *_, **__: None))
-    with replaced(*replacements), quiet(), _as_plain_model(model):
+        for name in (foreign_names.SAVE_CONFIG, foreign_names.SAVE_GENERATION_CONFIG):
+            handlers[name] = lambda *_, **__: None
+    with replaced(handlers), quiet(), _as_plain_model(model):
         save: Any = model.save_pretrained
         save(scratch, **arguments)
     if dtype is not None and has_configs:
@@ -167,7 +161,7 @@ def _refuse(model: nn.Module, dtype: torch.dtype | None, kwargs: Mapping[str, An
 def _refuse_unknown(model: nn.Module) -> None:
     save: Any = getattr(model, "save_pretrained", None)
     taken = {} if save is None else inspect.signature(save).parameters
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
     if save is not None and (takes_any or {"state_dict", "is_main_process"} <= taken.keys()):
         return
     what = "has no save_pretrained" if save is None else "has a save_pretrained of its own, which takes no state_dict"
@@ -229,8 +223,8 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
 
 def model_of(config: str | os.PathLike[str]) -> transformers.PreTrainedModel:
     """Return the model of a configuration, on the meta device."""
-    found = model_config(os.fspath(config), {"config": os.fspath(config)})
-    name = next(iter(getattr(found, "architectures", None) or ()), None)
+    values = model_config(os.fspath(config), {"config": os.fspath(config)})
+    name = next(iter(getattr(values, "architectures", None) or ()), None)
     kind = getattr(transformers, str(name), None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ConfigError(
@@ -238,7 +232,7 @@ def model_of(config: str | os.PathLike[str]) -> transformers.PreTrainedModel:
             "is, or pass config=False, which writes the parameters under the names that the checkpoint has"
         )
     with torch.device("meta"):
-        model = kind(found)
+        model = kind(values)
     model.tie_weights()
     if os.path.isfile(os.path.join(config, "generation_config.json")):
         model.generation_config = transformers.GenerationConfig.from_pretrained(os.fspath(config))
@@ -252,7 +246,7 @@ def describe_plain(
     expressions = {
         name: cast(source, dtype) if source.dtype.is_floating_point else source for name, source in tensors.items()
     }
-    empty = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in expressions.items()}
+    empty = {name: torch.empty(part.shape, dtype=part.dtype, device="meta") for name, part in expressions.items()}
     split = huggingface_hub.split_torch_state_dict_into_shards(
         empty, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
@@ -266,137 +260,13 @@ def describe_plain(
     ]
 
 
-# -- saves of Trainer, accelerate and scripts, by public names only ----------------------------------------------------
-
-
-class LookedIntoError(UnsupportedError):
-    """Code looked into a `NotGathered`."""
-
-
-class NotGathered(dict[str, Any]):
-    """Stands for a state dict whose weights are not gathered. It can be passed on, but not looked into."""
-
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise LookedIntoError(
-            "this code looks into the weights of a state dict, and lowmem_load does not gather them; hand it to "
-            "save_pretrained on all ranks, or call lowmem_load.install(saves=False)"
-        )
-
-    __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = _refuse
-    items = keys = values = get = pop = copy = _refuse  # type: ignore[assignment]
-
-
-@dataclass(frozen=True, slots=True)
-class WantedSave:
-    """A call of `save_pretrained` with a `NotGathered`; its keywords are without those in `OURS`."""
-
-    model: nn.Module
-    folder: str
-    kwargs: dict[str, Any]
-
-
-def is_saved_by_itself(model: nn.Module) -> bool:
-    """Return whether Trainer calls the model's `save_pretrained`. Of any other model it writes the state dict."""
-    imported = [(sys.modules[module], name) for module, name in SAVING_CLASSES.items() if module in sys.modules]
-    return isinstance(model, tuple(getattr(module, name) for module, name in imported))
+def files_written_by(handler: Handler) -> contextlib.AbstractContextManager[None]:
+    """Inside, `handler` writes the safetensors files of a `save_pretrained`, given what it replaces."""
+    return replaced({foreign_names.WRITE_WEIGHTS: handler})
 
 
 def default_shard_size() -> int | str:
     """Return the default size of shards in `save_pretrained`, which depends on the release."""
-    size: int | str = (
-        inspect.signature(transformers.PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
-    )
+    save = inspect.signature(transformers.PreTrainedModel.save_pretrained)
+    size: int | str = save.parameters["max_shard_size"].default
     return size
-
-
-@contextlib.contextmanager
-def trainer_saves(handler: Callable[[Any, Callable[[], None]], None]) -> Iterator[None]:
-    """Inside, `handler` gets each trainer that saves, and what its own `save_model` would do. Imports Trainer."""
-    from transformers import Trainer
-
-    def save_model(ordinary: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        handler(self, functools.partial(ordinary, self, *args, **kwargs))
-
-    with replaced((Trainer, "save_model", save_model), everywhere=True):
-        yield
-
-
-@contextlib.contextmanager
-def plain_saves(
-    module: str, on_state: Callable[[WantedSave], None], check: Callable[[nn.Module], None]
-) -> Iterator[None]:
-    """Inside, `on_state` gets each `save_pretrained` with a `NotGathered`, and `check` the model of one without."""
-    cls = getattr(sys.modules[module], SAVING_CLASSES[module])
-    signature = inspect.signature(cls.save_pretrained)
-
-    def save_pretrained(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
-        state = given.get("state_dict")
-        if isinstance(state, NotGathered):
-            if not given.get("safe_serialization", True):
-                raise UnsupportedError("safe_serialization=False: the weights are not gathered; leave it out")
-            others = {key: value for key, value in given.items() if key not in (*OURS, "self", "save_directory")}
-            return on_state(WantedSave(given["self"], str(given["save_directory"]), others))
-        if state is None and given.get("is_main_process", True):  # else nothing is written
-            check(given["self"])
-        return ordinary(*args, **kwargs)
-
-    with replaced((cls, "save_pretrained", save_pretrained), everywhere=True):
-        yield
-
-
-def files_written_by(handler: Handler) -> contextlib.AbstractContextManager[None]:
-    """Inside, `handler` writes the safetensors files of a `save_pretrained`, given what it replaces."""
-    return replaced((transformers.modeling_utils, _WRITE_WEIGHTS, handler))
-
-
-def saves_adapters_only(model: nn.Module) -> bool:
-    """Return whether `save_pretrained` of a model writes only adapters."""
-    return hasattr(model, "get_base_model") or bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
-def describe_accelerate_save(
-    save: Callable[..., None], accelerator: Any, given: Mapping[str, Any], scratch: Path, tensors: Mapping[int, Source]
-) -> list[SavedFile]:
-    """Return the files of weights that `Accelerator.save_model` would write; write all its other files to `scratch`."""
-    files: list[SavedFile] = []
-    state = OrderedDict(symbolic_state(given["model"], tensors, None))
-
-    def write(_: Any, __: Any, weights: Mapping[str, Any], path: str, safe_serialization: bool = False) -> None:
-        metadata = {"format": "pt"} if safe_serialization else {}
-        files.append(recorded(scratch, weights, path, metadata, is_zip=not safe_serialization))
-
-    kind = type(accelerator)
-    with replaced((kind, "get_state_dict", lambda *_, **__: state), (kind, "save", write)):
-        save(**{**given, "save_directory": str(scratch)})
-    return files
-
-
-@contextlib.contextmanager
-def accelerate_saves(
-    on_save: Callable[[Any, Callable[..., None], Mapping[str, Any]], bool], on_state: Callable[[Any], Any]
-) -> Iterator[None]:
-    """Inside, calls of `Accelerator.save_model` and `get_state_dict` go to these first. Imports accelerate.
-
-    `on_save` gets the accelerator, its own `save_model` and the arguments, and returns whether it has saved. `on_state`
-    gets the model, and returns None if accelerate is to make the state.
-    """
-    from accelerate import Accelerator
-
-    signature = inspect.signature(Accelerator.save_model)
-
-    def save_model(ordinary: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
-        given.pop("self")
-        if not on_save(self, functools.partial(ordinary, self), given):
-            ordinary(self, *args, **kwargs)
-
-    def get_state_dict(ordinary: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state = on_state(model)
-        return ordinary(self, model, *args, **kwargs) if state is None else state
-
-    with replaced(
-        (Accelerator, "save_model", save_model), (Accelerator, "get_state_dict", get_state_dict), everywhere=True
-    ):
-        yield

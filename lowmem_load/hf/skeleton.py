@@ -1,4 +1,7 @@
-"""Stops a `from_pretrained` where transformers (5.13 to 5.24) would read weights: the model is built and sharded."""
+"""Models that transformers shards: by a `DistributedConfig`, or block by block.
+
+A `from_pretrained` stops where transformers (5.13 to 5.24) would read weights: the model is built and sharded.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from lowmem_load.errors import UnsupportedError
+from lowmem_load import foreign_names
+from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf.hub_files import HUB_KEYWORDS, hub_keywords
-from lowmem_load.hf.loader import built_with_values
-from lowmem_load.replaced import Replacement, replaced
+from lowmem_load.hf.loader import building_handlers
+from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.constructor import Constructor
 
 Fill = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
@@ -48,10 +53,10 @@ def filled_by(fill: Fill) -> Iterator[None]:
         _set_dtypes(model, load_config.dtype_plan or {})
         is_filling = True
         try:
-            found = fill(model, load_config.dtype)
+            info = fill(model, load_config.dtype)
         finally:
             is_filling = False
-        keys = {name: set(found[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+        keys = {name: set(info[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
         if "skipped_pp_keys" in inspect.signature(LoadStateDictInfo).parameters:  # since pipeline stages
             keys["skipped_pp_keys"] = set()
         return LoadStateDictInfo(error_msgs=[], conversion_errors={}, **keys), None
@@ -60,27 +65,23 @@ def filled_by(fill: Fill) -> Iterator[None]:
         # Of the skeleton nothing is left to do: the load that filled it has initialised, tied and reported.
         return ordinary(model, load_config, loading_info) if is_filling else loading_info
 
-    loading: list[Replacement] = [
-        (PreTrainedModel, "_load_pretrained_model", load),
-        (PreTrainedModel, "_finalize_model_loading", finalize),
-    ]
-    with replaced(*loading), contextlib.ExitStack() as building:
-        building.enter_context(replaced(*built_with_values(Constructor())))
+    loading = {foreign_names.LOAD_PRETRAINED_MODEL: load, foreign_names.FINALIZE_MODEL_LOADING: finalize}
+    with replaced(loading), contextlib.ExitStack() as building:
+        building.enter_context(replaced(building_handlers(Constructor())))
         yield
 
 
-def ties_kept() -> list[Replacement]:
-    """Return what keeps `tie_weights` from tying, by the configuration, what a load has found to differ.
+def ties_kept() -> contextlib.AbstractContextManager[None]:
+    """Inside, `tie_weights` does not tie, by the configuration, what a load has found to differ.
 
     Source: accelerate 1.15 `utils/fsdp_utils.py`, `fsdp2_prepare_model`, which calls it on a loaded model.
     """
-    name = "get_expanded_tied_weights_keys"  # since transformers 5
 
     def expand(ordinary: Any, model: Any, *args: Any, **kwargs: Any) -> dict[str, str]:
         ties = ordinary(model, *args, **kwargs).items()
         return {target: source for target, source in ties if target in model.all_tied_weights_keys}
 
-    return [(PreTrainedModel, name, expand)] if hasattr(PreTrainedModel, name) else []
+    return replaced({foreign_names.TIED_WEIGHTS_KEYS: expand})
 
 
 def hand_over(loaded: nn.Module, model: nn.Module) -> None:
@@ -108,3 +109,47 @@ def _set_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype]) -> None:
             if match is not None and match.lastgroup is not None:
                 dtype = plan[globs[match.lastgroup]]
                 setattr(module, name, nn.Parameter(parameter.to(dtype), requires_grad=parameter.requires_grad))
+
+
+# -- `DistributedConfig`, and the blocks of a model -------------------------------------------------------------------
+
+
+def distributed_config(sizes: Mapping[str, int]) -> Any:
+    """Return a `DistributedConfig` of these sizes: fsdp_size, tp_size, ..."""
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError as error:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} has no DistributedConfig; install transformers 5.13 or newer"
+        ) from error
+    try:
+        return DistributedConfig(**sizes)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"DistributedConfig({dict(sizes)}): {error}") from error
+
+
+def is_distributed_config(value: object) -> bool:
+    """Return whether this is a `DistributedConfig` of transformers 5."""
+    return type(value).__name__ == "DistributedConfig" and type(value).__module__.startswith("transformers.")
+
+
+def is_kept_on_host(model: Any) -> bool:
+    """Return whether the `DistributedConfig` of a model keeps its shards in host memory."""
+    return bool(getattr(getattr(model.config, "distributed_config", None), "fsdp_cpu_offload", False))
+
+
+def refuse_parted(model: Any) -> None:
+    """Refuse a tensor-parallel plan by which some ranks would hold gates only, as transformers has for Inkling."""
+    config = getattr(model.config, "distributed_config", None)
+    for name, style in (model.tp_plan if (getattr(config, "tp_size", None) or 1) > 1 else {}).items():
+        if style == "colwise" and name.endswith(".gate_up_proj"):
+            raise UnsupportedError(
+                f"{name}: the plan of {type(model).__name__} shards it by 'colwise', which parts gates from what they "
+                f"gate; pass DistributedConfig(..., tp_plan={{{name!r}: 'packed_colwise'}})"
+            )
+
+
+def blocks(model: Any) -> list[Any]:
+    """Return the modules that a model does not want to be split, those inside others first, as FSDP2 shards them."""
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in whole][::-1]

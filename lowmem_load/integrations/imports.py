@@ -7,7 +7,6 @@ import sys
 TYPE_CHECKING = False  # typing's own would import typing
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager, ExitStack
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -20,15 +19,6 @@ def after_import(name: str, act: Callable[[ModuleType], object]) -> Callable[[],
     finder = Finder(name, act)
     sys.meta_path.insert(0, finder)
     return finder.leave
-
-
-def once_imported(name: str, block: Callable[[ModuleType], AbstractContextManager[object]]) -> ExitStack:
-    """Return a context manager: inside, `block` is entered once a module is imported. It is left at the end."""
-    from contextlib import ExitStack
-
-    stack = ExitStack()
-    stack.callback(after_import(name, lambda module: stack.enter_context(block(module))))
-    return stack
 
 
 class Finder:
@@ -50,8 +40,8 @@ class Finder:
             return None
         # Python itself asks the finders in front. One of them may be like this one, and would ask it again.
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        found = (finder.find_spec(name, path, target) for finder in behind)
-        spec = next((spec for spec in found if spec is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in behind)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             self._act_after(spec.loader)
         return spec

@@ -1,4 +1,4 @@
-"""install() and uninstall(): lowmem_load for a whole script, wherever ZeRO-3 is active in it.
+"""streaming() and install(): lowmem_load inside code that calls `from_pretrained` by itself, for a block or a script.
 
 `install` is `streaming(None)` without a block, and leaves to stock what cannot be streamed. It also hooks into
 `deepspeed.initialize`, saves, and `engine.load_checkpoint`.
@@ -7,19 +7,67 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
-
-from lowmem_load.api.load_into import load_into
-from lowmem_load.api.load_model import streaming_by_active_config
-from lowmem_load.integrations import frameworks
-from lowmem_load.integrations.accelerate_fsdp2 import lazy_loads
+from lowmem_load import foreign_names
+from lowmem_load.api.load_model import streaming_by_active_config, streaming_by_config
+from lowmem_load.config.settings import Partition
+from lowmem_load.errors import ConfigError
+from lowmem_load.foreign_names import ForeignName
+from lowmem_load.integrations.hooks import Block, enter_if_usable, entered_once_imported, replaced_once_imported
 from lowmem_load.pipeline.load import Options
-from lowmem_load.replaced import Handler
+from lowmem_load.replaced import Handlers, replaced
 from lowmem_load.report import OnLoad
+
+
+@contextlib.contextmanager
+def streaming(
+    ds_config: Any = None,
+    *,
+    progress: bool | None = None,
+    partition: Partition | None = None,
+    data_parallel_group: Any = None,
+    verify: bool = False,
+    stream: bool = False,
+) -> Iterator[None]:
+    """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
+
+    Under stages 0 to 2 models keep the dtype that the caller asked for; under stage 3 the ds_config decides, as with
+    stock ZeRO-3. Other threads load in the ordinary way. On exit everything is as before.
+
+    Args:
+        ds_config: as for `load_model`. None follows transformers: each load goes by the ZeRO-3 configuration that
+            TrainingArguments, accelerate's plugin or an `HfDeepSpeedConfig` has set. Where accelerate will shard the
+            model by FSDP2, it is lazy, as by `lazy`, also after the block. Else loads are ordinary.
+        progress: as for `load_model`.
+        partition: as for `load_model`, for each model that is loaded inside. A model without a chosen module stays
+            whole.
+        data_parallel_group: as for `load_model`.
+        verify: as for `load_model`.
+        stream: as for `load_model`.
+
+    Raises:
+        ConfigError: ds_config cannot be used. Loads inside raise as `load_model` does.
+    """
+    options = Options(progress=progress, verify=verify, stream=stream)
+    if ds_config is not None:
+        how = {"partition": partition, "data_parallel_group": data_parallel_group}
+        with streaming_by_config(ds_config, options, **how):
+            yield
+        return
+    if partition is not None or data_parallel_group is not None:
+        raise ConfigError("streaming() without a ds_config takes neither partition nor data_parallel_group")
+    with streaming_by_active_config(options), _lazy_loads(options, everywhere=False):
+        yield
+
+
+def _lazy_loads(options: Options, *, everywhere: bool) -> contextlib.AbstractContextManager[None]:
+    from lowmem_load.integrations.accelerate import lazy_loads  # a load by a ds_config needs none of it
+
+    return lazy_loads(options, everywhere=everywhere)
+
 
 _installed: list[contextlib.ExitStack] = []  # what to undo: at most one
 
@@ -74,10 +122,12 @@ def install(
     options = Options(progress=progress, verify=verify, stream=stream, is_lenient=not strict, on_load=on_load)
     with contextlib.ExitStack() as stack:
         stack.enter_context(streaming_by_active_config(options, everywhere=True))
-        stack.enter_context(lazy_loads(options, everywhere=True))
-        stack.enter_context(_llamafactory_loads(options))
-        stack.enter_context(frameworks.entered_once_imported(frameworks.ENGINE, lambda _: _hooks(saves=saves)))
-        stack.enter_context(_trl_weights())
+        stack.enter_context(_lazy_loads(options, everywhere=True))
+        llamafactory = [foreign_names.LLAMAFACTORY_LOAD]
+        stack.enter_context(replaced_once_imported(llamafactory, lambda: _llamafactory_handlers(options)))
+        stack.enter_context(replaced_once_imported(_TRL, _trl_handlers))
+        engine = (foreign_names.INITIALIZE, foreign_names.LOAD_CHECKPOINT)
+        stack.enter_context(entered_once_imported(engine, lambda _: _engines(saves=saves)))
         _installed.append(stack.pop_all())
 
 
@@ -87,41 +137,56 @@ def uninstall() -> None:
         _installed.pop().close()
 
 
+_TRL = (
+    foreign_names.SYNC_WEIGHTS,
+    foreign_names.ITER_NAMED_PARAMS,
+    foreign_names.MOVE_TO_VLLM,
+    foreign_names.SYNC_TARGET_MODEL,
+)
+
+
+def _trl_handlers() -> Handlers:
+    from lowmem_load.integrations.trl import HANDLERS
+
+    return HANDLERS
+
+
+def _llamafactory_handlers(options: Options) -> Handlers:
+    from lowmem_load.integrations.llamafactory import load_handlers
+
+    return load_handlers(options)
+
+
 @contextlib.contextmanager
-def _hooks(*, saves: bool) -> Iterator[None]:
+def _engines(*, saves: bool) -> Iterator[None]:
+    """Inside, calls of DeepSpeed are ours, and so are saves of each library from the next `deepspeed.initialize` on."""
     # FSDP2 needs neither these modules nor DeepSpeed: 70 MiB, and a second or two of imports.
-    from lowmem_load.integrations.engine_hooks import engines_hooked
-    from lowmem_load.integrations.trainer_saves import saves_hooked
-
-    with saves_hooked() if saves else contextlib.nullcontext(), engines_hooked():
-        yield
-
-
-@contextlib.contextmanager
-def _trl_weights() -> Iterator[None]:
-    """Inside, TRL gathers no weights."""
-
-    def handlers(hook: frameworks.Hook) -> Mapping[str, Handler]:
-        from lowmem_load.integrations.trl_weights import HANDLERS
-
-        return {name: HANDLERS[name] for name in hook.names}
+    from lowmem_load.ds.hooks import hooked
+    from lowmem_load.integrations.engine import engines_hooked
 
     with contextlib.ExitStack() as stack:
-        for hook in (frameworks.TRL_SYNC, frameworks.TRL_ONLINE_DPO, frameworks.TRL_MIX):
-            stack.enter_context(frameworks.hooked(hook, functools.partial(handlers, hook)))
+        if saves:
+            blocks = _save_blocks()
+
+            def begin(_: Mapping[str, Any]) -> None:
+                for names in [names for names in blocks if names[0].module in sys.modules]:
+                    enter_if_usable(stack, names, blocks.pop(names))
+
+            stack.enter_context(hooked(begin))
+        stack.enter_context(engines_hooked())
         yield
 
 
-def _llamafactory_loads(options: Options) -> contextlib.ExitStack:
-    """Inside, LLaMA-Factory v1 fills what it has made by `init_on_meta` and sharded by FSDP2 as `load_into` does.
+def _save_blocks() -> dict[tuple[ForeignName, ...], Block]:
+    from lowmem_load.integrations import accelerate, engine, saves, trainer
 
-    Source: LLaMA-Factory 0.9.5 `v1/plugins/trainer_plugins/distributed/fsdp2.py`, `FSDP2Engine.materialize_and_load`.
-    """
+    def block(handlers: Callable[[], Handlers]) -> Block:
+        return lambda _: replaced(handlers(), everywhere=True)
 
-    def load(_: Any, __: Any, model: nn.Module, name: str) -> None:
-        report = load_into(model, name, progress=options.progress, verify=options.verify)
-        if options.on_load is not None:
-            options.on_load(report)
-
-    hook = frameworks.LLAMAFACTORY_LOAD
-    return frameworks.hooked(hook, lambda: dict.fromkeys(hook.names, load))
+    return {
+        (foreign_names.ENGINE_SAVE,): lambda _: engine.saves_hooked(),
+        (foreign_names.SAVE_MODEL, foreign_names.GET_STATE_DICT, foreign_names.SAVE): block(accelerate.save_handlers),
+        (foreign_names.TRAINER_SAVE,): block(trainer.save_handlers),
+        (foreign_names.MODEL_SAVE,): block(lambda: saves.save_handlers(foreign_names.MODEL_SAVE)),
+        (foreign_names.ADAPTER_SAVE,): block(lambda: saves.save_handlers(foreign_names.ADAPTER_SAVE)),
+    }

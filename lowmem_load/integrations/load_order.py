@@ -10,10 +10,11 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+from lowmem_load import foreign_names
 from lowmem_load.distributed.environment import FOREIGN_SIZES
 from lowmem_load.errors import ConfigError
-from lowmem_load.hf import loader
-from lowmem_load.hf.active import asked_for_deepspeed, transformers_class
+from lowmem_load.hf import load_lock
+from lowmem_load.hf.active import asked_for_deepspeed
 from lowmem_load.replaced import holding, replaced
 
 _telling = contextlib.ExitStack()  # until the process ends
@@ -29,7 +30,7 @@ def tell_early_loads(say: Callable[[str], object], *, strict: bool) -> None:
     """
 
     def load(ordinary: Callable[..., Any], cls: Any, /, *args: Any, **kwargs: Any) -> Any:
-        is_part = loader.is_loading() or _IS_INSIDE.get()
+        is_part = load_lock.is_loading() or _IS_INSIDE.get()
         if not is_part and kwargs.get("device_map") is None and _num_ranks() > 1 and not _has_arguments():
             text = (
                 f"{cls.__name__} is loaded whole on every rank: nothing has asked for ZeRO-3 or FSDP2 yet. First make "
@@ -42,8 +43,8 @@ def tell_early_loads(say: Callable[[str], object], *, strict: bool) -> None:
         with holding(_IS_INSIDE, True):
             return ordinary(cls, *args, **kwargs)
 
-    loads = [(transformers_class(), name, load) for name in ("from_pretrained", "_from_config")]
-    _telling.enter_context(replaced(*loads, everywhere=True))
+    loads = dict.fromkeys((foreign_names.FROM_PRETRAINED, foreign_names.FROM_CONFIG), load)
+    _telling.enter_context(replaced(loads, everywhere=True))
 
 
 def _has_arguments() -> bool:

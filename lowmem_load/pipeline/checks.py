@@ -77,14 +77,14 @@ def _check_quantized(described: Described, quantization: Any) -> None:
 
     if not is_four_bit(quantization):
         return
-    from lowmem_load.hf import four_bit
+    from lowmem_load.frameworks import bitsandbytes
 
-    if unpacked := four_bit.unpacked(described.model):
+    if unpacked := bitsandbytes.unpacked(described.model):
         raise CheckpointError(
             f"{described.name}: {listed(unpacked)} are to be held in 4 bits, but "
             "the files have no values for them, or packed ones without their quantization state"
         )
-    four_bit.check_packed(described.model, described.settings)
+    bitsandbytes.check_packed(described.model, described.settings)
 
 
 def check_around(init: Any, described: Described) -> None:

@@ -22,10 +22,10 @@ from lowmem_load.distributed.heartbeat import Progress, computing
 from lowmem_load.distributed.node_cache import NodeCache
 from lowmem_load.ds.zero3_target import TargetMaker, zero_init_disabled
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, error_text, outside_level
-from lowmem_load.hf import loader, names
+from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import on_host
 from lowmem_load.hf.hub_files import commit_in
-from lowmem_load.hf.remote_names import located, named_as_asked
+from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.memory import naming_shortage
 from lowmem_load.io.mounts import read_cost
@@ -110,7 +110,7 @@ class Load:
             self._locate(call)
             random_state = torch.get_rng_state()
             try:
-                return named_as_asked(self._load(call) or call.run())
+                return rename_loaded(self._load(call) or call.run())
             except _NotStreamedError as error:
                 reason = str(error)
             torch.set_rng_state(random_state)
@@ -124,7 +124,7 @@ class Load:
         """Have the call load from the folder that stands for a URL, or for a model on the Hub that is streamed."""
         if is_url(call.path) or (self.options.stream and not os.path.isdir(call.path)):
             with self.ranks.step("finding the files", name=call.name):
-                call.move(*located(call.path, call.kwargs, stream=self.options.stream, check=self.ranks.check))
+                call.move(*find_folder(call.path, call.kwargs, stream=self.options.stream, check=self.ranks.check))
 
     def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]] | None:
         """Run the steps of a load. Return the model and the loading info; None if transformers loads it."""
@@ -195,7 +195,7 @@ class Load:
             may_work = isinstance(error, UnsupportedError) if made else may_work_in_stock(error)
             if not self.options.is_lenient or self.options.verify or not may_work or is_remote:
                 raise
-            raise _NotStreamedError(error_text(error, names.MAX_QUOTED)) from error
+            raise _NotStreamedError(error_text(error, model_folder.MAX_QUOTED)) from error
 
     def _check_call(self, call: loader.Call, cache: NodeCache) -> tuple[bool, list[Any]]:
         """Return whether transformers does this load by itself, and of each rank its cache offer and random state."""

@@ -15,8 +15,8 @@ from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.formats.index import files_below
 from lowmem_load.hf.hub_files import cached_folder
-from lowmem_load.hf.names import check_name
-from lowmem_load.hf.remote_names import located
+from lowmem_load.hf.model_folder import check_name
+from lowmem_load.hf.remote_names import find_folder
 from lowmem_load.io.checksums import SHA256, Checksum, checksums_of
 from lowmem_load.io.source import ByteSource, OpenSources
 from lowmem_load.io.stand_ins import open_file, origins_named
@@ -99,7 +99,7 @@ def verify_checkpoint(
         CheckpointError: names the files that differ; or there are no weights, or a file cannot be read.
     """
     keywords = {"subfolder": subfolder, "revision": revision, "cache_dir": cache_dir}
-    place, _ = located(os.fspath(name), keywords, stream=stream)
+    place, _ = find_folder(os.fspath(name), keywords, stream=stream)
     folder = os.path.join(place, subfolder)
     if not os.path.isdir(place):
         check_name(place, subfolder)

@@ -14,7 +14,7 @@ from torch import nn
 
 from lowmem_load.errors import CheckpointError, ConfigError, PlanError
 from lowmem_load.hf import saver
-from lowmem_load.hf.loader import load_lock
+from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.io.executor import Executor
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Source

@@ -22,9 +22,10 @@ from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.nodes import node_name
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import PlanError, UnsupportedError, listed
-from lowmem_load.hf import merging, saver
-from lowmem_load.hf.loader import load_lock
-from lowmem_load.hf.merging import Merge
+from lowmem_load.frameworks import peft
+from lowmem_load.frameworks.peft import Merge
+from lowmem_load.hf import saver
+from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.io.memory import trim_heap
 from lowmem_load.io.mounts import has_caches_apart
 from lowmem_load.phases import progress_bar
@@ -106,7 +107,7 @@ def save_model(
 def _describe(
     model: nn.Module, merge_adapters: bool, options: Mapping[str, Any], scratch: Path, sources: Mapping[int, Source]
 ) -> tuple[list[saver.SavedFile], list[Merge]]:
-    whole, merges = merging.unloaded(model) if merge_adapters else (model, [])
+    whole, merges = peft.unloaded(model) if merge_adapters else (model, [])
     return saver.describe_save(whole, scratch, sources, **options), merges
 
 

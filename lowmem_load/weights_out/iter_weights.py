@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.hf import merging, saver
-from lowmem_load.hf.loader import load_lock
-from lowmem_load.hf.merging import Merge
+from lowmem_load.frameworks import peft
+from lowmem_load.frameworks.peft import Merge
+from lowmem_load.hf import saver
+from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.nest import Axis, Nest
@@ -143,7 +144,7 @@ def plan_weights(engine: nn.Module, arguments: Arguments) -> Weights:
 
 def _describe(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard]) -> tuple[list[Unit], list[Merge]]:
     sources = {id(shard.tensor): shard.source for shard in shards}
-    whole, merges = merging.unloaded(model) if arguments.merge_adapters else (model, [])
+    whole, merges = peft.unloaded(model) if arguments.merge_adapters else (model, [])
     with tempfile.TemporaryDirectory(prefix="lowmem_load-") as scratch:
         files = saver.describe_save(
             whole,

@@ -35,7 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lowmem_load.distributed.exchange import Exchange, device_of, has_fast_gather
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.errors import ConfigError
-from lowmem_load.hf.merging import Merge
+from lowmem_load.frameworks.peft import Merge
 from lowmem_load.io.memory import SpareMemory, own_memory, scatter_elements, source_elements
 from lowmem_load.planning.expression import Held, Source
 from lowmem_load.planning.nest import Nest

@@ -79,7 +79,7 @@ def test_the_last_block_of_fp8_may_be_partial(
     scales = torch.rand(*shape[:-2], *grid, generator=generator)
     save_file({"weight": weight, "scales": scales}, tmp_path / "model.safetensors")
     operation = Fp8Dequantize(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=block)))
-    with Executor() as executor, replaced(*dequantize.fp8()):
+    with Executor() as executor, replaced(dequantize.fp8_handlers()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         described = operation._dequantize_one(get("weight"), get("scales"), output_dtype=BF16)
     outcome = mappings.fill_all_ranks("w", described, by_blocks(weight, scales, block), None, limits=limits)
@@ -98,7 +98,7 @@ def test_fp8_with_one_scale_for_a_tensor_is_read_by_ranges(shape: tuple[int, ...
     operation = Fp8Dequantize(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=None)))
     expected = operation._dequantize_one(weight, scale, output_dtype=BF16)
     assert torch.equal(expected, (weight.float() * 0.37).to(BF16))
-    with Executor() as executor, replaced(*dequantize.fp8()):
+    with Executor() as executor, replaced(dequantize.fp8_handlers()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         described = operation._dequantize_one(get("weight"), get("scale"), output_dtype=BF16)
     outcome = mappings.fill_all_ranks("w", described, expected, None)
@@ -112,7 +112,7 @@ def test_scales_of_other_blocks_than_the_configuration_says_are_left_to_transfor
     tensors = {"weight": weight, "scales": torch.rand(3, 1), "odd": torch.rand(4, 1)}
     save_file(tensors, tmp_path / "model.safetensors")
     operation = Fp8Dequantize(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=(4, 4))))
-    with Executor() as executor, replaced(*dequantize.fp8()):
+    with Executor() as executor, replaced(dequantize.fp8_handlers()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         described = operation._dequantize_one(get("weight"), get("scales"), output_dtype=BF16)
         value = read_whole(executor, described.expression)
@@ -136,7 +136,7 @@ def test_mxfp4_is_read_by_ranges(
     tensors = {"blocks": random_bytes(*shape), "scales": random_bytes(*shape[:-1])}
     save_file(tensors, tmp_path / "model.safetensors")
     expected = integration.convert_moe_packed_tensors(tensors["blocks"], tensors["scales"], dtype=dtype)
-    with Executor() as executor, replaced(*dequantize.mxfp4()):
+    with Executor() as executor, replaced(dequantize.mxfp4_handlers()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         described = integration.convert_moe_packed_tensors(get("blocks"), get("scales"), dtype=dtype)
     assert described.stride() == expected.stride()
@@ -150,7 +150,7 @@ def test_mxfp4_in_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
     ordinary = integration.convert_moe_packed_tensors
     monkeypatch.setattr(integration, "convert_moe_packed_tensors", lambda *a, **k: ordinary(*a, **k).transpose(1, 2))
     save_file({"blocks": random_bytes(1, 4, 1, 2), "scales": random_bytes(1, 4, 1)}, tmp_path / "m.safetensors")
-    with Executor() as executor, replaced(*dequantize.mxfp4()):
+    with Executor() as executor, replaced(dequantize.mxfp4_handlers()):
         get = symbolic(tmp_path / "m.safetensors", executor)
         with pytest.raises(IncompatibleVersionError, match=r"lays weights out in another way .*transformers=="):
             integration.convert_moe_packed_tensors(get("blocks"), get("scales"))
@@ -161,7 +161,7 @@ def test_mxfp4_that_does_not_fit_is_transformers_error(tmp_path: Path) -> None:
 
     tensors = {"blocks": random_bytes(2, 3, 2, 4), "scales": random_bytes(2, 3, 1)}
     save_file(tensors, tmp_path / "model.safetensors")
-    with Executor() as executor, replaced(*dequantize.mxfp4()):
+    with Executor() as executor, replaced(dequantize.mxfp4_handlers()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         with pytest.raises(AssertionError, match="does not match scales"):
             integration.convert_moe_packed_tensors(get("blocks"), get("scales"))

@@ -348,27 +348,15 @@ def compare_tied(path: str, group: str, kinds: list[str]) -> None:
     compare(path, group)
 
 
-def run_verified(path: str) -> None:
-    """Rank function: files are verified before anything is read, also what is needed before the model is sharded."""
-    start()
-    lowmem_load.install(verify=True)
-    with pytest.raises(CheckpointError, match="nothing is known of"):
-        from_files(path)
-
-
-def test_verified_loads_verify_first(checkpoints: Path) -> None:
-    run_ranks(run_verified, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
-
-
 def load_with_moved_names(path: str) -> None:
     """Rank function: where accelerate has moved its names, its broadcast from rank 0 gives the same values."""
-    from lowmem_load.integrations import accelerate_fsdp2
+    from lowmem_load.integrations import accelerate
 
     start()
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
     stock = prepare(from_files(path), efficient=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accelerate_fsdp2, "_HANDLERS", {})
+        patch.setattr(accelerate, "_FSDP2_HANDLERS", {})
         lowmem_load.install()
         ours = prepare(from_files(path), efficient=True)
     lowmem_load.integrations.install.uninstall()
@@ -394,35 +382,28 @@ class Wrapper(nn.Module):
         self.register_buffer("again", self.count)
 
 
-def keep_buffers(path: str) -> None:
-    """Rank function: buffers beside the model keep rank 0's values."""
+def load_beside_others(path: str) -> None:
+    """Rank function: buffers beside the model keep rank 0's values, and a head needs some: on meta it has none."""
     start()
     lowmem_load.install()
     device = "cpu" if torch.distributed.get_rank() == 0 else "meta"
     ours = prepare(Wrapper(from_files(path), device), efficient=True)
+    headed = Wrapper(from_files(path), "cpu")
+    headed.head = nn.Linear(4, 2, device="meta")
+    with pytest.raises(UnsupportedError, match=r"FSDPWrapper: head\.weight, head\.bias have no values"):
+        prepare(headed, efficient=True)
     lowmem_load.integrations.install.uninstall()
     assert torch.equal(ours.mean, torch.full((3, 2), 1.5))
     assert ours.count.item() == ours.again.item() == 7
     expected = from_files(path).model.rotary_emb.inv_freq
     assert torch.equal(ours.base.model.rotary_emb.inv_freq, expected)
+    lowmem_load.install(verify=True)  # files are verified before anything is read
+    with pytest.raises(CheckpointError, match="nothing is known of"):
+        from_files(path)
 
 
-def refuse_garbage(path: str) -> None:
-    """Rank function: a head on meta would become memory without values."""
-    start()
-    lowmem_load.install()
-    model = Wrapper(from_files(path), "cpu")
-    model.head = nn.Linear(4, 2, device="meta")
-    with pytest.raises(UnsupportedError, match=r"FSDPWrapper: head\.weight, head\.bias have no values"):
-        prepare(model, efficient=True)
-
-
-def test_parameters_beside_a_lazy_model_need_values(checkpoints: Path) -> None:
-    run_ranks(refuse_garbage, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
-
-
-def test_buffers_beside_a_lazy_model_are_kept(checkpoints: Path) -> None:
-    run_ranks(keep_buffers, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
+def test_a_lazy_model_has_other_modules_beside_it(checkpoints: Path) -> None:
+    run_ranks(load_beside_others, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
 
 
 def load_for_trainer(path: str, folder: str) -> None:

@@ -223,11 +223,13 @@ def save_otherwise(trainer: Any, folder: Path) -> None:
 
 
 def save_on_one_rank(accelerator: Any, engine: Any, folder: Path) -> None:
+    from lowmem_load.distributed.group import RankGroup
     from lowmem_load.errors import RankError
 
     state = accelerator.get_state_dict(engine)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOWMEM_LOAD_SILENCE_S", "0.5")
+        [channel] = RankGroup._channels.values()
+        patch.setattr(channel._worker, "_limits", channel._worker._limits._replace(silence_s=0.5))
         if accelerator.is_main_process:
             text = r"to be called on all ranks .*\nrank 1: has not come to this point in 0\.5 s"
             with pytest.raises(RankError, match=text):

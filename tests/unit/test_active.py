@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
+import importlib
 import threading
 from collections.abc import Iterator
 from types import ModuleType
@@ -17,7 +17,13 @@ from transformers import BertConfig, BertModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.models.hubert import modeling_hubert
 
-from lowmem_load.hf.active import active_zero3_config, ordinary_path, transformers_models, was_dropped
+from lowmem_load.hf.active import (
+    active_zero3_config,
+    asked_for_deepspeed,
+    ordinary_path,
+    transformers_models,
+    was_dropped,
+)
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
 ZERO_2 = {"zero_optimization": {"stage": 2}}
@@ -77,42 +83,34 @@ def replaced_questions(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "is_deepspeed_zero3_enabled", enabled)
 
 
-def test_on_the_ordinary_path_everybody_hears_that_there_is_no_zero_3(
-    replaced_questions: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_the_ordinary_path_everybody_hears_that_there_is_no_zero_3(replaced_questions: None) -> None:
     kept = HfDeepSpeedConfig(ZERO_3)
-    early, late = ModuleType("imported_before"), ModuleType("imported_meanwhile")
-    early.is_fsdp_enabled = enabled
-    monkeypatch.setitem(sys.modules, "imported_before", early)
+    late = ModuleType("imported_meanwhile")
     with ordinary_path():
-        monkeypatch.setitem(sys.modules, "imported_meanwhile", late)
         late.is_deepspeed_zero3_enabled = hf_deepspeed.is_deepspeed_zero3_enabled
-        held = [modeling_utils, hf_deepspeed, modeling_hubert, late]
-        assert [module.is_deepspeed_zero3_enabled() for module in held] == [False] * 4
-        assert not early.is_fsdp_enabled()
-        assert not modeling_utils.is_fsdp_enabled()
+        modules = [modeling_utils, hf_deepspeed, modeling_hubert, late]
+        assert [module.is_deepspeed_zero3_enabled() for module in modules] == [False] * 4
         assert hf_deepspeed.deepspeed_config() is None
-    assert [module.is_deepspeed_zero3_enabled() for module in held] == [True] * 4
-    assert early.is_fsdp_enabled()
+    assert [module.is_deepspeed_zero3_enabled() for module in modules] == [True] * 4
     assert active_zero3_config() is kept.config
 
 
-def test_who_kept_a_question_hears_the_truth_afterwards(replaced_questions: None) -> None:
+def test_on_the_ordinary_path_a_load_hears_that_there_is_no_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other modules ask about FSDP only what the load has answered, or after it."""
+    asking = [modeling_utils, importlib.import_module("transformers.integrations.accelerate")]
+    asking = [module for module in asking if hasattr(module, "is_fsdp_enabled")]
+    for module in asking:
+        monkeypatch.setattr(module, "is_fsdp_enabled", enabled)
     with ordinary_path():
-        kept = modeling_utils.is_deepspeed_zero3_enabled
-        assert not kept()
-    assert kept()
+        assert not any(module.is_fsdp_enabled() for module in asking)
+    assert all(module.is_fsdp_enabled() for module in asking)
 
 
-def test_a_module_that_was_there_and_took_a_question_hears_the_truth_afterwards(
-    replaced_questions: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = ModuleType("imported_before")
-    monkeypatch.setitem(sys.modules, "imported_before", there)
+def test_the_reference_is_none_again_where_it_was_none() -> None:
     with ordinary_path():
-        there.is_deepspeed_zero3_enabled = modeling_utils.is_deepspeed_zero3_enabled
-        assert not there.is_deepspeed_zero3_enabled()
-    assert there.is_deepspeed_zero3_enabled()
+        assert hf_deepspeed.deepspeed_config() is None
+    assert hf_deepspeed._hf_deepspeed_config_weak_ref is None
+    assert not asked_for_deepspeed()
 
 
 def test_other_threads_hear_the_truth() -> None:

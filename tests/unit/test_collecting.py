@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.hf.collecting import described_collecting
+from lowmem_load.hf.collecting import collecting_handlers
 from lowmem_load.replaced import replaced
 
 loading = pytest.importorskip("transformers.core_model_loading", reason="transformers before 5 has no such loader")
@@ -20,7 +20,7 @@ def converter() -> object:
 
 def test_a_copy_that_has_collected_nothing_is_handed_out_again() -> None:
     one, other = converter(), converter()
-    with replaced(*described_collecting()):
+    with replaced(collecting_handlers()):
         first = loading.deepcopy(one)
         assert first is not one
         assert loading.deepcopy(one) is first
@@ -34,7 +34,7 @@ def test_a_copy_that_has_collected_nothing_is_handed_out_again() -> None:
 
 
 def test_other_values_are_copied_as_ever() -> None:
-    with replaced(*described_collecting()):
+    with replaced(collecting_handlers()):
         value = [[1]]
         copied = loading.deepcopy(value)
         assert copied == value
@@ -43,7 +43,7 @@ def test_other_values_are_copied_as_ever() -> None:
 
 def test_nothing_stays() -> None:
     one = converter()
-    with replaced(*described_collecting()):
+    with replaced(collecting_handlers()):
         assert loading.deepcopy(one) is loading.deepcopy(one)
     assert loading.deepcopy(one) is not loading.deepcopy(one)
     first, second = (loading.dot_natural_key("model.layers.3") for _ in range(2))
@@ -54,7 +54,7 @@ def test_names_are_sorted_as_ever_and_their_keys_share_parts() -> None:
     kinds = ("layers", "layers2", "")
     names = [f"model.{kind}.{layer}.w_{part}" for kind in kinds for layer in (10, 9) for part in (11, 2)]
     expected = sorted(names, key=loading.dot_natural_key)
-    with replaced(*described_collecting()):
+    with replaced(collecting_handlers()):
         assert sorted(names, key=loading.dot_natural_key) == expected
         one, other = loading.dot_natural_key("model.layers.3.up"), loading.dot_natural_key("model.layers.4.up")
         assert one[1] is other[1]
@@ -62,13 +62,13 @@ def test_names_are_sorted_as_ever_and_their_keys_share_parts() -> None:
 
 def test_names_that_are_sorted_by_something_else_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "dot_natural_key", lambda name: [len(name)])
-    with replaced(*described_collecting()):
+    with replaced(collecting_handlers()):
         assert sorted(["bb", "a"], key=loading.dot_natural_key) == ["a", "bb"]
 
 
 def test_a_job_makes_a_tensor_as_transformers_does_and_takes_little_memory() -> None:
     tensor = torch.arange(3.0)
-    with replaced(*described_collecting()):
+    with replaced(collecting_handlers()):
         pool: Any = object()  # of which nothing is asked
         job = loading.spawn_materialize(pool, tensor, "cpu", torch.bfloat16)
         assert not hasattr(job, "__dict__")
@@ -84,6 +84,6 @@ def test_a_job_that_shards_is_left_to_transformers() -> None:
         def shard_tensor(self, tensor: torch.Tensor, **_: object) -> torch.Tensor:
             return tensor[:1]
 
-    with replaced(*described_collecting()):
+    with replaced(collecting_handlers()):
         job = loading.spawn_materialize(None, torch.zeros(2), sharding_op=Halves())
         assert job().shape == (1,)

@@ -14,13 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_load.cli.checkpoint_contents import Inspection, inspect_checkpoint, weight_files
 from lowmem_load.errors import CheckpointError
-from lowmem_load.hf.remote_names import located_checkpoint
+from lowmem_load.hf.remote_names import find_checkpoint
 from tests import builders
 from tests.multi_rank.test_formats import with_fp8
 
 
 def inspected(folder: Path, auto_class: str | None = None) -> Inspection:
-    return inspect_checkpoint(located_checkpoint(str(folder)), auto_class)
+    return inspect_checkpoint(find_checkpoint(str(folder)), auto_class)
 
 
 def kinds(found: Inspection) -> dict[str, int]:

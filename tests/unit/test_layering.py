@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +14,16 @@ UNITS = {path.stem if path.is_file() else path.name for path in FOLDER.iterdir()
 
 # Folders, and modules in none, low to high. Each imports from the lines above its own only, inside functions too.
 LADDER = """
-errors phases replaced
+errors phases
 text
-contract planning config
+contract
+foreign_names
+replaced
+planning config
 io target
 formats
 symbolic
+frameworks
 ds hf
 distributed
 dtensor
@@ -38,7 +43,8 @@ FILES = "cli lazy_weights ds formats hf partial phases integrations distributed 
 # Who may use a name, and all that is below it. A name on two rows may be used by the folders of both.
 # ".name()" is a method of any object, ".ds_" each attribute that DeepSpeed puts on parameters.
 ONLY = {
-    "bitsandbytes": "hf",
+    "bitsandbytes": "frameworks",
+    "peft": "frameworks",
     "deepspeed": "ds",
     "deepspeed.accelerator": "distributed",
     "deepspeed.comm": "partial",
@@ -122,6 +128,20 @@ def test_unit_keeps_the_rules(unit: str) -> None:
         for breach in _breaches(unit, path.read_text(encoding="utf-8"))
     ]
     assert not found, "\n".join(["", *found])
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not over others, and not inside functions: `TopologicalSorter` raises CycleError."""
+    imported: dict[str, set[str]] = {}
+    for path in FOLDER.rglob("*.py"):
+        if path.parent != FOLDER:  # the package itself imports what is asked of it
+            module = ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
+            imported[module] = {name for _, name, _ in _imports(ast.parse(path.read_text(encoding="utf-8")))}
+    graph = {
+        module: {other for name in names for other in (name, name.rpartition(".")[0]) if other in imported}
+        for module, names in imported.items()
+    }
+    assert tuple(graphlib.TopologicalSorter(graph).static_order())
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.hf import loader
-from lowmem_load.hf.loader import constructors, load_lock
+from lowmem_load.hf import load_lock as lock
+from lowmem_load.hf.load_lock import constructors, load_lock
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def begin(found: list[BaseException | None]) -> threading.Thread:
 
 
 def test_a_thread_waits_until_the_other_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.3)
     found: list[BaseException | None] = []
     with load_lock():
         with load_lock():
@@ -50,7 +50,7 @@ def test_a_thread_waits_until_the_other_is_done(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_thread_does_not_wait_for_a_constructor_that_may_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.05)
     found: list[BaseException | None] = []
     with load_lock(), building():
         thread = begin(found)

@@ -195,7 +195,7 @@ def test_a_constructor_may_wait_for_a_thread_that_loads(
 
 
 def test_a_constructor_that_waits_for_a_thread_that_streams_ends(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "PATIENCE_S", 0.1)
+    monkeypatch.setattr("lowmem_load.hf.load_lock.PATIENCE_S", 0.1)
     found: list[BaseException | None] = []
     while_built(monkeypatch, lambda: found.extend(in_threads(lambda: AutoModelForCausalLM.from_pretrained(llama))))
     config = HfDeepSpeedConfig(STAGE_3)

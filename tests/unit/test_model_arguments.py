@@ -1,4 +1,4 @@
-"""integrations/arguments.py: which forms of arguments `ModelEngine` takes, and which it refuses."""
+"""integrations/llamafactory_arguments.py: which forms of arguments `ModelEngine` takes, and which it refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.integrations.arguments import DistConfig, ModelArguments, read_arguments
+from lowmem_load.integrations.llamafactory_arguments import DistConfig, ModelArguments, read_arguments
 
 DIST: dict[str, Any] = {"config_file": {"zero_optimization": {"stage": 3}}}
 

@@ -17,19 +17,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from lowmem_load import DistributedInterface, plan, streaming, verify_checkpoint
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.hf import loader
+from lowmem_load.hf.model_folder import check_name, check_weights, refuse_foreign
 from lowmem_load.hf.names import (
     PROCESSOR_FILES,
     TOKENIZER_FILES,
-    check_name,
-    check_weights,
     enable_checkpointing,
     load_processor,
     model_class,
     model_config,
-    refuse_foreign,
 )
-from lowmem_load.hf.remote_names import located_checkpoint
-from lowmem_load.hf.sharding import refuse_parted
+from lowmem_load.hf.remote_names import find_checkpoint
+from lowmem_load.hf.skeleton import refuse_parted
 from tests import builders
 
 
@@ -171,7 +169,7 @@ def test_a_relative_name_is_looked_for_in_the_working_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("checkpoint-500", "out/checkpoint-500", "./out", "out/x/y"):
-        for find in (lambda name: model_config(name, {}), located_checkpoint, verify_checkpoint):
+        for find in (lambda name: model_config(name, {}), find_checkpoint, verify_checkpoint):
             with pytest.raises(CheckpointError, match=f"^{re.escape(name)}: no such folder in {tmp_path}") as raised:
                 find(name)
             assert "huggingface.co" not in str(raised.value)

@@ -11,7 +11,8 @@ import pytest
 import transformers.models.auto.auto_factory as auto_factory
 import transformers.utils.hub as transformers_hub
 
-from lowmem_load.hf.hub_files import adapter_sought_alike, asked_once, commit_in, commit_of, pinned_commit
+from lowmem_load.foreign_names import CACHED_FILES
+from lowmem_load.hf.hub_files import ask_hub_once, commit_in, commit_of, find_adapter_as_asked, pinned_commit
 from lowmem_load.replaced import replaced
 from tests.hub import hub
 from tests.remote.hub_front import COMMIT
@@ -82,7 +83,7 @@ def test_files_of_a_folder_and_of_other_threads_are_nobody_elses(
     def once(key: str, find: Any, pack: Any, unpack: Any) -> Any:
         return find() if is_first else unpack(b"asked")
 
-    with replaced(asked_once(once)):
+    with replaced({CACHED_FILES: ask_hub_once(once)}):
         transformers_hub.cached_files(str(tmp_path), ["config.json"], force_download=True)
         transformers_hub.cached_files("org/model", ["config.json"], force_download=True)
         asked = {"force_download": True}
@@ -98,7 +99,7 @@ def test_adapters_are_looked_for_where_their_model_is(monkeypatch: pytest.Monkey
         auto_factory, "find_adapter_config_file", lambda name, **keywords: calls.append((name, keywords))
     )
     kwargs = {"cache_dir": "/cache", "subfolder": "sub", "revision": "main"}
-    with replaced(adapter_sought_alike("org/model", kwargs)):
+    with replaced(find_adapter_as_asked("org/model", kwargs)):
         auto_factory.find_adapter_config_file("org/model", revision=COMMIT)
         auto_factory.find_adapter_config_file("org/model", cache_dir="/own")
         auto_factory.find_adapter_config_file("org/other")

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf.four_bit import check_packed
+from lowmem_load.frameworks.bitsandbytes import check_packed
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import make_plan

@@ -18,7 +18,7 @@ import torch
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.formats.torch_zip import TorchZip
-from lowmem_load.hf.remote_names import located_checkpoint
+from lowmem_load.hf.remote_names import find_checkpoint
 from lowmem_load.io.http_files import HttpObject
 from lowmem_load.io.remote_file import HEAD_BYTES, RemoteFile
 from lowmem_load.io.source import LocalFile
@@ -81,9 +81,9 @@ def test_headers_that_torch_would_write_otherwise_are_fetched(tmp_path: Path) ->
 def test_a_name_that_is_neither_folder_nor_cached(tmp_path: Path) -> None:
     for name in ("./nothing", str(tmp_path / "nothing"), "a/b/c"):
         with pytest.raises(CheckpointError, match=r"no such folder(\Z| in /)"):
-            located_checkpoint(name)
+            find_checkpoint(name)
     with pytest.raises(CheckpointError, match="not in the cache of the Hub"):
-        located_checkpoint("org/nothing")
+        find_checkpoint("org/nothing")
 
 
 def _header_nbytes(path: Path) -> int:

@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.hf.remote_names import located, located_checkpoint, located_names
+from lowmem_load.hf.remote_names import find_checkpoint, find_folder, urls_as_names
 from lowmem_load.io.remote_checkpoint import folder_of_url
 from lowmem_load.io.stand_ins import is_stand_in, is_url, local_place, open_file, origin_of, remote_object
 from tests import builders
@@ -88,7 +88,7 @@ def test_other_names(name: Any) -> None:
 def test_ordinary_folders_stay_as_they_are(stream: bool, llama: Path) -> None:
     kwargs = {"revision": "main", "subfolder": "", "token": "x", "config": object()}
     for name in (str(llama), llama):
-        assert located(name, kwargs, stream=stream) == (name, kwargs)
+        assert find_folder(name, kwargs, stream=stream) == (name, kwargs)
     assert not is_stand_in(str(llama)) and origin_of(str(llama)) == str(llama)
     path = str(llama / "model.safetensors")
     assert (local_place(path), remote_object(path), open_file(path).path) == (path, None, path)
@@ -97,7 +97,7 @@ def test_ordinary_folders_stay_as_they_are(stream: bool, llama: Path) -> None:
 @pytest.mark.parametrize("name", ["org/model", "nothing", "./nothing", None, 7])
 def test_hub_ids_stay_as_they_are_unless_they_are_streamed(name: Any) -> None:
     kwargs = {"revision": "main"}
-    found, keywords = located(name, kwargs)
+    found, keywords = find_folder(name, kwargs)
     assert (found, keywords) == (name, kwargs)
     assert keywords is not kwargs  # which callers change
 
@@ -105,11 +105,11 @@ def test_hub_ids_stay_as_they_are_unless_they_are_streamed(name: Any) -> None:
 def test_a_url_becomes_a_folder_without_keywords_of_the_hub(server: RangeServer) -> None:
     url = f"{server.url}/models/llama"
     dropped = {"revision": "x", "token": "x", "cache_dir": "x", "force_download": True, "local_files_only": True}
-    folder, kwargs = located(url, {**dropped, "trust_remote_code": True, "attn_implementation": "eager"})
+    folder, kwargs = find_folder(url, {**dropped, "trust_remote_code": True, "attn_implementation": "eager"})
     assert kwargs == {"trust_remote_code": True, "attn_implementation": "eager"}
     assert is_stand_in(folder) and origin_of(folder) == url
-    assert located_checkpoint(url) == (url, folder, None)
-    located(url, {"variant": "fp16"})
+    assert find_checkpoint(url) == (url, folder, None)
+    find_folder(url, {"variant": "fp16"})
     assert "/models/llama/model.fp16.safetensors" in server.stats()["path_requests"]
 
 
@@ -117,55 +117,55 @@ def test_a_url_becomes_a_folder_without_keywords_of_the_hub(server: RangeServer)
 
 
 def test_a_streamed_model_becomes_a_folder(hub: HubServer) -> None:
-    folder, kwargs = located("org/model", {"revision": "main", "dtype": "auto"}, stream=True)
+    folder, kwargs = find_folder("org/model", {"revision": "main", "dtype": "auto"}, stream=True)
     assert kwargs == {"dtype": "auto"}
     assert is_stand_in(folder) and origin_of(folder) == "org/model"
     assert hub.files is not None
     assert hub.files.stats()["bytes_sent"] <= 64 << 10
-    assert located_checkpoint("org/model") == ("org/model", folder, COMMIT)
+    assert find_checkpoint("org/model") == ("org/model", folder, COMMIT)
 
 
 @pytest.mark.parametrize("name", ["org/model", "org/sharded"])
 def test_a_streamed_model_that_the_cache_holds_is_read_from_there(name: str, hub: HubServer) -> None:
     huggingface_hub.snapshot_download(name)
     hub.reset()
-    assert located(name, {}, stream=True) == (name, {})
-    assert located(name, {"revision": COMMIT}, stream=True) == (name, {"revision": COMMIT})
+    assert find_folder(name, {}, stream=True) == (name, {})
+    assert find_folder(name, {"revision": COMMIT}, stream=True) == (name, {"revision": COMMIT})
     assert hub.stats()["requests"] == 0
 
 
 def test_a_model_of_which_the_cache_lacks_a_file_is_streamed(hub: HubServer) -> None:
     huggingface_hub.snapshot_download("org/sharded", ignore_patterns=["model-00002-*"])
-    folder, _ = located("org/sharded", {}, stream=True)
+    folder, _ = find_folder("org/sharded", {}, stream=True)
     assert is_stand_in(folder)
 
 
 def test_a_model_of_whose_variant_the_cache_lacks_a_file_is_streamed(hub: HubServer) -> None:
     huggingface_hub.snapshot_download("org/model")
-    folder, _ = located("org/model", {"variant": "fp16"}, stream=True)
+    folder, _ = find_folder("org/model", {"variant": "fp16"}, stream=True)
     assert is_stand_in(folder)
 
 
 def test_another_cache_is_another_matter(hub: HubServer, tmp_path: Path) -> None:
     huggingface_hub.snapshot_download("org/model", cache_dir=tmp_path / "another")
     kwargs = {"cache_dir": tmp_path / "another"}
-    assert located("org/model", kwargs, stream=True) == ("org/model", kwargs)
-    assert is_stand_in(located("org/model", {}, stream=True)[0])
+    assert find_folder("org/model", kwargs, stream=True) == ("org/model", kwargs)
+    assert is_stand_in(find_folder("org/model", {}, stream=True)[0])
 
 
 def test_who_may_not_ask_the_hub_does_not(hub: HubServer) -> None:
     kwargs = {"local_files_only": True}
-    assert located("org/model", kwargs, stream=True) == ("org/model", kwargs)
+    assert find_folder("org/model", kwargs, stream=True) == ("org/model", kwargs)
     with pytest.MonkeyPatch.context() as changed:  # `hub` puts back what was there before it
         changed.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        assert located("org/model", {}, stream=True) == ("org/model", {})
+        assert find_folder("org/model", {}, stream=True) == ("org/model", {})
     assert hub.stats()["requests"] == 0
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "./nothing", "org/model!", "-"])
 def test_a_streamed_name_that_is_none_is_an_error(name: str, hub: HubServer) -> None:
     with pytest.raises(CheckpointError, match="neither"):
-        located(name, {}, stream=True)
+        find_folder(name, {}, stream=True)
     assert hub.stats()["requests"] == 0
 
 
@@ -187,7 +187,7 @@ def with_tokenizer(llama: Path, tmp_path: Path) -> Iterator[str]:
 
 def test_transformers_takes_urls_inside(with_tokenizer: str, llama: Path) -> None:
     url = with_tokenizer
-    with located_names():
+    with urls_as_names():
         config = AutoConfig.from_pretrained(url)
         same = transformers.LlamaConfig.from_pretrained(pretrained_model_name_or_path=url)
         generation = GenerationConfig.from_pretrained(url)
@@ -204,7 +204,7 @@ def test_transformers_takes_urls_inside(with_tokenizer: str, llama: Path) -> Non
 
 def test_transformers_takes_no_urls_afterwards(server: RangeServer) -> None:
     url = f"{server.url}/models/llama"
-    with located_names():
+    with urls_as_names():
         AutoConfig.from_pretrained(url)
     with pytest.raises(OSError, match=r"huggingface|url|URL|cached|repo"):
         AutoConfig.from_pretrained(url)
@@ -213,7 +213,7 @@ def test_transformers_takes_no_urls_afterwards(server: RangeServer) -> None:
 @pytest.mark.parametrize("cls", [LlamaForCausalLM, AutoModelForCausalLM])
 def test_models_are_refused_where_no_load_is_active(cls: Any, server: RangeServer, llama: Path) -> None:
     url = f"{server.url}/models/llama"
-    with located_names():
+    with urls_as_names():
         with pytest.raises(
             UnsupportedError, match="only loads into ZeRO-3 partitions or FSDP2 shards read from"
         ) as caught:
@@ -226,8 +226,8 @@ def test_models_are_refused_where_no_load_is_active(cls: Any, server: RangeServe
 
 def test_a_refusal_has_no_secrets(server: RangeServer) -> None:
     url = f"{server.url}/models/llama".replace("http://", "http://user:pass%2Fword@") + "?X-Amz-Signature=signature"
-    with located_names(), pytest.raises(UnsupportedError) as caught:
+    with urls_as_names(), pytest.raises(UnsupportedError) as caught:
         LlamaForCausalLM.from_pretrained(url)
     assert "pass" not in str(caught.value) and "signature" not in str(caught.value)
-    with located_names():
+    with urls_as_names():
         assert AutoConfig.from_pretrained(url).name_or_path == f"{server.url}/models/llama"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -12,7 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from lowmem_load.contract import Releases
+from lowmem_load.errors import IncompatibleVersionError, NotStreamedWarning
+from lowmem_load.foreign_names import ForeignName
 from lowmem_load.replaced import replaced
+
+TORCH = Releases("torch", oldest="2.0.0", newest="1000.1")
 
 
 def base() -> str:
@@ -31,16 +37,28 @@ class Base:
     def static() -> str:
         return "base"
 
+    @property
+    def value(self) -> int:
+        return 1
+
 
 class Heir(Base):
     pass
 
 
-@pytest.fixture
-def module() -> Any:
-    made = ModuleType("theirs")
-    made.base = base
+@pytest.fixture(autouse=True)
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made: Any = ModuleType("theirs")
+    made.base, made.Base, made.Heir = base, Base, Heir
+    monkeypatch.setitem(sys.modules, "theirs", made)
     return made
+
+
+def theirs(name: str, **limits: str) -> ForeignName:
+    return ForeignName(TORCH, "theirs", name, "tests", **limits)
+
+
+BASE = theirs("base")
 
 
 def other(ordinary: Callable[..., str], *args: Any) -> str:
@@ -57,7 +75,7 @@ def in_thread(function: Callable[[], str]) -> str:
 
 def test_a_function_of_a_module_is_replaced_for_the_block(module: Any) -> None:
     def fail_inside() -> None:
-        with replaced((module, "base", other)):
+        with replaced({BASE: other}):
             assert module.base() == "other than base"
             raise KeyError
 
@@ -69,7 +87,8 @@ def test_a_function_of_a_module_is_replaced_for_the_block(module: Any) -> None:
 
 @pytest.mark.parametrize("owner", [Base, Heir])
 def test_methods_of_any_kind_are_replaced(owner: type[Base]) -> None:
-    with replaced((owner, "method", other), (owner, "of_class", other), (owner, "static", other)):
+    names = [theirs(f"{owner.__name__}.{name}") for name in ("method", "of_class", "static")]
+    with replaced(dict.fromkeys(names, other)):
         assert [owner().method(), owner.static()] == ["other than base"] * 2
         assert owner.of_class() == owner().of_class() == f"other than base of {owner.__name__}"
     assert [owner().method(), owner.static()] == ["base"] * 2
@@ -78,15 +97,15 @@ def test_methods_of_any_kind_are_replaced(owner: type[Base]) -> None:
 
 
 def test_other_threads_call_the_function_itself(module: Any) -> None:
-    with replaced((module, "base", other)):
+    with replaced({BASE: other}):
         assert in_thread(module.base) == "base"
-    with replaced((module, "base", other), everywhere=True):
+    with replaced({BASE: other}, everywhere=True):
         assert in_thread(module.base) == module.base() == "other than base"
     assert in_thread(module.base) == module.base() == "base"
 
 
 def test_what_is_kept_from_inside_does_no_harm(module: Any) -> None:
-    with replaced((module, "base", other)):
+    with replaced({BASE: other}):
         kept, context = module.base, contextvars.copy_context()
     assert kept() == "base"
     assert context.run(kept) == "base", "of a task that was begun inside"
@@ -94,9 +113,9 @@ def test_what_is_kept_from_inside_does_no_harm(module: Any) -> None:
 
 def test_an_inner_handler_is_called_with_the_outer_one(module: Any) -> None:
     with (
-        replaced((module, "base", lambda ordinary: f"everywhere {ordinary()}"), everywhere=True),
-        replaced((module, "base", lambda ordinary: f"outer {ordinary()}")),
-        replaced((module, "base", lambda ordinary: f"inner {ordinary()}")),
+        replaced({BASE: lambda ordinary: f"everywhere {ordinary()}"}, everywhere=True),
+        replaced({BASE: lambda ordinary: f"outer {ordinary()}"}),
+        replaced({BASE: lambda ordinary: f"inner {ordinary()}"}),
     ):
         assert module.base() == "inner outer everywhere base"
 
@@ -104,7 +123,7 @@ def test_an_inner_handler_is_called_with_the_outer_one(module: Any) -> None:
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_blocks_end_in_any_order(module: Any, everywhere: bool) -> None:
     first, second = (
-        replaced((module, "base", lambda ordinary, name=name: f"{name} {ordinary()}"), everywhere=everywhere)
+        replaced({BASE: lambda ordinary, name=name: f"{name} {ordinary()}"}, everywhere=everywhere)
         for name in ("first", "second")
     )
     first.__enter__()
@@ -116,7 +135,7 @@ def test_blocks_end_in_any_order(module: Any, everywhere: bool) -> None:
 
 
 def test_what_somebody_puts_around_a_replaced_function_is_replaced_too(module: Any) -> None:
-    with replaced((module, "base", other)):
+    with replaced({BASE: other}):
         pass
     before = module.base
 
@@ -125,31 +144,31 @@ def test_what_somebody_puts_around_a_replaced_function_is_replaced_too(module: A
         return f"their {before()}"
 
     module.base = theirs
-    with replaced((module, "base", other)):
+    with replaced({BASE: other}):
         assert module.base() == "other than their base"
     assert module.base() == "their base"
     module.base = before
-    with replaced((module, "base", other)):
+    with replaced({BASE: other}):
         assert module.base() == "other than base"
 
 
 def test_a_function_is_replaced_in_one_place_and_put_back(module: Any) -> None:
-    with replaced((module, "base", other), (module, "base", other)):
+    with replaced({BASE: other}), replaced({BASE: other}):
         dispatcher = module.base
-        with replaced((module, "base", other)):
+        with replaced({BASE: other}):
             assert module.base is dispatcher
         assert module.base is dispatcher
     assert module.base is base
 
 
 def test_what_was_kept_from_a_block_is_replaced_in_the_next_one(module: Any) -> None:
-    with replaced((module, "base", other)):
+    with replaced({BASE: other}):
         kept = module.base
-    with replaced((module, "base", other)):
+    with replaced({BASE: other}):
         assert kept() == "other than base"
     module.base = kept  # as `mock.patch` does that began inside
     for _ in range(3):
-        with replaced((module, "base", other)):
+        with replaced({BASE: other}):
             assert module.base() == "other than base"
         assert module.base is kept
     assert kept.__wrapped__ is base
@@ -157,26 +176,78 @@ def test_what_was_kept_from_a_block_is_replaced_in_the_next_one(module: Any) -> 
 
 def test_what_is_put_back_is_what_was_there() -> None:
     before = dict(vars(Base))
-    with replaced((Heir, "method", other), (Base, "of_class", other), (Base, "static", other), everywhere=True):
+    with replaced(dict.fromkeys(map(theirs, ("Heir.method", "Base.of_class", "Base.static")), other), everywhere=True):
         pass
     assert {name: vars(Base)[name] is value for name, value in before.items()} == dict.fromkeys(before, True)
 
 
 def test_what_somebody_else_has_put_there_stays(module: Any) -> None:
-    with replaced((module, "base", other)):
+    with replaced({BASE: other}):
         module.base = in_thread
     assert module.base is in_thread
 
 
 def test_nothing_stays_replaced_where_a_name_is_missing(module: Any) -> None:
-    with pytest.raises(KeyError), replaced((module, "base", other), (module, "missing", other)):
+    expected = r"^torch \S+ lacks theirs.missing, theirs.gone; lowmem_load works"
+    names = [BASE, theirs("missing"), theirs("gone")]
+    with pytest.raises(IncompatibleVersionError, match=expected), replaced(dict.fromkeys(names, other)):
         pass
     assert module.base is base
 
 
+def test_what_an_optional_name_is_missing_for_is_said(module: Any) -> None:
+    names = [theirs("base", loss="all is slow"), theirs("missing", loss="all is slow"), theirs("Base.method", loss="b")]
+    expected = r"^torch \S+ lacks theirs.missing, so all is slow. lowmem_load was tested with torch 2.0.0 to 1000.1"
+    block = replaced(dict.fromkeys(names, other))
+    with pytest.warns(NotStreamedWarning, match=expected) as seen:
+        block.__enter__()
+    assert module.base() == "base", "it is of no use alone"
+    assert Base().method() == "other than base"
+    block.__exit__(None, None, None)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("limits", [{"since": "1000"}, {"until": "2.0.1"}])
+def test_other_releases_need_not_have_a_name(limits: dict[str, str], recwarn: pytest.WarningsRecorder) -> None:
+    with replaced({theirs("missing", **limits): other, theirs("gone", loss="b", **limits): other}):
+        pass
+    assert not recwarn.list
+
+
+def test_a_name_with_another_meaning_since_is_left_alone(module: Any) -> None:
+    with replaced({theirs("base", until="2.0.1"): other}):
+        assert module.base() == "base"
+
+
+def test_a_method_of_a_subclass_is_its_own() -> None:
+    class Inner(Base):
+        def method(self) -> str:
+            return "inner"
+
+    with replaced({theirs("Base.method").of(Inner): other}):
+        assert Inner().method() == "other than inner"
+        assert Base().method() == "base"
+
+
+def test_a_name_of_no_value_gets_one_for_the_block(module: Any) -> None:
+    module.reference = None
+    with replaced({theirs("reference"): lambda _: "a value"}):
+        assert module.reference() == "a value"
+        assert in_thread(lambda: str(module.reference())) == "None"
+    assert module.reference is None
+
+
+@pytest.mark.parametrize("name", ["value", "Base.value", "other", "Nobody.method", "made_up"])
+def test_what_is_no_function_is_missing(name: str, module: Any) -> None:
+    module.value = 1
+    module.__getattr__ = lambda name: base
+    with pytest.raises(IncompatibleVersionError, match=f"lacks theirs.{name};"), replaced({theirs(name): other}):
+        pass
+
+
 def test_what_calls_a_function_that_was_replaced_is_compiled_as_before(module: Any) -> None:
     module.base = lambda tensor: tensor + 1
-    with replaced((module, "base", other)):
+    with replaced({BASE: other}):
         pass
     compiled = torch.compile(lambda tensor: module.base(tensor) * 2, fullgraph=True, backend="eager")
     assert compiled(torch.ones(2)).tolist() == [4.0, 4.0]

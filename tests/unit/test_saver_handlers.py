@@ -11,7 +11,10 @@ from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.hf.saver import LookedIntoError, NotGathered, WantedSave, is_saved_by_itself, plain_saves
+from lowmem_load.foreign_names import MODEL_SAVE
+from lowmem_load.integrations.saves import LookedIntoError, NotGathered, WantedSave, save_handlers
+from lowmem_load.integrations.trainer import is_saved_by_itself
+from lowmem_load.replaced import replaced
 from tests import builders
 
 
@@ -24,7 +27,7 @@ def model(checkpoints: Path) -> PreTrainedModel:
 def seen() -> Iterator[list[Any]]:
     """What is handed on, and what is checked, of the saves inside."""
     found: list[Any] = []
-    with plain_saves("transformers.modeling_utils", found.append, found.append):
+    with replaced(save_handlers(MODEL_SAVE, on_state=found.append, check=found.append)):
         yield found
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf.merging import unloaded
+from lowmem_load.frameworks.peft import unloaded
 from lowmem_load.phases import host_memory
 from lowmem_load.saving.local_shards import local_shards
 from lowmem_load.saving.save import gathered_and_merged

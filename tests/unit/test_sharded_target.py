@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lowmem_load.dtensor.mesh import is_first_replica, local_shard, shard_fully
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.hf.sharding import blocks
+from lowmem_load.hf.skeleton import blocks
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
 from lowmem_load.planning.planner import Planner

@@ -1,4 +1,6 @@
-"""FSDP2 of accelerate under `install` and `streaming`: the model is lazy until it is sharded.
+"""accelerate: FSDP2 under `install` and `streaming`, and saves under ZeRO-3.
+
+With FSDP2 the model is lazy until it is sharded.
 
 In stock every rank builds the whole model, in fp32 if it trains in mixed precision, before it is sharded. With
 `cpu_ram_efficient_loading` rank 0 then broadcasts it, tensor by tensor. Of a lazy model `fully_shard` reads slices by
@@ -12,25 +14,34 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowmem_load import foreign_names
 from lowmem_load.api.request import stage_3
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import has_group
 from lowmem_load.errors import UnsupportedError
+from lowmem_load.frameworks.peft import Merge
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, draws_no_missing
+from lowmem_load.hf.saver import SavedFile, recorded, symbolic_state
 from lowmem_load.hf.skeleton import ties_kept
-from lowmem_load.integrations import frameworks
+from lowmem_load.integrations.hooks import replaced_once_imported
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, Load, Options
-from lowmem_load.replaced import Handler, replaced
+from lowmem_load.planning.expression import Source
+from lowmem_load.replaced import Handlers, replaced, warn_of_missing
+from lowmem_load.saving.local_shards import unwrapped
+from lowmem_load.saving.save import save_described
 from lowmem_load.symbolic.lazy import addresses_are_only_compared
 from lowmem_load.target import Target
 
@@ -77,14 +88,9 @@ def lazy_loads(options: Options, *, everywhere: bool) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _hooks() -> Iterator[None]:
+def _hooks() -> contextlib.ExitStack:
     """Inside, each rank reads its shards of a lazy model that accelerate shards on the meta device."""
-    with contextlib.ExitStack() as stack:
-        for hook, handler in _HANDLERS.items():
-            handlers = dict.fromkeys(hook.names, handler)
-            stack.enter_context(frameworks.hooked(hook, functools.partial(dict, handlers)))
-        yield
+    return replaced_once_imported(_FSDP2_HANDLERS, lambda: _FSDP2_HANDLERS)
 
 
 def _is_fsdp2(kwargs: Mapping[str, Any]) -> bool:
@@ -103,7 +109,7 @@ def _fsdp_version() -> str:
     state: Any = sys.modules.get("accelerate.state")  # whoever has an Accelerator has imported it
     shared = getattr(getattr(state, "AcceleratorState", None), "_shared_state", None)
     if state is not None and shared is None:
-        frameworks.warn_missing(frameworks.ACCELERATE_STATE, frameworks.ACCELERATE_STATE.names)
+        warn_of_missing([foreign_names.SHARED_STATE])
     if (plugin := (shared or {}).get("fsdp_plugin")) is not None:
         return str(getattr(plugin, "fsdp_version", 1))  # accelerate 1.6 on
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
@@ -139,13 +145,69 @@ def _prepare_all(ordinary: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _prepare_model(ordinary: Any, accelerator: Any, model: nn.Module) -> Any:
     """Keep apart what transformers has found to differ: accelerate ties by the configuration, and loses one of both."""
-    with replaced(*ties_kept()):
+    with ties_kept():
         return ordinary(accelerator, model)
 
 
-_HANDLERS: Mapping[frameworks.Hook, Handler] = {
-    frameworks.ACCELERATE_FILL: _fill,
-    frameworks.AXOLOTL_FILL: _fill,
-    frameworks.ACCELERATE_PREPARE: _prepare_all,
-    **dict.fromkeys(frameworks.ACCELERATE_PREPARE_MODEL, _prepare_model),
+_FSDP2_HANDLERS: Handlers = {
+    foreign_names.ACCELERATE_FILL: _fill,
+    foreign_names.AXOLOTL_FILL: _fill,
+    foreign_names.PREPARE_FSDP2: _prepare_all,
+    **dict.fromkeys(foreign_names.PREPARE_MODEL, _prepare_model),
 }
+
+
+# -- saves under ZeRO-3: see [Note: saved afterwards] ------------------------------------------------------------------
+
+
+def save_handlers() -> Handlers:
+    """Return the handlers of `Accelerator.save_model` and `get_state_dict`."""
+    return {foreign_names.SAVE_MODEL: _save_model, foreign_names.GET_STATE_DICT: _get_state_dict}
+
+
+def _save_model(ordinary: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
+    """Do what `Accelerator.save_model` does, without gathering."""
+    arguments = inspect.signature(type(accelerator).save_model).bind(accelerator, *args, **kwargs).arguments
+    arguments.pop("self")
+    model, folder = unwrapped(arguments["model"]), arguments["save_directory"]
+    if not any(map(_is_partitioned, model.parameters())) or os.path.isfile(folder):
+        ordinary(accelerator, *args, **kwargs)
+        return
+
+    def describe(scratch: Path, sources: Mapping[int, Source]) -> tuple[list[SavedFile], list[Merge]]:
+        save = functools.partial(ordinary, accelerator, **{**arguments, "model": model, "save_directory": str(scratch)})
+        return _describe_save(save, type(accelerator), scratch, symbolic_state(model, sources, None)), []
+
+    options = {key: value for key, value in arguments.items() if key not in ("model", "save_directory")}
+    save_described(model, folder, describe, options)
+
+
+def _describe_save(save: Callable[[], None], cls: type, scratch: Path, state: Mapping[str, Any]) -> list[SavedFile]:
+    """Return the files of weights that `save` would write; write all its other files to `scratch`."""
+    files: list[SavedFile] = []
+
+    def write(_: Any, __: Any, weights: Mapping[str, Any], path: str, safe_serialization: bool = False) -> None:
+        metadata = {"format": "pt"} if safe_serialization else {}
+        files.append(recorded(scratch, weights, path, metadata, is_zip=not safe_serialization))
+
+    get_state_dict, save_file = foreign_names.GET_STATE_DICT.of(cls), foreign_names.SAVE.of(cls)
+    with replaced({get_state_dict: lambda *_, **__: OrderedDict(state), save_file: write}):
+        save()
+    return files
+
+
+def _get_state_dict(ordinary: Callable[..., Any], accelerator: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a placeholder for `save_pretrained` where stock `get_state_dict` refuses."""
+    from lowmem_load.ds.hooks import may_gather
+    from lowmem_load.integrations.saves import NotGathered
+    from lowmem_load.integrations.trainer import IN_STOCK
+
+    model = unwrapped(engine)
+    is_left = engine is model or IN_STOCK.get() or not any(map(_is_partitioned, model.parameters()))
+    return ordinary(accelerator, engine, *args, **kwargs) if is_left or may_gather(engine) else NotGathered()
+
+
+def _is_partitioned(parameter: torch.Tensor) -> bool:
+    from lowmem_load.ds.parameters import is_partitioned  # FSDP2 needs no DeepSpeed, which takes 70 MiB
+
+    return is_partitioned(parameter)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lowmem_load import DistributedInterface, load_model, load_report, plan
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
-from lowmem_load.hf import four_bit
+from lowmem_load.frameworks import bitsandbytes
 from tests import builders
 from tests.parity import BF16
 
@@ -113,7 +113,7 @@ def test_settings_are_what_ranks_agree_on(plain: Path) -> None:
 def test_the_bytes_and_the_state_are_stock_s(
     plain: Path, kind: str, double: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(four_bit, "_PIECE", 512)  # of weights of 2220 elements at most
+    monkeypatch.setattr(bitsandbytes, "_PIECE", 512)  # of weights of 2220 elements at most
     config = quantization(bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double)
     before = dict(vars(bnb.nn.Params4bit))
     model = load_model(plain, BF16, quantization_config=config)
@@ -165,7 +165,7 @@ def assert_same_state(ours: Any, theirs: Any) -> None:
 
 
 def test_other_loads_do_not_touch_bitsandbytes(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(four_bit, "replacements", lambda: pytest.fail("asked for"))
+    monkeypatch.setattr(bitsandbytes, "packing_handlers", lambda: pytest.fail("asked for"))
     plan(plain, BF16, rank=0, world_size=2)
 
 

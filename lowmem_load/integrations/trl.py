@@ -12,15 +12,15 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
+from lowmem_load import foreign_names
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.integrations.frameworks import TRL_SYNC, warn_missing
-from lowmem_load.replaced import Handler, holding
+from lowmem_load.replaced import Handlers, holding, warn_of_missing
 from lowmem_load.saving.local_shards import is_dtensor
 from lowmem_load.weights_out.iter_weights import Arguments, plan_weights
 from lowmem_load.weights_out.push_weights import hand_over, handing_out, metadata_of, name_tensor_pairs
@@ -41,7 +41,7 @@ _PAIRS: ContextVar[Iterator[tuple[str, torch.Tensor]] | None] = ContextVar("lowm
 def sync(ordinary: Callable[[Any], None], generation: Any) -> None:
     """Do what `VLLMGeneration.sync_weights` does. Collective: all ranks, as that is."""
     if not hasattr(generation, _METADATA):
-        warn_missing(TRL_SYNC, [f"VLLMGeneration.{_METADATA}"])
+        warn_of_missing([foreign_names.WEIGHT_METADATA])
         ordinary(generation)
         return
     weights = _planned(generation.model, generation.mode)
@@ -112,13 +112,12 @@ def iterate(ordinary: Callable[[Any], Iterator[Any]], generation: Any) -> Iterat
     return ordinary(generation) if pairs is None else pairs
 
 
-HANDLERS: Mapping[str, Handler] = {
-    "VLLMGeneration.sync_weights": sync,
-    "VLLMGeneration._iter_named_params": iterate,
-    "OnlineDPOTrainer._move_model_to_vllm_inner": move,
-    "SyncRefModelCallback.sync_target_model": mix,
+HANDLERS: Handlers = {
+    foreign_names.SYNC_WEIGHTS: sync,
+    foreign_names.ITER_NAMED_PARAMS: iterate,
+    foreign_names.MOVE_TO_VLLM: move,
+    foreign_names.SYNC_TARGET_MODEL: mix,
 }
-"""What is called in place of the names of TRL's hooks in `frameworks.py`."""
 
 
 def _is_in_pieces(parameter: torch.Tensor) -> bool:

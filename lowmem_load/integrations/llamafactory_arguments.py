@@ -159,7 +159,7 @@ def read_arguments(model_args: Any, dist_config: Any = None) -> tuple[ModelArgum
         ConfigError: a file cannot be read, a name is unknown or missing, a value has the wrong type.
         UnsupportedError: quant_config or model_class asks for something that cannot be streamed.
     """
-    section: _Given | None = None
+    section: _Section | None = None
     extra: dict[str, Any] = {}
     if isinstance(model_args, ModelArguments):
         args = model_args
@@ -177,28 +177,28 @@ def read_arguments(model_args: Any, dist_config: Any = None) -> tuple[ModelArgum
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _Section:
     where: str  # their name in messages
     values: Mapping[str, Any]
     folder: Path | None = None  # of the YAML file that they come from
     is_foreign: bool = False  # from another library's dataclass, so other readers have fields in it too
 
 
-def _read(argument: Any, where: str) -> _Given:
+def _read(argument: Any, where: str) -> _Section:
     if isinstance(argument, Mapping):
-        return _Given(where, _plain(argument, where))
+        return _Section(where, _plain(argument, where))
     if isinstance(argument, (str, os.PathLike)):
         return _read_yaml(os.fspath(argument), where)
     if dataclasses.is_dataclass(argument) and not isinstance(argument, type):
         where = type(argument).__name__
         values = {item.name: getattr(argument, item.name) for item in dataclasses.fields(argument)}
-        return _Given(where, _plain(values, where), is_foreign=True)
+        return _Section(where, _plain(values, where), is_foreign=True)
     raise ConfigError(
         f"{where}: cannot use a {type(argument).__name__}; pass a dataclass, a dict, or the path of a YAML file"
     )
 
 
-def _read_yaml(name: str, where: str) -> _Given:
+def _read_yaml(name: str, where: str) -> _Section:
     path = Path(name).expanduser()
     if not path.is_file():
         raise ConfigError(f'{where}: {name}: no such YAML file; for the name of a model write {{"model": {name!r}}}')
@@ -208,7 +208,7 @@ def _read_yaml(name: str, where: str) -> _Given:
         raise ConfigError(f"{name}: cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not YAML: {error}") from error
-    return _Given(name, _plain(values, name), path.absolute().parent)
+    return _Section(name, _plain(values, name), path.absolute().parent)
 
 
 def _plain(values: Any, where: str) -> dict[str, Any]:
@@ -217,57 +217,57 @@ def _plain(values: Any, where: str) -> dict[str, Any]:
     return {str(key): value.value if isinstance(value, enum.Enum) else value for key, value in values.items()}
 
 
-def _split(given: _Given) -> tuple[ModelArguments, _Given | None, dict[str, Any]]:
-    values = _translated(given)
-    section = values.pop("dist_config", None)
+def _split(section: _Section) -> tuple[ModelArguments, _Section | None, dict[str, Any]]:
+    values = _translate(section)
+    dist_values = values.pop("dist_config", None)
     extra: dict[str, Any] = {}
-    if given.is_foreign or "dist_config" in given.values:
+    if section.is_foreign or "dist_config" in section.values:
         extra = {key: value for key, value in values.items() if key not in _fields(ModelArguments)}
         for key in extra:
             if near := difflib.get_close_matches(key, _known(ModelArguments), n=1, cutoff=_NEAR_MISS):
-                raise ConfigError(f"{given.where}: unknown key {key}; did you mean {near[0]}?")
+                raise ConfigError(f"{section.where}: unknown key {key}; did you mean {near[0]}?")
     own = {key: value for key, value in values.items() if key not in extra}
-    where = f"{given.where}: dist_config"
-    dist_config = None if section is None else _Given(where, _plain(section, where), given.folder)
-    return _build(ModelArguments, given.where, own), dist_config, extra
+    where = f"{section.where}: dist_config"
+    dist_config = None if dist_values is None else _Section(where, _plain(dist_values, where), section.folder)
+    return _build(ModelArguments, section.where, own), dist_config, extra
 
 
-def _translated(given: _Given) -> dict[str, Any]:
-    values = dict(given.values)
+def _translate(section: _Section) -> dict[str, Any]:
+    values = dict(section.values)
     if values.pop("quant_config", None) is not None:
         raise UnsupportedError(
-            f"{given.where}: quant_config: not supported here; load_model takes transformers' quantization_config"
+            f"{section.where}: quant_config: not supported here; load_model takes transformers' quantization_config"
         )
     model_class = values.pop("model_class", None)
     if model_class is not None:
         if model_class not in _MODEL_CLASSES:
             raise UnsupportedError(
-                f"{given.where}: model_class {model_class!r}: expected 'llm' or 'other'; for anything else write "
+                f"{section.where}: model_class {model_class!r}: expected 'llm' or 'other'; for anything else write "
                 "auto_class, such as 'AutoModelForSequenceClassification'"
             )
         values.setdefault("auto_class", _MODEL_CLASSES[model_class])
     for alias, name in _ALIASES.items():
         if alias in values:
             if name in values:
-                raise ConfigError(f"{given.where}: {alias} and {name} are two names of one thing; keep one")
+                raise ConfigError(f"{section.where}: {alias} and {name} are two names of one thing; keep one")
             values[name] = values.pop(alias)
     if values.get("attn_implementation") == "auto":
         values["attn_implementation"] = None
     return values
 
 
-def _dist_config(given: _Given) -> DistConfig:
-    values = dict(given.values)
+def _dist_config(section: _Section) -> DistConfig:
+    values = dict(section.values)
     if "zero_optimization" in values:
-        raise ConfigError(f'{given.where}: this is a ds_config itself; pass {{"config_file": it}}')
+        raise ConfigError(f'{section.where}: this is a ds_config itself; pass {{"config_file": it}}')
     if values.get("name") not in (None, "deepspeed", "fsdp2"):  # report the backend, not the keys that only it knows
         values = {"name": values["name"]}
     elif isinstance(values.get("config_file"), (str, os.PathLike)):
-        values["config_file"] = _found(os.fspath(values["config_file"]), given.folder)
-    return _build(DistConfig, given.where, values)
+        values["config_file"] = _locate(os.fspath(values["config_file"]), section.folder)
+    return _build(DistConfig, section.where, values)
 
 
-def _found(name: str, folder: Path | None) -> str:
+def _locate(name: str, folder: Path | None) -> str:
     """Return the path of a ds_config file: beside the YAML file that names it, else in the current directory."""
     if name.lstrip().startswith("{"):  # JSON text
         return name

@@ -1,4 +1,4 @@
-"""The bitsandbytes seam: describes 4-bit weights. Written for bitsandbytes 0.48.2 to 0.50.2.
+"""bitsandbytes: describes 4-bit weights. Written for bitsandbytes 0.48.2 to 0.50.2.
 
 A weight that is packed in the file is read by ranges. Any other is read and packed whole on every rank, as in stock:
 double quantization subtracts the mean of all scales. It is done in pieces: the CPU kernels take 15 bytes per element.
@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowmem_load import foreign_names
 from lowmem_load.config.settings import Settings
 from lowmem_load.contract import BITSANDBYTES, require
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, UnsupportedError
 from lowmem_load.io.memory import trim_heap
 from lowmem_load.planning.expression import Computed, Shape
-from lowmem_load.replaced import Replacement
+from lowmem_load.replaced import Handlers
 from lowmem_load.symbolic.quantized import Companion, Quantized, QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
@@ -41,12 +42,12 @@ _LOSSY = {
 Tensors = dict[str, tuple[Shape, torch.dtype]]
 
 
-def replacements() -> list[Replacement]:
-    """Return the replacements for functions of bitsandbytes while a model is described."""
+def packing_handlers() -> Handlers:
+    """Return the handlers by which bitsandbytes packs described weights."""
     require(
         BITSANDBYTES,
         {
-            "bitsandbytes.nn:Params4bit": ("from_prequantized", "to"),
+            "bitsandbytes.nn:Params4bit": ("to",),
             "bitsandbytes.nn:Linear4bit": ("forward",),
             "bitsandbytes.functional": ("quantize_4bit", "quantize_blockwise"),
             "bitsandbytes.functional:QuantState": ("as_dict", "from_dict"),
@@ -58,8 +59,7 @@ def replacements() -> list[Replacement]:
             "bitsandbytes.nn:Params4bit.from_prequantized": ("data", "quantized_stats", "device", "module"),
         },
     )
-    parameter = importlib.import_module("bitsandbytes").nn.Params4bit
-    return [(parameter, "__new__", _of_weight), (parameter, "from_prequantized", _of_packed)]
+    return {foreign_names.NEW_PARAMS_4BIT: _of_weight, foreign_names.PACKED_PARAMS_4BIT: _of_packed}
 
 
 def unpacked(model: nn.Module) -> list[str]:
@@ -86,16 +86,16 @@ def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: 
             f"of shape {tuple(data.shape)}, it takes {num_bytes} bytes in 4 bits, which bnb_4bit_quant_storage "
             f"{storage} does not divide; use torch.uint8, or leave its module out (llm_int8_skip_modules)"
         )
-    found: list[Any] = []
+    states: list[Any] = []
 
     def pack(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         values, state = _packed(inputs[0], template)
-        found[:] = [state]
+        states[:] = [state]
         trim_heap()
         return values.view(storage)
 
     def restore(name: str, made: nn.Parameter, _: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        state = found.pop()
+        state = states.pop()
         if _tensors_of(state) != expected:
             raise IncompatibleVersionError(
                 f"{name}: bitsandbytes made {_tensors_of(state)} beside the packed values, the plan has {expected}"
@@ -124,7 +124,7 @@ def _packed(weight: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
         start += packed.numel()
         states.append(state)
     state = states[0]
-    state.shape, state.absmax = weight.shape, torch.cat([each.absmax for each in states])
+    state.shape, state.absmax = weight.shape, torch.cat([part.absmax for part in states])
     if settings.compress_statistics:
         state.offset = state.absmax.mean()
         state.absmax, state.state2 = functional.quantize_blockwise(state.absmax - state.offset, blocksize=_NESTED_BLOCK)
@@ -220,7 +220,7 @@ def _tensors_of(state: Any) -> Tensors:
 
 def check_packed(model: nn.Module, settings: Settings) -> None:
     """Refuse weights that cannot be packed, and settings under which DeepSpeed computes with packed weights."""
-    packed = {name: each for name, each in model.named_parameters() if isinstance(each, QuantizedTensor)}
+    packed = {name: weight for name, weight in model.named_parameters() if isinstance(weight, QuantizedTensor)}
     if packed and settings.stage == 3:
         for setting, does in _LOSSY.items():
             if settings.ds_config["zero_optimization"].get(setting):

@@ -30,19 +30,19 @@ class Merge:
     def adapters(self) -> list[nn.Parameter]:
         """Return the parameters of the adapters."""
         bases = {id(parameter) for parameter in self.parameters}
-        found = {id(p): p for layer in self.layers for p in layer.parameters() if id(p) not in bases}
-        return list(found.values())
+        adapters = {id(p): p for layer in self.layers for p in layer.parameters() if id(p) not in bases}
+        return list(adapters.values())
 
-    def run(self, given: Mapping[int, torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Return the merged parameters, as new tensors, or in the memory of the values that are given.
+    def run(self, values: Mapping[int, torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """Return the merged parameters, as new tensors, or in the memory of the values.
 
-        `given` has the whole value of each parameter and adapter, by `id`. Without it, all of them must be gathered.
+        `values` has the whole value of each parameter and adapter, by `id`. Without it, all of them must be gathered.
         """
-        if given is None:
+        if values is None:
             device = self.parameters[0].device  # adapters may be on another one, such as the host
-            given = {id(parameter): parameter.detach().clone() for parameter in self.parameters}
-            given |= {id(adapter): adapter.detach().to(device) for adapter in self.adapters()}
-        parameters = {key: nn.Parameter(value, requires_grad=False) for key, value in given.items()}
+            values = {id(parameter): parameter.detach().clone() for parameter in self.parameters}
+            values |= {id(adapter): adapter.detach().to(device) for adapter in self.adapters()}
+        parameters = {key: nn.Parameter(value, requires_grad=False) for key, value in values.items()}
         copies: dict[int, Any] = {}
         for layer in self.layers:
             with torch.no_grad():
@@ -55,7 +55,7 @@ def unloaded(model: nn.Module) -> tuple[nn.Module, list[Merge]]:
     _check_tuner(model)
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    noted: list[nn.Module] = []
+    merged: list[nn.Module] = []
     copies: dict[int, Any] = {}
     tuner = _copied(model, copies, {}).base_model
     if hasattr(tuner.model, "config"):  # PEFT may note in it that weights are no longer tied
@@ -67,12 +67,12 @@ def unloaded(model: nn.Module) -> tuple[nn.Module, list[Merge]]:
                     "merge_adapters: a LoRA on torch.nn.MultiheadAttention gets new parameters when it is merged; "
                     "merge it in a process that has the whole model"
                 )
-            vars(copies[id(module)])["merge"] = lambda *_, layer=module, **__: noted.append(layer)
+            vars(copies[id(module)])["merge"] = lambda *_, layer=module, **__: merged.append(layer)
     parameters = list(model.parameters())
     for parameter in parameters:  # PEFT finds ties by memory, which partitioned parameters lack
         vars(parameter)["data_ptr"] = functools.partial(id, parameter)
     try:
-        return tuner.merge_and_unload(), _together(noted)
+        return tuner.merge_and_unload(), _together(merged)
     finally:
         for parameter in parameters:
             del vars(parameter)["data_ptr"]

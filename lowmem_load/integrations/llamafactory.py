@@ -1,6 +1,7 @@
-"""ModelEngine: turns arguments into a loaded model that is ready for `deepspeed.initialize`.
+"""LLaMA-Factory: its `ModelEngine`, and the load of its v1.
 
-It works in the order of LLaMA-Factory v1: process group, ds_config, processor, model configuration, model.
+`ModelEngine` turns arguments into a loaded model that is ready for `deepspeed.initialize`. It works in the order of
+LLaMA-Factory v1: process group, ds_config, processor, model configuration, model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import nn
 
+from lowmem_load import foreign_names
+from lowmem_load.api.load_into import load_into
 from lowmem_load.api.load_model import load_model, load_request
 from lowmem_load.api.request import Request
 from lowmem_load.config.ds_config import Precision
@@ -22,10 +26,11 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.dtensor.mesh import fsdp_over_all_ranks
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import active, names
-from lowmem_load.hf.loader import load_lock
-from lowmem_load.hf.remote_names import located
-from lowmem_load.integrations.arguments import PRECISIONS, read_arguments
+from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.remote_names import find_folder
+from lowmem_load.integrations.llamafactory_arguments import PRECISIONS, read_arguments
 from lowmem_load.pipeline.load import Options
+from lowmem_load.replaced import Handlers
 
 
 class ModelEngine:
@@ -85,7 +90,7 @@ class ModelEngine:
         """Load the model for FSDP2: fp32 masters under a policy of mixed precision, as LLaMA-Factory v1 stores them."""
         config = self.dist_config
         with self.distributed.step("preparing", name=str(self.args.model)):
-            name, kwargs = located(str(self.args.model), self._from_pretrained_kwargs())
+            name, kwargs = find_folder(str(self.args.model), self._from_pretrained_kwargs())
             if self.args.bf16 or self.args.fp16:
                 raise ConfigError("bf16 and fp16 belong to deepspeed; dist_config.mixed_precision says it for fsdp2")
             self.processor = names.load_processor(name, kwargs)
@@ -111,7 +116,7 @@ class ModelEngine:
     def _load_partitioned(self) -> None:
         """Load the model into ZeRO-3 partitions."""
         with self.distributed.step("preparing", name=str(self.args.model)) as step:
-            name, kwargs = located(str(self.args.model), self._from_pretrained_kwargs())
+            name, kwargs = find_folder(str(self.args.model), self._from_pretrained_kwargs())
             settings = read_settings(
                 self.dist_config.config_file,
                 world_size=self.distributed.world_size,
@@ -166,3 +171,17 @@ class ModelEngine:
                 raise
             if self.distributed.rank == 0:
                 warnings.warn(f"{error}; it trains without", stacklevel=3)
+
+
+def load_handlers(options: Options) -> Handlers:
+    """Return what fills as `load_into` does.
+
+    Source: LLaMA-Factory 0.9.5 `v1/plugins/trainer_plugins/distributed/fsdp2.py`, `FSDP2Engine.materialize_and_load`.
+    """
+
+    def load(_: Any, __: Any, model: nn.Module, name: str) -> None:
+        report = load_into(model, name, progress=options.progress, verify=options.verify)
+        if options.on_load is not None:
+            options.on_load(report)
+
+    return {foreign_names.LLAMAFACTORY_LOAD: load}

@@ -1,0 +1,128 @@
+"""DeepSpeed under `install`: `deepspeed.initialize`, and the engine's `load_checkpoint` and `save_16bit_model`."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lowmem_load import foreign_names
+from lowmem_load.api.load_model import why_left_to_stock
+from lowmem_load.config.ds_config import Precision
+from lowmem_load.config.settings import Settings, read_settings
+from lowmem_load.ds.engine_states import is_plain_zero3
+from lowmem_load.ds.hooks import engine_hooked, hooked, is_shell
+from lowmem_load.ds.parameters import is_partitioned
+from lowmem_load.errors import ConfigError, LoadOrderWarning, outside_level
+from lowmem_load.frameworks.peft import Merge
+from lowmem_load.hf.active import transformers_models
+from lowmem_load.hf.saver import SavedFile, recorded, symbolic_state
+from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
+from lowmem_load.planning.expression import Source
+from lowmem_load.resume.load_checkpoint import load_checkpoint
+from lowmem_load.resume.open_checkpoint import saved_by
+from lowmem_load.saving.local_shards import unwrapped
+from lowmem_load.saving.save import ranks_of, save_described
+
+
+@contextlib.contextmanager
+def engines_hooked() -> Iterator[None]:
+    """Inside, engines get models that suit them, and take checkpoints of other numbers of ranks."""
+    with engine_hooked(foreign_names.LOAD_CHECKPOINT, _load_checkpoint), hooked(_before_engine):
+        yield
+
+
+def _before_engine(arguments: Mapping[str, Any]) -> None:
+    """Do what `deepspeed.initialize` needs done to its model, and warn of one that was loaded too early."""
+    model = arguments.get("model")
+    if not isinstance(model, nn.Module):
+        return
+    try:
+        settings = read_settings(_ds_config_of(arguments), world_size=1)
+    except ConfigError:  # there is none, or DeepSpeed is about to report it
+        return
+    _cast_adapters(model, settings)
+    if settings.stage == 3 and not is_shell(model):
+        _check_load_order(model)
+
+
+def _ds_config_of(arguments: Mapping[str, Any]) -> Any:
+    configs = (
+        arguments.get("config"),
+        arguments.get("config_params"),
+        getattr(arguments.get("args"), "deepspeed_config", None),
+    )
+    config = next((config for config in configs if config is not None), None)
+    if isinstance(config, str) and not os.path.exists(config):  # Source: deepspeed 0.19.8 runtime/config.py
+        with contextlib.suppress(ValueError):  # DeepSpeed is about to report it
+            return base64.urlsafe_b64decode(config).decode()
+    return config
+
+
+def _cast_adapters(model: nn.Module, settings: Settings) -> None:
+    """Cast what was added to a streamed model of 4-bit weights: stock's engine does, where nothing is partitioned."""
+    reports = [getattr(inner, REPORT_ATTRIBUTE, None) for inner in transformers_models(model)]
+    is_packed = any(report is not None and report.num_quantized for report in reports)
+    if not is_packed or settings.precision is Precision.FP32:
+        return
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not is_partitioned(parameter):
+            parameter.data = parameter.data.to(settings.dtype)
+
+
+def _check_load_order(model: nn.Module) -> None:
+    """Warn for each transformers model that `deepspeed.initialize` partitions only now."""
+    for inner in transformers_models(model):  # with any partition, it was loaded under ZeRO-3, and added to since
+        parameters = list(inner.parameters())
+        if parameters and not any(map(is_partitioned, parameters)) and not why_left_to_stock(inner):
+            mib = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / 2**20
+            warnings.warn(
+                f"{type(inner).__name__}: every rank holds {mib:.1f} MiB of it whole, and ZeRO-3 partitions it only "
+                "now: no ZeRO-3 configuration was active when it was loaded. First make TrainingArguments("
+                "deepspeed=...), Accelerator(deepspeed_plugin=...) or HfDeepSpeedConfig(...), keep it in a variable, "
+                "then call from_pretrained",
+                LoadOrderWarning,
+                stacklevel=outside_level(),
+            )
+
+
+def _load_checkpoint(engine: Any, arguments: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]] | None:
+    """Load a checkpoint that another number of ranks saved, in place of `engine.load_checkpoint`; else return None."""
+    if not is_plain_zero3(engine) or engine.load_universal_checkpoint() or arguments["custom_load_fn"] is not None:
+        return None
+    ranks = ranks_of(unwrapped(engine))
+    # Ranks may see only the files of their own node. All must take the same way.
+    with ranks.step("finding the checkpoint") as step:
+        step.payload = saved_by(arguments["load_dir"], arguments["tag"])
+    saved_for = set(step.payloads)
+    if len(saved_for) > 1 or saved_for <= {None, ranks.world_size}:
+        return None
+    return load_checkpoint(engine, **{name: value for name, value in arguments.items() if name != "custom_load_fn"})
+
+
+def saves_hooked() -> contextlib.AbstractContextManager[None]:
+    """Inside, `engine.save_16bit_model` writes without gathering, whatever the ds_config allows."""
+    return engine_hooked(foreign_names.ENGINE_SAVE, _save_16bit_model)
+
+
+def _save_16bit_model(engine: Any, arguments: Mapping[str, Any]) -> bool | None:
+    """Do what `engine.save_16bit_model` does; return None to leave it to stock."""
+    model = unwrapped(engine)
+    if not any(map(is_partitioned, model.parameters())):
+        return None
+    name, without_frozen = str(arguments["save_filename"]), bool(arguments["exclude_frozen_parameters"])
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+    def describe(scratch: Path, sources: Mapping[int, Source]) -> tuple[list[SavedFile], list[Merge]]:
+        state = symbolic_state(model, sources, None)
+        kept = {key: value for key, value in state.items() if not (without_frozen and key in frozen)}
+        return [recorded(scratch, kept, scratch / name, {}, is_zip=True)], []
+
+    save_described(model, arguments["save_dir"], describe, {"save_filename": name, "exclude_frozen": without_frozen})
+    return True

@@ -1,0 +1,110 @@
+"""Saves under `install`: the same files, but each rank writes what it holds. `save_pretrained` takes a placeholder.
+
+[Note: saved afterwards] Trainer and scripts with accelerate ask for all weights on all ranks, and pass them to
+`save_pretrained` on rank 0. Here they get a placeholder, which only `save_pretrained` may look at, and `save_model`
+writes the weights to its folder.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import nn
+
+from lowmem_load.ds.parameters import full_numel, is_partitioned
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.foreign_names import ForeignName
+from lowmem_load.hf.saver import OURS, default_shard_size
+from lowmem_load.replaced import Handlers
+from lowmem_load.saving.save import ranks_of, save_model
+
+
+class LookedIntoError(UnsupportedError):
+    """Code looked into a `NotGathered`."""
+
+
+class NotGathered(dict[str, Any]):
+    """Stands for a state dict whose weights are not gathered. It can be passed on, but not looked into."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise LookedIntoError(
+            "this code looks into the weights of a state dict, and lowmem_load does not gather them; hand it to "
+            "save_pretrained on all ranks, or call lowmem_load.install(saves=False)"
+        )
+
+    __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = _refuse
+    items = keys = values = get = pop = copy = _refuse
+
+
+@dataclass(frozen=True, slots=True)
+class WantedSave:
+    """A call of `save_pretrained` with a `NotGathered`; its keywords are without those in `OURS`."""
+
+    model: nn.Module
+    folder: str
+    kwargs: dict[str, Any]
+
+
+NOTED_SAVES: ContextVar[list[WantedSave] | None] = ContextVar("lowmem_load_noted_saves", default=None)
+"""The calls of `save_pretrained` in the `Trainer.save_model` that is running, which saves them itself."""
+
+
+def save_handlers(
+    name: ForeignName,
+    *,
+    on_state: Callable[[WantedSave], None] | None = None,
+    check: Callable[[nn.Module], None] | None = None,
+) -> Handlers:
+    """Return the handler of `save_pretrained`: `on_state` gets calls with a `NotGathered`, `check` models without."""
+    on_state, check = on_state or save_of_state, check or refuse_empty
+    cls = getattr(sys.modules[name.module], name.name.partition(".")[0])
+    signature = inspect.signature(cls.save_pretrained)
+
+    def save_pretrained(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        arguments |= arguments.pop("kwargs", {})
+        state = arguments.get("state_dict")
+        if isinstance(state, NotGathered):
+            if not arguments.get("safe_serialization", True):
+                raise UnsupportedError("safe_serialization=False: the weights are not gathered; leave it out")
+            others = {key: value for key, value in arguments.items() if key not in (*OURS, "self", "save_directory")}
+            return on_state(WantedSave(arguments["self"], str(arguments["save_directory"]), others))
+        if state is None and arguments.get("is_main_process", True):  # else nothing is written
+            check(arguments["self"])
+        return ordinary(*args, **kwargs)
+
+    return {name: save_pretrained}
+
+
+def save_of_state(save: WantedSave) -> None:
+    """Do what `save_pretrained` does with a placeholder. Collective: all ranks."""
+    noted = NOTED_SAVES.get()
+    if noted is not None:
+        noted.append(save)
+        return
+    title = "save_pretrained with the state of get_state_dict, to be called on all ranks and not by the main one alone"
+    with ranks_of(save.model).step(title, is_prompt=True):
+        pass  # wait for all ranks
+    write(save)
+
+
+def write(save: WantedSave) -> None:
+    """Write the weights to the folder. Collective."""
+    save_model(save.model, save.folder, **{"max_shard_size": default_shard_size(), **save.kwargs})
+
+
+def refuse_empty(model: Any) -> None:
+    """Raise if `save_pretrained` would write partitioned parameters with shape [0]."""
+    adapters_only = hasattr(model, "get_base_model") or bool(getattr(model, "_hf_peft_config_loaded", False))
+    for name, parameter in model.named_parameters():
+        is_saved = parameter.requires_grad or not adapters_only
+        if is_saved and parameter.numel() == 0 and is_partitioned(parameter) and full_numel(parameter):
+            raise UnsupportedError(
+                f"{name}: is partitioned by ZeRO-3, and save_pretrained would write it with shape [0]; call "
+                "lowmem_load.save_model(model, folder) on all ranks"
+            )

@@ -1,0 +1,166 @@
+"""The table of foreign names: it is all that is replaced, it is true, and nothing stays replaced."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lowmem_load import foreign_names
+from lowmem_load.foreign_names import TABLE, ForeignName
+from lowmem_load.replaced import usable_names
+from tests import builders
+from tests.foreign_names_page import PAGE, page
+from tests.ranks import REPO
+
+PACKAGE = REPO / "lowmem_load"
+MODULES = [path for path in PACKAGE.rglob("*.py") if path.name != "foreign_names.py"]
+OF_FOREIGN_MODULES = {
+    "ds/partition.py": {"torch.nn.functional.linear", "Init.param_id"},  # the second numbers parameters
+    "ds/ops.py": {"deepspeed.comm.comm.cdb", "groups.name"},  # as they are before DeepSpeed's group is made
+    "symbolic/lazy.py": {"nn.Parameter.data"},
+}
+"""What modules set of others by themselves."""
+
+
+PASSED_ON = {
+    "integrations.install": vars(foreign_names),
+    "ds.hooks": ("INITIALIZE", "LOAD_CHECKPOINT", "ENGINE_SAVE"),
+    "hf.loader": ("CACHED_FILES",),
+}
+"""Names that modules use with handlers of other modules."""
+
+
+def imported_modules(tree: ast.AST) -> set[str]:
+    """Returns the names that a module has for modules and classes of other packages."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("lowmem_load"):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def attributes_set(tree: ast.AST) -> Iterator[str]:
+    """Yields each attribute that is set, with its object."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (ast.unparse(target) for target in targets if isinstance(target, ast.Attribute))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"setattr", "delattr"}:
+            yield f"{ast.unparse(node.args[0])}.{ast.unparse(node.args[1])}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_nothing_is_replaced_but_by_the_table(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    made = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "ForeignName"]
+    assert not made, "names belong into foreign_names.py"
+    imported = imported_modules(tree)
+    foreign = {name for name in attributes_set(tree) if name.partition(".")[0] in imported and ")" not in name}
+    assert foreign == OF_FOREIGN_MODULES.get(path.relative_to(PACKAGE).as_posix(), set())
+
+
+def test_who_handles_a_name_is_in_the_table() -> None:
+    """Or, where a handler is passed on, at least the module that is asked for it."""
+    handlers: dict[str, set[str]] = {}
+    for constant, value in vars(foreign_names).items():
+        for name in value if isinstance(value, tuple) and constant != "TABLE" else [value]:
+            if isinstance(name, ForeignName):
+                handlers[constant] = set(name.handlers.split(", "))
+    in_table = set().union(*handlers.values())
+    for path in MODULES:
+        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        named = set(re.findall(r"\bforeign_names\.([A-Z]\w+)", path.read_text(encoding="utf-8")))
+        assert {name for name in named if module not in handlers[name]} <= set(PASSED_ON.get(module, ())), module
+        in_table -= {module}
+    assert not in_table, "no such modules"
+
+
+def test_names_are_once_in_the_table() -> None:
+    assert len({str(name) for name in TABLE}) == len(TABLE)
+
+
+@pytest.mark.filterwarnings("error::lowmem_load.NotStreamedWarning")
+@pytest.mark.parametrize("package", ["transformers", "torch", "deepspeed", "accelerate", "peft", "bitsandbytes"])
+def test_this_release_has_the_names_that_it_should_have(package: str) -> None:
+    pytest.importorskip(package)
+    no_functions = (foreign_names.SHARED_STATE, foreign_names.ASSIGNED_DATA)
+    names = [name for name in TABLE if name.releases.package == package and name not in no_functions]
+    assert usable_names(names)
+
+
+def test_the_page_shows_the_table() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.foreign_names_page"
+
+
+LOADS = """
+import contextlib, gc, importlib, sys
+import accelerate, deepspeed, torch, transformers
+for optional in ("peft", "trl", "transformers.trainer", "bitsandbytes"):
+    with contextlib.suppress(Exception):
+        importlib.import_module(optional)
+import lowmem_load
+from lowmem_load import replaced
+from lowmem_load.integrations.install import uninstall
+from transformers import LlamaForCausalLM
+from transformers.integrations import deepspeed as integration
+
+PACKAGES = {"accelerate", "bitsandbytes", "deepspeed", "peft", "safetensors", "torch", "transformers", "trl"}
+ZERO_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+
+def functions():
+    seen = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in PACKAGES:
+            continue
+        for key, value in list(getattr(module, "__dict__", {}).items()):
+            if isinstance(value, type) and value.__module__ == name:
+                for inner, function in list(vars(value).items()):
+                    seen[f"{name}.{key}.{inner}"] = getattr(function, "__func__", function)
+            else:
+                seen[f"{name}.{key}"] = value
+    return {name: function for name, function in seen.items() if callable(function)}
+
+def dispatchers():
+    ours = replaced.__file__
+    return [name for name, f in functions().items() if getattr(getattr(f, "__code__", None), "co_filename", "") == ours]
+
+def is_streamed():
+    return hasattr(LlamaForCausalLM.from_pretrained(sys.argv[1]), "lowmem_load_report")
+
+before = functions()
+lowmem_load.load_model(sys.argv[1], ZERO_3)
+lazy = lowmem_load.lazy(sys.argv[1])
+lowmem_load.install()
+kept = integration.HfDeepSpeedConfig(ZERO_3)
+assert is_streamed()
+with contextlib.suppress(Exception):
+    deepspeed.initialize(model=None)  # from here on, saves are ours
+assert "transformers.modeling_utils.PreTrainedModel.save_pretrained" in dispatchers()
+uninstall()
+integration.unset_hf_deepspeed_config()
+assert not is_streamed()
+del lazy
+gc.collect()
+lowmem_load.load_model(sys.argv[1], ZERO_3)
+after = functions()
+print("replaced:", *dispatchers(), *filter(None, [integration._hf_deepspeed_config_weak_ref]))
+print("changed:", *(name for name, function in before.items() if name in after and after[name] is not function))
+"""
+
+
+def test_nothing_stays_replaced_after_loads_and_an_installation(checkpoints: Path) -> None:
+    """Of what changed, DeepSpeed's is torch's `linear`, under memory_efficient_linear."""
+    command = [sys.executable, "-c", LOADS, str(builders.tiny_llama(checkpoints))]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stderr
+    *_, replaced, changed = run.stdout.splitlines()
+    assert replaced.split() == ["replaced:"]
+    assert set(changed.split()[1:]) <= {"torch.nn.functional.linear"}
