@@ -225,20 +225,21 @@ class SharedReads:
 
     def _agree_on_schedule(self) -> Schedule | None:
         buffer = self._buffer
-        mine = buffer.both_chunks(buffer.place)
-        if not _write_list(mine, self._cost.block_bytes, byte_ranges(each.read for each in self._deliveries)):
-            _write(mine, TOO_MANY_RANGES)
+        own_part, ranges = buffer.both_chunks(buffer.place), byte_ranges(part.read for part in self._deliveries)
+        if not _write_list(own_part, self._cost.block_bytes, ranges):
+            _write(own_part, TOO_MANY_RANGES)
         buffer.barrier(_LISTED, self._wait)
-        lists = [_read_list(buffer.both_chunks(place)) for place in range(buffer.num_ranks)]
+        messages = [_read_list(buffer.both_chunks(place)) for place in range(buffer.num_ranks)]
         buffer.barrier(_HEARD, self._wait)  # the first chunk overwrites the list
-        if reasons := [each for each in lists if isinstance(each, str)]:
-            self.why_alone = reasons[0]
-            return None
-        said = [each for each in lists if not isinstance(each, str)]
-        block_bytes = max(block_bytes for block_bytes, _ in said)
-        schedule = node_schedule(
-            [ranges for _, ranges in said], replace(self._cost, block_bytes=block_bytes), buffer.chunk_bytes
-        )
+        lists = []
+        for message in messages:
+            if isinstance(message, str):  # why this rank of the node reads alone: then all do
+                self.why_alone = message
+                return None
+            lists.append(message)
+        # Ranks may see file systems of different block sizes; all must compute the same schedule.
+        cost = replace(self._cost, block_bytes=max(block_bytes for block_bytes, _ in lists))
+        schedule = node_schedule([ranges for _, ranges in lists], cost, buffer.chunk_bytes)
         self.why_alone = "" if schedule else LITTLE_SAVED
         return schedule
 

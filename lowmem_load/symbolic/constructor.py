@@ -249,8 +249,11 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any], draws: bool) -> Any:
         if any(map(_is_special, tensors)):
             return func(*args, **kwargs)
-        arguments = enumerate(func._schema.arguments)
-        places = [args[i] if i < len(args) else kwargs.get(each.name) for i, each in arguments if each.is_write]
+        places = [
+            args[position] if position < len(args) else kwargs.get(argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if argument.is_write
+        ]
         written = _tensors(*places)
         others = [tensor for tensor in tensors if all(tensor is not target for target in written)]
         if any(tensor.is_meta for tensor in tensors):
