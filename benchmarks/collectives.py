@@ -12,7 +12,7 @@ LARGE_PAYLOAD_BYTES = 64 * 1024
 """Status words, sizes and pickled digests are far smaller than this; weights are far larger."""
 
 COLLECTIVES = (
-    "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_coalesced", "all_reduce",
+    "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_coalesced", "all_reduce",
     "all_reduce_coalesced", "inference_all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_to_all",
     "all_to_all_single", "gather", "scatter", "send", "recv", "isend", "irecv",
 )  # fmt: skip
@@ -20,8 +20,9 @@ COLLECTIVES = (
 
 @dataclass(slots=True)
 class NetworkUse:
-    """Tensor bytes that one rank gave to collectives of more than one rank; `large`: payloads above 64 KiB."""
+    """Collectives of several ranks, and tensor bytes that this one gave to them; `large`: payloads above 64 KiB."""
 
+    num_calls: int = 0
     payload_bytes: int = 0
     large_payload_bytes: int = 0
 
@@ -76,6 +77,7 @@ class CollectiveCounter:
             return
         # The larger side of a call: all-gather's output, reduce-scatter's input, broadcast's only tensor.
         payload = max((_tensor_bytes(value) for value in values), default=0)
+        self.use.num_calls += 1
         self.use.payload_bytes += payload
         self.use.large_payload_bytes += payload if payload > LARGE_PAYLOAD_BYTES else 0
 

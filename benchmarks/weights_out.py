@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.checkpoint import checkpoint_of
+from benchmarks.collectives import CollectiveCounter
 from benchmarks.launch import REPOSITORY, run_on_ranks
 from benchmarks.memory import MemorySampler
 from benchmarks.methods import zero3_config
@@ -87,14 +88,14 @@ def _generation(model: Any, mode: str, rank: int, consumer: Consumer) -> Any:
 
 
 def run_rank(checkpoint: str, repeats: int) -> list[Result]:
+    collectives = CollectiveCounter()
+    collectives.install()
     import deepspeed
     import torch.distributed as dist
 
     import lowmem_load
     from lowmem_load.integrations.install import uninstall
 
-    found: list[str] = []
-    _count(dist, found)
     config = zero3_config("bf16")
     engine = deepspeed.initialize(model=lowmem_load.load_model(checkpoint, config), config=config)[0]
     results = []
@@ -107,29 +108,18 @@ def run_rank(checkpoint: str, repeats: int) -> list[Result]:
             seconds, peak = [], 0
             for _ in range(2):
                 dist.barrier()
-                found.clear()
+                collectives.use.num_calls, collectives.active = 0, True
                 with MemorySampler() as memory:
                     start = time.perf_counter()
                     generation.sync_weights()
                     seconds.append(time.perf_counter() - start)
+                collectives.active = False
                 peak = max(peak, memory.use.peak_anon)
-            num_collectives, consumer.adds_up = len(found), True
+            num_collectives, consumer.adds_up = collectives.use.num_calls, True
             generation.sync_weights()
             results.append(Result(mode, is_ours, *seconds, peak, num_collectives, consumer.total))
             uninstall()
     return results
-
-
-def _count(dist: Any, found: list[str]) -> None:
-    """Note the collectives of torch's that run, by whoever calls them."""
-    for name in ("all_gather_single", "all_gather_into_tensor", "all_gather", "gather", "broadcast", "isend", "irecv"):
-        if (ordinary := getattr(dist, name, None)) is not None:
-
-            def call(*args: Any, ordinary: Any = ordinary, name: str = name, **kwargs: Any) -> Any:
-                found.append(name)
-                return ordinary(*args, **kwargs)
-
-            setattr(dist, name, call)
 
 
 def _cells(world_size: int, mode: str, is_ours: bool, ranks: list[list[Result]]) -> list[str]:
