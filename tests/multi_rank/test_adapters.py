@@ -77,7 +77,10 @@ def test_adapters_equal_the_ordinary_load(adapters: Path, world_size: int) -> No
     run_ranks(load_adapters, str(adapters), world_size=world_size, timeout_s=180)
 
 
-def test_they_are_planned_as_they_are_loaded(adapters: Path) -> None:
-    kinds = list(KINDS)
+@pytest.mark.parametrize(
+    "kinds",
+    [("plain", "pissa", "dora"), pytest.param(("olora", "orthogonal", "saved modules"), marks=pytest.mark.release)],
+)
+def test_they_are_planned_as_they_are_loaded(adapters: Path, kinds: tuple[str, ...]) -> None:
     auto_class = {"auto_class": "AutoModelForCausalLM"}
     run_ranks(plan_adapters, {name: (str(adapters / name), FP32, auto_class) for name in kinds})
