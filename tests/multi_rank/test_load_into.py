@@ -215,7 +215,7 @@ def train_on_mesh(path: str, out: str) -> None:
 @pytest.mark.skipif(not TRAINS_ON_CPU, reason="torch 2.6's FSDP2 trains on no CPU")
 def test_the_example_trains_as_stock_and_resumes(tmp_path: Path) -> None:
     import_example("make_model").main([str(tmp_path / "tiny")])
-    run_ranks(train_on_mesh, str(tmp_path / "tiny"), str(tmp_path), timeout_s=120)
+    run_ranks(train_on_mesh, str(tmp_path / "tiny"), str(tmp_path), timeout_s=240)
 
 
 def adapted_as_verl(path: str, mesh: Any, dtype: torch.dtype, adapt: Callable[[nn.Module], Any]) -> nn.Module:
