@@ -100,8 +100,11 @@ def replaced(handlers: Handlers, *, everywhere: bool = False) -> Iterator[None]:
 def usable_names(names: Iterable[ForeignName]) -> list[ForeignName]:
     """Return the names that can be replaced. Warn of optional ones that are missing; raise if others are."""
     names = [name for name in names if not name.until or _is_expected(name)]
-    for releases in {name.releases for name in names}:
-        warn_of_newer(releases)
+    for releases, is_optional in {(name.releases, bool(name.loss)) for name in names}:
+        if is_optional:
+            warn_of_newer(releases)
+        else:
+            check_release(releases)
     missing = [name for name in names if not is_there(name)]
     for releases in {name.releases for name in missing}:
         refuse(releases, [str(name) for name in missing if name.releases == releases and _is_required(name)])
@@ -110,10 +113,16 @@ def usable_names(names: Iterable[ForeignName]) -> list[ForeignName]:
     return [name for name in names if name not in missing and name.loss not in lost]
 
 
-def require_names(releases: Releases) -> None:
-    """Raise IncompatibleVersionError unless the imported modules of a package have all required names."""
+def require_names(releases: Releases, handlers: Iterable[str]) -> None:
+    """Raise IncompatibleVersionError unless a package has all required names that these modules of ours replace.
+
+    Only names of imported modules are looked at.
+    """
     check_release(releases)
-    names = [name for name in TABLE if name.releases == releases and name.module in sys.modules]
+    ours = [
+        name for name in TABLE if name.releases == releases and not {*name.handlers.split(", ")}.isdisjoint(handlers)
+    ]
+    names = [name for name in ours if name.module in sys.modules]
     refuse(releases, [str(name) for name in names if _is_required(name) and not is_there(name)])
 
 

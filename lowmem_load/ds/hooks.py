@@ -22,7 +22,8 @@ _STATE, _MAY_GATHER = "_zero3_consolidated_16bit_state_dict", "zero_gather_16bit
 require(
     DEEPSPEED,
     {
-        "deepspeed:DeepSpeedEngine": (_STATE, _MAY_GATHER),
+        "deepspeed": ("initialize",),
+        "deepspeed:DeepSpeedEngine": (_STATE, _MAY_GATHER, "load_checkpoint", "save_16bit_model"),
     },
 )
 

@@ -60,7 +60,7 @@ from transformers import PreTrainedModel  # noqa: E402
 
 from lowmem_load.hf.active import ordinary_path, quiet  # noqa: E402  it uses private names, too
 
-require_names(TRANSFORMERS)
+require_names(TRANSFORMERS, ["hf.active", "hf.collecting", "hf.hub_files", "hf.loader", "hf.skeleton"])
 
 
 class Call:

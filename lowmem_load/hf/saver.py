@@ -42,7 +42,7 @@ require(
     {},
     arguments={"transformers:PreTrainedModel.save_pretrained": ("is_main_process", "max_shard_size", "state_dict")},
 )
-require_names(TRANSFORMERS)
+require_names(TRANSFORMERS, ["hf.saver"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,20 +30,20 @@ from lowmem_load.api.request import stage_3
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import has_group
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.frameworks.peft import Merge
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, draws_no_missing
-from lowmem_load.hf.saver import SavedFile, recorded, symbolic_state
 from lowmem_load.hf.skeleton import ties_kept
 from lowmem_load.integrations.hooks import replaced_once_imported
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, Load, Options
-from lowmem_load.planning.expression import Source
 from lowmem_load.replaced import Handlers, replaced, warn_of_missing
-from lowmem_load.saving.local_shards import unwrapped
-from lowmem_load.saving.save import save_described
 from lowmem_load.symbolic.lazy import addresses_are_only_compared
 from lowmem_load.target import Target
+
+if TYPE_CHECKING:
+    from lowmem_load.frameworks.peft import Merge
+    from lowmem_load.hf.saver import SavedFile
+    from lowmem_load.planning.expression import Source
 
 _NOT_LAZY = (
     *("quantization_config", "gguf_file"),
@@ -157,7 +157,7 @@ _FSDP2_HANDLERS: Handlers = {
 }
 
 
-# -- saves under ZeRO-3: see [Note: saved afterwards] ------------------------------------------------------------------
+# -- saves under ZeRO-3: see [Note: saved afterwards]. Imported late: not all who load also save -----------------------
 
 
 def save_handlers() -> Handlers:
@@ -167,7 +167,13 @@ def save_handlers() -> Handlers:
 
 def _save_model(ordinary: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
     """Do what `Accelerator.save_model` does, without gathering."""
-    arguments = inspect.signature(type(accelerator).save_model).bind(accelerator, *args, **kwargs).arguments
+    from lowmem_load.hf.saver import symbolic_state
+    from lowmem_load.saving.local_shards import unwrapped
+    from lowmem_load.saving.save import save_described
+
+    # Not that of the accelerator's class: a subclass may take other arguments.
+    accelerator_class = sys.modules[foreign_names.SAVE_MODEL.module].Accelerator
+    arguments = inspect.signature(accelerator_class.save_model).bind(accelerator, *args, **kwargs).arguments
     arguments.pop("self")
     model, folder = unwrapped(arguments["model"]), arguments["save_directory"]
     if not any(map(_is_partitioned, model.parameters())) or os.path.isfile(folder):
@@ -184,6 +190,8 @@ def _save_model(ordinary: Callable[..., None], accelerator: Any, *args: Any, **k
 
 def _describe_save(save: Callable[[], None], cls: type, scratch: Path, state: Mapping[str, Any]) -> list[SavedFile]:
     """Return the files of weights that `save` would write; write all its other files to `scratch`."""
+    from lowmem_load.hf.saver import recorded
+
     files: list[SavedFile] = []
 
     def write(_: Any, __: Any, weights: Mapping[str, Any], path: str, safe_serialization: bool = False) -> None:
@@ -196,15 +204,19 @@ def _describe_save(save: Callable[[], None], cls: type, scratch: Path, state: Ma
     return files
 
 
-def _get_state_dict(ordinary: Callable[..., Any], accelerator: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return a placeholder for `save_pretrained` where stock `get_state_dict` refuses."""
+def _get_state_dict(ordinary: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a placeholder for `save_pretrained` where stock `get_state_dict` refuses.
+
+    `model` has accelerate's name for it: callers may pass it by that.
+    """
     from lowmem_load.ds.hooks import may_gather
     from lowmem_load.integrations.saves import NotGathered
     from lowmem_load.integrations.trainer import IN_STOCK
+    from lowmem_load.saving.local_shards import unwrapped
 
-    model = unwrapped(engine)
-    is_left = engine is model or IN_STOCK.get() or not any(map(_is_partitioned, model.parameters()))
-    return ordinary(accelerator, engine, *args, **kwargs) if is_left or may_gather(engine) else NotGathered()
+    inner = unwrapped(model)
+    is_left = inner is model or IN_STOCK.get() or not any(map(_is_partitioned, inner.parameters()))
+    return ordinary(accelerator, model, *args, **kwargs) if is_left or may_gather(model) else NotGathered()
 
 
 def _is_partitioned(parameter: torch.Tensor) -> bool:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.foreign_names import MODEL_SAVE
+from lowmem_load.integrations.accelerate import save_handlers as accelerate_save_handlers
 from lowmem_load.integrations.saves import LookedIntoError, NotGathered, WantedSave, save_handlers
 from lowmem_load.integrations.trainer import is_saved_by_itself
 from lowmem_load.replaced import replaced
@@ -53,6 +55,21 @@ def test_a_placeholder_cannot_be_looked_into(model: PreTrainedModel, seen: list[
         with pytest.raises(LookedIntoError, match="lowmem_load does not gather them"):
             look(NotGathered())
     assert seen == []
+
+
+class Subclass(Accelerator):
+    """One whose `save_model` takes other arguments than accelerate's."""
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        super().save_model(*args, **kwargs)
+
+
+def test_whole_models_are_saved_by_accelerate_itself(model: PreTrainedModel, tmp_path: Path) -> None:
+    accelerator = Subclass(cpu=True)
+    with replaced(accelerate_save_handlers()):
+        accelerator.save_model(model, save_directory=tmp_path)
+        assert accelerator.get_state_dict(model=model).keys() == model.state_dict().keys()
+    assert (tmp_path / "model.safetensors").is_file()
 
 
 def test_trainer_writes_the_state_of_other_models_itself(model: PreTrainedModel) -> None:
