@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from lowmem_load.distributed.heartbeat import Limits, Progress
-from lowmem_load.distributed.live_group import default_group, default_store, new_client, require_live
+from lowmem_load.distributed.live_group import default_group, default_store, new_client, require_group, require_live
 from lowmem_load.distributed.store_channel import Group, StoppedError, StoreChannel
 from lowmem_load.distributed.verdict import Entry, Verdict, verdict_on
 from lowmem_load.errors import ConfigError, RankError, error_text
@@ -61,13 +61,13 @@ class RankGroup:
     @property
     def rank(self) -> int:
         """Rank of this process in the group."""
-        require_live()
+        require_group()
         return dist.get_rank(self._group)
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
-        require_live()
+        require_group()
         return dist.get_world_size(self._group)
 
     @property
@@ -110,6 +110,8 @@ class RankGroup:
         step, entry, error = Step(), Entry(title, name), None
         with self._doing(entry.full_title, progress):
             try:
+                if self.hears_of_failures:
+                    Limits.from_environment(0.0)  # of this rank's variables, all ranks have to hear
                 yield step
                 text = "" if step.payload is None else json.dumps(step.payload)
                 entry = entry._replace(digest=step.digest, payload=text)
@@ -185,10 +187,14 @@ class RankGroup:
     def _channel(self) -> StoreChannel | None:
         if self.world_size == 1 or self.is_fake:
             return None
+        require_live()
         channel = RankGroup._channels.get(default_group())
         if channel is None:
             store, life = default_store(), next(RankGroup._lives)
-            limits = Limits.from_environment(store.timeout.total_seconds())
+            absence_s = store.timeout.total_seconds()
+            limits = Limits(absence_s=absence_s)
+            with contextlib.suppress(ConfigError):  # `step` raises it, on all ranks
+                limits = Limits.from_environment(absence_s)
             client = functools.partial(new_client, store, life)
             channel = RankGroup._channels[default_group()] = StoreChannel(client, dist.get_rank(), limits)
             weakref.finalize(default_group(), channel.end)

@@ -96,14 +96,14 @@ class Peer:
 
     def __init__(self) -> None:
         self.heartbeat: Heartbeat | None = None
-        self._changed_s = self._progress_s = 0.0  # when its number changed, and when anything else did
+        self.changed_s = self._progress_s = 0.0  # when its number changed, and when anything else did
 
     def note(self, heartbeat: Heartbeat, now_s: float) -> None:
         """Take the latest heartbeat."""
         before = self.heartbeat
         if before is not None and heartbeat.num_beats <= before.num_beats:  # a connection that hung delivers it late
             return
-        self.heartbeat, self._changed_s = heartbeat, now_s
+        self.heartbeat, self.changed_s = heartbeat, now_s
         if before is None or heartbeat._replace(num_beats=0, detail="") != before._replace(num_beats=0, detail=""):
             self._progress_s = now_s
 
@@ -127,7 +127,7 @@ class Peer:
         beat, still_s = self.heartbeat, now_s - self._progress_s
         if beat is not None and beat.group == group and beat.number > number:
             return f"has gone on without the others, last seen {beat.last_seen}"
-        if beat is not None and beat.title and now_s - self._changed_s > limits.gone_s:
+        if beat is not None and beat.title and now_s - self.changed_s > limits.gone_s:
             return (
                 f"has sent no heartbeat for more than {limits.gone_s:g} s ({GONE}): its process ({beat.who}) or its "
                 f"machine has ended, stands still or cannot be reached; last seen {beat.last_seen}"

@@ -39,13 +39,18 @@ class _Fork:
 os.register_at_fork(after_in_child=_Fork.note)
 
 
-def require_live() -> None:
-    """Raise ConfigError if there is no default group, or if it was live when this process was forked."""
+def require_group() -> None:
+    """Raise ConfigError if there is no default group."""
     if not dist.is_initialized():
         raise ConfigError(
             "there is no process group: it was destroyed, or not made yet; call torch.distributed.init_process_group "
             "or lowmem_load.DistributedInterface() on every rank before"
         )
+
+
+def require_live() -> None:
+    """Raise ConfigError if there is no default group, or if it was live when this process was forked."""
+    require_group()
     inherited = _Fork.inherited and _Fork.inherited()
     if inherited is not None and inherited is dist.group.WORLD and dist.get_backend() != "fake":
         raise ConfigError(

@@ -51,7 +51,8 @@ SHORT, PART = 2**16, 4 * 2**20
 backend, torch 2.13)."""
 
 FAREWELL_S = 2.0
-"""Seconds that the leader waits at most until all ranks have read its last verdict: the store may end with it."""
+"""Seconds that the leader waits for ranks without heartbeats that have to read its last verdict: the store may end with
+it."""
 
 _NOTHING = "-"
 """Stands for the value of a key that is not there."""
@@ -136,12 +137,12 @@ class StoreChannel:
         self._caller = threading.get_ident()
         try:
             verdict = self._worker.answer(self._move(entry, leaves, is_prompt))
+            group.number += 1
+            self._move()
         except BaseException as interrupt:
             if not leaves:
                 self.abort(group, f"was interrupted while it waited for the other ranks: {type(interrupt).__name__}")
             raise
-        group.number += 1
-        self._move()
         return verdict._replace(title=verdict.title or entry.full_title)
 
     def abort(self, group: Group, why: str) -> None:
@@ -187,9 +188,10 @@ class _Worker:
         self._who = f"pid {os.getpid()} on {platform.node()}"
         self._num_beats = int(time.monotonic() * 1000)  # more than an earlier thread of this process has written
         self._peers: dict[int, Peer] = {}
-        self._old_keys = collections.defaultdict[str, list[str]](list)  # of steps that are over, by group
+        self._old_keys = collections.defaultdict[str, set[str]](set)  # of steps that are over, by group
         self._clock_s, self._last_s = 0.0, time.monotonic()  # a clock that stands still while this process is stopped
         self._begun_s = self._beaten_s = self._notice_s = 0.0
+        self._here = _Position("", (), 0)  # where this rank is
         self._entry: Entry | None = None  # of the position, as it lies in the store
         self._is_answered = False
         self.thread = threading.Thread(target=self._run, name="lowmem_load-store", daemon=True)
@@ -233,6 +235,8 @@ class _Worker:
         except (RuntimeError, OSError) as error:  # Source: torch 2.13 `torch/csrc/distributed/c10d/exception.cpp`
             text, _, _ = str(error).partition("\n")
             self._break(f"cannot be reached: {text}")
+        except Exception as error:  # noqa: BLE001  such as MemoryError: the caller must hear of it, and why
+            self._break(f"could not be used by this rank: {error!r}")
 
     def _break(self, what: str) -> None:
         self.broken = self.broken or f"the store of the process group, which this rank or its launcher holds, {what}"
@@ -242,13 +246,14 @@ class _Worker:
         """Do what the position asks for; return after how many seconds to do it again, None for never."""
         now_s = time.monotonic()
         self._clock_s += min(now_s - self._last_s, 2 * self._beat_s)
-        self._last_s = now_s
+        self._last_s, self._here = now_s, here
         is_due = now_s >= self._beaten_s + self._beat_s
         if is_new:
             self._begun_s, self._notice_s, self._is_answered = self._clock_s, NOTICE_S, False
-            self._entry = here.entry and here.entry._replace(
-                payload=self._put(here.key(self._rank), here.entry.payload)
-            )
+            self._entry = None  # so that no heartbeat takes an earlier entry for one of this step
+            if here.entry:
+                payload = self._put(here.key(self._rank), here.entry.payload)
+                self._entry = here.entry._replace(payload=payload)
             if here.entry and here.entry.error is not None:
                 self._call("set", here.key("failed"), "")
         if is_due or is_new:
@@ -311,8 +316,10 @@ class _Worker:
         title, failures, is_alike, stored = json.loads(content)
         payloads = json.loads(self._text(stored) or "[]")
         if self._rank == here.members[0]:
-            parts = [key for keys in (stored, *payloads) if isinstance(keys, list) for key in keys]
-            self._old_keys[here.group] += [here.key("verdict"), here.key("failed"), *parts]
+            entries = [self._entry, *(self._entry_of(rank, here) for rank in here.members[1:])]
+            payloads_of_all = [stored, *(entry.payload for entry in entries if entry)]  # also those of a failed step
+            parts = [key for keys in payloads_of_all if isinstance(keys, list) for key in keys]
+            self._old_keys[here.group].update((here.key("verdict"), here.key("failed"), *parts))
         if here.entry:
             failures = [(rank, text) for rank, text in failures]
             self._answer(here, Verdict(title, failures, is_alike, [*map(self._text, payloads)]))
@@ -329,7 +336,8 @@ class _Worker:
         peers = {rank: self._peers.get(rank, Peer()) for rank in here.members[1:] if is_leader}
         behind = [rank for rank, peer in peers.items() if peer.seen_at(here.group, here.number - 1)]
         self._read_heartbeats(behind)
-        if not behind or waited_s > FAREWELL_S:
+        are_reading = any(self._clock_s - peers[rank].changed_s < FAREWELL_S for rank in behind)  # long payloads, say
+        if not behind or waited_s > (self._limits.gone_s if are_reading else FAREWELL_S):
             self.failing = None  # what the position's progress refers to can go
             self._answer(here, Verdict(""))
 
@@ -352,6 +360,12 @@ class _Worker:
         place = here.group, here.number, here.title
         beat = Heartbeat(self._num_beats, self._who, *place, amount, detail, self._entry)
         self._call("set", _key(self._rank), json.dumps(beat))
+
+    def _send_due_heartbeat(self) -> None:
+        """Send a heartbeat between calls that take long together, as those for the payloads of all ranks do."""
+        if time.monotonic() >= self._beaten_s + self._beat_s:
+            self._beaten_s = time.monotonic()
+            self._send_heartbeat(self._here)
 
     def _read_heartbeats(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
@@ -376,12 +390,19 @@ class _Worker:
             return text
         keys = [f"{key}/{start}" for start in range(0, len(text), PART)]
         for number, part in enumerate(keys):
+            self._send_due_heartbeat()
             self._call("set", part, text[number * PART : (number + 1) * PART])
         return keys
 
     def _text(self, stored: str | Sequence[str]) -> str:
         """Return the text that `_put` returned, or whose parts it put into the store."""
-        return stored if isinstance(stored, str) else "".join(map(self._peek, stored))
+        if isinstance(stored, str):
+            return stored
+        parts: list[str] = []
+        for key in stored:
+            self._send_due_heartbeat()
+            parts.append(self._peek(key))
+        return "".join(parts)
 
     def _peek(self, key: str) -> str:
         """Return the value of a key, or _NOTHING. `get` would wait for it."""

@@ -113,14 +113,16 @@ def plan_buckets(units: Sequence[Unit], bucket_bytes: int) -> list[Bucket]:
     """Return the buckets. See [Note: buckets]."""
     buckets: list[Bucket] = []
     pending: list[Unit] = []
+    pending_bytes = 0
     for unit in units:
         if unit.nbytes >= bucket_bytes:
             buckets.append(Bucket((unit,)))  # before what is pending, which is not full yet
             continue
         pending.append(unit)
-        if sum(other.nbytes for other in pending) >= bucket_bytes:
+        pending_bytes += unit.nbytes
+        if pending_bytes >= bucket_bytes:
             buckets.append(Bucket(tuple(pending)))
-            pending = []
+            pending, pending_bytes = [], 0
     return [*buckets, Bucket(tuple(pending))] if pending else buckets
 
 

@@ -172,16 +172,30 @@ def name_tensor_pairs(buckets: Iterator[Tensors]) -> Iterator[tuple[str, torch.T
 @contextlib.contextmanager
 def handing_out(weights: Weights) -> Iterator[Iterator[Tensors]]:
     """Yield the buckets, all of which the block has to take. Collective: all ranks raise if one rank's block raises."""
-    buckets = weights.buckets()
+    buckets, failures = weights.buckets(), list[Exception]()
+
+    def noted() -> Iterator[Tensors]:
+        try:
+            yield from buckets
+        except Exception as failure:
+            failures.append(failure)
+            raise
+
     # Of errors that come after the last bucket, such as an answer of the server, the other ranks learn at this step.
     with weights.ranks.step("handing out the weights"):
         # The first one is asked for here: an error before a generator has begun would not reach the other ranks.
         first = [bucket for bucket in (next(buckets, None),) if bucket is not None]
         try:
-            yield itertools.chain(first, buckets)
+            yield itertools.chain(first, noted())
+            if failures:
+                raise failures[0]  # the client has caught it
             if next(buckets, None) is not None:
                 raise ConfigError("the client did not take all of the weights")
         except BaseException as caught:
+            if failures and caught is not failures[0]:  # all ranks know of it, whatever the client has made of it
+                raise failures[0] from caught
+            if failures:
+                raise
             error = caught
             if isinstance(error, StopIteration | GeneratorExit):  # which say something else to a generator
                 error = RuntimeError(f"the client raised {type(error).__name__}")

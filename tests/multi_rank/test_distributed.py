@@ -219,6 +219,12 @@ def _steps() -> None:
     with pytest.raises(KeyboardInterrupt) if mine == 0 else pytest.raises(RankError, match="rank 0: KeyboardInterrupt"):
         _step(KeyboardInterrupt() if mine == 0 else None)
 
+    with pytest.MonkeyPatch.context() as patch:
+        if mine == 1:
+            patch.setenv("LOWMEM_LOAD_SILENCE_S", "soon")
+        with pytest.raises(RankError, match=r"rank 1: ConfigError: .*SILENCE_S"):
+            _step()
+
     outcome: Any = pytest.raises(LookupError) if mine == 1 else nullcontext()
     with outcome, DistributedInterface().session("the load"):
         _step()

@@ -74,6 +74,22 @@ class Raises(Taker):
         raise self.error
 
 
+class Swallows(Taker):
+    """A client that raises errors of the weights as its own, or says nothing of them."""
+
+    def __init__(self, error: type[Exception] | None) -> None:
+        super().__init__()
+        self.error = error
+
+    def update_named_params(self, metadata: list[Any], named_params: Iterator[Any]) -> None:
+        """Take all that come."""
+        try:
+            super().update_named_params(metadata, named_params)
+        except RankError:
+            if self.error is not None:
+                raise self.error("no weights") from None
+
+
 class OneByOne(Taker):
     """A client of an older TRL."""
 
@@ -138,6 +154,10 @@ def push_all(path: str) -> None:
     ) as caught:
         push_weights(model, FailsAtLast() if rank == 1 else None, bucket_bytes=some)
     assert (caught.value.__cause__ is not None) == (rank == 1)
+    for error in (ValueError, None):
+        clients = {1: Taker(fails_after=5), 2: Swallows(error)}
+        with pytest.raises(RankError, match=r"rank 1: .*server is gone"):
+            push_weights(model, clients.get(rank), bucket_bytes=some)
     with pytest.raises(RankError, match=r"rank 2: .*update_weights_from_tensor says: no such name"):
         push_weights(model, OfSglang((False, "no such name")) if rank == 2 else None, bucket_bytes=some)
     busy = OfSglang()

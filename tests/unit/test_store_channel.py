@@ -108,6 +108,35 @@ def test_payloads_of_many_megabytes_come_in_parts() -> None:
     assert [[len(text) for text in verdict.payloads] for verdict in found] == [[5_000_000] * 2] * 2
 
 
+def test_parts_of_payloads_are_deleted_also_those_of_a_failed_step() -> None:
+    ranks = Ranks(2)
+    ranks.step()
+    num_keys = ranks.store.num_keys()
+    ranks.all(lambda channel, group, rank: step(channel, group, payload="x" * 100_000, error="no" if rank else None))
+    assert ranks.store.num_keys() > num_keys + 1
+    ranks.step()
+    assert ranks.store.num_keys() <= num_keys + 1
+
+
+class OutOfMemory:
+    """A connection to the store that has no memory for an answer."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "compare_set":
+            raise MemoryError("no memory")
+        return getattr(self._client, name)
+
+
+def test_an_error_of_the_thread_is_the_step_s_error() -> None:
+    store = dist.HashStore()
+    channel = StoreChannel(lambda: OutOfMemory(store.clone()), 1, LIMITS, BEAT_S)
+    verdict = step(channel, channel.group("group", (0, 1)))
+    assert "could not be used by this rank: MemoryError('no memory')" in failed(verdict)[0]
+
+
 def test_the_store_does_not_grow(store: Any) -> None:
     ranks = Ranks(3, store)
 
