@@ -29,6 +29,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -78,7 +79,7 @@ class _Position(NamedTuple):
     members: tuple[int, ...]
     number: int
     title: str = ""  # "" between loads
-    progress: Callable[[], Progress] | None = None
+    progress: weakref.ref[Callable[[], Progress]] | None = None  # a thread that hangs must not keep what it refers to
     entry: Entry | None = None
     leaves: bool = False  # whether this rank does not wait for the others, and fails the step
     is_prompt: bool = False  # see `RankGroup.step`
@@ -170,7 +171,7 @@ class StoreChannel:
     def _move(self, entry: Entry | None = None, leaves: bool = False, is_prompt: bool = False) -> _Position:
         group, title, progress = self._doing[-1] if self._doing else (self._group, "", None)
         place = group.name, group.members, group.number
-        self._position = _Position(*place, title, progress, entry, leaves, is_prompt)
+        self._position = _Position(*place, title, progress and weakref.ref(progress), entry, leaves, is_prompt)
         self._worker.moves.put(self._position)
         return self._position
 
@@ -190,7 +191,7 @@ class _Worker:
         self._peers: dict[int, Peer] = {}
         self._old_keys = collections.defaultdict[str, set[str]](set)  # of steps that are over, by group
         self._clock_s, self._last_s = 0.0, time.monotonic()  # a clock that stands still while this process is stopped
-        self._begun_s = self._beaten_s = self._notice_s = 0.0
+        self._begun_s = self._beaten_s = self._notice_s = self._decides_s = 0.0
         self._here = _Position("", (), 0)  # where this rank is
         self._entry: Entry | None = None  # of the position, as it lies in the store
         self._is_answered = False
@@ -226,12 +227,15 @@ class _Worker:
         try:
             self._store = self._open_client()
             here, is_new = self.moves.get(), True
+            self._last_s = time.monotonic()
             while here is not None:
                 pause_s = self._follow(here, is_new=is_new)
                 try:
                     here, is_new = self.moves.get(timeout=pause_s), True
                 except queue.Empty:
                     is_new = False
+                if pause_s is None:  # there was nothing to do
+                    self._last_s = time.monotonic()
         except (RuntimeError, OSError) as error:  # Source: torch 2.13 `torch/csrc/distributed/c10d/exception.cpp`
             text, _, _ = str(error).partition("\n")
             self._break(f"cannot be reached: {text}")
@@ -245,6 +249,8 @@ class _Worker:
     def _follow(self, here: _Position, *, is_new: bool) -> float | None:
         """Do what the position asks for; return after how many seconds to do it again, None for never."""
         now_s = time.monotonic()
+        if now_s - self._last_s > MIN_BEATS * self._beat_s:
+            self._decides_s = now_s + 2 * self._beat_s  # the others may have given up this process while it stood still
         self._clock_s += min(now_s - self._last_s, 2 * self._beat_s)
         self._last_s, self._here = now_s, here
         is_due = now_s >= self._beaten_s + self._beat_s
@@ -284,13 +290,14 @@ class _Worker:
         if is_due or is_leader:
             self._read_heartbeats([rank for rank in watched if is_due or not self._entry_of(rank, here)])
         entries = {rank: entry for rank in watched if (entry := self._entry_of(rank, here))}
-        if is_leader and self._entry and len(entries) == len(followers):
+        may_decide = time.monotonic() >= self._decides_s
+        if is_leader and self._entry and len(entries) == len(followers) and may_decide:
             while self._old_keys[here.group]:  # all ranks are past the steps before
                 self._call("delete_key", self._old_keys[here.group].pop())
             self._decide(here, verdict_on({leader: self._entry, **entries}))
         elif here.leaves and self._entry:
             self._decide(here, Verdict("", [(self._rank, str(self._entry.error))]))
-        elif (is_due or not is_leader) and (content := self._peek(here.key("verdict"))) != _NOTHING:
+        elif (is_due or not is_leader or not may_decide) and (content := self._peek(here.key("verdict"))) != _NOTHING:
             self._take(here, content)
         elif is_due and (lost := self._lost(here, watched, waited_s if here.entry else None)):
             self._decide(here, Verdict(here.title, lost))
@@ -352,11 +359,8 @@ class _Worker:
     # -- calls of the store --------------------------------------------------------------------------------------------
 
     def _send_heartbeat(self, here: _Position) -> None:
-        progress = None
-        with contextlib.suppress(Exception):  # of other code; the step itself goes on
-            progress = here.progress and here.progress()
         self._num_beats += 1
-        amount, detail = progress or (None, "")
+        amount, detail = _progress_at(here) or (None, "")
         place = here.group, here.number, here.title
         beat = Heartbeat(self._num_beats, self._who, *place, amount, detail, self._entry)
         self._call("set", _key(self._rank), json.dumps(beat))
@@ -410,10 +414,19 @@ class _Worker:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         answer = getattr(self._store, name)(*arguments)
-        if self.broken:
-            raise ConnectionError  # the caller waits no longer
+        if self.broken:  # the caller waits no longer, and the store is back
+            failure = Verdict("", [(self._rank, f"went on without the others: {self.broken}")])
+            self._store.compare_set(self._here.key("verdict"), "", json.dumps(failure))
+            raise ConnectionError
         self._unanswered_s = 0.0
         return answer
+
+
+def _progress_at(here: _Position) -> Progress | None:
+    report = here.progress and here.progress()
+    with contextlib.suppress(Exception):  # of other code; the step itself goes on
+        return report() if report else None
+    return None
 
 
 def _key(rank: int) -> str:

@@ -509,3 +509,34 @@ def test_a_step_that_scripts_run_on_one_rank_fails_soon() -> None:
         return step(channel, group)
 
     assert all(not failed(verdict) for verdict in ranks.all(work))
+
+
+class Hangs:
+    """A connection to the store whose calls come back once they may."""
+
+    def __init__(self, client: Any, may_go_on: threading.Event) -> None:
+        self._client, self._may_go_on = client, may_go_on
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self._may_go_on.wait(10)
+            return getattr(self._client, name)(*arguments)
+
+        return call
+
+
+def test_a_rank_that_went_on_without_the_store_says_so_when_the_store_is_back() -> None:
+    store, may_go_on = dist.HashStore(), threading.Event()
+    may_go_on.set()
+    limits = LIMITS._replace(gone_s=0.3)
+    alone = StoreChannel(lambda: Hangs(store.clone(), may_go_on), 1, limits, BEAT_S)
+    group = alone.group("group", (0, 1))
+    with alone.doing(group, "step"):
+        may_go_on.clear()
+        verdict = alone.agree(group, Entry("step"))
+        assert "has not answered for 0.3 s" in failed(verdict)[0]
+        may_go_on.set()
+        wait_for(lambda: store.compare_set("group/0/verdict", "-", "-") != b"-")
+    leader = StoreChannel(store.clone, 0, LIMITS, BEAT_S)
+    verdict = step(leader, leader.group("group", (0, 1)))
+    assert failed(verdict)[1].startswith("went on without the others: the store of the process group")
