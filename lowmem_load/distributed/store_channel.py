@@ -320,6 +320,9 @@ class _Worker:
         self._take(here, self._call("compare_set", here.key("verdict"), "", content).decode())
 
     def _take(self, here: _Position, content: str) -> None:
+        if not here.entry:  # the others did not wait for this rank; the step goes on until it brings its entry
+            self.failing = here
+            return
         title, failures, is_alike, stored = json.loads(content)
         payloads = json.loads(self._text(stored) or "[]")
         if self._rank == here.members[0]:
@@ -327,11 +330,8 @@ class _Worker:
             payloads_of_all = [stored, *(entry.payload for entry in entries if entry)]  # also those of a failed step
             parts = [key for keys in payloads_of_all if isinstance(keys, list) for key in keys]
             self._old_keys[here.group].update((here.key("verdict"), here.key("failed"), *parts))
-        if here.entry:
-            failures = [(rank, text) for rank, text in failures]
-            self._answer(here, Verdict(title, failures, is_alike, [*map(self._text, payloads)]))
-        else:
-            self.failing = here  # the others did not wait for this rank
+        failures = [(rank, text) for rank, text in failures]
+        self._answer(here, Verdict(title, failures, is_alike, [*map(self._text, payloads)]))
 
     def _answer(self, here: _Position, verdict: Verdict) -> None:
         self._is_answered = True

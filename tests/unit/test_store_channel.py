@@ -511,6 +511,17 @@ def test_a_step_that_scripts_run_on_one_rank_fails_soon() -> None:
     assert all(not failed(verdict) for verdict in ranks.all(work))
 
 
+def test_a_verdict_that_the_leader_reads_while_it_is_busy_stays() -> None:
+    store = dist.HashStore()
+    store.set("rank/1", json.dumps(Heartbeat(1, "pid 1", "group", 0, "step", entry=Entry("step"))))
+    store.set("group/0/verdict", json.dumps(Verdict("step", [(1, "went on")])))
+    leader = StoreChannel(store.clone, 0, LIMITS, BEAT_S)
+    group = leader.group("group", (0, 1))
+    with leader.doing(group, "step"):
+        wait_for(lambda: stopped(leader))
+        assert failed(leader.agree(group, Entry("step"))) == {1: "went on"}
+
+
 class Hangs:
     """A connection to the store whose calls come back once they may."""
 
