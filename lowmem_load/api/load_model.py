@@ -49,37 +49,33 @@ def load_model(
 ) -> Any:
     """Load a checkpoint straight into ZeRO-3 partitions; return the transformers model, in eval mode.
 
-    Every rank must call it. Under ZeRO stage 3 all parameters are partitioned, and each rank reads only the bytes of
-    its own partitions; under stages 0 to 2 every rank reads all. `model.lowmem_load_report` has the `LoadReport`.
+    Under ZeRO stage 3 each rank reads only the bytes of its own partitions; under stages 0 to 2 every rank reads all.
+    `model.lowmem_load_report` has the `LoadReport`.
 
     Args:
-        name: a local folder, a Hub id, or the URL of a folder: s3://, gs://, az://, abfss://, https:// or http://. From
-            a URL each rank reads its bytes over the network; weights touch no disk.
+        name: a local folder, a Hub id, or the URL (s3, gs, az, abfss, https, http) of a folder, from which each rank
+            reads its bytes over the network; weights touch no disk.
         ds_config: a dict, the path of a JSON file, or an `HfDeepSpeedConfig`. "auto" values are resolved as Trainer
             does; the report's `ds_config` holds the result. Or transformers' `DistributedConfig`, or a `DeviceMesh` for
             FSDP2 by layers, with the other keywords of `fully_shard` as `policy=`.
         auto_class: a transformers class, its name, or None for the class that the config's `architectures` names.
-        dtype: "auto" for the dtype in which DeepSpeed will run this ds_config (bf16, fp16, else fp32). Under stage 3
-            any other value must agree with it; with `partition` it is the dtype of the parameters that stay whole.
-        progress: True shows a progress bar on rank 0, False none, None one on long loads when stderr is a terminal.
-        partition: under stage 3, what to partition: module names or globs, module classes, predicates on
-            (name, module), or a sequence of these. Every rank holds the rest whole. None partitions all, an empty
-            sequence nothing. Train such a model with `lowmem_load.initialize`.
-        data_parallel_group: a group of torch.distributed whose ranks share the partitions, and which all call this,
-            such as one for data and sequence parallelism. None: all ranks.
-        verify: True hashes every file before it is read, once on each machine, and compares it with the checksum from
-            the Hub or beside it (see `verify_checkpoint`). A file that differs, or has no checksum, is an error.
-        stream: True reads a model on the Hub as one at a URL, unless the Hub's cache holds it. False downloads it to
-            the cache first, as transformers does.
+        dtype: "auto" for that in which DeepSpeed will run this ds_config (bf16, fp16, else fp32), which any other must
+            agree with under stage 3; with `partition` it is that of the parameters that stay whole.
+        progress: True shows a bar on rank 0, False none, None one on long loads when stderr is a terminal.
+        partition: what to partition: module names or globs, module classes, predicates on (name, module), or a sequence
+            of these. The rest is whole on every rank. None: all. Train such a model with `lowmem_load.initialize`.
+        data_parallel_group: a group of torch.distributed whose ranks share the partitions. None: all ranks.
+        verify: True compares every file with its checksum first (see `verify_checkpoint`); one without is an error.
+        stream: True reads a model on the Hub as one at a URL, unless the Hub's cache holds it.
         **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...
 
-    Collective: all ranks. They exchange small messages through the process group's store, and no weights.
+    Collective: all ranks. No weights cross the network.
     Memory: the partitions; where bytes are cast or rearranged, `LoadPlan.costs.staging_bytes` a reading thread.
 
     Raises:
         ConfigError: ds_config, dtype or auto_class cannot be used.
         CheckpointError: the folder or its files cannot be used.
-        UnsupportedError: a combination that cannot be streamed.
+        UnsupportedError: the combination cannot be streamed.
         RankError: another rank failed; the same error is raised on every rank.
     """
     options = Options(progress=progress, verify=verify, stream=stream)

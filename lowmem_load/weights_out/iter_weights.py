@@ -89,11 +89,11 @@ def iter_weights(
 class Arguments:
     """Those of `iter_weights`."""
 
-    bucket_bytes: int
-    to: int | Literal["all"]
-    dtype: torch.dtype | None
-    names: Names | None
-    merge_adapters: bool
+    bucket_bytes: int = 1 << 30
+    to: int | Literal["all"] = "all"
+    dtype: torch.dtype | None = None
+    names: Names | None = None
+    merge_adapters: bool = False
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError if one cannot be used."""

@@ -19,7 +19,7 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.saving.local_shards import unwrapped
 from lowmem_load.saving.save import ranks_of
 from lowmem_load.weights_out.buckets import PlannedTensor
-from lowmem_load.weights_out.iter_weights import Arguments, Names, plan_weights
+from lowmem_load.weights_out.iter_weights import Arguments, plan_weights
 from lowmem_load.weights_out.send_weights import Tensors, Weights
 
 _OF_TRL, _OF_OLD_TRL, _OF_SGLANG = "update_named_params", "update_named_param", "update_weights_from_tensor"
@@ -29,15 +29,7 @@ _RESETS = "reset_prefix_cache", "flush_cache"
 """Methods that drop what was computed with the old weights."""
 
 
-def push_weights(
-    engine_or_model: nn.Module,
-    client: Any,
-    *,
-    bucket_bytes: int = 1 << 30,
-    dtype: torch.dtype | None = None,
-    names: Names | None = None,
-    merge_adapters: bool = False,
-) -> None:
+def push_weights(engine_or_model: nn.Module, client: Any, **keywords: Any) -> None:
     """Hand all weights of a model to an inference engine, bucket by bucket. See `iter_weights`.
 
     Args:
@@ -47,10 +39,7 @@ def push_weights(
             such as its `VLLMClient`; or with SGLang's `update_weights_from_tensor(named_tensors, flush_cache=)`, such
             as its `Engine`. An object's `reset_prefix_cache()` or `flush_cache()` is called at the end, if it has one.
             None on ranks that take no weights. If one rank has a client, the weights are sent to it alone, else to all.
-        bucket_bytes: as for `iter_weights`.
-        dtype: as for `iter_weights`.
-        names: as for `iter_weights`.
-        merge_adapters: as for `iter_weights`.
+        **keywords: bucket_bytes, dtype, names and merge_adapters, as for `iter_weights`.
 
     Collective: all ranks that hold the model.
     Memory: as `iter_weights`, on ranks that are sent the weights.
@@ -70,8 +59,7 @@ def push_weights(
     if not takers:
         raise ConfigError("push_weights: client: no rank has one")
     to: int | Literal["all"] = takers[0] if len(takers) == 1 else "all"
-    arguments = Arguments(bucket_bytes=bucket_bytes, to=to, dtype=dtype, names=names, merge_adapters=merge_adapters)
-    weights = plan_weights(engine_or_model, arguments)
+    weights = plan_weights(engine_or_model, Arguments(to=to, **keywords))
     with handing_out(weights) as buckets:
         hand_over(client, weights, buckets)
     with ranks.step("resetting the cache"):
@@ -91,32 +79,15 @@ class WeightSource:
     Each iteration yields the present weights as (name, tensor), and is collective: all ranks have to make it, and to
     its end. Between two tensors, so within `send_weights`, no weight may change.
 
-    Args:
-        engine_or_model: as for `iter_weights`.
-        bucket_bytes: as for `iter_weights`.
-        to: as for `iter_weights`. 0 is enough for vLLM's NCCL engine, whose rank 0 sends; its IPC engine needs "all".
-        dtype: as for `iter_weights`.
-        names: as for `iter_weights`.
-        merge_adapters: as for `iter_weights`.
+    The arguments are those of `iter_weights`. Of `to`, 0 is enough for vLLM's NCCL engine, whose rank 0 sends; its IPC
+    engine needs "all".
 
     Raises:
         ConfigError, UnsupportedError, RankError: as `iter_weights`, when the metadata is asked for or when iterated.
     """
 
-    def __init__(
-        self,
-        engine_or_model: nn.Module,
-        *,
-        bucket_bytes: int = 1 << 30,
-        to: int | Literal["all"] = "all",
-        dtype: torch.dtype | None = None,
-        names: Names | None = None,
-        merge_adapters: bool = False,
-    ) -> None:
-        self._engine = engine_or_model
-        self._arguments = Arguments(
-            bucket_bytes=bucket_bytes, to=to, dtype=dtype, names=names, merge_adapters=merge_adapters
-        )
+    def __init__(self, engine_or_model: nn.Module, **keywords: Any) -> None:
+        self._engine, self._arguments = engine_or_model, Arguments(**keywords)
         self._metadata: list[PlannedTensor] | None = None
 
     def metadata(self) -> list[PlannedTensor]:
@@ -187,20 +158,17 @@ def handing_out(weights: Weights) -> Iterator[Iterator[Tensors]]:
         first = [bucket for bucket in (next(buckets, None),) if bucket is not None]
         try:
             yield itertools.chain(first, noted())
-            if failures:
-                raise failures[0]  # the client has caught it
-            if next(buckets, None) is not None:
+            if not failures and next(buckets, None) is not None:
                 raise ConfigError("the client did not take all of the weights")
         except BaseException as caught:
-            if failures and caught is not failures[0]:  # all ranks know of it, whatever the client has made of it
-                raise failures[0] from caught
-            if failures:
+            if not failures:
+                error = caught
+                if isinstance(caught, StopIteration | GeneratorExit):  # which say something else to a generator
+                    error = RuntimeError(f"the client raised {type(caught).__name__}")
+                    error.__cause__ = caught
+                buckets.throw(error)  # raised on all ranks
                 raise
-            error = caught
-            if isinstance(error, StopIteration | GeneratorExit):  # which say something else to a generator
-                error = RuntimeError(f"the client raised {type(error).__name__}")
-                error.__cause__ = caught
-            buckets.throw(error)  # raised on all ranks, unless it came from the buckets, and all know of it
-            raise
         finally:
             buckets.close()
+        if failures:  # all ranks know of it, whatever the client has made of it
+            raise failures[0]
