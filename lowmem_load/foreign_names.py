@@ -91,7 +91,6 @@ IS_FSDP_IN_PLACING = _placing("is_fsdp_enabled", "hf.active", since="5.0.0")
 
 _auto_factory = partial(_transformers, "transformers.models.auto.auto_factory")
 
-CACHED_FILES = _transformers("transformers.utils.hub", "cached_files", "hf.hub_files")
 FIND_ADAPTER = _auto_factory("find_adapter_config_file", "hf.hub_files")
 AUTO_MODEL = _auto_factory("_BaseAutoModelClass.from_pretrained", "hf.remote_names")
 NAMED = tuple(

@@ -11,7 +11,6 @@ import torch
 
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.node_cache import NodeCache
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf import model_folder, names
 from lowmem_load.hf.hub_files import commit_of, find_adapter_as_asked
@@ -51,27 +50,13 @@ class Request(NamedTuple):
             refuse_quantized(config, kwargs)
         return Checked(self.name, settings.for_model(config), cls, kwargs)
 
-    def checked_once(self, settings: Settings, ranks: RankGroup) -> Checked:
-        """Do what `checked` does, with one question to the Hub per node. It pins the commit. Collective: two steps."""
-
-        def check(commit: str, **changed: Any) -> tuple[str, Checked]:
-            pinned = {**self.kwargs, **changed, "revision": commit} if commit else self.kwargs
-            return commit, self._replace(kwargs=pinned).checked(settings)
-
-        def pack(answer: tuple[str, Checked]) -> bytes:
-            return answer[0].encode()
-
-        def look(content: bytes) -> tuple[str, Checked]:
-            return check(content.decode(), force_download=False)  # the first rank has just downloaded it
-
-        with NodeCache(ranks) as cache:
-            with ranks.step("finding the nodes", name=self.name) as step:
-                step.payload = cache.offer
-            cache.meet(step.payloads)
-            with ranks.step("asking the Hub", name=self.name) as step, cache.stage():
-                commit, checked = cache.once("commit", lambda: check(commit_of(self.name, self.kwargs)), pack, look)
-                step.digest = {"commit": commit}
-        return checked
+    def checked_at_commit(self, settings: Settings, ranks: RankGroup) -> Checked:
+        """Do what `checked` does, for a name on the Hub, whose commit it pins. Collective: one step."""
+        with ranks.step("asking the Hub", name=self.name) as step:
+            commit = commit_of(self.name, self.kwargs)
+            step.digest = {"commit": commit}
+            kwargs = {**self.kwargs, "revision": commit} if commit else self.kwargs
+            return self._replace(kwargs=kwargs).checked(settings)
 
 
 class Checked(NamedTuple):
@@ -96,7 +81,7 @@ class Checked(NamedTuple):
 def agree_on_request(
     ranks: RankGroup, make_request: Callable[[], tuple[Request, Settings]], *, has_ds_config: bool = True
 ) -> Checked:
-    """Return what `make_request` returns, checked and equal on all ranks. Collective: one step; three for a Hub id."""
+    """Return what `make_request` returns, checked and equal on all ranks. Collective: one step; two for a Hub id."""
     with ranks.step("checking the arguments") as step:
         request, settings = make_request()
         request = request.with_folder(ranks.check)
@@ -107,7 +92,7 @@ def agree_on_request(
         step.digest = {**compared, "as name": kind}
         if is_folder:
             return request.checked(settings)
-    return request.checked_once(settings, ranks)
+    return request.checked_at_commit(settings, ranks)
 
 
 def stage_3(dtype: str | torch.dtype, world_size: int) -> Settings:

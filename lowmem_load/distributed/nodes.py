@@ -90,68 +90,46 @@ def boot_id() -> str:
         return ""
 
 
-def start_time(pid: int) -> str | None:
-    """Return when a process of this machine started; "" if it has ended; None if that cannot be found out."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    except OSError:  # no descriptor is free, say
-        return None
-    return "" if fields[0] in "ZX" else fields[19]  # state and starttime, see proc(5)
+class SharedMemory(NamedTuple):
+    """Where the processes of a node find memory that one of them has made."""
+
+    pid: int
+    descriptor: int
+    name: str  # unique, so that who opens it can see that it is the right one
 
 
-def new_name() -> str:
-    """Return a unique name for memory, by which a process that opens it can see that it is the right one."""
-    return secrets.token_hex(4)
-
-
-def make_memory(name: str, nbytes: int = 0) -> int:
-    """Return the descriptor of new shared memory. All of it is allocated, so that no access raises SIGBUS.
+def make_memory(nbytes: int) -> SharedMemory:
+    """Make shared memory. All of it is allocated, so that no access raises SIGBUS.
 
     Raises:
         OSError: the system has none, or too little.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "not on this system")
+    name = secrets.token_hex(4)
     descriptor = os.memfd_create(_PREFIX + name, os.MFD_CLOEXEC)
     try:
-        if nbytes:
-            os.posix_fallocate(descriptor, 0, nbytes)
+        os.posix_fallocate(descriptor, 0, nbytes)
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
+    return SharedMemory(os.getpid(), descriptor, name)
 
 
-def open_memory(pid: int, descriptor: int, name: str, flags: int) -> int:
-    """Return a descriptor of memory that another process of this user on this machine has made.
+def map_memory_of(place: SharedMemory, nbytes: int) -> mmap.mmap:
+    """Return memory that another process of this user on this machine has made.
 
     Raises:
         OSError: it cannot be opened, or the descriptor is that of another file: the process may have closed the memory
             and opened a file, or be one of another machine.
-    """
-    # The name is checked before, too: opening a pipe may take for ever, and opening a device may have effects.
-    path = f"/proc/{pid}/fd/{descriptor}"
-    _check_name(path, name)
-    opened = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        _check_name(f"/proc/self/fd/{opened}", name)
-    except BaseException:
-        os.close(opened)
-        raise
-    return opened
-
-
-def memory_of(pid: int, descriptor: int, name: str, nbytes: int) -> mmap.mmap:
-    """Return memory that another process has made; see `open_memory`.
-
-    Raises:
-        OSError: as `open_memory`.
         ValueError: it is smaller than `nbytes`.
     """
-    opened = open_memory(pid, descriptor, name, os.O_RDWR)
+    # The name is checked before, too: opening a pipe may take for ever, and opening a device may have effects.
+    path = f"/proc/{place.pid}/fd/{place.descriptor}"
+    _check_name(path, place.name)
+    opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
+        _check_name(f"/proc/self/fd/{opened}", place.name)
         return mmap.mmap(opened, nbytes)
     finally:
         os.close(opened)

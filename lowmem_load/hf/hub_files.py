@@ -1,4 +1,4 @@
-"""Files of a model on the Hub and in its cache. One rank of a node asks, the others take them from the cache."""
+"""Files of a model on the Hub and in its cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from transformers.utils import find_adapter_config_file
 
 from lowmem_load import foreign_names
 from lowmem_load.errors import CheckpointError
-from lowmem_load.replaced import Handler, Handlers
-from lowmem_load.symbolic.context import Once
+from lowmem_load.replaced import Handlers
 
 _DOWNLOAD_KEYWORDS = ("cache_dir", "force_download", "token", "local_files_only", "revision", "subfolder")
 HUB_KEYWORDS = (*_DOWNLOAD_KEYWORDS, "proxies", "code_revision", "trust_remote_code")
@@ -96,26 +95,6 @@ def commit_of(name: str, kwargs: Mapping[str, Any]) -> str:
         return ""
     there = {**kwargs, "revision": commit, "force_download": False}
     return "" if adapter_config_file(name, there) is not None else commit
-
-
-def ask_hub_once(once: Once) -> Handler:
-    """Have one rank of a node ask the Hub and download; the others then take the files from the cache."""
-
-    def cached_files(
-        ordinary: Callable[..., Any], path_or_repo_id: Any, filenames: list[str], *args: Any, **kwargs: Any
-    ) -> Any:
-        def ask() -> Any:
-            return ordinary(path_or_repo_id, filenames, *args, **kwargs)
-
-        def look(_: bytes) -> Any:
-            return ordinary(path_or_repo_id, filenames, *args, **{**kwargs, "force_download": False})
-
-        if os.path.isdir(path_or_repo_id):
-            return ask()
-        key = f"hub {path_or_repo_id} {kwargs.get('subfolder') or ''} {filenames}"
-        return once(key, ask, lambda _: b"asked", look)
-
-    return cached_files
 
 
 def find_adapter_as_asked(name: str, kwargs: Mapping[str, Any]) -> Handlers:

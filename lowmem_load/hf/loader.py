@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -28,14 +26,13 @@ from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.formats.index import check_index
 from lowmem_load.hf.collecting import collecting_handlers, symbolic_files
-from lowmem_load.hf.hub_files import ask_hub_once
 from lowmem_load.hf.load_lock import constructors, inside_load, is_loading, load_lock
 from lowmem_load.hf.model_folder import MAX_QUOTED, check_config, files_explained, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.io.stand_ins import origin_of
 from lowmem_load.replaced import Handler, Handlers, replaced, require_names
 from lowmem_load.symbolic.constructor import META, Constructor
-from lowmem_load.symbolic.context import Context, Once
+from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, make_uninitialised
 
@@ -102,14 +99,12 @@ class Call:
         if self._from_config is None and self.kwargs.get("config") is None:
             check_config(self.path, subfolder)
         kwargs = {name: value for name, value in self.kwargs.items() if name != "disable_mmap"}  # nothing is mapped
-        keeps_names = self.kwargs.get("device_map") is not None
         handlers: dict[ForeignName, Handler] = {
             **symbolic_files(context),
             **collecting_handlers(),
             **building_handlers(context.constructor),
             **_initialising_handlers(context),
-            foreign_names.SHARD_FILES: _check_indexes(context.once, keeps_names=keeps_names),
-            foreign_names.CACHED_FILES: ask_hub_once(context.once),
+            foreign_names.SHARD_FILES: _check_index,
             foreign_names.LOAD_PRETRAINED_MODEL: _note_model(context.constructor),
             foreign_names.LOAD_ADAPTER: _load_adapter(context.read_now),
             foreign_names.MODEL_INIT.of(self._cls): _build(self._cls, self.name, context.check_built),
@@ -262,23 +257,9 @@ def _initialising_handlers(context: Context) -> Handlers:
     return {foreign_names.INITIALIZE_WEIGHTS: initialise, foreign_names.INITIALIZE_MISSING_KEYS: initialise}
 
 
-def _check_indexes(once: Once, *, keeps_names: bool) -> Handler:
-    """Check the index that transformers uses, and read it on one rank of a node."""
-    keeps_names = keeps_names or transformers.__version__.startswith("4.")
-    unused = () if keeps_names else ("all_checkpoint_keys", "weight_map")
-
-    def shard_files(ordinary: Callable[..., Any], name: str, index: str, *args: Any, **kwargs: Any) -> Any:
-        def find() -> tuple[list[str], dict[str, Any]]:
-            check_index(index)
-            files, metadata = ordinary(name, index, *args, **kwargs)
-            return files, {key: value for key, value in metadata.items() if key not in unused}
-
-        def pack(result: tuple[list[str], dict[str, Any]]) -> bytes:
-            return json.dumps(result, separators=(",", ":")).encode()
-
-        return once(f"index {name} {index} {os.getcwd()}", find, pack, json.loads)
-
-    return shard_files
+def _check_index(ordinary: Callable[..., Any], name: str, index: str, *args: Any, **kwargs: Any) -> Any:
+    check_index(index)
+    return ordinary(name, index, *args, **kwargs)
 
 
 def copy_marks(loaded: nn.Parameter, made: nn.Parameter) -> None:

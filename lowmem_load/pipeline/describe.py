@@ -21,7 +21,7 @@ from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, bounding_range
 from lowmem_load.symbolic.constructor import Constructor
-from lowmem_load.symbolic.context import Context, Keeps, Once, by_itself
+from lowmem_load.symbolic.context import Context, Keeps
 from lowmem_load.symbolic.initialise import Initialiser
 from lowmem_load.target import Layout, Target
 
@@ -58,12 +58,10 @@ def describe(
     executor: Executor,
     *,
     holds_values: bool,
-    once: Once = by_itself,
 ) -> Described:
     """Run a `from_pretrained` on symbolic tensors. Local.
 
-    Missing parameters are initialised with `holds_values`, else only noted. `once` finds out what all ranks of a node
-    need.
+    Missing parameters are initialised with `holds_values`, else only noted.
     """
     reads = _Reads(executor)
     prepared: dict[int, tuple[nn.Module, Settings, Target]] = {}
@@ -84,7 +82,7 @@ def describe(
         return lambda parameter: _kept(layout(name_of[id(parameter)], parameter), parameter)
 
     initialiser = Initialiser(reads.now, None if holds_values else reads.note)
-    context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading, once)
+    context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading)
     model, info = call.describe(context, is_partitioned=settings.stage == 3)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     descriptions = {file.path: file for file in context.files.values()}

@@ -19,7 +19,7 @@ from lowmem_load.config.settings import Settings
 from lowmem_load.distributed import environment
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress, computing
-from lowmem_load.distributed.node_cache import NodeCache
+from lowmem_load.distributed.nodes import Nodes, SharedMemory, node_name
 from lowmem_load.ds.zero3_target import TargetMaker, zero_init_disabled
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, error_text, outside_level
 from lowmem_load.hf import loader, model_folder, names
@@ -49,7 +49,7 @@ from lowmem_load.pipeline.describe import Described, describe, random_state_of
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.pipeline.same_bytes import FilesId, agree_on_bytes, identify_files, small_tensors
-from lowmem_load.pipeline.shared_reads import Place, ReadSharing, SharedReads, shares_reads
+from lowmem_load.pipeline.shared_reads import ReadSharing, SharedReads, shares_reads
 from lowmem_load.report import Attempts, LoadReport, OnLoad, write_report
 from lowmem_load.text import MAX_VALUE, fingerprint, share
 
@@ -131,20 +131,18 @@ class Load:
         report = LoadReport(call.name, self.ranks.rank, self.ranks.world_size)
         attempts = Attempts()
         with contextlib.ExitStack() as stack:
-            cache = stack.enter_context(NodeCache(self.ranks))
-            is_ordinary, payloads = self._check_call(call, cache)
+            is_ordinary, nodes, random_state = self._check_call(call)
             if is_ordinary:
                 return None
-            nodes = cache.meet([offer for offer, _ in payloads])
             around = stack.enter_context(zero_init_disabled())
             stack.enter_context(on_host())
-            stack.enter_context(random_state_of(base64.b64decode(payloads[0][1])))
+            stack.enter_context(random_state_of(random_state))
             files = stack.enter_context(contextlib.ExitStack())
             executor = files.enter_context(self._executor(is_remote=is_stand_in(call.path)))
             executor.sources.on_wait = self.ranks.check
             sharing = stack.enter_context(contextlib.closing(ReadSharing()))
             with self._streamable(is_remote=is_stand_in(call.path)):
-                described = self._describe(call, executor, cache, report)
+                described = self._describe(call, executor, report)
                 planned, ids, offers = self._plan(described, around, sharing, report, executor.num_threads)
             with self._streamable(is_remote=is_stand_in(call.path), made=True):
                 self._prepare(described, planned, report)
@@ -197,8 +195,8 @@ class Load:
                 raise
             raise _NotStreamedError(error_text(error, model_folder.MAX_QUOTED)) from error
 
-    def _check_call(self, call: loader.Call, cache: NodeCache) -> tuple[bool, list[Any]]:
-        """Return whether transformers does this load by itself, and of each rank its cache offer and random state."""
+    def _check_call(self, call: loader.Call) -> tuple[bool, Nodes, bytes]:
+        """Return whether transformers does this load by itself, which ranks share a node, and rank 0's random state."""
         with self.ranks.step("checking the call", name=call.name) as step:
             refuse_device_map(call, self.settings)
             left_alone = is_left_alone(call, self.settings)
@@ -216,10 +214,12 @@ class Load:
             else_ = ", or else left to stock" if self.options.is_lenient else ""
             step.digest = {"as kind of load": "an ordinary load" if left_alone else streamed + else_}
             state = torch.get_rng_state().numpy().tobytes() if self.ranks.rank == 0 else b""
-            step.payload = cache.offer, base64.b64encode(state).decode()
-        return left_alone, step.payloads
+            step.payload = node_name(self.ranks.rank), base64.b64encode(state).decode()
+        # A fake group has this process alone, and ranks that do not exist share nothing with it.
+        names = (f"rank {rank}" if self.ranks.is_fake else name for rank, (name, _) in enumerate(step.payloads))
+        return left_alone, Nodes(self.ranks.rank, tuple(names)), base64.b64decode(step.payloads[0][1])
 
-    def _describe(self, call: loader.Call, executor: Executor, cache: NodeCache, report: LoadReport) -> Described:
+    def _describe(self, call: loader.Call, executor: Executor, report: LoadReport) -> Described:
         computed = computing()
 
         def progress() -> Progress:
@@ -229,8 +229,8 @@ class Load:
         describing = self.ranks.step(
             "describing the model", name=call.name, progress=progress if _is_local(call) else None
         )
-        with describing as step, report.phase("describe"), cache.stage():
-            described = describe(call, self.settings, self.make_target, executor, holds_values=True, once=cache.once)
+        with describing as step, report.phase("describe"):
+            described = describe(call, self.settings, self.make_target, executor, holds_values=True)
             commits = sorted({commit_in(file.path) for file in described.files} - {""})
             info = {key: fingerprint(sorted(map(str, keys))) for key, keys in described.info.items()}
             # A configuration changes what is computed with equal weights: the base of rotary embeddings, say.
@@ -240,7 +240,7 @@ class Load:
 
     def _plan(
         self, described: Described, around: Any, sharing: ReadSharing, report: LoadReport, num_threads: int
-    ) -> tuple[Planned, list[FilesId], list[Place | None]]:
+    ) -> tuple[Planned, list[FilesId], list[SharedMemory | None]]:
         """Return the plan, and of each rank the files that it planned against and its offer to share reads."""
         # A step of its own. Otherwise a failure here would stop a rank that still describes, before it finds out by
         # itself that the load must be left to stock.
@@ -262,7 +262,7 @@ class Load:
         uses_by_rank = [[Use(*use) for use in rank_uses] for _, _, rank_uses in step.payloads]
         check_memory(described.name, [uses] if self.ranks.is_fake else uses_by_rank)
         ids = [(digest, seed) for (digest, seed), _, _ in step.payloads]
-        return planned, ids, [offer for _, offer, _ in step.payloads]
+        return planned, ids, [None if offer is None else SharedMemory(*offer) for _, offer, _ in step.payloads]
 
     def _prepare(self, described: Described, planned: Planned, report: LoadReport) -> None:
         # A step of its own: DeepSpeed may make groups here, which all ranks must do or none.

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from lowmem_load.distributed.nodes import Nodes, make_memory, memory_of, new_name
+from lowmem_load.distributed.nodes import Nodes, SharedMemory, make_memory, map_memory_of
 from lowmem_load.errors import ConfigError, LowMemLoadError, PlanError, listed
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.make_plan import Planned
@@ -41,9 +41,6 @@ SHARE_READS = "LOWMEM_LOAD_SHARE_READS"
 """Environment variable. "off": each rank reads alone. "auto": the ranks of a node read together."""
 
 ALONE = "no other rank of this node has reads to share"
-
-Place = tuple[int, int, str]
-"""Where other processes find shared memory: process, its descriptor, name."""
 
 LITTLE_SAVED = "the ranks of this node would read little less together"
 
@@ -79,25 +76,25 @@ class ReadSharing:
 
     def __init__(self) -> None:
         self._nbytes = 0  # of the part
-        self.offer: Place | None = None  # where other ranks find that part; None if this rank shares no reads
+        self.offer: SharedMemory | None = None  # where other ranks find that part; None if this rank shares no reads
         self.why_alone = ""  # why this rank reads alone although it has reads to share; "" if it does not
 
     def make(self, cost: ReadCost) -> None:
         """Make the part for files of this cost, before the ranks exchange their offers."""
-        name, self._nbytes = new_name(), SharedBuffer.nbytes_for(cost)
+        self._nbytes = SharedBuffer.nbytes_for(cost)
         try:
-            self.offer = os.getpid(), make_memory(name, self._nbytes), name
+            self.offer = make_memory(self._nbytes)
         except OSError as error:
             self.why_alone = f"{self._nbytes} bytes of shared memory cannot be made: {error.strerror}"
 
     def close(self) -> None:
         """Close the part. Ranks that have opened it keep it."""
         if self.offer is not None:
-            os.close(self.offer[1])
+            os.close(self.offer.descriptor)
             self.offer = None
 
     def meet(
-        self, nodes: Nodes, offers: Sequence[Place | None], planned: Planned, check: Callable[[], None]
+        self, nodes: Nodes, offers: Sequence[SharedMemory | None], planned: Planned, check: Callable[[], None]
     ) -> SharedReads | None:
         """Return what carries out the shared steps of a plan; None if this rank reads alone.
 
@@ -113,12 +110,12 @@ class ReadSharing:
         memories: list[mmap.mmap] = []
         for rank, place in places.items():
             try:
-                memories.append(memory_of(*place, self._nbytes))
+                memories.append(map_memory_of(place, self._nbytes))
             except (OSError, ValueError) as error:
                 self.why_alone = (
-                    f"rank {nodes.rank} cannot open the shared memory of rank {rank}, process {place[0]}: {error}"
+                    f"rank {nodes.rank} cannot open the shared memory of rank {rank}, process {place.pid}: {error}"
                 )
-                decline(SharedBuffer([memory_of(*self.offer, self._nbytes)], 0), self.why_alone)
+                decline(SharedBuffer([map_memory_of(self.offer, self._nbytes)], 0), self.why_alone)
                 return None
         buffer = SharedBuffer(memories, position)
         return SharedReads(planned.shared, buffer, planned.plan.read_cost, check=check)

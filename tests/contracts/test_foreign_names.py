@@ -31,7 +31,6 @@ OF_FOREIGN_MODULES = {
 PASSED_ON = {
     "integrations.install": vars(foreign_names),
     "ds.hooks": ("INITIALIZE", "LOAD_CHECKPOINT", "ENGINE_SAVE"),
-    "hf.loader": ("CACHED_FILES",),
 }
 """Names that modules use with handlers of other modules."""
 

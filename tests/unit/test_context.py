@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from lowmem_load.errors import CheckpointError, HeaderError
-from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.io.source import LocalFile, OpenSources
 from lowmem_load.planning.expression import Expression
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.symbolic.context import Context, pack, unpack
+from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import Initialiser
 
 
@@ -83,43 +80,3 @@ def test_a_file_that_cannot_be_opened_is_an_error_of_the_checkpoint(context: Con
     with pytest.raises(CheckpointError, match=r"absent\.safetensors: cannot be read"):
         context.file(str(tmp_path / "absent.safetensors"), unread)
     assert context.files == {}
-
-
-def described(path: Path, checkpoint_format: Any) -> CheckpointFile:
-    source = LocalFile(str(path))
-    try:
-        return checkpoint_format.describe(source)
-    finally:
-        source.close()
-
-
-def facts(file: CheckpointFile) -> Any:
-    expressions = [file.expression(name) for name in file.names]
-    return file.path, file.nbytes, file.digest, file.version, file.names, file.metadata, expressions
-
-
-def test_what_was_packed_comes_back_equal(tmp_path: Path) -> None:
-    tensors = {
-        "zero": torch.zeros(0, 3),
-        "scalar": torch.tensor(1.5, dtype=torch.float64),
-        "a\nb \ud7ff": torch.zeros(4, 5, dtype=torch.bfloat16),
-        "fp8": torch.zeros(7).to(torch.float8_e4m3fn),
-    }
-    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
-    torch.save({"a": torch.arange(6.0), "b": torch.zeros(2, 2)}, tmp_path / "a.bin")
-    for file in (
-        described(tmp_path / "a.safetensors", Safetensors()),
-        described(tmp_path / "a.bin", TorchZip()),
-    ):
-        assert facts(unpack(file.path, pack(file))) == facts(file)
-
-
-def test_ties_views_and_dtypes_that_torch_lacks_are_not_packed(tmp_path: Path) -> None:
-    value = torch.arange(6.0)
-    torch.save({"a": value, "b": value}, tmp_path / "tied.bin")
-    torch.save({"a": value.reshape(2, 3).T}, tmp_path / "view.bin")
-    text = json.dumps({"odd": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
-    (tmp_path / "odd.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0\0\0")
-    assert pack(described(tmp_path / "tied.bin", TorchZip())) == b""
-    assert pack(described(tmp_path / "view.bin", TorchZip())) == b""
-    assert pack(described(tmp_path / "odd.safetensors", Safetensors())) == b""

@@ -1,4 +1,4 @@
-"""Commits of the Hub: what a name stands for is asked once, and files are asked for by one rank."""
+"""Commits of the Hub: what a name stands for is asked once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import transformers.models.auto.auto_factory as auto_factory
-import transformers.utils.hub as transformers_hub
 
-from lowmem_load.foreign_names import CACHED_FILES
-from lowmem_load.hf.hub_files import ask_hub_once, commit_in, commit_of, find_adapter_as_asked, pinned_commit
+from lowmem_load.hf.hub_files import commit_in, commit_of, find_adapter_as_asked, pinned_commit
 from lowmem_load.replaced import replaced
 from tests.hub import hub
 from tests.remote.hub_front import COMMIT
@@ -71,26 +69,6 @@ def test_an_adapter_has_no_commit_for_its_base_model(tmp_path: Path) -> None:
         (model / file).write_text(json.dumps({"base_model_name_or_path": "org/base"}))
     with hub(model, "org/adapter"):
         assert commit_of("org/adapter", cache) == ""
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_files_of_a_folder_and_of_other_threads_are_nobody_elses(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_first: bool
-) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(transformers_hub, "cached_files", lambda name, files, **kwargs: calls.append((name, kwargs)))
-
-    def once(key: str, find: Any, pack: Any, unpack: Any) -> Any:
-        return find() if is_first else unpack(b"asked")
-
-    with replaced({CACHED_FILES: ask_hub_once(once)}):
-        transformers_hub.cached_files(str(tmp_path), ["config.json"], force_download=True)
-        transformers_hub.cached_files("org/model", ["config.json"], force_download=True)
-        asked = {"force_download": True}
-        others = threading.Thread(target=transformers_hub.cached_files, args=["org/tokenizer", ["a"]], kwargs=asked)
-        others.start()
-        others.join()
-    assert calls == [(str(tmp_path), asked), ("org/model", {"force_download": is_first}), ("org/tokenizer", asked)]
 
 
 def test_adapters_are_looked_for_where_their_model_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowmem_load.distributed.nodes import make_memory, memory_of, new_name
+from lowmem_load.distributed.nodes import make_memory, map_memory_of
 from lowmem_load.errors import LowMemLoadError, TruncatedFileError
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline import shared_reads
@@ -34,16 +34,15 @@ def together(
 ) -> list[BaseException | object]:
     """Returns what `act` returns or raises for each rank, each in a thread with its own mappings of the same memory."""
     nbytes = mmap.PAGESIZE + 2 * chunk_bytes
-    name = new_name()
-    descriptors = [make_memory(name, nbytes) for _ in range(num_ranks)]
+    places = [make_memory(nbytes) for _ in range(num_ranks)]
 
-    def run(place: int) -> object:
-        memories = [memory_of(os.getpid(), descriptor, name, nbytes) for descriptor in descriptors]
-        return act(place, SharedBuffer(memories, place))
+    def run(rank: int) -> object:
+        memories = [map_memory_of(place, nbytes) for place in places]
+        return act(rank, SharedBuffer(memories, rank))
 
     found = in_threads(num_ranks, run)
-    for descriptor in descriptors:
-        os.close(descriptor)
+    for place in places:
+        os.close(place.descriptor)
     return found
 
 

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from lowmem_load.distributed.nodes import Nodes, memory_of
+from lowmem_load.distributed.nodes import Nodes, SharedMemory, map_memory_of
 from lowmem_load.errors import ConfigError
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.pipeline.shared_reads import (
     ALONE,
     SHARE_READS,
-    Place,
     ReadSharing,
     SharedBuffer,
     SharedReads,
@@ -28,6 +27,9 @@ from lowmem_load.planning.reads import ReadCost
 from tests.together import leaf, plan_of
 
 NODES = ("a", "b", "a", "b", "a")
+ELSEWHERE = SharedMemory(1 << 30, 5, "name")
+"""Memory of a process that is not there."""
+
 PLANNED = Planned(plan_of(ex.permute(leaf(), (2, 0, 1)), 5, ReadCost()), Constants(), {}, {}, {})
 
 
@@ -45,7 +47,7 @@ def test_ranks_may_read_together_unless_the_environment_says_no(monkeypatch: pyt
         shares_reads()
 
 
-def meet(rank: int, sharing: ReadSharing, others: Sequence[Place | None]) -> SharedReads | None:
+def meet(rank: int, sharing: ReadSharing, others: Sequence[SharedMemory | None]) -> SharedReads | None:
     offers = [sharing.offer if each == rank else place for each, place in enumerate(others)]
     return sharing.meet(Nodes(rank, NODES), offers, PLANNED, ended)
 
@@ -56,7 +58,11 @@ def test_a_rank_meets_those_of_its_node_that_have_reads_to_share() -> None:
         first.make(ReadCost())
         second.make(ReadCost())
         for rank, mine, other in ((0, first, second), (4, second, first)):
-            found = meet(rank, mine, [other.offer, (1 << 30, 5, "of b"), None, (1 << 30, 5, "of b"), other.offer])
+            found = meet(
+                rank,
+                mine,
+                [other.offer, ELSEWHERE, None, ELSEWHERE, other.offer],
+            )
             assert found is not None and mine.why_alone == ""
     del found
     gc.collect()
@@ -65,14 +71,14 @@ def test_a_rank_meets_those_of_its_node_that_have_reads_to_share() -> None:
 
 def test_a_rank_without_reads_to_share_meets_nobody() -> None:
     sharing = ReadSharing()
-    assert meet(0, sharing, [None, None, (1 << 30, 5, "name"), None, None]) is None
+    assert meet(0, sharing, [None, None, ELSEWHERE, None, None]) is None
     assert sharing.why_alone == ""
 
 
 def test_a_rank_whose_node_has_no_other_with_reads_to_share_reads_alone() -> None:
     with contextlib.closing(ReadSharing()) as sharing:
         sharing.make(ReadCost())
-        assert meet(1, sharing, [(1 << 30, 5, "of a"), None, (1 << 30, 5, "of a"), None, None]) is None
+        assert meet(1, sharing, [ELSEWHERE, None, ELSEWHERE, None, None]) is None
         assert sharing.why_alone == ALONE
 
 
@@ -80,13 +86,13 @@ def test_a_rank_that_cannot_open_the_memory_of_another_tells_the_others_so() -> 
     with contextlib.closing(ReadSharing()) as sharing, contextlib.closing(ReadSharing()) as other:
         sharing.make(ReadCost())
         other.make(ReadCost())
-        places = [None, None, (1 << 30, 5, "name"), None, other.offer]
+        places = [None, None, ELSEWHERE, None, other.offer]
         assert meet(0, sharing, places) is None
         assert sharing.why_alone.startswith(
             f"rank 0 cannot open the shared memory of rank 2, process {1 << 30}: [Errno 2] No such file"
         )
         assert sharing.offer is not None and other.offer is not None
-        memories = [memory_of(*offer, SharedBuffer.nbytes_for(ReadCost())) for offer in (sharing.offer, other.offer)]
+        memories = [map_memory_of(offer, SharedBuffer.nbytes_for(ReadCost())) for offer in (sharing.offer, other.offer)]
         third = SharedReads((), SharedBuffer(memories, 1), ReadCost(), check=ended)
         with Executor() as executor:
             assert third.run(executor) is None, "it does not wait"
