@@ -1,4 +1,4 @@
-"""Random Llama and Qwen3-MoE checkpoints for the benchmarks: written once, kept on demand, and reused."""
+"""Random Llama checkpoints for the benchmarks: written once, kept on demand, and reused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ class ModelShape:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_experts: int = 0  # 0: Llama; else Qwen3-MoE, whose files hold one tensor per expert and projection
     format_version: int = 2  # raise it when _write_checkpoint writes other bytes, so that old files are not reused
 
 
@@ -41,13 +40,8 @@ class SourceTensor(NamedTuple):
     nbytes: int
 
 
-def shape_for(num_params: int, family: str) -> ModelShape:
+def shape_for(num_params: int) -> ModelShape:
     """Return the narrowest shape of at most MAX_LAYERS layers that has about `num_params` parameters."""
-    if family == "qwen3-moe":
-        hidden, intermediate, num_experts = 1024, 384, 32
-        layer_numel = 4 * hidden * hidden + 3 * hidden * intermediate * num_experts
-        num_layers = max(1, round((num_params - 2 * VOCAB_SIZE * hidden) / layer_numel))
-        return ModelShape(hidden, intermediate, num_layers, num_heads=8, num_experts=num_experts)
     for hidden in HIDDEN_SIZES:
         intermediate = hidden * 11 // 4
         layer_numel = 4 * hidden * hidden + 3 * hidden * intermediate
@@ -58,14 +52,12 @@ def shape_for(num_params: int, family: str) -> ModelShape:
 
 
 @contextmanager
-def checkpoint_of(
-    num_params: int, cache: Path, keep: bool, log: Callable[[str], None], family: str = "llama"
-) -> Iterator[Path]:
+def checkpoint_of(num_params: int, cache: Path, keep: bool, log: Callable[[str], None]) -> Iterator[Path]:
     """Give a bf16 checkpoint of about `num_params` parameters; one that was not there before goes again unless kept."""
-    path = cache / f"{family}-{num_params}"
+    path = cache / f"llama-{num_params}"
     existed = (path / SPEC_FILE).exists()
     try:
-        yield _ensure_checkpoint(shape_for(num_params, family), path, log)
+        yield _ensure_checkpoint(shape_for(num_params), path, log)
     finally:
         if not keep and not existed:
             shutil.rmtree(path, ignore_errors=True)
@@ -94,23 +86,18 @@ def _ensure_checkpoint(shape: ModelShape, path: Path, log: Callable[[str], None]
 
 def _write_checkpoint(shape: ModelShape, path: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
-    sizes = {
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_heads,
-        "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-    }
-    if shape.num_experts:
-        experts = {"num_experts": shape.num_experts, "moe_intermediate_size": shape.intermediate_size, "head_dim": 128}
-        config = Qwen3MoeConfig(**sizes, **experts)
-    else:
-        config = LlamaConfig(**sizes)
+    config = LlamaConfig(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_heads,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(path, max_shard_size="500MB")

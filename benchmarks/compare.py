@@ -55,7 +55,6 @@ class Preset:
     num_params: int
     ranks_of_method: dict[str, tuple[int, ...]]
     train_steps: int
-    family: str = "llama"
 
 
 PRESETS = {
@@ -65,8 +64,6 @@ PRESETS = {
         dict.fromkeys(METHODS, (1, 2, 4)),
         train_steps=0,
     ),
-    # No floor: a fused target is made of many tensors in the files, so it has no partition that is one of theirs.
-    "qwen3-moe": Preset(1_000_000_000, {"stock": (2,), "lowmem": (1, 2, 4)}, train_steps=0, family="qwen3-moe"),
 }
 
 
@@ -75,7 +72,6 @@ class Plan:
     """What one run does, from the preset and the command line."""
 
     num_params: int
-    family: str
     loads: list[tuple[str, int]]  # (method, world_size) in the order of the run
     train_steps: int
     dtype: str
@@ -117,18 +113,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Plan]:
     chosen = parser.parse_args(arguments)
     preset = PRESETS[chosen.preset]
     if chosen.model:
-        preset = Preset(0, dict.fromkeys(METHODS, (2,)), train_steps=0, family=chosen.model.name)
+        preset = Preset(0, dict.fromkeys(METHODS, (2,)), train_steps=0)
     if min(chosen.ranks or [1]) < 1 or chosen.repeats < 1:
         parser.error("--ranks and --repeats have to be at least 1")
     ranks_of_method = {
         method: tuple(chosen.ranks or preset.ranks_of_method[method])
         for method in METHODS
-        if method in (chosen.methods or METHODS) and method in preset.ranks_of_method
+        if method in (chosen.methods or METHODS)
     }
     world_sizes = sorted({world_size for ranks in ranks_of_method.values() for world_size in ranks})
     plan = Plan(
         num_params=chosen.params or preset.num_params,
-        family=preset.family,
         loads=[
             (m, world_size) for world_size in world_sizes for m in ranks_of_method if world_size in ranks_of_method[m]
         ],
@@ -235,7 +230,7 @@ def report(plan: Plan, groups: list[Group], notes: list[str]) -> list[str]:
 
 def _describe_run(plan: Plan, num_params: int, num_bytes: int) -> list[str]:
     how = "dropped before each load by posix_fadvise DONTNEED" if plan.cold else "all shard files read before each load"
-    name = str(plan.model or f"random {plan.family}")
+    name = str(plan.model or "random Llama")
     model = f"{name}, {num_params / 1e9:.3f} B parameters, {num_bytes / 1e9:.2f} GB"
     memory = "touched before" if plan.is_touched else "as found"
     cache = f"page cache {'cold' if plan.cold else 'warm'}, memory {memory}"
@@ -255,7 +250,7 @@ def compare(plans: Sequence[Plan]) -> int:
     if on_gpu and max(world_size for _, world_size in first.loads) > torch.cuda.device_count():
         raise SystemExit(f"--ranks: more than the {torch.cuda.device_count()} GPUs of this machine")
     failures, texts = [], []
-    random_model = checkpoint_of(first.num_params, first.cache, first.keep_checkpoint, log, first.family)
+    random_model = checkpoint_of(first.num_params, first.cache, first.keep_checkpoint, log)
     with contextlib.nullcontext(first.model) if first.model else random_model as checkpoint:
         for plan in plans:
             plan.out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Two floors: read the bytes of a rank's partitions without a model, and take the time."""
+"""The floor: reads the bytes of a rank's partitions without a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +17,6 @@ from benchmarks.checkpoint import SourceTensor, read_headers
 from benchmarks.memory import available_bytes
 from lowmem_load.errors import TruncatedFileError
 
-# As many at most as lowmem_load has reads in flight (lowmem_load/pipeline/load.py).
-MAX_THREADS = 4
 HUGE_PAGE_BYTES = 2 << 20
 # Of a partition: what is touched before a load in touched memory.
 SPARE_MEMORY = 1.2
@@ -45,14 +42,6 @@ def read_plain(path: Path, rank: int, world_size: int) -> tuple[dict[str, torch.
     """Return this rank's partitions, and the number of reads: file order, one thread, memory of its own for each."""
     names, pieces = partitions(path, rank, world_size)
     memory, num_reads = read_pieces(pieces)
-    return dict(zip(names, memory, strict=True)), num_reads
-
-
-def read_tuned(path: Path, rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], int]:
-    """Do the same as fast as the machine allows: as many threads as lowmem_load has, into huge pages."""
-    names, pieces = partitions(path, rank, world_size)
-    num_threads = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // world_size))
-    memory, num_reads = read_pieces_tuned(pieces, num_threads)
     return dict(zip(names, memory, strict=True)), num_reads
 
 
@@ -101,27 +90,6 @@ def read_pieces(pieces: Sequence[Piece]) -> tuple[list[torch.Tensor], int]:
             memory.append(torch.empty(piece.nbytes, dtype=torch.uint8))
             num_reads += _read_into(descriptors[piece.path], memory[-1], piece)
     return memory, num_reads
-
-
-def read_pieces_tuned(pieces: Sequence[Piece], num_threads: int) -> tuple[list[torch.Tensor], int]:
-    """Do the same as fast as the machine allows: with several threads, into huge pages.
-
-    Raises:
-        TruncatedFileError: a file ends before a piece does.
-    """
-    pages = huge_pages(sum(piece.nbytes for piece in pieces))
-    memory, used = [], 0
-    for piece in pieces:
-        part = torch.frombuffer(pages, dtype=torch.uint8, count=piece.nbytes, offset=used) if piece.nbytes else None
-        memory.append(torch.empty(0, dtype=torch.uint8) if part is None else part)
-        used += piece.nbytes
-
-    with _opened(pieces) as descriptors, ThreadPoolExecutor(num_threads) as threads:
-
-        def read(piece: Piece, part: torch.Tensor) -> int:
-            return _read_into(descriptors[piece.path], part, piece)
-
-        return memory, sum(threads.map(read, pieces, memory))
 
 
 def huge_pages(nbytes: int) -> mmap.mmap:

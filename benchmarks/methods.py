@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.floors import partition_range, read_plain, read_tuned
+from benchmarks.floors import partition_range, read_plain
 
-METHODS = ("stock", "lowmem", "floor", "tuned")
+METHODS = ("stock", "lowmem", "floor")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -114,14 +114,7 @@ def load_lowmem(job: Job) -> Loaded:
 
 
 def load_floor(job: Job) -> Loaded:
-    return _floor(job, *read_plain(job.path, job.rank, job.world_size))
-
-
-def load_tuned(job: Job) -> Loaded:
-    return _floor(job, *read_tuned(job.path, job.rank, job.world_size))
-
-
-def _floor(job: Job, partitions: dict[str, torch.Tensor], num_reads: int) -> Loaded:
+    partitions, num_reads = read_plain(job.path, job.rank, job.world_size)
     nbytes = sum(partition.nbytes for partition in partitions.values())
     placed = {name: partition.to(job.device) for name, partition in partitions.items()}
     return Loaded(partitions=placed, needed_bytes=nbytes, read_bytes=nbytes, num_reads=num_reads)
@@ -131,7 +124,6 @@ LOADERS: dict[str, Callable[[Job], Loaded]] = {
     "stock": load_stock,
     "lowmem": load_lowmem,
     "floor": load_floor,
-    "tuned": load_tuned,
 }
 
 

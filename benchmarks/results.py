@@ -18,13 +18,12 @@ from benchmarks.worker import RankResult
 MIB = 2**20
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "measured.md"
 MODEL_METHODS = ("stock", "lowmem")
-"""These must end with bit-identical partitions. The floors join them when they read the dtype that is loaded."""
+"""These must end with bit-identical partitions. The floor joins them when it reads the dtype that is loaded."""
 
 SHOWN = {
     "stock": "stock ZeRO-3",
     "lowmem": "**lowmem_load**",
     "floor": "plain floor",
-    "tuned": "tuned floor",
 }
 """Names of the methods in documents."""
 
@@ -49,8 +48,7 @@ peak       high-water mark of resident memory (VmHWM, reset at the start) above 
            after imports, the start of the process group, malloc_trim and a barrier.
 file-backed  pages of mapped files and shared memory: reclaimable, but they count in a cgroup's limit.
 in collectives  tensor bytes that a rank gave to collectives of 2 or more ranks, the larger side of each call.
-floors     the bytes of the partitions, without a model. plain: preadv in file order into fresh memory, one thread.
-           tuned: as many threads as lowmem_load has, into huge pages.
+floor      the bytes of the partitions, without a model: preadv in file order into fresh memory, one thread.
 memory     as found: nothing is prepared, as in a first load; a hypervisor may have taken free memory back. touched
            before: each rank touches 1.2 partitions and gives them back, so that no load waits for a hypervisor."""
 
@@ -120,7 +118,7 @@ def different_weights(groups: Sequence[Group], floor_dtype_equal: bool) -> tuple
     """Return (what was compared, what differs), one line each: partitions must be equal bit for bit."""
     compared, differences = [], []
     for world_size in sorted({group.world_size for group in groups}):
-        names = [*MODEL_METHODS, "floor", "tuned"] if floor_dtype_equal else list(MODEL_METHODS)
+        names = [*MODEL_METHODS, "floor"] if floor_dtype_equal else list(MODEL_METHODS)
         present = [group for name in names if (group := find_group(groups, name, world_size))]
         if len(present) < 2:
             continue

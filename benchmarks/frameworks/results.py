@@ -27,7 +27,8 @@ def keep(case: Case, result: Mapping[str, Any], path: Path = FILE) -> None:
     when = {"date": dt.datetime.now(dt.timezone.utc).date().isoformat()}
     results[case.name] = {**when, "lowmem_load": importlib.metadata.version("lowmem-load"), **result}
     kept = {one.name: results[one.name] for one in read_cases() if one.name in results}
-    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in kept.items()]  # a case a line, for diffs
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def as_expected(case: Case, result: Mapping[str, Any]) -> bool:
