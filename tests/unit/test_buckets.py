@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.dtensor.mesh import Split, grid_of
 from lowmem_load.errors import PlanError
 from lowmem_load.io.memory import scatter_elements, source_elements
 from lowmem_load.planning.copies import Copy, plan_copies
 from lowmem_load.planning.expression import Expression, Source, cast, concat, numel, permute, slice_dim
 from lowmem_load.planning.nest import Axis, Nest, nests_within
 from lowmem_load.planning.ranges import FlatRange, Grid, Region, flat_ranges, partition_range
+from lowmem_load.planning.splits import Split, grid_of
 from lowmem_load.weights_out.buckets import (
     Bucket,
     Message,

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lowmem_load.dtensor.mesh import CUTS_AS_HERE, Split, grid_of
+from lowmem_load.dtensor.mesh import CUTS_AS_HERE
+from lowmem_load.planning.splits import Split, grid_of
 
 
 @st.composite
