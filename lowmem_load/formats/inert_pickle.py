@@ -7,9 +7,9 @@ objects, has no limits, and gives the place of a storage only since torch 2.7.
 
 from __future__ import annotations
 
-import io
 import pickletools
 import reprlib
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +19,9 @@ import torch
 from lowmem_load.errors import CheckpointError
 from lowmem_load.planning.expression import Shape
 
-MAX_OPCODES = 1 << 22  # a tensor needs about 25; each may create an object of some 64 bytes
+MAX_OPCODES = 1 << 22
+"""A tensor needs about 25; each may create an object of some 64 bytes."""
+
 MIN_NBYTES_PER_OBJECT, FREE_OBJECTS = 6, 4096
 """Bound on objects by the bytes of the pickle, so that memory stays below 30 times these bytes. A tensor has about ten
 containers and ten memo entries of at least nine bytes each, and takes up to 14 times the bytes of its pickle."""
@@ -108,13 +110,23 @@ def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
     return tensors
 
 
-def objects(pickled: bytes, path: str, *, only_tensors: bool = False) -> Any:
-    """Return a pickled tree of dicts, lists, tuples, numbers, text, dtypes, `Tensor`s and `Foreign`s."""
+def objects(
+    pickled: bytes,
+    path: str,
+    *,
+    only_tensors: bool = False,
+    max_opcodes: int | None = None,
+    compact: Mapping[str, Callable[[Any], Any]] | None = None,
+) -> Any:
+    """Return a pickled tree of dicts, lists, tuples, numbers, text, dtypes, `Tensor`s and `Foreign`s.
+
+    `compact` gives a shorter state to the `Foreign`s of a name, of which there may be many.
+    """
     try:
-        return _Machine(pickled, path, only_tensors).run()
+        return _Machine(pickled, path, max_opcodes or MAX_OPCODES, compact or {}, only_tensors=only_tensors).run()
     except CheckpointError:
         raise
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, struct.error) as error:
         raise CheckpointError(f"{path}: its pickle is malformed: {error}") from error
 
 
@@ -124,7 +136,7 @@ def _is_size(value: object) -> bool:
 
 def is_key(value: object) -> bool:
     """Return whether a dict may have this key. Any number of larger integers can share one hash."""
-    return isinstance(value, str) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
+    return isinstance(value, str | Foreign) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
 
 
 def _shape(value: Any) -> Shape:
@@ -163,6 +175,10 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
 """Functions that describe tensors. None takes many arguments: a short pickle can pass one long tuple many times."""
 
 
+WRAPPER = "torch._utils._rebuild_wrapper_subclass"
+"""Name of a `Foreign` that is a DTensor: class, dtype, shape, strides, ...; its state has the local tensor."""
+
+
 def _call(arguments: Any, function: Any) -> Any:
     if not isinstance(function, Global) or function.name in STORAGE_DTYPES or not isinstance(arguments, tuple):
         raise TypeError(f"a {type(function).__name__} is called with a {type(arguments).__name__}")
@@ -170,7 +186,9 @@ def _call(arguments: Any, function: Any) -> Any:
         return _CALLS[function.name](*arguments)
     if function.name != "torch._tensor._rebuild_from_type_v2":
         return Foreign(function.name, arguments)
-    rebuild, _, arguments, state = arguments  # a tensor with attributes set by users
+    rebuild, _, arguments, state = arguments  # a tensor with attributes set by users, or a DTensor
+    if rebuild.name == WRAPPER:
+        return Foreign(WRAPPER, arguments, state)
     made = _CALLS[rebuild.name](*arguments)
     return replace(made, attributes=state) if isinstance(made, Tensor) and isinstance(state, dict) else made
 
@@ -181,98 +199,204 @@ def _storage(kind: Any, storage: Any, key: Any, _device: Any, numel: Any) -> Sto
     return Storage(key, STORAGE_DTYPES[storage.name], numel)
 
 
-def _change(target: Any, opcode: str, items: list[Any]) -> None:
-    """Give an object its state or items. The items of a `Foreign` list or dict are dropped."""
-    match opcode, target:
-        case "BUILD", Foreign():
-            (target.state,) = items
-        case ("BUILD", OrderedNames()) | (_, Foreign()):  # a state dict's state is the versions of its modules
-            pass
-        case (("APPEND" | "APPENDS"), list()):
-            target.extend(items)
-        case (("SETITEM" | "SETITEMS"), dict()) if all(map(is_key, items[::2])):
-            target.update(zip(items[::2], items[1::2], strict=True))
-        case _:
-            raise TypeError(f"{opcode} changes a {type(target).__name__}, or sets a key that is neither text nor int")
-
-
-_OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
-_MAKES = {"EMPTY_LIST", "EMPTY_DICT", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "GLOBAL", "REDUCE", "NEWOBJ"}
-
-
 class _Machine:
-    def __init__(self, pickled: bytes, path: str, only_tensors: bool) -> None:
-        self._source, self._path, self._only_tensors = io.BytesIO(pickled), path, only_tensors
+    def __init__(
+        self,
+        pickled: bytes,
+        path: str,
+        max_opcodes: int,
+        compact: Mapping[str, Callable[[Any], Any]],
+        *,
+        only_tensors: bool,
+    ) -> None:
+        self._pickled, self._at, self._path = pickled, 0, path
+        self._max_opcodes, self._compact, self._only_tensors = max_opcodes, compact, only_tensors
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []  # the stacks under each mark
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        num_objects = 0
-        for _ in range(MAX_OPCODES):
-            position = self._source.tell()
-            opcode = _OPCODES.get(self._source.read(1))
-            if opcode is None:
-                raise ValueError(f"no opcode at byte {position}")
-            if opcode.name == "STOP":
-                (result,) = self._stack
-                return result
-            num_objects += opcode.name in _MAKES
-            if max(num_objects, len(self._memo)) > FREE_OBJECTS + position // MIN_NBYTES_PER_OBJECT:
+        num_objects, pickled, memo = 0, self._pickled, self._memo
+        for _ in range(self._max_opcodes):
+            position = self._at
+            opcode = pickled[position]
+            self._at += 1
+            execute = _EXECUTE.get(opcode)
+            if execute is None:
+                if opcode == _STOP:
+                    (result,) = self._stack
+                    return result
+                if opcode not in _NAMES:
+                    raise ValueError(f"no opcode at byte {position}")
+                raise CheckpointError(f"{self._path}: its pickle uses {_NAMES[opcode]}, which no state dict needs")
+            num_objects += opcode in _MAKES
+            if max(num_objects, len(memo)) > FREE_OBJECTS + position // MIN_NBYTES_PER_OBJECT:
                 raise CheckpointError(
                     f"{self._path}: its pickle makes too many objects for tensors up to byte {position}"
                 )
-            self._execute(opcode)
-        raise CheckpointError(f"{self._path}: its pickle has more than {MAX_OPCODES} opcodes")
+            execute(self)
+        raise CheckpointError(f"{self._path}: its pickle has more than {self._max_opcodes} opcodes")
 
-    def _execute(self, opcode: pickletools.OpcodeInfo) -> None:
-        stack = self._stack
-        match name := opcode.name:
-            case "PROTO":
-                self._argument(opcode)
-            case "NONE" | "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "BINUNICODE":
-                stack.append(self._argument(opcode))
-            case "NEWTRUE" | "NEWFALSE":
-                stack.append(name == "NEWTRUE")
-            case "EMPTY_TUPLE" | "EMPTY_LIST" | "EMPTY_DICT":
-                stack.append(() if name == "EMPTY_TUPLE" else [] if name == "EMPTY_LIST" else {})
-            case "MARK":
-                self._below.append(stack)
-                self._stack = []
-            case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
-                items = self._pop_marked() if name == "TUPLE" else self._pop(int(name[-1]))
-                self._stack.append(tuple(items))
-            case "BINPUT" | "LONG_BINPUT":
-                self._memo[self._argument(opcode)] = stack[-1]
-            case "BINGET" | "LONG_BINGET":
-                stack.append(self._memo[self._argument(opcode)])
-            case "GLOBAL":
-                stack.append(self._global())
-            case "REDUCE" | "NEWOBJ" if name == "REDUCE" or not self._only_tensors:
-                stack.append(_call(stack.pop(), stack.pop()))
-            case "BINPERSID":
-                stack.append(_storage(*stack.pop()))
-            case "BUILD" | "APPEND" | "APPENDS" | "SETITEM" | "SETITEMS":
-                items = self._pop_marked() if name[-1] == "S" else self._pop(2 if name == "SETITEM" else 1)
-                _change(self._stack[-1], name, items)
-            case _:
-                raise CheckpointError(f"{self._path}: its pickle uses {name}, which no state dict needs")
+    # -- opcodes, by the names of `pickletools` ------------------------------------------------------------------------
 
-    def _argument(self, opcode: pickletools.OpcodeInfo) -> Any:
-        return opcode.arg.reader(self._source) if opcode.arg else None
+    def _proto(self) -> None:
+        self._at += 1
 
-    def _pop(self, count: int) -> list[Any]:
-        return [self._stack.pop() for _ in range(count)][::-1]
+    def _frame(self) -> None:
+        self._at += 8
+
+    def _none(self) -> None:
+        self._stack.append(None)
+
+    def _newtrue(self) -> None:
+        self._stack.append(True)
+
+    def _newfalse(self) -> None:
+        self._stack.append(False)
+
+    def _binint(self) -> None:
+        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
+
+    def _binint1(self) -> None:
+        self._stack.append(self._size(1))
+
+    def _binint2(self) -> None:
+        self._stack.append(self._size(2))
+
+    def _long1(self) -> None:
+        self._stack.append(int.from_bytes(self._take(self._size(1)), "little", signed=True))
+
+    def _binfloat(self) -> None:
+        (number,) = struct.unpack(">d", self._take(8))
+        self._stack.append(number)
+
+    def _short_binunicode(self) -> None:
+        self._stack.append(self._text(1))
+
+    def _binunicode(self) -> None:
+        self._stack.append(self._text(4))
+
+    def _empty_tuple(self) -> None:
+        self._stack.append(())
+
+    def _empty_list(self) -> None:
+        self._stack.append([])
+
+    def _empty_dict(self) -> None:
+        self._stack.append({})
+
+    def _mark(self) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def _tuple(self) -> None:
+        items = self._pop_marked()
+        self._stack.append(tuple(items))
+
+    def _tuple1(self) -> None:
+        self._stack[-1:] = [(self._stack[-1],)]
+
+    def _tuple2(self) -> None:
+        self._stack[-2:] = [(self._stack[-2], self._stack[-1])]
+
+    def _tuple3(self) -> None:
+        self._stack[-3:] = [(self._stack[-3], self._stack[-2], self._stack[-1])]
+
+    def _memoize(self) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def _binput(self) -> None:
+        self._memo[self._size(1)] = self._stack[-1]
+
+    def _long_binput(self) -> None:
+        self._memo[self._size(4)] = self._stack[-1]
+
+    def _binget(self) -> None:
+        self._stack.append(self._memo[self._size(1)])
+
+    def _long_binget(self) -> None:
+        self._stack.append(self._memo[self._size(4)])
+
+    def _global(self) -> None:
+        self._stack.append(self._named(self._line(), self._line()))
+
+    def _stack_global(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise TypeError("the name of a global is no text")
+        self._stack.append(self._named(module, name))
+
+    def _reduce(self) -> None:
+        self._stack.append(_call(self._stack.pop(), self._stack.pop()))
+
+    def _newobj(self) -> None:
+        if self._only_tensors:
+            raise CheckpointError(f"{self._path}: its pickle uses NEWOBJ, which no state dict needs")
+        self._reduce()
+
+    def _binpersid(self) -> None:
+        self._stack.append(_storage(*self._stack.pop()))
+
+    def _build(self) -> None:
+        """Give an object its state."""
+        state, target = self._stack.pop(), self._stack[-1]
+        if isinstance(target, Foreign):
+            target.state = self._compact[target.name](state) if target.name in self._compact else state
+        elif not isinstance(target, OrderedNames):  # a state dict's state is the versions of its modules
+            raise TypeError(f"BUILD changes a {type(target).__name__}")
+
+    def _append(self) -> None:
+        self._extend([self._stack.pop()])
+
+    def _appends(self) -> None:
+        self._extend(self._pop_marked())
+
+    def _setitem(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._update([key, value])
+
+    def _setitems(self) -> None:
+        self._update(self._pop_marked())
+
+    # -- what several of them need -------------------------------------------------------------------------------------
+
+    def _extend(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if isinstance(target, list):
+            target.extend(items)
+        elif not isinstance(target, Foreign):  # the items of a foreign list are dropped
+            raise TypeError(f"items are appended to a {type(target).__name__}")
+
+    def _update(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if isinstance(target, dict) and all(map(is_key, items[::2])):
+            target.update(zip(items[::2], items[1::2], strict=True))
+        elif not isinstance(target, Foreign):  # the items of a foreign dict are dropped
+            raise TypeError(f"items of a {type(target).__name__} are set, or a key is neither text nor int")
+
+    def _take(self, nbytes: int) -> bytes:
+        start, self._at = self._at, self._at + nbytes
+        if self._at > len(self._pickled):
+            raise ValueError(f"it ends within an opcode, at byte {len(self._pickled)}")
+        return self._pickled[start : self._at]
+
+    def _size(self, nbytes: int) -> int:
+        return int.from_bytes(self._take(nbytes), "little")
+
+    def _text(self, nbytes_of_size: int) -> str:
+        return self._take(self._size(nbytes_of_size)).decode("utf-8", "surrogatepass")
+
+    def _line(self) -> str:
+        end = self._pickled.index(b"\n", self._at)
+        start, self._at = self._at, end + 1
+        return self._pickled[start:end].decode()
 
     def _pop_marked(self) -> list[Any]:
         items, self._stack = self._stack, self._below.pop()
         return items
 
-    def _global(self) -> Any:
-        module, name = self._source.readline(), self._source.readline()
-        if not name.endswith(b"\n"):
-            raise ValueError("a global without an end")
-        full = f"{module[:-1].decode()}.{name[:-1].decode()}"
+    def _named(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
         if full in DTYPES:
             return DTYPES[full]
         if self._only_tensors and full not in STORAGE_DTYPES and full not in _CALLS:
@@ -281,3 +405,18 @@ class _Machine:
                 "its maker, save the tensors alone: torch.save(model.state_dict(), path), or better as safetensors"
             )
         return Global(full)
+
+
+_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+_STOP = ord(".")
+_EXECUTE: Mapping[int, Callable[[_Machine], None]] = {
+    code: getattr(_Machine, f"_{name.lower()}")
+    for code, name in _NAMES.items()
+    if hasattr(_Machine, f"_{name.lower()}")
+}
+_MAKES = {
+    code
+    for code, name in _NAMES.items()
+    if name in ("EMPTY_LIST", "EMPTY_DICT", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ")
+    or name.endswith("GLOBAL")
+}

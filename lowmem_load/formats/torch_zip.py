@@ -12,7 +12,7 @@ import os
 import struct
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +68,11 @@ class TorchObjects:
     tree: Any
     prefix: str
     entries: Mapping[str, _Entry]
+
+    def shifted(self, start: int) -> TorchObjects:
+        """Return this for a zip that begins at byte `start` of its file."""
+        entries = {name: entry._replace(start=start + entry.start) for name, entry in self.entries.items()}
+        return replace(self, entries=entries)
 
     def expression(self, tensor: Tensor, name: str) -> Expression:
         """Return a tensor of the tree, `name` in messages: the bytes that it spans in its storage, permuted."""
