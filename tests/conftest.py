@@ -6,7 +6,7 @@ set_environment()
 
 import json  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Callable  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -46,6 +46,16 @@ def minilm() -> Path:
     from tests.builders import minilm_path
 
     return minilm_path()
+
+
+@pytest.fixture
+def lone_process() -> Iterator[Any]:
+    """A process group of one, which is returned."""
+    from lowmem_load import DistributedInterface
+
+    interface = DistributedInterface()
+    yield interface
+    interface.destroy()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import enum
 import inspect
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -46,13 +45,6 @@ def check(seam: ModuleType, optimize: int = -1) -> None:
     """Checks what a seam needs, as it does when it is imported."""
     code = compile(Path(str(seam.__file__)).read_text(encoding="utf-8"), str(seam.__file__), "exec", optimize=optimize)
     exec(code, {"__name__": seam.__name__})
-
-
-@pytest.fixture
-def lone_process() -> Iterator[DistributedInterface]:
-    interface = DistributedInterface()
-    yield interface
-    interface.destroy()
 
 
 @pytest.mark.parametrize(

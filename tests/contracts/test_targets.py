@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from lowmem_load import DistributedInterface
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.ds.zero3_target import Zero3
 from lowmem_load.target import Replicated, Target
 from tests.kits.target import TargetContract
 
+pytestmark = pytest.mark.usefixtures("lone_process")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def lone_process() -> Iterator[None]:
-    interface = DistributedInterface()
-    yield
-    interface.destroy()
 
 
 def settings(world_size: int, *, bf16: bool = False, **zero: Any) -> Settings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from lowmem_load import DistributedInterface, load_model, load_report, plan
+from lowmem_load import load_model, load_report, plan
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.frameworks import bitsandbytes
 from tests import builders
@@ -43,13 +42,6 @@ def packed(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed")
     model.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def lone_process() -> Iterator[None]:
-    interface = DistributedInterface()
-    yield
-    interface.destroy()
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
-from lowmem_load import DistributedInterface
 from lowmem_load.ds.engine import PartitionedPart, optimizer_over
 from lowmem_load.ds.engine_states import Zero3State
 from lowmem_load.ds.partition import Partitioner
@@ -62,13 +60,6 @@ def test_where_the_loss_scale_grows_both_parts_are_unscaled_by_the_new_one() -> 
         get_global_grad_norm=lambda: 2.0,
     )
     assert part.step(16.0) == pytest.approx(1 / (8.0 * 2.0))
-
-
-@pytest.fixture
-def lone_process() -> Iterator[None]:
-    interface = DistributedInterface()
-    yield
-    interface.destroy()
 
 
 def test_copies_of_hpz_do_not_outlive_a_resume(lone_process: None, monkeypatch: pytest.MonkeyPatch) -> None:

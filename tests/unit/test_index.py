@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lowmem_load import DistributedInterface, load_model
+from lowmem_load import load_model
 from lowmem_load.errors import CheckpointError
 from lowmem_load.formats.index import MAX_JSON_NBYTES, base_of_adapter, check_index, check_model_config
 from tests import builders
@@ -112,13 +112,6 @@ def test_an_adapter_must_name_its_base(tmp_path: Path, text: str) -> None:
 
 
 # -- which index is used ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def lone_process() -> Iterator[None]:
-    interface = DistributedInterface()
-    yield
-    interface.destroy()
 
 
 def malformed(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import deepspeed
@@ -14,19 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from lowmem_load import DistributedInterface, iter_weights, model_digest, save_model
+from lowmem_load import iter_weights, model_digest, save_model
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.partial.partial_engine import PartialEngine
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.saving.local_shards import local_shards, unwrapped
-
-
-@pytest.fixture
-def lone_process() -> Iterator[None]:
-    """A process group of one."""
-    DistributedInterface()
-    yield
-    DistributedInterface().destroy()
 
 
 def test_what_is_whole_is_written_by_rank_0() -> None:

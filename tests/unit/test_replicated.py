@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lowmem_load import DistributedInterface
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.partial.replicated import ReplicatedPart, SplitOptimizer, follow
 
-
-@pytest.fixture(autouse=True)
-def lone_process() -> Iterator[None]:
-    interface = DistributedInterface()
-    yield
-    interface.destroy()
+pytestmark = pytest.mark.usefixtures("lone_process")
 
 
 def part_of(model: nn.Module, average: Any = "all") -> ReplicatedPart:

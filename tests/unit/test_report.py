@@ -219,14 +219,6 @@ def test_the_text_holds_the_figures() -> None:
     )
 
 
-def test_models_of_one_class_that_have_no_files_are_told_apart() -> None:
-    actor = LoadReport("OPTModel", num_parameters=197, num_elements=125_239_296)
-    critic = LoadReport("OPTModel", num_parameters=388, num_elements=331_196_416)
-    assert actor.summary() != critic.summary()
-    assert "read nothing: built from its configuration; " in actor.summary()
-    assert "model 197 parameters, 125.24 M elements" in actor.summary()
-
-
 def test_what_a_mesh_shards_is_called_shards() -> None:
     report = LoadReport("model", partition_bytes=MIB, file_bytes=MIB, world_size=4)
     assert "  holds: 1.00 MiB of shards" in str(report).splitlines()

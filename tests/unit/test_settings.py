@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from lowmem_load import DistributedInterface, ModelEngine, load_model, load_report, plan, streaming
-from lowmem_load.config import ds_config, settings
+from lowmem_load import load_model, plan
 from lowmem_load.config.ds_config import Precision
 from lowmem_load.config.settings import Partition, Settings, choices_of, read_settings
 from lowmem_load.errors import ConfigError
-from lowmem_load.hf.active import deepspeed_config
 from tests import builders
 
 ZERO_3: dict[str, Any] = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "bf16": {"enabled": "auto"}}
@@ -52,11 +46,6 @@ def test_what_depends_on_the_model_is_resolved_with_it_and_once() -> None:
     assert settings.ds_config["zero_optimization"]["reduce_bucket_size"] == "auto"
     with pytest.raises(ConfigError, match=r"reduce_bucket_size.*no hidden_size"):
         settings.for_model(None)
-
-
-def test_they_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        read().stage = 2  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -152,75 +141,7 @@ def test_entries_of_a_partition() -> None:
             read(partition=[entry])  # type: ignore[list-item]
 
 
-# -- once ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def lone_process() -> Iterator[None]:
-    interface = DistributedInterface()
-    yield
-    interface.destroy()
-
-
-@pytest.fixture
-def calls() -> Iterator[Counter[str]]:
-    """How often each of these was called, by whomever."""
-    functions = (ds_config.read_ds_config, settings.resolve_auto, ds_config.zero_stage, ds_config.precision_of)
-    names = {function.__code__: function.__name__ for function in functions}
-    found: Counter[str] = Counter()
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code in names:
-            found[names[frame.f_code]] += 1
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    yield found
-    sys.setprofile(before)
-
-
-ONCE = {"read_ds_config": 1, "resolve_auto": 1, "precision_of": 1, "zero_stage": 1}
-
-
-def by_load_model(path: str) -> nn.Module:
-    return load_model(path, ZERO_3)
-
-
-def by_streaming(path: str) -> nn.Module:
-    with streaming(ZERO_3):
-        return AutoModelForCausalLM.from_pretrained(path)
-
-
-def as_active(path: str) -> nn.Module:
-    """As under Trainer or accelerate, which have set the configuration."""
-    with deepspeed_config(ZERO_3), streaming():
-        return AutoModelForCausalLM.from_pretrained(path)
-
-
-def by_model_engine(path: str) -> nn.Module:
-    return ModelEngine({"model": path}, {"config_file": ZERO_3}).model
-
-
-@pytest.mark.parametrize("load", [by_load_model, by_streaming, as_active, by_model_engine])
-def test_a_load_reads_and_resolves_its_ds_config_once(
-    load: Any, checkpoints: Path, calls: Counter[str], lone_process: None
-) -> None:
-    model = load(str(builders.tiny_llama(checkpoints)))
-    assert load_report(model).ds_config["zero_optimization"]["reduce_bucket_size"] == 32 * 32
-    assert calls == ONCE
-
-
-def test_a_plan_does_too(checkpoints: Path, calls: Counter[str]) -> None:
-    plan(builders.tiny_llama(checkpoints), ZERO_3, rank=1, world_size=2)
-    assert calls == ONCE
-
-
-def test_models_of_one_block_share_what_was_read(checkpoints: Path, calls: Counter[str], lone_process: None) -> None:
-    path = builders.tiny_llama(checkpoints)
-    with streaming(ZERO_3):
-        for _ in range(3):
-            AutoModelForCausalLM.from_pretrained(path)
-    assert calls == {**ONCE, "resolve_auto": 3}, "what depends on the model is resolved for each"
+# -- predicates ------------------------------------------------------------------------------------------------------
 
 
 def test_a_predicate_is_asked_once_for_each_module(checkpoints: Path, lone_process: None) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.source import LocalFile, OpenSources
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.planning.load_plan import TargetPlan
@@ -33,52 +32,18 @@ def file(tmp_path: Path) -> Path:
 class Noting(Replicated):
     """Whole parameters; notes what it is asked."""
 
-    def __init__(self, device: torch.device, calls: list[str]) -> None:
-        super().__init__(device)
-        self.calls = calls
-        self.waits: list[Callable[[], None]] = []
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.calls: list[str] = []
 
     def make(
         self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
     ) -> tuple[nn.Parameter, list[torch.Tensor]]:
         self.calls.append(f"make {plan.name}")
-        self.waits.append(wait)
         return super().make(plan, parameter, wait)
 
     def finish(self) -> None:
-        self.calls.append("target.finish")
-
-
-class NotingSources(OpenSources):
-    """Sources that note what they are asked."""
-
-    def __init__(self, calls: list[str]) -> None:
-        super().__init__(LocalFile)
-        self.calls = calls
-
-    def expect(self, files: Any) -> None:
-        self.calls.append("expect")
-        super().expect(files)
-
-    def check_unchanged(self) -> None:
-        self.calls.append("check_unchanged")
-        super().check_unchanged()
-
-
-class NotingExecutor(Executor):
-    """An executor that notes what it and its sources are asked, on the same list."""
-
-    def __init__(self, calls: list[str]) -> None:
-        super().__init__()
-        self.calls, self.sources = calls, NotingSources(calls)
-
-    def fill(self, fill: Any, destination: torch.Tensor, *rest: Any) -> None:
-        self.calls.append(f"fill {destination.numel()}")
-        super().fill(fill, destination, *rest)
-
-    def finish(self) -> None:
         self.calls.append("finish")
-        super().finish()
 
 
 def prepared(file: Path, build: Build, target: Target) -> tuple[nn.Module, Planned]:
@@ -94,45 +59,16 @@ def run(file: Path, build: Build, target: Target | None = None) -> tuple[nn.Modu
     return model, planned
 
 
-# -- order -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_target_is_finished_when_all_is_filled_and_no_file_has_changed(file: Path) -> None:
-    calls: list[str] = []
-    target = Noting(CPU, calls)
-    _, planned = prepared(file, lambda tensors, _: module(b=tensors["y"], a=tensors["x"]), target)
-    with NotingExecutor(calls) as executor:
-        execute(planned, target, executor, sample=lambda: calls.append("sample"))
-        assert calls == [
-            "expect",
-            *("make a", "fill 24", "sample", "make b", "fill 24", "sample"),  # in the order of the file
-            *("finish", "check_unchanged", "target.finish"),
-        ]
-        assert target.waits == [executor.finish] * 2
+# -- the target ------------------------------------------------------------------------------------------------------
 
 
 def test_the_target_is_not_finished_where_a_file_has_changed(file: Path) -> None:
-    calls: list[str] = []
-    target = Noting(CPU, calls)
+    target = Noting()
     _, planned = prepared(file, lambda tensors, _: module(a=tensors["x"]), target)
     file.write_bytes(file.read_bytes() + b"x")
     with Executor() as executor, pytest.raises(CheckpointError, match=r"model\.safetensors"):
         execute(planned, target, executor)
-    assert "target.finish" not in calls
-
-
-def test_buffers_come_first(file: Path) -> None:
-    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
-        made = module(a=tensors["x"])
-        made.register_buffer("mean", tensors["z"])
-        return made
-
-    calls: list[str] = []
-    target = Noting(CPU, calls)
-    _, planned = prepared(file, build, target)
-    with NotingExecutor(calls) as executor:
-        execute(planned, target, executor)
-    assert calls[:3] == ["expect", "fill 6", "make a"]
+    assert target.calls == ["make a"]
 
 
 # -- parameters ------------------------------------------------------------------------------------------------------
@@ -144,9 +80,9 @@ def test_all_places_of_a_tied_parameter_get_the_same_object(file: Path) -> None:
         made["body"].tied = made["body"].again = made["head"].weight
         return made
 
-    target = Noting(CPU, [])
+    target = Noting()
     model, planned = run(file, build, target)
-    assert target.calls == ["make head.weight", "make body.weight", "target.finish"]
+    assert target.calls == ["make head.weight", "make body.weight", "finish"]
     assert model["head"].weight is model["body"].tied is model["body"].again
     assert type(model["head"].weight) is nn.Parameter
     assert torch.equal(model["head"].weight, X)

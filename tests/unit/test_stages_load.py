@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,17 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetModel
 
-from lowmem_load import DistributedInterface, load_into, load_model, load_report, phases, plan
+from lowmem_load import load_into, load_model, load_report, phases, plan
 from lowmem_load.distributed.node_memory import Room
 from lowmem_load.errors import CheckpointError, MemoryShortageError
 from lowmem_load.io import source
 from lowmem_load.pipeline import checks
 from lowmem_load.pipeline import load as stages
 
+pytestmark = pytest.mark.usefixtures("lone_process")
+
 BF16 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
 FP32 = {"zero_optimization": {"stage": 3}}
-
-
-@pytest.fixture(autouse=True)
-def lone_process() -> Iterator[None]:
-    interface = DistributedInterface()
-    yield
-    interface.destroy()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_load import DistributedInterface
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.ds.zero3_target import MARK, Zero3
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
@@ -139,13 +137,6 @@ def test_host_memory_is_that_of_what_lies_there(device: str, offload: Any, insid
     elsewhere = Zero3(with_settings, 0, torch.device(device), modules=("other",))
     buffers = inside if offload.get("device") == "nvme" else 0
     assert elsewhere.host_bytes([plan]) == HostBytes(outside + buffers)
-
-
-@pytest.fixture
-def lone_process() -> Iterator[None]:
-    interface = DistributedInterface()
-    yield
-    interface.destroy()
 
 
 def test_buffers_are_kept_in_fp32_by_name(lone_process: None) -> None:

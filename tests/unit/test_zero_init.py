@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -11,20 +10,14 @@ import torch
 from deepspeed.runtime.zero import partition_parameters as zero
 from torch import nn
 
-from lowmem_load import DistributedInterface
 from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.ds.zero3_target import refuse_other_zero_init, refuse_partitioned, zero_init_disabled
 from lowmem_load.errors import UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("lone_process")
+
 BF16 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 SAME = {"dtype": torch.bfloat16, "device": "cpu", "world_size": 1}
-
-
-@pytest.fixture(autouse=True)
-def lone_process() -> Iterator[None]:
-    interface = DistributedInterface()
-    yield
-    interface.destroy()
 
 
 class Failed(Exception):
