@@ -77,3 +77,25 @@ def answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         return code, json.loads(text) if "--json" in texts else text
 
     return run
+
+
+@pytest.fixture
+def traffic(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The requests to remote stores, counted anew, with short delays; returns their `Traffic`."""
+    from lowmem_load.io import http_files, object_store, remote_file
+
+    monkeypatch.setattr(remote_file, "TRAFFIC", remote_file.Traffic())
+    monkeypatch.setattr(remote_file, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(remote_file, "LAST_DELAY_S", 0.004)
+    monkeypatch.setattr(http_files, "TIMEOUT_S", 1)
+    monkeypatch.setattr(object_store, "TIMEOUT_S", 1)
+    return remote_file.TRAFFIC
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets requests to remote stores that fail be made again for a moment only."""
+    from lowmem_load.io import remote_file
+
+    monkeypatch.setattr(remote_file, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(remote_file, "THROTTLED_PATIENCE_S", 0.2)

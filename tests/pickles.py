@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
 from typing import Any
+
+import torch
 
 
 class Call:
@@ -13,6 +17,15 @@ class Call:
 
     def __reduce__(self) -> Any:
         return self.call
+
+
+def saved(value: Any) -> bytes:
+    """Returns the pickle that torch.save puts into its zip."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    with zipfile.ZipFile(buffer) as file:
+        (name,) = (name for name in file.namelist() if name.endswith("/data.pkl"))
+        return file.read(name)
 
 
 def assembled(body: bytes) -> bytes:

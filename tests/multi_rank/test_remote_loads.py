@@ -313,30 +313,6 @@ def with_layouts(source: Path) -> dict[str, str]:
     return {name: str(folder) for name, folder in {**folders, "plain": source}.items()}
 
 
-def load_all(place: Place, arguments: dict[str, Any]) -> None:
-    """Rank function: all that loads from a folder, one after the other: a launch takes longer than any of them."""
-    for function in (load_partitions, load_layouts, load_shards, load_quantized, run_script):
-        if function.__name__ in arguments:
-            function(place, arguments[function.__name__])
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.release), 2, 3])
-def test_what_loads_from_a_folder_loads_from_a_url(
-    checkpoints: Path, place: Place, with_tokenizer: Path, tmp_path: Path, world_size: int
-) -> None:
-    from tests.multi_rank.test_formats import with_fp8
-
-    arguments: dict[str, Any] = {"load_partitions": cases(checkpoints)}
-    if world_size == 2:
-        mixtral, llama = builders.tiny_mixtral(checkpoints), builders.tiny_llama(checkpoints, max_shard_size="50KB")
-        quantized = shutil.copytree(with_fp8(checkpoints, tmp_path)[0], checkpoints / "remote-fp8", dirs_exist_ok=True)
-        arguments["load_layouts"] = with_layouts(builders.tiny_llama(checkpoints))
-        arguments["load_shards"] = [str(mixtral), str(llama)]
-        arguments["load_quantized"] = str(quantized)
-        arguments["run_script"] = str(with_tokenizer)
-    run(load_all, place, arguments, world_size=world_size)
-
-
 # -- what is asked for -------------------------------------------------------------------------------------------------
 
 
@@ -356,16 +332,16 @@ def count_requests(place: Place, paths: list[str]) -> list[tuple[Any, dict[str, 
     return found
 
 
-def test_requests_are_counted_and_were_planned(checkpoints: Path, place: Place) -> None:
-    paths = [str(builders.tiny_llama(checkpoints, max_shard_size=nbytes)) for nbytes in (None, "50KB")]
-    for (first, stats, num_planned), (second, _, _) in zip(*run(count_requests, place, paths), strict=True):
+def check_requests(*counted: list[tuple[Any, dict[str, Any], int]]) -> None:
+    """All requests are counted by the ranks, and were planned."""
+    for (first, stats, num_planned), (second, _, _) in zip(*counted, strict=True):
         counts = (first, second)
         of_weights = [line for line in stats["asked"] if line.startswith("GET") and ".safetensors " in line]
         of_headers = [line for line in of_weights if " bytes=8-" in line]
-        assert sum(each.num_requests for each in counts) == len(of_weights)
+        assert sum(count.num_requests for count in counts) == len(of_weights)
         assert len(of_weights) - len(of_headers) == num_planned > 0
         sent = sum(nbytes for name, nbytes in stats["path_bytes"].items() if name.endswith(".safetensors"))
-        assert sum(each.received_bytes for each in counts) == sent > 0
+        assert sum(count.received_bytes for count in counts) == sent > 0
         assert all("if-match=" in line for line in of_weights)
 
 
@@ -391,13 +367,48 @@ def read_once(place: Place, path: str) -> dict[str, int]:
     return sent
 
 
-def test_each_byte_is_fetched_once(checkpoints: Path, place: Place) -> None:
+def large_llama(checkpoints: Path) -> Path:
+    """A checkpoint of more bytes than the headers and small files of a load are."""
     sizes = {"hidden_size": 384, "intermediate_size": 1024, "vocab_size": 16_000, "num_hidden_layers": 4}
     path = builders.tiny_llama(checkpoints, max_shard_size="20MB", **sizes)
-    total = sum(file.stat().st_size for file in path.iterdir())
-    assert 20e6 < total < 60e6
-    for found in run(read_once, place, str(path)):
-        assert {way: nbytes for way, nbytes in found.items() if not total * 0.95 < nbytes <= total * 1.05} == {}
+    assert 20e6 < sum(file.stat().st_size for file in path.iterdir()) < 60e6
+    return path
+
+
+def load_all(place: Place, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Rank function: all that loads from a folder, one after the other: a launch takes longer than any of them."""
+    functions = (load_partitions, load_layouts, load_shards, load_quantized, run_script, count_requests, read_once)
+    return {
+        function.__name__: function(place, arguments[function.__name__])
+        for function in functions
+        if function.__name__ in arguments
+    }
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.release), 2, 3])
+def test_what_loads_from_a_folder_loads_from_a_url(
+    checkpoints: Path, place: Place, with_tokenizer: Path, tmp_path: Path, world_size: int
+) -> None:
+    from tests.multi_rank.test_formats import with_fp8
+
+    arguments: dict[str, Any] = {"load_partitions": cases(checkpoints)}
+    large = large_llama(checkpoints)
+    if world_size == 2:
+        mixtral, llama = builders.tiny_mixtral(checkpoints), builders.tiny_llama(checkpoints, max_shard_size="50KB")
+        quantized = shutil.copytree(with_fp8(checkpoints, tmp_path)[0], checkpoints / "remote-fp8", dirs_exist_ok=True)
+        arguments["load_layouts"] = with_layouts(builders.tiny_llama(checkpoints))
+        arguments["load_shards"] = [str(mixtral), str(llama)]
+        arguments["load_quantized"] = str(quantized)
+        arguments["run_script"] = str(with_tokenizer)
+        arguments["count_requests"] = [str(builders.tiny_llama(checkpoints)), str(llama)]
+        arguments["read_once"] = str(large)
+    answers = run(load_all, place, arguments, world_size=world_size)
+    if world_size == 2:
+        check_requests(*(answer["count_requests"] for answer in answers))
+        total = sum(file.stat().st_size for file in large.iterdir())
+        for answer in answers:
+            sent = answer["read_once"]
+            assert {way: nbytes for way, nbytes in sent.items() if not total * 0.95 < nbytes <= total * 1.05} == {}
 
 
 # -- the Hub -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_load.errors import CheckpointError, PlanError, TruncatedFileError
+from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.io import executor as executor_module
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.memory import Take, Temporaries
@@ -156,20 +156,6 @@ def test_a_lost_file_is_an_error(file: Path) -> None:
     file.unlink()
     with pytest.raises(CheckpointError, match=r"data: cannot be read: No such file or directory \(while 'w' was read"):
         read(leaf(file), FlatRange(0, 720))
-
-
-def test_files_are_closed(file: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    read(leaf(file), FlatRange(0, 720))
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_held_values_may_be_a_part(file: Path) -> None:
-    node = ex.Held(torch.arange(10, 20), 10, (5, 6), torch.int64)
-    assert read(node, FlatRange(12, 16))[0].tolist() == [12, 13, 14, 15]
-    for span in (FlatRange(9, 12), FlatRange(18, 21)):
-        with pytest.raises(PlanError, match=r"are needed, \[10, 20\) are in memory"):
-            read(node, span)
 
 
 def test_computed_values_read_their_inputs_whole(file: Path) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import time
 import tracemalloc
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,7 @@ import torch
 from lowmem_load.errors import CheckpointError
 from lowmem_load.formats import inert_pickle
 from lowmem_load.formats.inert_pickle import Storage, Tensor, state_dict
-from tests.pickles import NAMED, STORAGE, Call, assembled, with_tensor
-
-
-def saved(state: Any) -> bytes:
-    """Returns the pickle that torch.save puts into its zip."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    with zipfile.ZipFile(buffer) as file:
-        (name,) = (name for name in file.namelist() if name.endswith("/data.pkl"))
-        return file.read(name)
+from tests.pickles import NAMED, STORAGE, Call, assembled, saved, with_tensor
 
 
 def test_tensors_are_described_with_their_views() -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 import torch
 
-from lowmem_load.errors import CheckpointError
-from lowmem_load.io.executor import Executor
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import (
     REPLICATED,
@@ -109,14 +105,3 @@ def test_the_fingerprint_is_that_of_what_ranks_have_in_common() -> None:
     assert (
         replace(plan, targets=plan.targets[::-1]).fingerprint == plan.fingerprint
     )  # ranks read in orders of their own
-
-
-def test_a_plan_of_files_that_changed_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(100))
-    source, planner = ex.Source(str(tmp_path / "file"), "w", 0, (20,), torch.float32), Planner()
-    fill = planner.plan_fill("w", source, FlatRange(0, 20))
-    with Executor() as executor:
-        executor.sources.expect([PlannedFile(source.path, 100, "", "another version")])
-        executor.fill(fill, torch.empty(20), planner.values, planner.constants)
-        with pytest.raises(CheckpointError, match="was replaced or written to after its header was read"):
-            executor.finish()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import collections
-import io
 import os
 import random
-import zipfile
 from typing import Any
 
 import numpy as np
@@ -17,14 +15,7 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.formats import plain_values
 from lowmem_load.formats.inert_pickle import Foreign, Tensor, objects
 from lowmem_load.formats.plain_values import member, plain, shown
-
-
-def saved(value: Any) -> bytes:
-    """Return the pickle in the file that torch.save writes."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    with zipfile.ZipFile(buffer) as file:
-        return file.read(next(name for name in file.namelist() if name.endswith("/data.pkl")))
+from tests.pickles import Call, saved
 
 
 def made(value: Any) -> Any:
@@ -36,16 +27,6 @@ class Mine:
 
     def __init__(self) -> None:
         self.value = 3
-
-
-class Call:
-    """What calls something when it is unpickled."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self._call = function, arguments
-
-    def __reduce__(self) -> Any:
-        return self._call
 
 
 def test_plain_values_come_back() -> None:

@@ -253,22 +253,6 @@ def test_adopts_a_group_whose_backend_torch_chose() -> None:
     assert fitting == ["gloo", "gloo"]
 
 
-def _adopt_deepspeed() -> tuple[int, int, bool]:
-    import deepspeed
-    import torch.distributed as dist
-
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-    calls, comm = init_counter(), deepspeed.comm.comm.cdb
-    interface = DistributedInterface()
-    train_one_step()
-    interface.destroy()
-    return len(calls), interface.world_size, dist.is_initialized() and deepspeed.comm.comm.cdb is comm
-
-
-def test_adopts_a_group_of_deepspeed() -> None:
-    assert run_ranks(_adopt_deepspeed, world_size=1) == [(0, 1, True)]
-
-
 def _fake_rank(adopted: bool) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from lowmem_load.planning.reads import (
     plan_reads,
     written_nests,
 )
+from tests.unit.test_nest import pairs
 
 SOURCE = Source("file", "w", 0, (10_000,), torch.float32)
 ITEMSIZE = 4
@@ -32,16 +33,6 @@ ITEMSIZE = 4
 def copy_of(start: int, destination: int, *loops: tuple[int, int, int], casts: tuple[torch.dtype, ...] = ()) -> Copy:
     """Loops are (size, leaf stride, destination stride)."""
     return Copy(SOURCE, Nest(start, destination, tuple(Axis(*loop) for loop in loops), casts))
-
-
-def pairs(nest: Nest) -> Iterator[tuple[int, int]]:
-    """Yields which element goes where, one by one."""
-    for iterations in itertools.product(*(range(axis.size) for axis in nest.axes)):
-        moved = list(zip(iterations, nest.axes, strict=True))
-        yield (
-            nest.source + sum(t * axis.source for t, axis in moved),
-            nest.destination + sum(t * axis.destination for t, axis in moved),
-        )
 
 
 def expected(copy: Copy) -> list[tuple[int, int]]:

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 
 from lowmem_load.errors import CheckpointError, HeaderError
 from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.io import http_files, remote_checkpoint, remote_file
+from lowmem_load.io import remote_checkpoint
 from lowmem_load.io.remote_checkpoint import ON_HTTP, folder_of_model, folder_of_url
-from lowmem_load.io.remote_file import HEAD_BYTES, Traffic
+from lowmem_load.io.remote_file import HEAD_BYTES
 from lowmem_load.io.source import LocalFile, read_bytes
 from lowmem_load.io.stand_ins import is_stand_in, open_file, origin_of, origins_named, remote_object
 from tests.hub import pointed_at
@@ -39,22 +39,12 @@ CONFIG = b'{"model_type": "llama"}'
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files, which begins empty with each test; no delays, and a count of its own."""
-    found = tmp_path / "temporary"
-    found.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(found))
-    monkeypatch.setattr(remote_file, "TRAFFIC", Traffic())
-    monkeypatch.setattr(remote_file, "FIRST_DELAY_S", 0.001)
-    monkeypatch.setattr(remote_file, "LAST_DELAY_S", 0.004)
-    monkeypatch.setattr(http_files, "TIMEOUT_S", 1)
-    return found
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_file, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(remote_file, "THROTTLED_PATIENCE_S", 0.2)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traffic: object) -> Path:
+    """The folder for temporary files, which begins empty with each test."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
 
 
 def write_checkpoint(folder: Path, num_shards: int = 2) -> Path:

@@ -30,6 +30,8 @@ from lowmem_load.io.source import read_bytes
 
 CONTENT = bytes(range(256)) * 16
 
+pytestmark = pytest.mark.usefixtures("traffic")
+
 
 class Memory:
     """A `RemoteObject` in memory, whose first requests fail."""
@@ -49,16 +51,6 @@ class Memory:
         if self._errors:
             raise self._errors.pop(0)
         memory[:] = CONTENT[offset : offset + memory.nbytes]
-
-
-@pytest.fixture(autouse=True)
-def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
-    """A count that begins with each test, and delays that take no time."""
-    found = Traffic()
-    monkeypatch.setattr(remote_file, "TRAFFIC", found)
-    monkeypatch.setattr(remote_file, "FIRST_DELAY_S", 0.001)
-    monkeypatch.setattr(remote_file, "LAST_DELAY_S", 0.004)
-    return found
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

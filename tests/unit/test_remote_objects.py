@@ -1,0 +1,190 @@
+"""What holds of a file on an HTTP server and of one in an object store: faults, wrong answers, refusals, secrets."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowmem_load.errors import CheckpointError
+from lowmem_load.io.http_files import HttpObject
+from lowmem_load.io.object_store import list_files
+from lowmem_load.io.remote_file import RemoteFile, Traffic
+from lowmem_load.io.source import read_bytes
+from tests.remote.behaviour import CHANCES
+from tests.remote.listing import etag
+from tests.remote.range_server import RangeServer
+from tests.unit.test_http_files import assert_no_secrets, with_login
+
+NUM_READS = 64
+
+
+@pytest.fixture(params=["http", "s3"])
+def source(request: pytest.FixtureRequest, store: RangeServer, stored_file: Path) -> RemoteFile:
+    if request.param == "s3":
+        pytest.importorskip("obstore")
+        source = RemoteFile(list_files("s3://bucket/models/one", "")["model.safetensors"])
+    else:
+        url = with_login(f"{store.url}/bucket/models/one/model.safetensors")
+        headers = {"X-Amz-Security-Token": "session-token"}
+        source = RemoteFile(HttpObject(url, stored_file.stat().st_size, etag(stored_file.stat()), lambda: headers))
+    store.reset()
+    return source
+
+
+def is_http(source: RemoteFile) -> bool:
+    return source.path.startswith("http://")
+
+
+# -- faults that may pass ----------------------------------------------------------------------------------------------
+
+
+def test_bytes_are_right_although_requests_fail_in_all_ways(
+    store: RangeServer, source: RemoteFile, stored_file: Path, traffic: Traffic
+) -> None:
+    store.set(**dict.fromkeys(CHANCES, 0.05), retry_after_s=0, stall_s=2)
+    before, content = traffic.counts, stored_file.read_bytes()
+    step = len(content) // NUM_READS
+    with ThreadPoolExecutor(8) as pool:
+        parts = pool.map(lambda number: read_bytes(source, number * step, step), range(NUM_READS))
+        assert b"".join(parts) == content
+    stats, counts = store.stats(), traffic.counts.since(before)
+    assert len(stats["faults"]) > 4
+    assert counts.num_retries == sum(stats["faults"].values())
+    assert counts.num_requests == stats["requests"] == NUM_READS + counts.num_retries
+    assert counts.received_bytes == len(content)
+
+
+HTTP_SAYS = {
+    "error_500": "the server answers with status 500",
+    "error_503": "the server answers with status 503",
+    "slow_down": "the server answers with status 503",
+    "too_many": "the server answers with status 429",
+    "reset_before": "ConnectionResetError",
+    "reset_middle": "ConnectionResetError",
+    "cut": "IncompleteRead: IncompleteRead(50 bytes read, 50 more expected)",
+    "short": "the server sent 50 bytes, expected 100",
+    "stall": "ReadTimeoutError: ",
+}
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("fault", CHANCES)
+def test_one_fault_is_waited_for_and_patience_ends_with_one_error(
+    fault: str, store: RangeServer, source: RemoteFile, stored_file: Path, traffic: Traffic
+) -> None:
+    store.set(**{fault: 1, "at_most": 1, "retry_after_s": 0, "stall_s": 2})
+    assert read_bytes(source, 0, 8) == stored_file.read_bytes()[:8]
+    assert (traffic.limit < 9) is (fault in ("slow_down", "error_503", "too_many"))
+    store.reset()
+    store.set(at_most=-1)
+    began_s = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        read_bytes(source, 10, 100)
+    assert time.monotonic() - began_s < 5
+    said = HTTP_SAYS[fault] if is_http(source) else ""
+    assert str(caught.value).startswith(f"{source.path}: cannot be read at bytes 10 to 109: {said}")
+    assert " attempts in " in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_is_gone_is_one_error(store: RangeServer, source: RemoteFile) -> None:
+    read_bytes(source, 0, 8)
+    store.close()
+    said = "NewConnectionError: .*refused" if is_http(source) else ".*error sending request"
+    with pytest.raises(CheckpointError, match=rf"{source.path}: cannot be read at bytes 0 to 7: {said}"):
+        read_bytes(source, 0, 8)
+
+
+# -- wrong answers and refusals ----------------------------------------------------------------------------------------
+
+
+def test_a_server_without_ranges_is_refused(store: RangeServer, source: RemoteFile) -> None:
+    store.set(ignores_ranges=True)
+    with pytest.raises(CheckpointError, match=rf"{source.path}: the .*; use a server that serves ranges"):
+        read_bytes(source, 0, 8)
+    assert store.stats()["requests"] == 1
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("behaviour", [{"shifts": 1}, {"adds": 64 << 20}])
+def test_other_ranges_and_longer_bodies_are_refused(
+    behaviour: dict[str, int], store: RangeServer, source: RemoteFile, stored_file: Path
+) -> None:
+    store.set(**behaviour)
+    with pytest.raises(CheckpointError, match=source.path):
+        read_bytes(source, 8, 4)
+    store.set(shifts=0, adds=0)
+    assert read_bytes(source, 8, 4) == stored_file.read_bytes()[8:12]
+
+
+@pytest.mark.parametrize(("behaviour", "status"), [({"gone": True, "repeats": True}, 403), ({"token": "another"}, 401)])
+def test_who_may_not_read_is_told_at_once(
+    behaviour: dict[str, Any], status: int, store: RangeServer, source: RemoteFile
+) -> None:
+    store.set(**behaviour)
+    said = rf"{source.path}: the (server|store) refuses access \(.*{status}.*\); check the credentials"
+    with pytest.raises(CheckpointError, match=said):
+        read_bytes(source, 0, 8)
+    assert store.stats()["requests"] == 1
+
+
+def test_a_file_that_is_not_there_is_told_at_once(store: RangeServer, source: RemoteFile, stored_file: Path) -> None:
+    stored_file.unlink()
+    with pytest.raises(CheckpointError, match=f"{source.path}: is not there"):
+        read_bytes(source, 0, 8)
+    assert store.stats()["requests"] == 1
+
+
+REPLACED = "was replaced after its header was read; load again once nobody writes to it"
+
+
+def test_a_file_that_is_replaced_in_the_middle_is_an_error(
+    store: RangeServer, source: RemoteFile, stored_file: Path
+) -> None:
+    read_bytes(source, 0, 8)
+    stored_file.write_bytes(os.urandom(1 << 20))
+    os.utime(stored_file, ns=(1, 1))
+    with pytest.raises(CheckpointError, match=f"{source.path}: {REPLACED}"):
+        read_bytes(source, 0, 8)
+    stats = store.stats()
+    assert stats["statuses"] == {206: 1, 412: 1}
+    assert all(line.endswith(f" bytes=0-7 if-match={source.version}") for line in stats["asked"])
+    os.truncate(stored_file, 100)
+    with pytest.raises(CheckpointError, match=f"{source.path}: {REPLACED}"):
+        read_bytes(source, 1000, 8)
+
+
+def test_so_it_is_where_the_server_ignores_conditions(
+    store: RangeServer, source: RemoteFile, stored_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.utime(stored_file, ns=(1, 1))
+    monkeypatch.setattr("tests.remote.range_server._matches", lambda wanted, etag: True)
+    with pytest.raises(CheckpointError, match=f"{source.path}: {REPLACED}"):
+        read_bytes(source, 0, 8)
+    assert store.stats()["statuses"] == {206: 1}
+
+
+# -- secrets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("fault", [*CHANCES, "gone", "ignores_ranges", "shifts", "adds", "token", "redirect"])
+def test_no_message_has_secrets(
+    fault: str, store: RangeServer, source: RemoteFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    values: dict[str, Any] = {"gone": True, "ignores_ranges": True, "shifts": 1, "adds": 1, "token": "secret-token"}
+    redirect = {"redirect_to": "ftp://user-name:signature@second.example"}
+    store.set(**(redirect if fault == "redirect" else {fault: values.get(fault, 1)}), repeats=True, retry_after_s=0)
+    with pytest.raises(CheckpointError) as caught:
+        read_bytes(source, 0, 8)
+    assert_no_secrets(str(caught.value), repr(caught.value), caplog.text, source.path, repr(source._item))
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    assert caught.value.__cause__ is None
