@@ -6,7 +6,6 @@ sizes, and ZeRO-3 takes the wrong one.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import weakref
@@ -39,12 +38,11 @@ class _Record(NamedTuple):
 
 @dataclass(slots=True)
 class _Meeting:
-    """The store that the ranks of a launcher meet in.
+    """The store that the ranks of a launcher meet in; it outlives the groups.
 
-    [Note: the store outlives the group] A group made after `destroy` must not meet in a new store. The first rank to
-    come back would reach rank 0's old store just before it ends, or, under torchrun, whose agent keeps one store for
-    all, read the addresses of the old group. Either way all ranks hang. So the store is kept, and each group has its
-    own prefix in it. Other code in this process can still open a store on the same port.
+    A group made after `destroy` must not meet in a new store. The first rank to come back would reach rank 0's old
+    store just before it ends, or, under torchrun, whose agent keeps one store for all, read the addresses of the old
+    group. Either way all ranks hang. So the store is kept, and each group has its own prefix in it.
     """
 
     address: tuple[str, ...]  # values of LAUNCHER_NAMES without LOCAL_RANK
@@ -116,8 +114,8 @@ class DistributedInterface(RankGroup):
     @property
     def device(self) -> torch.device:
         """The accelerator's device of this rank; plain `cpu` on CPU."""
-        require_live()
-        return this_device()
+        name = accelerator().device_name()
+        return torch.device("cpu") if name == "cpu" else torch.device(name, self.local_rank)
 
     @property
     def backend(self) -> str:
@@ -193,9 +191,8 @@ class DistributedInterface(RankGroup):
         ]
         if wrong:
             raise ConfigError(
-                "DistributedInterface: the live process group contradicts the arguments: "
-                + "; ".join(wrong)
-                + ". Drop these arguments, or destroy that group first."
+                f"DistributedInterface: the live process group contradicts the arguments: {'; '.join(wrong)}. "
+                "Drop these arguments, or destroy that group first."
             )
 
     def _make(self, backend: str, timeout: timedelta, world_size: int | None, rank: int | None) -> None:
@@ -204,12 +201,21 @@ class DistributedInterface(RankGroup):
 
         launched = any(os.environ.get(name) for name in environment.LAUNCHER_NAMES)
         alone = not launched and (world_size in (None, 1) or backend == "fake")
-        wanted = (environment.alone if alone else environment.launched)(world_size, rank)
-        env_set = environment.set_missing(wanted)
+        variables = (environment.alone if alone else environment.launched)(world_size, rank)
+        env_set = environment.set_missing(variables)
         try:
-            arrivals = None if alone or backend == "fake" else Arrivals()
-            with contextlib.nullcontext() if arrivals is None else arrivals.awaited():
-                _init_process_group(backend, timeout, self._met(timeout, arrivals))
+            if alone or backend == "fake":
+                choose_device()
+                _init_process_group(backend, timeout, dist.HashStore())  # type: ignore[attr-defined]
+            else:
+                arrivals = Arrivals()
+                with arrivals.awaited():
+                    store = self._meet(timeout)
+                    arrivals.note(store)
+                    if accelerator().device_name() != "cpu":
+                        rank, world_size = environment.integer("RANK"), environment.integer("WORLD_SIZE")
+                        choose_devices(store, rank, world_size, timeout)
+                    _init_process_group(backend, timeout, store)
             bring_up_comm(backend, timeout)
         except BaseException:
             if dist.is_initialized():
@@ -218,21 +224,9 @@ class DistributedInterface(RankGroup):
             raise
         self._remember(made=True, env_set=env_set)
 
-    @classmethod
-    def _met(cls, timeout: timedelta, arrivals: Arrivals | None) -> Store:
-        """Return the store of the new group. All ranks have a device, or all raise."""
-        if arrivals is None:
-            choose_device()
-            return dist.HashStore()  # type: ignore[attr-defined]
-        store = cls._meet(timeout)
-        arrivals.note(store)
-        if accelerator().device_name() != "cpu":
-            choose_devices(store, environment.integer("RANK"), environment.integer("WORLD_SIZE"), timeout)
-        return store
-
     @staticmethod
     def _meet(timeout: timedelta) -> Store:
-        """Return the launcher's store with the new group's prefix. See [Note: the store outlives the group]."""
+        """Return the launcher's store with the new group's prefix."""
         address = tuple(os.environ[name] for name in environment.LAUNCHER_NAMES if name != "LOCAL_RANK")
         meeting = DistributedInterface._meeting
         if meeting is None or meeting.address != address:
@@ -330,12 +324,6 @@ def accelerator() -> Any:
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator()
-
-
-def this_device() -> torch.device:
-    """Return the device of this rank; plain `cpu` on CPU."""
-    name = accelerator().device_name()
-    return torch.device("cpu") if name == "cpu" else torch.device(name, environment.integer("LOCAL_RANK"))
 
 
 def choose_device() -> None:
