@@ -34,7 +34,7 @@ export LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LIBRARY_PATH),:$(LIBRARY_PATH))
 export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup libaio demo test test-fast test-device test-nodes test-stores test-vllm check coverage bench modes pipelines frameworks
+.PHONY: help setup libaio demo test test-fast test-device test-nodes test-stores test-vllm check coverage bench modes frameworks
 .PHONY: compat compat-here zoo fuzz faults clean gpu-check docs release release-check
 
 help:
@@ -57,7 +57,6 @@ help:
 	@echo "make faults  every fault at every moment of a load (12 minutes; ARGS=--all: on first and last of 2 and 3 ranks, 45)"
 	@echo "make bench   the same comparison on a 1.5 B parameter model (3 GB)"
 	@echo "make modes   compare each ZeRO-3 mode with stock"
-	@echo "make pipelines  compare Trainer, accelerate, TRL and LLaMA-Factory-style scripts with stock"
 	@echo "make frameworks  run LLaMA-Factory, TRL, axolotl, ms-swift and others stock and with lowmem-load run (an hour, 8 GB)"
 	@echo "make release  run what a release must pass on one commit, into docs/evidence.md (100 minutes, first 38 GB of downloads)"
 	@echo "make release-check  build wheel and sdist, check both, run the examples from the wheel in a fresh environment"
@@ -98,9 +97,6 @@ bench: $(SHM_COMM)
 
 modes: $(EXTENSIONS)
 	cd $(ROOT) && $(RUN) -m benchmarks.modes $(ARGS)
-
-pipelines: $(SHM_COMM)
-	cd $(ROOT) && $(RUN) -m benchmarks.pipelines $(ARGS)
 
 # The cases of benchmarks/frameworks/cases.yaml, each framework in .cache/frameworks: ARGS="--only trl-sft-full". Their
 # Pythons and torches are those of compat, below.

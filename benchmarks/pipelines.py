@@ -1,25 +1,20 @@
-"""Compare real pipelines with and without lowmem_load: losses side by side, peak memory side by side.
+"""Compares examples with and without lowmem_load: losses side by side, peak memory side by side.
 
-python -m benchmarks.pipelines                       # every pipeline, a 170 MB model, 2 ranks
-python -m benchmarks.pipelines --size tiny --only trl_sft trl_dpo
+`tests/pipelines/test_examples.py` runs them.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import importlib
-import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import run_on_ranks
 from benchmarks.memory import high_water
 from benchmarks.results import MIB, markdown
 from lowmem_load.phases import host_memory
@@ -182,38 +177,3 @@ def table(comparisons: Sequence[Comparison]) -> list[str]:
         for method, results in (("stock", found.stock), ("lowmem", found.streamed)):
             lines.append(f"{found.pipeline.name}, {method}: {' '.join(f'{loss:.6f}' for loss in results[0].losses)}")
     return [markdown(rows), *lines]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line names; return 1 when losses differ or loading takes more memory than stock."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="small", help="of the model, as examples/make_model.py names it")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--only", nargs="*", default=[], help="scripts, such as trl_sft")
-    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "lowmem-load-pipelines")
-    parser.add_argument("--gpu", action="store_true", help="ranks with one GPU each instead of CPU ranks")
-    options = parser.parse_args(argv)
-
-    model = options.out / f"model-{options.size}"
-    if not model.is_dir():
-        import_example("make_model").main([str(model), "--size", options.size])
-
-    def run(pipeline: Pipeline, argv: list[str], name: str) -> list[PipelineResult]:
-        print(f"running {name}", file=sys.stderr, flush=True)
-        out, num_ranks = options.out / name, options.ranks
-        found = run_on_ranks(be_rank, pipeline.script, argv, out=out, world_size=num_ranks, on_gpu=options.gpu)
-        return [PipelineResult(**result) for result in found]
-
-    wanted = [pipeline for pipeline in PIPELINES if not options.only or pipeline.script in options.only]
-    comparisons = [compare(pipeline, model, options.out, options.steps, run) for pipeline in wanted]
-    print(*table(comparisons), sep="\n")
-    return 0 if all(found.losses_equal and found.load_peak_is_lower for found in comparisons) else 1
-
-
-def be_rank(script: str, argv: list[str]) -> PipelineResult:
-    return run_pipeline(script, argv, int(os.environ["RANK"]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -190,7 +189,9 @@ def agree_on_checksums(
     with ranks.step("looking for checksums", name=name):
         known = _known_checksums(files)
     together = [rank for rank, view in enumerate(views) if view == views[ranks.rank]]
-    mine = share_files(files, len(together))[together.index(ranks.rank)]
+    # SHA-256 is serial, so a file is not divided. The largest are dealt first.
+    ordered = sorted(files, key=lambda file: (-file.nbytes, file.path))
+    mine = ordered[together.index(ranks.rank) :: len(together)]
     hashed, total_bytes = [0], sum(file.nbytes for file in mine)
 
     def on_bytes(num_bytes: int) -> None:
@@ -225,14 +226,3 @@ def _known_checksums(files: Sequence[PlannedFile]) -> Mapping[str, Checksum | No
             "*.safetensors > SHA256SUMS in the folder; or load without verify"
         )
     return known
-
-
-def share_files(files: Sequence[PlannedFile], num_ranks: int) -> list[list[PlannedFile]]:
-    """Return the files that each rank hashes, balanced by bytes. SHA-256 is serial, so a file is not divided."""
-    files_by_rank: list[list[PlannedFile]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]
-    for file in sorted(files, key=lambda file: (-file.nbytes, file.path)):
-        nbytes, rank = heapq.heappop(loads)
-        files_by_rank[rank].append(file)
-        heapq.heappush(loads, (nbytes + file.nbytes, rank))
-    return files_by_rank

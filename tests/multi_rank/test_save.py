@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import signal
-import threading
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -394,48 +391,6 @@ def is_one_of(folder: Path, models: list[dict[str, torch.Tensor]]) -> int:
     equal = [all(torch.equal(found[name], value) for name, value in model.items()) for model in models]
     assert equal.count(True) == 1, folder
     return equal.index(True)
-
-
-def save_and_be_killed(path: str, out: str, seed: int) -> list[int]:
-    """Rank function of a lone rank: children that save to the same folder are killed; returns what lay there then."""
-    from tqdm import tqdm
-
-    from lowmem_load import load_model, save_model
-
-    tqdm.monitor_interval = 0
-    tqdm.set_lock(threading.RLock())  # its own is shared by forked processes: one that is killed would keep it
-    draw, model = random.Random(seed), load_model(f"{path}-2.0", FP32)
-    target = Path(out, "model")
-    models = [state_of(Path(path)), state_of(Path(f"{path}-2.0"))]
-    former = load_model(path, FP32)
-    for _ in range(2):  # the first one imports
-        began = time.perf_counter()
-        save_model(former, target, max_shard_size=SHARD)
-        took = time.perf_counter() - began
-    seen = []
-    for _ in range(20):
-        child = os.fork()
-        if child == 0:
-            save_model(model, target, max_shard_size=SHARD)
-            os._exit(0)
-        time.sleep(draw.random() * 1.2 * took)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        seen.append(is_one_of(target, models))
-        if seen[-1]:
-            save_model(former, target, max_shard_size=SHARD)
-    save_model(model, target, max_shard_size=SHARD)
-    assert is_one_of(target, models) == 1
-    assert sorted(os.listdir(out)) == ["model"], "the last save has removed what the killed ones left"
-    return seen
-
-
-def test_a_save_that_is_killed_leaves_the_former_folder(checkpoints: Path, tmp_path: Path) -> None:
-    path = str(builders.tiny_llama(checkpoints, torch.float32))
-    scaled(path, 2.0)
-    (seen,) = run_ranks(save_and_be_killed, path, str(tmp_path), random.randrange(1 << 30), world_size=1)
-    assert len(seen) == 20 and 0 in seen
-    print("killed at random moments, 0 is the former model:", seen)
 
 
 def die_while_writing(path: str, target: str) -> None:
