@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowmem_load.errors import CheckpointError
+from lowmem_load.errors import CheckpointError, listed
 
 REPLICATED_FILE = "lowmem_load_whole_states.pt"
 """A file in the folder of the tag, next to DeepSpeed's. Its name must not change, or older checkpoints do not load."""
@@ -45,16 +45,23 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def find_checkpoint(load_dir: str, tag: str | None) -> str | None:
-    """Return the folder of a tag; by default the tag in the file `latest`. None if there is none."""
+def find_folder(folder: str | os.PathLike[str], tag: str | None) -> str | None:
+    """Return the folder of a tag. Without a tag, the file `latest` names it; None if that is not there."""
+    root, named_by = os.fspath(folder), "tag"
     if tag is None:
-        latest = os.path.join(load_dir, "latest")
-        if not os.path.isfile(latest):
+        path, named_by = os.path.join(root, "latest"), "latest"
+        if not os.path.isfile(path):
             return None
-        with open(latest) as file:
-            tag = file.read().strip()
-    folder = os.path.join(load_dir, tag)
-    return folder if os.path.isdir(folder) else None
+        with open(path, encoding="utf-8", errors="replace") as file:
+            tag = file.read(4096).strip()
+    tag = str(tag)
+    path_of_tag = os.path.join(root, tag)
+    if tag in ("", os.curdir, os.pardir) or os.path.basename(tag) != tag or not os.path.isdir(path_of_tag):
+        there = sorted(entry.name for entry in os.scandir(root) if entry.is_dir()) if os.path.isdir(root) else []
+        raise CheckpointError(
+            f"{root}: no checkpoint {tag!r}, which {named_by!r} names; there are: {listed(there) or 'none'}"
+        )
+    return path_of_tag
 
 
 def load_replicated(folder: str) -> dict[str, Any]:

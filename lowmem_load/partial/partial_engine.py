@@ -17,7 +17,7 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.ds.engine import PartitionedPart, optimizer_over, scheduler_class
 from lowmem_load.ds.zero3_target import mark
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
-from lowmem_load.partial.partial_checkpoint import find_checkpoint, load_replicated, save_replicated
+from lowmem_load.partial.partial_checkpoint import find_folder, load_replicated, save_replicated
 from lowmem_load.partial.replicated import (
     Average,
     PartialOptimizer,
@@ -216,9 +216,9 @@ class PartialEngine(Wrapper):
         load_optimizer_states = load_optimizer_states and not load_module_only
         distributed = DistributedInterface()
         with distributed.step("checking", name=load_dir) as step:  # before anything is changed
-            folder = find_checkpoint(load_dir, tag)
+            folder = find_folder(load_dir, tag)
             by_latest = load_zero3 is None and not load_optimizer_states
-            if folder and by_latest and folder != find_checkpoint(load_dir, None):
+            if folder and by_latest and folder != find_folder(load_dir, None):
                 raise ConfigError(  # source: deepspeed 0.19.8 engine.py, _load_checkpoint
                     f"{load_dir}: without optimizer states DeepSpeed loads the tag that 'latest' names, not {tag}"
                 )

@@ -16,12 +16,13 @@ from lowmem_load.errors import CheckpointError, ConfigError, PlanError
 from lowmem_load.hf import saver
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.io.executor import Executor
+from lowmem_load.partial.partial_checkpoint import find_folder
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.resume.open_checkpoint import open_checkpoint
-from lowmem_load.resume.zero_checkpoint import FP32, Checkpoint, SavedParameter, differences_of, find_folder
+from lowmem_load.resume.zero_checkpoint import FP32, Checkpoint, SavedParameter, differences_of
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.writer import (
     FileLayout,

@@ -16,6 +16,7 @@ from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.io.memory import naming_shortage
+from lowmem_load.partial.partial_checkpoint import find_folder
 from lowmem_load.phases import progress_bar
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.planning.expression import cast
@@ -24,7 +25,7 @@ from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Fill
 from lowmem_load.report import Attempts, LoadReport
 from lowmem_load.resume.open_checkpoint import open_checkpoint
-from lowmem_load.resume.zero_checkpoint import FP32, Checkpoint, SavedParameter, differences_of, find_folder
+from lowmem_load.resume.zero_checkpoint import FP32, Checkpoint, SavedParameter, differences_of
 from lowmem_load.saving.save import ranks_of
 from lowmem_load.text import fingerprint, share
 

@@ -28,7 +28,7 @@ from lowmem_load.formats.inert_pickle import Tensor
 from lowmem_load.formats.plain_values import member, shown
 from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
 from lowmem_load.io.executor import Executor, read_whole
-from lowmem_load.partial.partial_checkpoint import REPLICATED_FILE
+from lowmem_load.partial.partial_checkpoint import REPLICATED_FILE, find_folder
 from lowmem_load.planning.expression import Shape, Source, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.ranges import partition_numel
@@ -39,7 +39,6 @@ from lowmem_load.resume.zero_checkpoint import (
     SavedParameter,
     at,
     base_optimizer,
-    find_folder,
     group_numels,
     place_fragments,
     place_groups,

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from lowmem_load.errors import CheckpointError, listed
+from lowmem_load.errors import CheckpointError
 from lowmem_load.formats.inert_pickle import Foreign, Tensor
 from lowmem_load.formats.plain_values import plain
 from lowmem_load.formats.torch_zip import TorchObjects
@@ -252,25 +252,6 @@ class Checkpoint:
             return read_whole(self._executor, file.expression(tensor, where))
 
         return read
-
-
-def find_folder(folder: str | os.PathLike[str], tag: str | None) -> str | None:
-    """Return the folder of a tag. Without a tag, the file `latest` names it; None if that is not there."""
-    root, named_by = os.fspath(folder), "tag"
-    if tag is None:
-        path, named_by = os.path.join(root, "latest"), "latest"
-        if not os.path.isfile(path):
-            return None
-        with open(path, encoding="utf-8", errors="replace") as file:
-            tag = file.read(4096).strip()
-    tag = str(tag)
-    path_of_tag = os.path.join(root, tag)
-    if tag in ("", os.curdir, os.pardir) or os.path.basename(tag) != tag or not os.path.isdir(path_of_tag):
-        there = sorted(entry.name for entry in os.scandir(root) if entry.is_dir()) if os.path.isdir(root) else []
-        raise CheckpointError(
-            f"{root}: no checkpoint {tag!r}, which {named_by!r} names; there are: {listed(there) or 'none'}"
-        )
-    return path_of_tag
 
 
 def base_optimizer(zero: Mapping[str, Any], path: str) -> Mapping[str, Any]:

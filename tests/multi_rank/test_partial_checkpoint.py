@@ -102,6 +102,8 @@ def load_broken(path: str, folder: str) -> None:
 
     engine = make_engine(path, CONFIG)
     assert engine.load_checkpoint(f"{folder}/nowhere") == (None, None)
+    with pytest.raises(CheckpointError, match="no checkpoint 'nowhere', which 'tag' names"):
+        engine.load_checkpoint(folder, "nowhere")
     train(engine, 0, 1)
     engine.save_checkpoint(folder, tag="one")
     if engine.zero3.global_rank == 0:

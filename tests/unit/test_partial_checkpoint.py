@@ -15,7 +15,6 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.partial.partial_checkpoint import (
     FORMAT,
     REPLICATED_FILE,
-    find_checkpoint,
     load_replicated,
     save_replicated,
 )
@@ -85,13 +84,3 @@ def test_another_format_is_refused(state: object, tmp_path: Path) -> None:
     torch.save(state, tmp_path / REPLICATED_FILE)
     with pytest.raises(CheckpointError, match=f"{REPLICATED_FILE}: not of format {FORMAT}"):
         load_replicated(str(tmp_path))
-
-
-def test_a_checkpoint_is_found_by_tag_or_as_the_latest(tmp_path: Path) -> None:
-    assert find_checkpoint(str(tmp_path), None) is None
-    (tmp_path / "step1").mkdir()
-    (tmp_path / "step2").mkdir()
-    (tmp_path / "latest").write_text("step2\n")
-    assert find_checkpoint(str(tmp_path), None) == str(tmp_path / "step2")
-    assert find_checkpoint(str(tmp_path), "step1") == str(tmp_path / "step1")
-    assert find_checkpoint(str(tmp_path), "step3") is None

@@ -14,9 +14,10 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.partial.partial_checkpoint import find_folder
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.resume.open_checkpoint import open_checkpoint, saved_by
-from lowmem_load.resume.zero_checkpoint import FP32, find_folder
+from lowmem_load.resume.zero_checkpoint import FP32
 from tests.zero2_checkpoint import save_zero2
 from tests.zero3_checkpoint import save_zero3
 
@@ -353,6 +354,8 @@ def test_the_tag_is_found(tmp_path: Path) -> None:
     assert find_folder(tmp_path, None) is None
     place = save_zero3(tmp_path, VALUES, world_size=1)
     assert find_folder(tmp_path, None) == find_folder(tmp_path, "global_step3") == str(place)
+    with pytest.raises(CheckpointError, match=r"no checkpoint 'step3', which 'tag' names; there are: global_step3"):
+        find_folder(tmp_path, "step3")
 
 
 def test_any_file_says_how_many_ranks_have_saved(tmp_path: Path) -> None:
