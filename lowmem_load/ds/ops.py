@@ -5,6 +5,7 @@ DeepSpeed is imported when a function is called: the import takes seconds and ch
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -98,6 +99,8 @@ def _warn_of_lock(name: str) -> None:
     from torch.utils import cpp_extension
 
     require(TORCH, {"torch.utils.cpp_extension": ("_get_build_directory",)})
-    lock = os.path.join(cpp_extension._get_build_directory(name, verbose=False), "lock")
-    if os.path.exists(lock) and hasattr(cpp_extension, "FileBaton"):  # the file of torch 2.15 stays, unlocked
-        logger.warning("%s: torch waits for the build that made it; delete it if nobody builds there", lock)
+    # It makes the folder, which an op that DeepSpeed was installed with needs not.
+    with contextlib.suppress(OSError):
+        lock = os.path.join(cpp_extension._get_build_directory(name, verbose=False), "lock")
+        if os.path.exists(lock) and hasattr(cpp_extension, "FileBaton"):  # the file of torch 2.15 stays, unlocked
+            logger.warning("%s: torch waits for the build that made it; delete it if nobody builds there", lock)

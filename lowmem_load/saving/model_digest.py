@@ -41,11 +41,9 @@ _VERSION = b"lowmem_load model_digest 1\n"
 def model_digest(model: nn.Module) -> dict[str, str]:
     """Return a digest of each parameter and persistent buffer of a model, without gathering any.
 
-    The digests are the same for any number of ranks and any partitioning: of a model under ZeRO-3, in full or in part,
-    with any offload, of one under stages 0 to 2, of one of DTensors, and of one that an ordinary `from_pretrained` made
-    in a plain process. Of replicas (MiCS, HSDP) the first one is digested.
-    So two loads, or a load and what was saved of it, are equal if their digests are. Under an engine they are of the
-    parameters, not of the optimizer's copies. Every kind of accident shows.
+    They are the same for any number of ranks and any partitioning (ZeRO, offload, DTensors), and for an ordinary
+    `from_pretrained` in a plain process. So two loads, or a load and what was saved of it, are equal if their digests
+    are. Of replicas the first one is digested; under an engine, the parameters, not the optimizer's copies.
 
     Collective: all ranks of the partition group, if parameters are partitioned. Call it between steps, not inside
         `GatheredParameters`, whose changes reach the partitions when the block ends.

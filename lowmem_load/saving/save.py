@@ -83,9 +83,6 @@ def save_model(
         progress: True shows a progress bar on rank 0, False none, None one on long saves when stderr is a terminal.
         **save_pretrained_kwargs: for the model's `save_pretrained`: variant, save_original_format, ...
 
-    Returns:
-        What was done on this rank.
-
     Collective: all ranks that hold partitions of the model, or all ranks. Weights cross the network only to be merged.
     Memory: a buffer of 8 MiB where elements are cast, rearranged or on a device; to merge, a few times the largest
     layer.

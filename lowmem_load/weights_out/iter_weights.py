@@ -49,12 +49,10 @@ def iter_weights(
 ) -> Generator[Tensors, None, None]:
     """Yield all weights in buckets, `[(name, tensor), ...]`, put together from what the ranks hold.
 
-    Names, shapes, dtypes and values are those of the files that `save_model` would write: of the Hugging Face
-    checkpoint, experts apart, tied weights once. Of what each rank holds in full, the values are those of rank 0;
-    replicas (HSDP, MiCS), which hold equal values, send a share each.
-    Partitions are read where they lie, also on the host or nvme; DeepSpeed's parameters stay as they are. While the
-    consumer has one bucket, the next one is on its way. The tensors have memory of their own, on the accelerator where
-    its collectives run, and stay right as long as they are kept. The list is emptied when the next one is asked for.
+    Names, shapes, dtypes and values are those of the files that `save_model` would write. Partitions are read where
+    they lie, also on the host or nvme; DeepSpeed's parameters stay as they are. While the consumer has one bucket, the
+    next one is on its way. The tensors have memory of their own, on the accelerator where its collectives run, and stay
+    right as long as they are kept. The list is emptied when the next one is asked for.
 
     Args:
         engine_or_model: an engine (so that its steps are noticed under each stage) or a model, as for `save_model`.
@@ -68,18 +66,16 @@ def iter_weights(
             a bucket are merged when they are put together; the engine does not change.
 
     Collective: all ranks that hold the model. All ranks have to take all buckets, or stop after the same one. There are
-        at most `total bytes / bucket_bytes + 1`, each with one collective. On gloo, and where messages padded to
-        equal length would take more than twice their bytes (experts on hundreds of ranks), each rank sends for itself.
+        at most `total bytes / bucket_bytes + 1`, each with one collective (on gloo, and for experts on hundreds of
+        ranks, with one of each rank).
     Memory: on ranks that get tensors two buckets, each smaller than two times `bucket_bytes` or as large as one
-        tensor, and tensors that the consumer keeps. Messages of one bucket take up to twice as much if some ranks hold
-        less of it than others. A merge takes a few times its layer.
+        tensor, and up to two more for messages. A merge takes a few times its layer.
 
     Raises:
         ConfigError: an argument cannot be used, an optimizer stepped or a weight changed between two buckets, or
             `GatheredParameters` is open.
         UnsupportedError: names a tensor that cannot be put together, and why.
-        RankError: another rank failed, stopped early, or did not come for the next bucket within the timeout of the
-            process group. A rank whose own loop is left by `break` or an error gets none of these.
+        RankError: another rank failed, stopped early, or did not come for the next bucket.
     """
     arguments = Arguments(bucket_bytes=bucket_bytes, to=to, dtype=dtype, names=names, merge_adapters=merge_adapters)
     yield from plan_weights(engine_or_model, arguments).buckets()

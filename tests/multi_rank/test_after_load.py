@@ -31,7 +31,6 @@ def train(model: Any, ds_config: dict[str, Any], steps: int = 3) -> list[float]:
 
 
 def generate_and_resize(path: str) -> None:
-    """Rank function."""
     import deepspeed
     from transformers import AutoModelForCausalLM
 
@@ -53,10 +52,6 @@ def generate_and_resize(path: str) -> None:
     assert embedding.shape == (140, 32)
     assert torch.equal(embedding[:128].cpu(), plain.get_input_embeddings().weight[:128])
     assert model.config.vocab_size == 140
-
-
-def test_generate_and_resize(checkpoints: Path) -> None:
-    run_ranks(generate_and_resize, str(builders.tiny_llama(checkpoints, torch.float32)))
 
 
 def save_consolidated(folders: dict[Path, Path]) -> None:
@@ -88,14 +83,7 @@ def test_save_pretrained_gives_the_checkpoint_back(checkpoints: Path, tmp_path: 
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def compare_lora_losses(path: str, target_modules: list[str]) -> None:
-    """Rank function: LoRA on a base that was loaded in one of two ways."""
-    ordinary, streamed = (lora_losses(path, flag, target_modules) for flag in (False, True))
-    assert streamed == ordinary
-    assert streamed[-1] < streamed[0]
-
-
-def lora_losses(path: str, streamed: bool, target_modules: list[str]) -> list[float]:
+def lora_losses(path: str, streamed: bool) -> list[float]:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -104,25 +92,14 @@ def lora_losses(path: str, streamed: bool, target_modules: list[str]) -> list[fl
     DistributedInterface()
     model = load_model(path, FP32) if streamed else AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     torch.manual_seed(7)
-    config = LoraConfig(r=4, target_modules=target_modules, task_type="CAUSAL_LM", init_lora_weights=True)
+    modules = ["q_proj", "v_proj", "down_proj"]
+    config = LoraConfig(r=4, target_modules=modules, task_type="CAUSAL_LM", init_lora_weights=True)
     model = get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.linspace(-0.1, 0.1, parameter.numel()).reshape(parameter.shape))
     return train(model, FP32)
-
-
-def test_lora_on_a_streamed_base(checkpoints: Path) -> None:
-    path = builders.tiny_llama(checkpoints, torch.float32)
-    modules = ["q_proj", "v_proj", "down_proj"]
-    run_ranks(compare_lora_losses, str(path), modules)
-
-
-def compare_checkpointing(path: str) -> None:
-    """Rank function."""
-    with_it, without = (checkpointing_losses(path, flag) for flag in (True, False))
-    assert with_it == pytest.approx(without)
 
 
 def checkpointing_losses(path: str, checkpointing: bool) -> list[float]:
@@ -135,8 +112,18 @@ def checkpointing_losses(path: str, checkpointing: bool) -> list[float]:
     return train(model, FP32)
 
 
-def test_gradient_checkpointing_changes_no_loss(checkpoints: Path) -> None:
-    run_ranks(compare_checkpointing, str(builders.tiny_llama(checkpoints, torch.float32)))
+def use(path: str) -> None:
+    """Rank function."""
+    generate_and_resize(path)
+    ordinary, streamed = (lora_losses(path, is_streamed) for is_streamed in (False, True))
+    assert streamed == ordinary
+    assert streamed[-1] < streamed[0]
+    with_it, without = (checkpointing_losses(path, flag) for flag in (True, False))
+    assert with_it == pytest.approx(without)
+
+
+def test_generate_resize_lora_and_checkpointing(checkpoints: Path) -> None:
+    run_ranks(use, str(builders.tiny_llama(checkpoints, torch.float32)), timeout_s=120)
 
 
 def from_config() -> list[float]:

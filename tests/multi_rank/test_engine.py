@@ -34,12 +34,6 @@ def checkpoints_activations(model: nn.Module) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
-def train_each(paths: dict[str, str]) -> None:
-    """Rank function."""
-    for dtype, path in paths.items():
-        train(path, dtype, 2)
-
-
 def train(path: str, name: str, steps: int) -> None:
     """Trains in fp16 only where DeepSpeed can: on CPU it says "Type fp16 is not supported"."""
     import deepspeed
@@ -85,14 +79,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_yaml_trains(checkpoints: Path, tmp_path: Path) -> None:
-    model = builders.tiny_llama(checkpoints)
-    paths = {dtype: write_yaml(tmp_path / dtype, model, AUTO, **settings) for dtype, settings in SETTINGS.items()}
-    run_ranks(train_each, paths, timeout_s=120)
-
-
 def set_up(path: str) -> None:
-    """Rank function: what is_train, freeze, the stage and the model's abilities change."""
+    """Makes engines of which is_train, freeze, the stage and the model's abilities differ."""
     import deepspeed
     from transformers import LlamaForCausalLM
 
@@ -155,12 +143,8 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
     return values
 
 
-def test_modes_and_freezing(checkpoints: Path) -> None:
-    run_ranks(set_up, str(builders.tiny_llama(checkpoints)))
-
-
 def make_several(path: str) -> None:
-    """Rank function: engines after one another, one that fails among them, beside somebody else's configuration."""
+    """Makes engines after one another, one that fails among them, beside somebody else's configuration."""
     import deepspeed
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
@@ -199,8 +183,18 @@ def make_several(path: str) -> None:
         assert torch.equal(resized[:128], old)
 
 
-def test_no_configuration_leaks(checkpoints: Path) -> None:
-    run_ranks(make_several, str(builders.tiny_llama(checkpoints)))
+def use_engines(llama: str, paths: dict[str, str]) -> None:
+    """Rank function."""
+    set_up(llama)  # first: it asks for the timeout of the process group
+    make_several(llama)
+    for dtype, path in paths.items():
+        train(path, dtype, 2)
+
+
+def test_engines_train_and_leave_no_configuration_behind(checkpoints: Path, tmp_path: Path) -> None:
+    model = builders.tiny_llama(checkpoints)
+    paths = {dtype: write_yaml(tmp_path / dtype, model, AUTO, **settings) for dtype, settings in SETTINGS.items()}
+    run_ranks(use_engines, str(model), paths, timeout_s=180)
 
 
 def load_processors(minilm: str, broken: str, absent: str) -> None:

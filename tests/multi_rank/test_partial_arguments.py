@@ -30,7 +30,7 @@ def plain(path: str) -> nn.Module:
 
 
 def refuse(path: str) -> None:
-    """Rank function: the error of each call has the class name and a part of the text that stand before it."""
+    """Before anything is partitioned: each call's error has the class name and a part of the text that stand there."""
     from lowmem_load import DistributedInterface, initialize, load_model
 
     rank = DistributedInterface().rank
@@ -94,12 +94,8 @@ def raises(said: str) -> Iterator[None]:
     assert caught.typename == kind, str(caught.value)
 
 
-def test_initialize_refuses_before_anything_is_partitioned(checkpoints: Path) -> None:
-    run_ranks(refuse, str(builders.tiny_llama(checkpoints, torch.float32)), timeout_s=120)
-
-
 def change_later(path: str) -> None:
-    """Rank function: what is done to a model after its engine was made."""
+    """What is done to a model after its engine was made."""
     from lowmem_load import ConfigError, initialize
 
     for part, name in (("picture", "picture.patches.weight"), ("llm", "llm.model.embed_tokens.weight")):
@@ -127,8 +123,14 @@ def change_later(path: str) -> None:
     engine.destroy()
 
 
-def test_changes_after_the_engine_was_made(checkpoints: Path) -> None:
-    run_ranks(change_later, str(builders.tiny_llama(checkpoints, torch.float32)), timeout_s=120)
+def refuse_and_change(path: str) -> None:
+    """Rank function."""
+    refuse(path)
+    change_later(path)
+
+
+def test_initialize_refuses_and_changes_after_it_are_seen(checkpoints: Path) -> None:
+    run_ranks(refuse_and_change, str(builders.tiny_llama(checkpoints, torch.float32)), timeout_s=180)
 
 
 def load_in_several_ways(llm: str, bert: str) -> None:

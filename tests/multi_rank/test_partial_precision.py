@@ -29,14 +29,16 @@ def allow_fp16() -> None:
 
 
 def train_in_low_precision(path: str) -> None:
-    """Rank function: low precision ends near float32, as a share of how far training went."""
+    """Rank function."""
     allow_fp16()
     expected = reference(path, 2, STEPS)
     for name in SECTIONS:
         compare_with_float32(path, name, *expected)
+    overflow(path)
 
 
 def compare_with_float32(path: str, name: str, expected: dict[str, torch.Tensor], expected_losses: list[float]) -> None:
+    """Low precision ends near float32, as a share of how far training went."""
     from lowmem_load import DistributedInterface
 
     dtype = getattr(torch, name)
@@ -61,15 +63,10 @@ def compare_with_float32(path: str, name: str, expected: dict[str, torch.Tensor]
         assert off / moved < 0.35, part
 
 
-def test_low_precision_follows_float32(checkpoints: Path) -> None:
-    run_ranks(train_in_low_precision, str(builders.tiny_llama(checkpoints, torch.float32)), timeout_s=180)
-
-
 def overflow(path: str) -> None:
-    """Rank function: a step in which gradients overflow on one rank: in the whole part alone, then in both."""
+    """Takes steps in which gradients overflow on one rank: in the whole part alone, then in both."""
     from lowmem_load import DistributedInterface
 
-    allow_fp16()
     engine = make_engine(path, {**CONFIG, **SECTIONS["float16"]}, dtype=torch.float16, schedule=constant)
     rank = DistributedInterface().rank
     train(engine, 0, 2, dtype=torch.float16)
@@ -112,6 +109,5 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     return {**partitions, **whole}
 
 
-def test_an_overflow_in_either_part_skips_both(checkpoints: Path) -> None:
-    path = builders.tiny_llama(checkpoints, torch.float32)
-    run_ranks(overflow, str(path), timeout_s=120)
+def test_low_precision_follows_float32_and_an_overflow_in_either_part_skips_both(checkpoints: Path) -> None:
+    run_ranks(train_in_low_precision, str(builders.tiny_llama(checkpoints, torch.float32)), timeout_s=240)

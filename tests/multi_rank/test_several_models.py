@@ -268,6 +268,7 @@ def resume_universal(path: str, folder: str) -> list[float]:
     return _steps(engine, 2)
 
 
+@pytest.mark.release  # DeepSpeed's own resume, of partitions that were made here
 def test_a_universal_checkpoint_resumes_on_as_many_and_on_more_ranks(checkpoints: Path, tmp_path: Path) -> None:
     path = str(builders.tiny_llama(checkpoints))
     losses = run_ranks(train_and_save, path, str(tmp_path), world_size=2)[0]

@@ -46,7 +46,7 @@ def functions() -> tuple[Any, ...]:
 
 
 def stream_and_restore(llama: str, bert: str) -> None:
-    """Rank function."""
+    """Streams in blocks, also one within another."""
     from transformers import AutoModel, AutoModelForCausalLM, BertForMaskedLM, LlamaForCausalLM
     from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -75,13 +75,8 @@ def stream_and_restore(llama: str, bert: str) -> None:
     assert (global_state(), functions()) == before
 
 
-def test_streaming_is_a_context_and_leaves_nothing_behind(checkpoints: Path) -> None:
-    llama, bert = builders.tiny_llama(checkpoints), builders.tiny_bert(checkpoints)
-    run_ranks(stream_and_restore, str(llama), str(bert))
-
-
 def load_lower_stages(path: str) -> None:
-    """Rank function: stages 0, 1, 2 beside a stage 3 that is active outside."""
+    """Loads stages 0, 1, 2 beside a stage 3 that is active outside."""
     from transformers import AutoModelForCausalLM
 
     from lowmem_load import load_model, load_report, streaming
@@ -97,8 +92,14 @@ def load_lower_stages(path: str) -> None:
             assert load_report(model).read_bytes == sum(v.nbytes for v in reference.values()), stage
 
 
-def test_lower_stages_are_whole_on_every_rank(checkpoints: Path) -> None:
-    run_ranks(load_lower_stages, str(builders.tiny_llama(checkpoints)))
+def stream(llama: str, bert: str) -> None:
+    """Rank function."""
+    stream_and_restore(llama, bert)
+    load_lower_stages(llama)
+
+
+def test_streaming_is_a_context_and_lower_stages_are_whole_on_every_rank(checkpoints: Path) -> None:
+    run_ranks(stream, str(builders.tiny_llama(checkpoints)), str(builders.tiny_bert(checkpoints)), timeout_s=120)
 
 
 def compare_losses(path: str, ds_config: dict[str, Any], others: list[str]) -> None:
@@ -213,26 +214,15 @@ def test_bad_input_is_one_clear_error_on_every_rank(checkpoints: Path, tmp_path:
 
 
 def fail_on_one_rank(path: str) -> None:
-    """Rank function: rank 1 sees a truncated file that rank 0 sees whole."""
+    """Rank 1 sees a truncated file that rank 0 sees whole."""
     from lowmem_load import RankError, load_model
 
     with pytest.raises(RankError, match=r"(?s)rank 1.*download it again"):
         load_model(f"{path}/rank{os.environ['RANK']}", BF16)
 
 
-def test_a_file_that_is_bad_on_one_rank_stops_all(checkpoints: Path, tmp_path: Path) -> None:
-    good = builders.tiny_llama(checkpoints)
-    for rank in range(2):
-        folder = tmp_path / f"rank{rank}"
-        folder.mkdir()
-        for file in good.iterdir():
-            data = file.read_bytes()
-            (folder / file.name).write_bytes(data[:-1] if rank and file.suffix == ".safetensors" else data)
-    run_ranks(fail_on_one_rank, str(tmp_path))
-
-
 def give_different_arguments(good: str, other: str) -> None:
-    """Rank function: each call differs between the ranks in one thing."""
+    """Each call differs between the ranks in one thing."""
     from lowmem_load import RankError, load_model
 
     first = os.environ["RANK"] == "0"
@@ -249,9 +239,21 @@ def give_different_arguments(good: str, other: str) -> None:
         assert "holds " in str(caught.value)
 
 
-def test_ranks_with_different_files_or_arguments_are_stopped(checkpoints: Path) -> None:
-    paths = str(builders.tiny_llama(checkpoints)), str(builders.tiny_llama(checkpoints, vocab_size=130))
-    run_ranks(give_different_arguments, *paths)
+def differ(good: str, other: str, truncated: str) -> None:
+    """Rank function."""
+    give_different_arguments(good, other)
+    fail_on_one_rank(truncated)
+
+
+def test_ranks_with_different_or_bad_files_or_arguments_are_stopped(checkpoints: Path, tmp_path: Path) -> None:
+    good, other = builders.tiny_llama(checkpoints), builders.tiny_llama(checkpoints, vocab_size=130)
+    for rank in range(2):
+        folder = tmp_path / f"rank{rank}"
+        folder.mkdir()
+        for file in good.iterdir():
+            data = file.read_bytes()
+            (folder / file.name).write_bytes(data[:-1] if rank and file.suffix == ".safetensors" else data)
+    run_ranks(differ, str(good), str(other), str(tmp_path), timeout_s=120)
 
 
 def load_corner_cases(llama: str, half: str, adapter: str) -> None:

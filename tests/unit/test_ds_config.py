@@ -209,11 +209,6 @@ def test_any_object_survives_text(config: dict[str, Any]) -> None:
 # ---- zero_stage
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_zero_stage(stage: int) -> None:
-    assert zero_stage({"zero_optimization": {"stage": stage}}) == stage
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -120,18 +120,6 @@ def test_files_are_read_front_to_back(file: Path) -> None:
     assert [target.name for target in planned(file, build).targets] == ["held", "b", "cut", "a", "c"]
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_rank_plans_its_partition(rank: int, file: Path) -> None:
-    plan = planned(file, lambda tensors, _: module(weight=tensors["x"]), of_rank(rank), rank=rank)
-    (target,) = plan.targets
-    (destination,) = target.destinations
-    (read,) = destination.fill.steps
-    assert isinstance(read, Read)
-    assert (plan.rank, plan.world_size, target.kind) == (rank, 3, "zero3")
-    assert (destination.region, destination.numel) == (FlatRange(8 * rank, 8 * rank + 8), 8)
-    assert (read.first, read.numel, read.is_direct) == (8 * rank, 8, True)
-
-
 def test_ranks_of_the_same_load_have_one_fingerprint(file: Path) -> None:
     def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
         return module(a=tensors["x"], b=tensors["y"].flip(0))
