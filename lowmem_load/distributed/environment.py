@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from datetime import timedelta
 
 from lowmem_load.errors import ConfigError
@@ -14,13 +13,6 @@ LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 # Set by launchers that start several processes and set none of the above. If such a process took itself for a lone one,
 # every rank would load the whole model without a word. SLURM_NTASKS does not count: shells of salloc have it too.
 FOREIGN_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-
-# Processes of this job on this machine, as set by torchrun and accelerate launch, deepspeed, Open MPI, MPICH and Intel
-# MPI, srun (the last as a list of nodes, "4(x2),3"). The innermost launcher comes first.
-LOCAL_SIZES = (
-    *("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
-    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
-)
 
 # No process listens there: a lone process needs no rendezvous, but DeepSpeed reads both. 29500 is the default of torch.
 _ALONE_ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -101,14 +93,6 @@ def default_timeout() -> timedelta:
     """Return the timeout of collectives for a new group: DeepSpeed's variable, else the default."""
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
     return timedelta(minutes=integer("DEEPSPEED_TIMEOUT") if minutes else _DEFAULT_TIMEOUT_MIN)
-
-
-def local_world_size(world_size: int) -> int:
-    """Return the number of ranks on this machine as the launcher says (of unequal nodes, the largest), or all ranks."""
-    for name in LOCAL_SIZES:
-        if sizes := [int(size) for size in re.findall(r"(?:^|,)([0-9]+)", os.environ.get(name, ""))]:
-            return max(1, min(world_size, max(sizes)))
-    return world_size
 
 
 def cores(local_ranks: int) -> int:

@@ -24,33 +24,6 @@ _NAME_DIGITS = 16
 """Hexadecimal digits of a node's name: two of a million nodes have the same name once in 10**7 jobs."""
 
 
-class Nodes(NamedTuple):
-    """The nodes that the ranks of a group run on.
-
-    Attributes:
-        rank: of this process in the group.
-        names: of the node of each rank, by rank.
-    """
-
-    rank: int
-    names: tuple[str, ...]
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes."""
-        return len(set(self.names))
-
-    @property
-    def neighbours(self) -> tuple[int, ...]:
-        """The ranks of this rank's node, itself included, ascending."""
-        return tuple(rank for rank, name in enumerate(self.names) if name == self.names[self.rank])
-
-    @property
-    def first(self) -> int:
-        """The lowest rank of this rank's node."""
-        return self.names.index(self.names[self.rank])
-
-
 def node_name(rank: int) -> str:
     """Return a name that is equal for processes that see the same files under equal paths, and each other in /proc.
 

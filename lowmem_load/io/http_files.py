@@ -29,6 +29,7 @@ from lowmem_load.io.remote_file import (
     RemoteObject,
     TransientError,
     map_in_threads,
+    replaced_error,
     retry,
 )
 from lowmem_load.io.stand_ins import plain_url
@@ -113,9 +114,7 @@ class HttpObject:
         # Some servers ignore conditions, so what they say of the version is compared as well.
         has_changed = not self._of_hub and headers.get(tag_header, self.version) != self.version
         if status in (412, 416) or has_changed:
-            raise CheckpointError(
-                f"{self.name}: was replaced after its header was read; load again once nobody writes to it"
-            )
+            raise replaced_error(self.name)
         if headers.get("Content-Encoding", "identity") != "identity":  # a few bytes may unpack to any number
             raise CheckpointError(f"{self.name}: the server sent compressed bytes although identity was asked for")
         if status == 200 and (offset, nbytes) == (0, self.nbytes):

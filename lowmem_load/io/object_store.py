@@ -10,7 +10,15 @@ from typing import Any
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.io.http_files import DENIED, THROTTLED, TRANSIENT, USE_ANOTHER, without_secrets
-from lowmem_load.io.remote_file import TIMEOUT_S, Check, RemoteObject, TransientError, map_in_threads, retry
+from lowmem_load.io.remote_file import (
+    TIMEOUT_S,
+    Check,
+    RemoteObject,
+    TransientError,
+    map_in_threads,
+    replaced_error,
+    retry,
+)
 from lowmem_load.io.stand_ins import plain_url
 
 PART_BYTES = 1 << 20
@@ -49,7 +57,7 @@ class StoreObject:
             options: Any = {"range": (offset, offset + memory.nbytes), "if_match": self.version}
             result = obstore.get(self._store, self._key, options=options)
             if result.meta["e_tag"] is not None and _quoted_tag(result.meta["e_tag"]) != self.version:
-                raise _changed(self.name)
+                raise replaced_error(self.name)
             filled = 0
             for part in result.stream(min_chunk_size=PART_BYTES):
                 view = memoryview(part)
@@ -139,10 +147,6 @@ def _quoted_tag(tag: str) -> str:
     return f'"{tag.strip(chr(34))}"'
 
 
-def _changed(name: str) -> CheckpointError:
-    return CheckpointError(f"{name}: was replaced after its header was read; load again once nobody writes to it")
-
-
 @contextmanager
 def _translate_errors(name: str) -> Iterator[None]:
     from obstore import exceptions
@@ -150,7 +154,7 @@ def _translate_errors(name: str) -> Iterator[None]:
     try:
         yield
     except exceptions.PreconditionError:
-        raise _changed(name) from None
+        raise replaced_error(name) from None
     except (exceptions.NotFoundError, FileNotFoundError):
         raise CheckpointError(f"{name}: is not there") from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:

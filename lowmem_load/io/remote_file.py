@@ -150,6 +150,11 @@ TRAFFIC = Traffic()
 os.register_at_fork(after_in_child=TRAFFIC.reset)  # its threads are not there
 
 
+def replaced_error(name: str) -> CheckpointError:
+    """Return the error for a file that has another version than it had when it was found."""
+    return CheckpointError(f"{name}: was replaced after its header was read; load again once nobody writes to it")
+
+
 def requests_in_flight(num_ranks: int) -> int:
     """Return how many requests each of the ranks of a node has in flight."""
     return max(MIN_IN_FLIGHT, min(MAX_IN_FLIGHT, IN_FLIGHT_PER_NODE // num_ranks))

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Settings
-from lowmem_load.distributed import environment
+from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress, computing
-from lowmem_load.distributed.nodes import Nodes, SharedMemory, node_name
+from lowmem_load.distributed.nodes import SharedMemory, node_name
 from lowmem_load.ds.zero3_target import TargetMaker, zero_init_disabled
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, error_text, outside_level
 from lowmem_load.hf import loader, model_folder, names
@@ -131,14 +131,14 @@ class Load:
         report = LoadReport(call.name, self.ranks.rank, self.ranks.world_size)
         attempts = Attempts()
         with contextlib.ExitStack() as stack:
-            is_ordinary, nodes, random_state = self._check_call(call)
+            is_ordinary, neighbours, random_state = self._check_call(call)
             if is_ordinary:
                 return None
             around = stack.enter_context(zero_init_disabled())
             stack.enter_context(on_host())
             stack.enter_context(random_state_of(random_state))
             files = stack.enter_context(contextlib.ExitStack())
-            executor = files.enter_context(self._executor(is_remote=is_stand_in(call.path)))
+            executor = files.enter_context(self._executor(len(neighbours), is_remote=is_stand_in(call.path)))
             executor.sources.on_wait = self.ranks.check
             sharing = stack.enter_context(contextlib.closing(ReadSharing()))
             with self._streamable(is_remote=is_stand_in(call.path)):
@@ -153,7 +153,7 @@ class Load:
                 executor.sources.on_wait = int
                 files.pop_all()  # they stay open for the model
                 return described.model, described.info
-            together = sharing.meet(nodes, offers, planned, self.ranks.check)
+            together = sharing.meet(self.ranks.rank, neighbours, offers, planned, self.ranks.check)
             self._execute(planned, described, executor, together, report)
             report.requests = attempts.requests
             report.notes += attempts.notes
@@ -163,11 +163,10 @@ class Load:
         self._report(described, planned, report)
         return described.model, described.info
 
-    def _executor(self, *, is_remote: bool) -> Executor:
-        num_ranks = environment.local_world_size(self.ranks.world_size)
+    def _executor(self, num_ranks: int, *, is_remote: bool) -> Executor:
         if is_remote:
             return Executor(num_threads=requests_in_flight(num_ranks), open_source=self.open_source, starts_late=True)
-        return Executor(num_threads=min(MAX_THREADS, environment.cores(num_ranks)), open_source=self.open_source)
+        return Executor(num_threads=min(MAX_THREADS, cores(num_ranks)), open_source=self.open_source)
 
     def _report(self, described: Described, planned: Planned, report: LoadReport) -> None:
         if unset := ", ".join(target.name for target in planned.plan.targets if target.is_uninitialised):
@@ -195,8 +194,8 @@ class Load:
                 raise
             raise _NotStreamedError(error_text(error, model_folder.MAX_QUOTED)) from error
 
-    def _check_call(self, call: loader.Call) -> tuple[bool, Nodes, bytes]:
-        """Return whether transformers does this load by itself, which ranks share a node, and rank 0's random state."""
+    def _check_call(self, call: loader.Call) -> tuple[bool, tuple[int, ...], bytes]:
+        """Return whether transformers does this load by itself, the ranks of this node, and rank 0's random state."""
         with self.ranks.step("checking the call", name=call.name) as step:
             refuse_device_map(call, self.settings)
             left_alone = is_left_alone(call, self.settings)
@@ -215,9 +214,11 @@ class Load:
             step.digest = {"as kind of load": "an ordinary load" if left_alone else streamed + else_}
             state = torch.get_rng_state().numpy().tobytes() if self.ranks.rank == 0 else b""
             step.payload = node_name(self.ranks.rank), base64.b64encode(state).decode()
-        # A fake group has this process alone, and ranks that do not exist share nothing with it.
-        names = (f"rank {rank}" if self.ranks.is_fake else name for rank, (name, _) in enumerate(step.payloads))
-        return left_alone, Nodes(self.ranks.rank, tuple(names)), base64.b64decode(step.payloads[0][1])
+        names, rank = [name for name, _ in step.payloads], self.ranks.rank
+        neighbours = tuple(other for other, name in enumerate(names) if name == names[rank])
+        if self.ranks.is_fake:  # the other ranks do not exist
+            neighbours = (rank,)
+        return left_alone, neighbours, base64.b64decode(step.payloads[0][1])
 
     def _describe(self, call: loader.Call, executor: Executor, report: LoadReport) -> Described:
         computed = computing()

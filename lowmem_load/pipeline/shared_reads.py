@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from lowmem_load.distributed.nodes import Nodes, SharedMemory, make_memory, map_memory_of
+from lowmem_load.distributed.nodes import SharedMemory, make_memory, map_memory_of
 from lowmem_load.errors import ConfigError, LowMemLoadError, PlanError, listed
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.make_plan import Planned
@@ -94,26 +94,36 @@ class ReadSharing:
             self.offer = None
 
     def meet(
-        self, nodes: Nodes, offers: Sequence[SharedMemory | None], planned: Planned, check: Callable[[], None]
+        self,
+        own_rank: int,
+        neighbours: Sequence[int],
+        offers: Sequence[SharedMemory | None],
+        planned: Planned,
+        check: Callable[[], None],
     ) -> SharedReads | None:
         """Return what carries out the shared steps of a plan; None if this rank reads alone.
 
-        `offers` has that of each rank. `check` raises if another rank has failed.
+        Args:
+            own_rank: of this process.
+            neighbours: the ranks of its node, itself included.
+            offers: of all ranks.
+            planned: the plan of this rank.
+            check: raises if another rank has failed.
         """
         if self.offer is None:
             return None
-        places = {rank: place for rank in nodes.neighbours if (place := offers[rank]) is not None}
+        places = {rank: place for rank in neighbours if (place := offers[rank]) is not None}
         if len(places) == 1:
             self.why_alone = ALONE
             return None
-        position = list(places).index(nodes.rank)
+        position = list(places).index(own_rank)
         memories: list[mmap.mmap] = []
         for rank, place in places.items():
             try:
                 memories.append(map_memory_of(place, self._nbytes))
             except (OSError, ValueError) as error:
                 self.why_alone = (
-                    f"rank {nodes.rank} cannot open the shared memory of rank {rank}, process {place.pid}: {error}"
+                    f"rank {own_rank} cannot open the shared memory of rank {rank}, process {place.pid}: {error}"
                 )
                 decline(SharedBuffer([map_memory_of(self.offer, self._nbytes)], 0), self.why_alone)
                 return None

@@ -43,7 +43,7 @@ from lowmem_load.planning.expression import (
     Slot,
     reshape,
 )
-from lowmem_load.planning.nest import Axis, Nest
+from lowmem_load.planning.nest import Axis, Nest, row_major_strides
 from lowmem_load.planning.ranges import FlatRange
 
 
@@ -102,14 +102,6 @@ def _set(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
     return (*values[:position], value, *values[position + 1 :])
 
 
-def _row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, stride = [], 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= size
-    return tuple(reversed(strides))
-
-
 def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, int], ...]]:
     # A box has `(first, end)` for each dim.
     if start >= end:
@@ -152,7 +144,7 @@ def plan_copies(expression: Expression, flat_range: FlatRange) -> Iterator[Copy]
     for box in _boxes(expression.shape, flat_range.start, flat_range.end):
         sizes = tuple(last - first for first, last in box)
         index = tuple(_Index(first, _set((0,) * len(box), dim, 1)) for dim, (first, _) in enumerate(box))
-        yield from _walk(expression, _Loops(sizes, _row_major_strides(sizes), start, index, casts))
+        yield from _walk(expression, _Loops(sizes, row_major_strides(sizes), start, index, casts))
         start += math.prod(sizes)
 
 
@@ -199,7 +191,7 @@ def _combined(base: int, coefficients: Sequence[int], index: Sequence[_Index], n
 
 def _copy_of_leaf(leaf: Leaf, shape: Shape, nest: _Loops) -> Copy:
     # The nest's index is one of `leaf` under `shape`.
-    flat = _combined(0, _row_major_strides(shape), nest.index, nest)
+    flat = _combined(0, row_major_strides(shape), nest.index, nest)
     axes = tuple(map(Axis, nest.sizes, flat.coefficients, nest.strides))
     moved = Nest(flat.base, nest.start, axes, nest.casts).merged()
     if isinstance(leaf, Elementwise) and [axis.source for axis in moved.axes] != [1]:
@@ -214,7 +206,7 @@ def _copy_of_picked(leaf: Elementwise, shape: Shape, nest: _Loops, leaf_strides:
     bases = tuple(i.base for i in nest.index)
     coefficients = tuple(tuple(i.coefficients[loop] for loop in order) for i in nest.index)
     parts = tuple(Pick(reshape(part, shape), bases, coefficients, sizes, part.dtype) for part in leaf.parts)
-    strides = dict(zip(order, _row_major_strides(sizes), strict=True))
+    strides = dict(zip(order, row_major_strides(sizes), strict=True))
     axes = tuple(Axis(size, strides.get(loop, 0), nest.strides[loop]) for loop, size in enumerate(nest.sizes))
     return Copy(replace(leaf, parts=parts, shape=sizes), Nest(0, nest.start, axes, nest.casts).merged())
 
@@ -259,7 +251,7 @@ def _regroup(nest: _Loops, shape: tuple[int, ...], part_shape: tuple[int, ...]) 
         current = pending.pop()
         index: list[_Index] = []
         for dims, part_dims in groups:
-            strides = _row_major_strides([shape[dim] for dim in dims])
+            strides = row_major_strides([shape[dim] for dim in dims])
             linear = _combined(0, strides, [current.index[dim] for dim in dims], current)
             outcome = _delinearize(current, linear, [part_shape[dim] for dim in part_dims])
             if not isinstance(outcome, tuple):

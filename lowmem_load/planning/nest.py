@@ -173,7 +173,7 @@ def nests_within(nest: Nest, region: Region, shape: Sequence[int]) -> Iterator[N
 
 def _boxes(nest: Nest, grid: Grid, shape: Sequence[int]) -> Iterator[Nest]:
     """Yield the parts of a nest that copies a whole tensor in order: one for each box of a grid, not for each row."""
-    local, whole = _strides(grid.sizes), _strides(shape)
+    local, whole = row_major_strides(grid.sizes), row_major_strides(shape)
     dims: list[list[tuple[int, int, int]]] = []  # of each run of each dim: first index here, there, and length
     for runs in grid.runs:
         starts = itertools.accumulate((end - start for start, end in runs), initial=0)
@@ -185,5 +185,6 @@ def _boxes(nest: Nest, grid: Grid, shape: Sequence[int]) -> Iterator[Nest]:
         yield Nest(source, nest.destination + destination, axes, nest.casts).merged()
 
 
-def _strides(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return how many elements apart neighbours along each dim are in a row-major tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -36,28 +36,6 @@ def test_what_was_set_here_is_removed_unless_somebody_has_changed_it(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("found", "local_ranks"),
-    [
-        ({}, 64),
-        ({"LOCAL_WORLD_SIZE": "8", "SLURM_STEP_TASKS_PER_NODE": "1"}, 8),  # torchrun in a step of one task per node
-        ({"LOCAL_SIZE": "4"}, 4),  # deepspeed's launcher
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NTASKS_PER_NODE": "1"}, 4),
-        ({"SLURM_NTASKS_PER_NODE": "8"}, 8),
-        ({"LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "0"}, 1),
-        ({"LOCAL_SIZE": "128"}, 64),
-        ({"LOCAL_SIZE": "some"}, 64),
-    ],
-)
-def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch, found: dict[str, str], local_ranks: int) -> None:
-    for name in environment.LOCAL_SIZES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in found.items():
-        monkeypatch.setenv(name, value)
-    assert environment.local_world_size(64) == local_ranks
-
-
-@pytest.mark.parametrize(
     ("allowed", "local_ranks", "cores"),
     [
         (64, 8, 8),  # no mask

@@ -1,4 +1,4 @@
-"""Which ranks share a node."""
+"""Which processes share a node, and memory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_load.distributed.nodes import Nodes, make_memory, map_memory_of, node_name
-
-
-@pytest.mark.parametrize(
-    ("rank", "neighbours", "first"), [(0, (0, 2), 0), (1, (1, 3, 4), 1), (2, (0, 2), 0), (4, (1, 3, 4), 1)]
-)
-def test_nodes_of_ranks_that_do_not_fill_them_in_order(rank: int, neighbours: tuple[int, ...], first: int) -> None:
-    nodes = Nodes(rank, ("a", "b", "a", "b", "b"))
-    assert nodes.num_nodes == 2
-    assert nodes.neighbours == neighbours
-    assert nodes.first == first
+from lowmem_load.distributed.nodes import make_memory, map_memory_of, node_name
 
 
 def test_processes_of_one_container_are_on_one_node() -> None:

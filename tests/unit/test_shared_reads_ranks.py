@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lowmem_load.distributed.nodes import Nodes, SharedMemory, map_memory_of
+from lowmem_load.distributed.nodes import SharedMemory, map_memory_of
 from lowmem_load.errors import ConfigError
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.make_plan import Planned
@@ -26,7 +26,9 @@ from lowmem_load.planning.planner import Constants
 from lowmem_load.planning.reads import ReadCost
 from tests.together import leaf, plan_of
 
-NODES = ("a", "b", "a", "b", "a")
+NEIGHBOURS = ((0, 2, 4), (1, 3), (0, 2, 4), (1, 3), (0, 2, 4))
+"""Of each rank: there are two nodes."""
+
 ELSEWHERE = SharedMemory(1 << 30, 5, "name")
 """Memory of a process that is not there."""
 
@@ -49,7 +51,7 @@ def test_ranks_may_read_together_unless_the_environment_says_no(monkeypatch: pyt
 
 def meet(rank: int, sharing: ReadSharing, others: Sequence[SharedMemory | None]) -> SharedReads | None:
     offers = [sharing.offer if each == rank else place for each, place in enumerate(others)]
-    return sharing.meet(Nodes(rank, NODES), offers, PLANNED, ended)
+    return sharing.meet(rank, NEIGHBOURS[rank], offers, PLANNED, ended)
 
 
 def test_a_rank_meets_those_of_its_node_that_have_reads_to_share() -> None:
