@@ -33,7 +33,7 @@ from tests.ranks import run_ranks
 from tests.remote import stores
 from tests.remote.behaviour import CHANCES, Behaviour
 from tests.remote.hub_front import HubServer, hub_front
-from tests.remote.range_server import OwnProcess, RangeServer, range_server
+from tests.remote.range_server import FarServer, RangeServer, range_server
 
 BUCKET = "bucket"
 S3 = {"AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
@@ -58,9 +58,9 @@ class Place:
         return f"s3://{BUCKET}/{name}" if scheme == "s3" else f"{self.url}/{BUCKET}/{name}"
 
     @property
-    def server(self) -> OwnProcess:
+    def server(self) -> FarServer:
         """What it has done, and how it fails."""
-        return OwnProcess(self.url, None)  # type: ignore[arg-type]  # nobody looks at the process
+        return FarServer(self.url)
 
     def start(self) -> int:
         """Make this process ready, a rank; returns its number."""
@@ -424,7 +424,7 @@ class Hub:
     def stats(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What the Hub and the other host have done."""
         torch.distributed.barrier()
-        hub, files = (OwnProcess(url, None).stats(asked=True) for url in (self.url, self.files))  # type: ignore[arg-type]
+        hub, files = (FarServer(url).stats(asked=True) for url in (self.url, self.files))
         torch.distributed.barrier()
         return hub, files
 
@@ -476,7 +476,7 @@ def load_with_expired_urls(place: Place, hub: Hub, case: Case) -> int:
     from tests.hub import pointed_at
 
     place.start()
-    other_host = OwnProcess(hub.files, None)  # type: ignore[arg-type]
+    other_host = FarServer(hub.files)
     with (
         pointed_at(hub.url, f"{place.temporary}/expiring"),
         before_reading(lambda: other_host.set(secret="another")),

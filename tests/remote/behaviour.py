@@ -56,8 +56,6 @@ class Behaviour:
 
     latency_ms: float = 0
     """Wait before each answer."""
-    bytes_per_s: float = 0
-    """Of each connection; 0: as fast as it goes."""
 
     ignores_ranges: bool = False
     """Answer with whole files."""

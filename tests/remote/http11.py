@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import struct
-import time
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -42,7 +41,6 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = sock
         self._read = b""
-        self._free_at = 0.0
 
     def request(self) -> Request:
         """Wait for the next request; raises Closed or OSError if none comes."""
@@ -87,24 +85,11 @@ class Connection:
         while left:
             left = left[self.socket.send(left, flags) :]
 
-    def send_file(self, file: int, first: int, count: int, bytes_per_s: float) -> int:
-        """Send a range of a file; returns how many bytes went, fewer if the file ends.
-
-        Args:
-            file: its descriptor.
-            first: byte.
-            count: of bytes.
-            bytes_per_s: at most so fast, over all answers of the connection; 0: as fast as it goes.
-        """
-        sent, step = 0, CHUNK_BYTES
-        if bytes_per_s:
-            step = max(1024, int(bytes_per_s / 50))
+    def send_file(self, file: int, first: int, count: int) -> int:
+        """Send a range of a file, given its descriptor; returns how many bytes went, fewer if the file ends."""
+        sent = 0
         while sent < count:
-            if bytes_per_s:
-                now = time.monotonic()
-                self._free_at = max(self._free_at, now) + min(step, count - sent) / bytes_per_s
-                time.sleep(self._free_at - now)
-            went = os.sendfile(self.socket.fileno(), file, first + sent, min(step, count - sent))
+            went = os.sendfile(self.socket.fileno(), file, first + sent, min(CHUNK_BYTES, count - sent))
             if not went:
                 break
             sent += went

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 from urllib.parse import parse_qs, quote, unquote
 
 from tests.remote.behaviour import Behaviour
@@ -34,14 +32,8 @@ class HubServer(RangeServer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process has to have set, before it imports huggingface_hub, to ask this Hub."""
+        """What processes need before they import huggingface_hub, to ask this Hub. This one: tests.hub.pointed_at."""
         return {"HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-
-    @contextlib.contextmanager
-    def environment_set(self) -> Iterator[None]:
-        """Processes that this one starts ask this Hub; for this process itself see tests.hub.pointed_at."""
-        with mock.patch.dict(os.environ, self.environment):
-            yield
 
     def answer_to(self, request: Request, behaviour: Behaviour) -> Answer:
         """What a request gets that neither fails nor is refused."""

@@ -6,36 +6,28 @@ In a thread of the test:
         load(f"{server.url}/model.safetensors")
         assert server.stats()["faults"]["error_503"] > 0
 
-As a process of its own, for ranks and benchmarks: `in_own_process(folder)`, or on the command line
+In a process of its own, for benchmarks: `in_own_process(folder)`. With folders by name it is S3 and GCS enough for
+obstore to read and list, each folder a bucket, whatever the signature: an endpoint that fails as no real one does.
 
-    python -m tests.remote.range_server FOLDER --set latency_ms=20 --set error_503=0.01
-
-With folders by name it is S3 and GCS enough for obstore to read and list, each folder a bucket, whatever the signature:
-an endpoint whose answers fail as no real one's do.
-
-Its control paths, which neither fail nor count: GET `/_stats` (`?asked` lists every request too), GET or POST `/_reset`
-(counts to 0), GET `/_faults`, POST `/_faults` with JSON of what changes of Behaviour, DELETE `/_faults` (as at the
-start), GET `/_sign/PATH` (a signed URL of the path).
+Its control paths, which neither fail nor count: GET `/_stats` (`?asked` lists every request too), POST `/_reset`
+(counts to 0), POST `/_set` with JSON of what changes of Behaviour.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import json
+import multiprocessing
 import os
 import re
-import signal
 import socket
 import stat
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -62,8 +54,6 @@ class Stats:
     """For files, with those that failed."""
     bytes_sent: int = 0
     """Of files."""
-    in_flight: int = 0
-    most_in_flight: int = 0
     connections: int = 0
     authorized: int = 0
     """Requests that had an Authorization header."""
@@ -101,7 +91,7 @@ class RangeServer:
 
     def __init__(self, folders: Folders, *, port: int = 0, host: str = "127.0.0.1", **behaviour: Any) -> None:
         self._folders = dict(folders) if isinstance(folders, Mapping) else {"": Path(folders)}
-        self.behaviour = self._at_start = Behaviour().changed(behaviour)
+        self.behaviour = Behaviour().changed(behaviour)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._stats = Stats()
@@ -124,8 +114,7 @@ class RangeServer:
     def reset(self) -> None:
         """Begin to count anew."""
         with self._lock:
-            open_now = self._stats.in_flight
-            self._stats = Stats(in_flight=open_now, most_in_flight=open_now)
+            self._stats = Stats()
             self._numbered = self._failed = 0
 
     def signed(self, path: str) -> str:
@@ -177,30 +166,27 @@ class RangeServer:
         if request.path.startswith("/_"):
             return self._send(connection, request, self._control(request))
         behaviour = self.behaviour
-        with self._count(request, behaviour) as fault:
-            if behaviour.latency_ms:
-                self._closing.wait(behaviour.latency_ms / 1000)
-            if fault == "reset_before":
-                self._note(fault=fault)
-                connection.reset()
-                return False
-            answer = self._failure(fault, behaviour) or self._refusal(request, behaviour)
-            answer = answer or self.answer_to(request, behaviour)
-            try:
-                return self._send(connection, request, answer, behaviour, fault)
-            finally:
-                if answer.file >= 0:
-                    os.close(answer.file)
+        fault = self._count(request, behaviour)
+        if behaviour.latency_ms:
+            self._closing.wait(behaviour.latency_ms / 1000)
+        if fault == "reset_before":
+            self._note(fault=fault)
+            connection.reset()
+            return False
+        answer = self._failure(fault, behaviour) or self._refusal(request, behaviour)
+        answer = answer or self.answer_to(request, behaviour)
+        try:
+            return self._send(connection, request, answer, behaviour, fault)
+        finally:
+            if answer.file >= 0:
+                os.close(answer.file)
 
-    @contextlib.contextmanager
-    def _count(self, request: Request, behaviour: Behaviour) -> Iterator[str]:
-        """Count a request while it is answered; yields which fault befalls it, or ""."""
+    def _count(self, request: Request, behaviour: Behaviour) -> str:
+        """Count a request; return which fault befalls it, or ""."""
         fault = ""
         with self._lock:
             stats = self._stats
             stats.requests += 1
-            stats.in_flight += 1
-            stats.most_in_flight = max(stats.most_in_flight, stats.in_flight)
             stats.methods[request.method] += 1
             stats.path_requests[request.path] += 1
             stats.authorized += "authorization" in request.headers
@@ -218,11 +204,7 @@ class RangeServer:
                     fault = _befalls(request, behaviour.fault(self._numbered))
                 self._numbered += 1
                 self._failed += bool(fault)
-        try:
-            yield fault
-        finally:
-            with self._lock:
-                self._stats.in_flight -= 1
+        return fault
 
     def _note(self, *, status: int = 0, fault: str = "", path: str = "", sent: int = 0) -> None:
         with self._lock:
@@ -336,7 +318,7 @@ class RangeServer:
             self._note(path=request.path, sent=part)  # before the client has them, and may ask for the count
             sent = 0
             try:
-                sent = connection.send_file(answer.file, answer.first + done, part, behaviour.bytes_per_s)
+                sent = connection.send_file(answer.file, answer.first + done, part)
             finally:
                 self._note(path=request.path, sent=sent - part)
             done += sent
@@ -355,17 +337,12 @@ class RangeServer:
         if what == "reset":
             self.reset()
             return _json({})
-        if what == "faults":
+        if what == "set":
             try:
-                if request.method == "POST":
-                    self.set(**json.loads(request.body))
-                elif request.method == "DELETE":
-                    self.behaviour = self._at_start
+                self.set(**json.loads(request.body))
             except (TypeError, ValueError) as error:
                 return Answer(400, content=f"{error}\n".encode())
-            return _json(asdict(self.behaviour))
-        if what.startswith("sign/"):
-            return Answer(200, content=self.signed(what[4:]).encode())
+            return _json({})
         return Answer(404)
 
 
@@ -458,11 +435,10 @@ def range_server(folders: Folders, **behaviour: Any) -> Iterator[RangeServer]:
 
 
 @dataclass(frozen=True)
-class OwnProcess:
-    """A server that is a process of its own."""
+class FarServer:
+    """A server in another process."""
 
     url: str
-    process: subprocess.Popen[str]
 
     def stats(self, *, asked: bool = False) -> dict[str, Any]:
         """As RangeServer.stats, but for JSON."""
@@ -474,11 +450,7 @@ class OwnProcess:
 
     def set(self, **changes: Any) -> None:
         """Behave otherwise from now on."""
-        self._ask("POST", "/_faults", json.dumps(changes).encode())
-
-    def signed(self, path: str) -> str:
-        """A URL that is good for a while where signatures are checked."""
-        return self._ask("GET", f"/_sign{path}").decode()
+        self._ask("POST", "/_set", json.dumps(changes).encode())
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
         with urlopen(UrlRequest(self.url + path, data=body, method=method), timeout=10) as answer:
@@ -486,54 +458,20 @@ class OwnProcess:
 
 
 @contextlib.contextmanager
-def in_own_process(folders: Folders, *, host: str = "127.0.0.1", **behaviour: Any) -> Iterator[OwnProcess]:
+def in_own_process(folders: Folders, *, host: str = "127.0.0.1", **behaviour: Any) -> Iterator[FarServer]:
     """Serve folders from a process that ends when this block does, or this process."""
-    named = folders if isinstance(folders, Mapping) else {"": Path(folders)}
-    command = [sys.executable, "-m", "tests.remote.range_server", "--while-stdin-open", f"--host={host}"]
-    command += [f"{name}={folder}" for name, folder in named.items()]
-    command += [f"--set={name}={json.dumps(value)}" for name, value in behaviour.items()]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPO,
-        env={**os.environ, "PYTHONPATH": ""},
-    ) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().strip()
-            if not url:
-                raise RuntimeError(f"the server ended with {process.wait()}: {' '.join(command)}")
-            yield OwnProcess(url, process)
-        finally:
-            process.kill()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, folders, host, behaviour), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield FarServer(ours.recv())
+    finally:
+        process.kill()
 
 
-def main() -> None:
-    """Serve until the process is told to end, or its standard input is closed."""
-    parser = argparse.ArgumentParser(description="Serves folders by byte ranges and prints its URL.")
-    parser.add_argument("folders", nargs="+", metavar="[NAME=]FOLDER", help="one: at the root; several: by name")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="a value of Behaviour")
-    parser.add_argument("--while-stdin-open", action="store_true", help="end when the standard input does")
-    arguments = parser.parse_args()
-    split = [given.partition("=") if "=" in given else ("", "", given) for given in arguments.folders]
-    folders = {name or (Path(path).resolve().name if len(split) > 1 else ""): Path(path) for name, _, path in split}
-    behaviour: dict[str, Any] = {}
-    for given in arguments.set:
-        name, _, value = given.partition("=")
-        behaviour[name] = (
-            value if isinstance(getattr(Behaviour, name, None), str) and value[:1] != '"' else json.loads(value)
-        )
-    server = RangeServer(folders, port=arguments.port, host=arguments.host, **behaviour)
-    print(server.url, flush=True)
-    if arguments.while_stdin_open:
-        sys.stdin.read()
-        os._exit(0)
-    signal.pause()
-
-
-if __name__ == "__main__":
-    main()
+def _serve(parent: Any, folders: Folders, host: str, behaviour: dict[str, Any]) -> None:
+    parent.send(RangeServer(folders, host=host, **behaviour).url)
+    with contextlib.suppress(EOFError):
+        parent.recv()  # until the parent has ended

