@@ -1,8 +1,8 @@
-"""From a `from_pretrained` to a described model: what was read for it, and for which settings and target."""
+"""From a `from_pretrained` to a described model and its plan: what was read, and what costs more than its bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,19 @@ from torch import nn
 
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.ds.zero3_target import Zero3
-from lowmem_load.errors import ConfigError
+from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.source import LocalFile
 from lowmem_load.pipeline.describe import describe
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import make_plan
-from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.load_plan import LoadPlan, PlannedFile, SlowPath, TargetPlan
 from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.reads import Read
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
 from lowmem_load.target import Replicated, Target
-from tests.described import CPU, Build, Call, X, described, module, write_file
+from tests.described import CPU, Build, Call, X, Y, described, module, of_rank, planned, write_file
 
 
 @pytest.fixture
@@ -213,3 +214,190 @@ def test_a_model_that_another_loads_does_not_decide_its_settings(file: Path) -> 
     found = described(file, build, make_target)
     assert seen[-1] is found.model
     assert len(make_plan(found, 0).plan.targets) == 2
+
+
+def by_name(plan: LoadPlan) -> Mapping[str, TargetPlan]:
+    return {target.name: target for target in plan.targets}
+
+
+# -- what costs more than its bytes ----------------------------------------------------------------------------------
+
+
+NOW = "made of the result of aten.{}, which ran while the model was described"
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        (lambda x: x, []),
+        (lambda x: x.reshape(3, 8)[1:].half(), []),
+        (lambda x: x.exp(), []),
+        (lambda x: x.flip(0), ["aten.flip.default ran on whole tensors"]),
+        (lambda x: x[::2, ::3], ["gathered from scattered bytes"]),  # elements 0, 3, 12, 15 in one read
+        (lambda x: x[x > 1], [NOW.format("index.Tensor")]),
+        (lambda x: torch.bernoulli(x / 10), [NOW.format("bernoulli.default")]),
+        (lambda x: torch.bernoulli(x / 10).t() + 1, [NOW.format("bernoulli.default")]),
+        (
+            lambda x: x[torch.nonzero(x[:, 0] > 1)[:, 0]],  # rows 2 and 3
+            ["aten.index.Tensor ran on whole tensors", NOW.format("nonzero.default")],
+        ),
+    ],
+)
+def test_a_slow_path_names_the_operation(
+    operation: Callable[[torch.Tensor], torch.Tensor], expected: list[str], file: Path
+) -> None:
+    plan = planned(file, lambda tensors, _: module(weight=operation(tensors["x"]).detach()))
+    assert plan.slow_paths == [SlowPath("weight", reason) for reason in expected]
+
+
+def test_a_missing_parameter_is_a_slow_path_and_one_without_a_value_is_zero(file: Path) -> None:
+    def build(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
+        made = [make_uninitialised(torch.empty(3, 5, device="meta"), context.read_now) for _ in range(2)]
+        for tensor in made:
+            tensor.initialise_in(context.initialiser, FlatRange(0, 15))
+        with torch.no_grad():
+            made[0].normal_()
+        context.initialiser.release()
+        return module(initialised=made[0], forgotten=made[1], read=tensors["x"])
+
+    found = described(file, build)
+    result = make_plan(found, 0)
+    assert result.plan.slow_paths == [SlowPath("initialised", "initialised on this rank: not in the checkpoint")]
+    assert [target.name for target in result.plan.targets if target.is_uninitialised] == ["forgotten"]
+    with Executor() as executor:
+        execute(result, found.target, executor)
+    assert not found.model.get_parameter("forgotten").any()
+    assert found.model.get_parameter("initialised").all()
+
+
+def test_a_parameter_that_has_no_value_at_all_is_refused(file: Path) -> None:
+    with pytest.raises(UnsupportedError, match="weight: transformers gave it no value"):
+        planned(file, lambda *_: module(weight=torch.empty(3, device="meta")))
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tied_parameter_is_planned_once_under_all_its_names(file: Path) -> None:
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        made = nn.ModuleDict({"head": module(weight=tensors["x"]), "body": module(weight=tensors["y"])})
+        made["body"].tied = made["head"].weight
+        return made
+
+    found = described(file, build)
+    result = make_plan(found, 0)
+    assert [target.names for target in result.plan.targets] == [("head.weight", "body.tied"), ("body.weight",)]
+    assert result.plan.costs.read_bytes == X.nbytes + Y.nbytes
+    with Executor() as executor:
+        execute(result, found.target, executor)
+    assert found.model["body"].tied is found.model["head"].weight
+    assert torch.equal(found.model["body"].tied, X)
+
+
+def test_files_are_read_front_to_back(file: Path) -> None:
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        return module(c=tensors["z"], held=torch.ones(2), b=tensors["x"], a=tensors["y"], cut=tensors["x"][2:])
+
+    reads = [
+        step.tensor.start + 4 * step.first
+        for target in planned(file, build).targets
+        for step in target.destinations[0].fill.steps
+        if isinstance(step, Read)
+    ]
+    assert len(reads) == 4
+    assert [target.name for target in planned(file, build).targets] == ["held", "b", "cut", "a", "c"]
+
+
+def test_ranks_of_the_same_load_have_one_fingerprint(file: Path) -> None:
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        return module(a=tensors["x"], b=tensors["y"].flip(0))
+
+    def exchanged(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        return module(a=tensors["y"], b=tensors["x"].flip(0))
+
+    plans = [planned(file, build, of_rank(rank), rank=rank) for rank in range(3)]
+    assert len({plan.fingerprint for plan in plans}) == 1
+    assert planned(file, exchanged, of_rank(0)).fingerprint != plans[0].fingerprint
+    assert planned(file, build).fingerprint != plans[0].fingerprint  # whole, not cut up
+
+
+def test_what_the_loader_casts_is_read_in_the_files_dtype(file: Path) -> None:
+    """float32 in the file, bf16 for the loader, float32 for the engine: nothing is lost on the way."""
+
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        return module(
+            cast=tensors["x"].to(torch.bfloat16), computed=tensors["y"].to(torch.bfloat16).t(), as_is=tensors["z"]
+        )
+
+    found = by_name(planned(file, build, of_rank(0)))
+    assert {name: target.is_recast for name, target in found.items()} == {
+        "cast": True,
+        "computed": True,
+        "as_is": False,
+    }
+    (read,) = found["cast"].destinations[0].fill.steps
+    assert isinstance(read, Read)
+    assert read.is_direct
+    assert read.nest.casts == ()
+    (read,) = found["computed"].destinations[0].fill.steps
+    assert isinstance(read, Read)
+    assert read.nest.casts == (torch.bfloat16, torch.float32)  # rounded where an ordinary load rounds
+
+
+# -- buffers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("names", "dtype"), [([], torch.bfloat16), (["norm"], torch.float32)])
+def test_a_buffer_is_whole_and_as_exact_as_the_engine_keeps_it(
+    names: list[str], dtype: torch.dtype, file: Path
+) -> None:
+    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
+        made = nn.ModuleDict({"norm": nn.Module()})
+        made["norm"].register_buffer("mean", tensors["z"].to(torch.bfloat16))
+        made["norm"].register_buffer("count", torch.tensor(3))
+        made["norm"].register_buffer("also_mean", made["norm"].mean)
+        return made
+
+    def make_target(settings: Any, _: nn.Module) -> Target:
+        return KeepingFp32(names)
+
+    found = described(file, build, make_target)
+    result = make_plan(found, 1)
+    mean, count = result.plan.buffers
+    assert (mean.names, mean.dtype, mean.shape) == (("norm.mean", "norm.also_mean"), dtype, (6,))
+    assert (count.names, count.dtype, count.fill) == (("norm.count",), torch.int64, None)
+    assert result.plan.costs.needed_bytes == 6 * 4
+    with Executor() as executor:
+        execute(result, found.target, executor)
+    norm = found.model["norm"]
+    assert torch.equal(norm.mean, torch.arange(6.0).to(dtype))
+    assert norm.also_mean is norm.mean
+    assert norm.count == 3
+
+
+class KeepingFp32(Replicated):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(CPU)
+        self.names = names
+
+    def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:
+        return [
+            buffer
+            for name in self.names
+            for buffer in model.get_submodule(name).buffers()
+            if buffer.is_floating_point()
+        ]
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_says_what_was_loaded_and_what_it_was_made_against(file: Path) -> None:
+    found = described(file, lambda tensors, _: module(weight=tensors["x"]))
+    plan = make_plan(found, 2).plan
+    assert (plan.name, plan.rank, plan.world_size) == ("model", 2, 3)
+    (planned_file,) = plan.files
+    assert (planned_file.path, planned_file.nbytes) == (str(file), file.stat().st_size)
+    assert (plan.missing_keys, plan.unexpected_keys, plan.mismatched_keys) == (("m",), ("u",), ())
+    assert plan.read_to_describe == ()
+    assert plan.costs.read_bytes == plan.costs.needed_bytes == X.nbytes

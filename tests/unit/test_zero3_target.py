@@ -1,4 +1,4 @@
-"""The ZeRO-3 target: what ranks hold, element by element, and what is refused before anything is allocated."""
+"""Targets: what ranks hold, element by element, which target a model gets, and which modules are partitioned."""
 
 from __future__ import annotations
 
@@ -9,16 +9,27 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.ds.zero3_target import MARK, Zero3
+from lowmem_load.config.settings import Partition, Settings, read_settings
+from lowmem_load.ds.engine import entry_modules
+from lowmem_load.ds.zero3_target import (
+    KIND,
+    MARK,
+    Zero3,
+    check_ties,
+    choose,
+    chosen_parameters,
+    mark,
+    partitioned_modules,
+    target_maker,
+)
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError
 from lowmem_load.planning.expression import hold
-from lowmem_load.planning.load_plan import Destination, TargetPlan
+from lowmem_load.planning.load_plan import REPLICATED, Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.target import HostBytes
+from lowmem_load.target import HostBytes, Layout, Replicated, Target
 
-CPU = torch.device("cpu")
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def settings(world_size: int, *, bf16: bool = False, config: dict[str, Any] | None = None, **zero: Any) -> Settings:
@@ -174,3 +185,237 @@ def test_the_modules_that_are_partitioned_are_marked(lone_process: None) -> None
     model = nn.ModuleDict({"a": nn.Linear(1, 1, device="meta"), "b": nn.Linear(1, 1, device="meta")})
     Zero3(settings(1), 0, CPU, None, ("b",)).prepare(model)
     assert [MARK in vars(module) for module in (model, model["a"], model["b"])] == [False, False, True]
+
+
+# -- which target a model gets, and the targets that consist of little else --------------------------------------------
+
+
+def settings_of(
+    stage: int, *, world_size: int = 2, partition: Partition | None = None, must_match: bool = False, **zero: Any
+) -> Settings:
+    config = {"zero_optimization": {"stage": stage, **zero}}
+    return read_settings(config, world_size=world_size, partition=partition, must_match=must_match).for_model(None)
+
+
+def model() -> nn.Module:
+    with torch.device("meta"):
+        return nn.ModuleDict({"body": nn.Linear(3, 4, bias=False), "head": nn.Linear(3, 5, bias=False)})
+
+
+def layouts(target: Target) -> dict[str, tuple[str, tuple[Any, ...], bool]]:
+    found = {name: target.layout(name, parameter) for name, parameter in model().named_parameters()}
+    return {name: (layout.kind, layout.regions, layout.on_host) for name, layout in found.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_below_stage_3_all_is_whole_in_host_memory(stage: int) -> None:
+    target = target_maker(1, GPU)(settings_of(stage), model())
+    assert type(target) is Replicated
+    assert target.device == torch.device("cpu")
+    assert layouts(target) == {
+        "body.weight": (REPLICATED, (FlatRange(0, 12),), True),
+        "head.weight": (REPLICATED, (FlatRange(0, 15),), True),
+    }
+
+
+def test_stage_3_cuts_up_all() -> None:
+    target = target_maker(1, GPU)(settings_of(3), model())
+    assert type(target) is Zero3
+    assert target.device == GPU
+    assert layouts(target) == {
+        "body.weight": (KIND, (FlatRange(6, 12),), False),
+        "head.weight": (KIND, (FlatRange(8, 15),), False),  # ceil(15 / 2) = 8
+    }
+
+
+@pytest.mark.parametrize("partition", ["body", ["bo*"], lambda name, _: name == "body"])
+def test_a_partition_cuts_up_what_it_chooses_and_leaves_the_rest_on_the_accelerator(partition: Partition) -> None:
+    target = target_maker(0, GPU)(settings_of(3, partition=partition), model())
+    assert type(target) is Zero3
+    assert target.device == GPU
+    assert layouts(target) == {
+        "body.weight": (KIND, (FlatRange(0, 6),), False),
+        "head.weight": (REPLICATED, (FlatRange(0, 15),), False),
+    }
+
+
+def test_an_empty_partition_is_not_the_whole_model() -> None:
+    target = target_maker(0, GPU)(settings_of(3, partition=[]), model())
+    assert {kind for kind, _, _ in layouts(target).values()} == {REPLICATED}
+
+
+def test_an_entry_that_chooses_nothing_is_refused_only_where_it_must_match() -> None:
+    with pytest.raises(ConfigError, match="'tail' choose"):
+        target_maker(0, GPU)(settings_of(3, partition=["tail"], must_match=True), model())
+    target = target_maker(0, GPU)(settings_of(3, partition=["tail", "body"]), model())
+    assert layouts(target)["body.weight"][0] == KIND
+
+
+# -- replicated -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_all_of_a_parameter_as_it_is(dtype: torch.dtype) -> None:
+    layout = Replicated(CPU).layout("w", torch.empty(3, 4, dtype=dtype, device="meta"))
+    assert layout == Layout(REPLICATED, dtype, (FlatRange(0, 12),), (12,), on_host=True)
+
+
+def test_memory_of_an_accelerator_is_not_host_memory() -> None:
+    assert not Replicated(torch.device("cuda")).layout("w", torch.empty(3, device="meta")).on_host
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_what_fills_the_memory_is_the_parameter(requires_grad: bool) -> None:
+    values, target = torch.arange(6.0).view(2, 3), Replicated(CPU)
+    described = nn.Parameter(torch.empty(2, 3, device="meta"), requires_grad)
+    fill = Planner().plan_fill("w", hold(values), FlatRange(0, 6))
+    destination = Destination(FlatRange(0, 6), 6, fill)
+    plan = TargetPlan(("w",), (2, 3), torch.float32, REPLICATED, (destination,), False, False, (), "")
+    target.prepare(nn.Module())
+    made, (memory,) = target.make(plan, described, lambda: None)
+    memory.copy_(values.view(-1))
+    target.finish()
+    assert type(made) is nn.Parameter
+    assert made.requires_grad is requires_grad
+    assert torch.equal(made, values)
+
+
+# -- partial ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chosen", "inside"),
+    [
+        (("a",), ["a.weight", "a.bias"]),
+        (("a", "norm"), ["a.weight", "a.bias", "norm.weight", "norm.bias"]),
+        ((), []),
+        (("",), ["a.weight", "a.bias", "ab.weight", "ab.bias", "norm.weight", "norm.bias"]),
+    ],
+)
+def test_a_parameter_goes_where_its_module_does(chosen: tuple[str, ...], inside: list[str]) -> None:
+    whole = nn.ModuleDict({"a": nn.Linear(2, 2), "ab": nn.Linear(2, 2), "norm": nn.BatchNorm1d(2)})
+    target = Zero3(settings_of(3), 0, CPU, None, chosen)
+    kinds = {name: target.layout(name, parameter).kind for name, parameter in whole.named_parameters()}
+    assert [name for name, kind in kinds.items() if kind == KIND] == inside
+    assert set(kinds.values()) <= {KIND, REPLICATED}
+
+
+# -- choosing the modules that ZeRO-3 partitions -----------------------------------------------------------------------
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        self.act = nn.GELU()
+
+
+class Model(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.vision, self.language = Tower(), Tower()
+        self.head = nn.Linear(2, 2, bias=False)
+        if tied:
+            self.head.weight = self.language.layers[0].weight
+
+
+@pytest.mark.parametrize(
+    ("partition", "names"),
+    [
+        ("language", ["language"]),
+        (["head", "language"], ["language", "head"]),  # in the order of the model
+        ("lang*", ["language"]),
+        ("*.layers.1", ["vision.layers.1", "language.layers.1"]),
+        (["language", "language.layers.0"], ["language"]),  # topmost only
+        (Tower, ["vision", "language"]),
+        (lambda name, module: isinstance(module, nn.Linear) and name.startswith("h"), ["head"]),
+        (lambda name, module: "layers.0" not in name, ["vision", "language", "head"]),
+        ([Tower, "head"], ["vision", "language", "head"]),
+        ([], []),
+        (Model, [""]),
+    ],
+)
+def test_choose(partition: Any, names: list[str]) -> None:
+    model = Model()
+    chosen = choose(model, partition)
+    assert list(chosen) == names
+    assert all(chosen[name] is model.get_submodule(name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("partition", "text"),
+    [
+        ("langauge", "'langauge' choose(s) no module of Model; its modules are vision, "),
+        (["language", nn.Conv2d], "Conv2d choose(s) no module"),
+        ("*.act", "vision.act, language.act hold(s) no parameter"),
+        (7, "cannot use 7"),
+        ([int], "cannot use <class 'int'>"),
+    ],
+)
+def test_choices_that_mean_nothing_are_refused(partition: Any, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose(Model(), partition)
+    assert text in str(caught.value)
+
+
+def test_where_nothing_need_match_the_rest_is_left_out() -> None:
+    assert choose(Model(), [nn.Conv2d, "*.act", "head"], must_match=False).keys() == {"head"}
+
+
+def test_a_tie_between_the_parts_is_refused_with_what_to_add() -> None:
+    model = Model(tied=True)
+    with pytest.raises(ConfigError, match=r"head\.weight is tied .* choose 'head' too"):
+        check_ties(model, choose(model, "language"))
+    check_ties(model, choose(model, ["language", "head"]))
+    check_ties(model, choose(model, "vision"))
+
+
+def test_marks_survive_what_is_put_below_and_around() -> None:
+    model = Model()
+    mark(choose(model, ["language", "head"]).values())
+    model.language.layers[0].adapter = nn.Linear(2, 1)  # as PEFT does
+    outer = nn.ModuleDict({"inner": model})
+    found = partitioned_modules(outer, lambda _: False)
+    assert list(found) == ["inner.language", "inner.head"]
+    assert id(model.language.layers[0].adapter.weight) in chosen_parameters(found)
+    assert not getattr(model.vision, MARK, False)
+
+
+def test_parameters_partitioned_by_other_means_are_found() -> None:
+    model = Model()
+    partitioned = {id(model.head.weight), id(model.vision.layers[1].weight)}
+
+    def is_partitioned(parameter: torch.Tensor) -> bool:
+        return id(parameter) in partitioned
+
+    assert list(partitioned_modules(model, is_partitioned)) == ["vision.layers.1", "head"]
+    partitioned |= {id(parameter) for parameter in model.language.parameters()}
+    assert list(partitioned_modules(model, is_partitioned)) == ["vision.layers.1", "language", "head"]  # topmost
+    assert list(partitioned_modules(model, lambda _: True)) == [""]
+    mark([model.language.layers])  # may be called on its own
+    assert list(partitioned_modules(model, is_partitioned)) == ["vision.layers.1", "language.layers", "head"]
+
+
+def test_a_wrapper_that_answers_for_a_marked_module_is_not_marked() -> None:
+    class Wrapper(nn.Module):  # as PeftModel
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.prompt, self.base = nn.Embedding(2, 2), model
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("base"), name)
+
+    model = Model()
+    mark([model])
+    wrapper = Wrapper(model)
+    assert getattr(wrapper, MARK)
+    assert list(partitioned_modules(wrapper, lambda _: False)) == ["base"]
+
+
+def test_lists_are_entered_through_their_items() -> None:
+    model = Model()
+    chosen = choose(model, ["language.layers", "head"])
+    assert list(entry_modules(chosen)) == [*model.language.layers, model.head]
