@@ -48,7 +48,7 @@ class ForeignName:
 
 _transformers = partial(ForeignName, TRANSFORMERS)
 _modeling = partial(_transformers, "transformers.modeling_utils")
-_ALL = "hf.loader, integrations.load_order, integrations.startup_hook"
+_ALL = "hf.loader, integrations.startup_hook"
 
 FROM_PRETRAINED = _modeling("PreTrainedModel.from_pretrained", f"{_ALL}, hf.remote_names")
 FROM_CONFIG = _modeling("PreTrainedModel._from_config", _ALL)
@@ -73,7 +73,6 @@ _collecting = partial(_transformers, "transformers.core_model_loading", since="5
 IS_ON_HF_MOUNT = _modeling("_is_on_hf_mount", "hf.collecting", loss=_MOUNTS, since="5.6.0")
 DEEPCOPY = _collecting("deepcopy", "hf.collecting", loss=_EXPERTS)
 SPAWN_MATERIALIZE = _collecting("spawn_materialize", "hf.collecting", loss=_EXPERTS)
-DOT_NATURAL_KEY = _collecting("dot_natural_key", "hf.collecting", loss=_EXPERTS)
 
 # What transformers asks while it loads. Its other modules ask functions that look at the configuration, whose reference
 # is replaced, too. Axolotl puts its own answer in both places of `is_deepspeed_zero3_enabled`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -39,11 +40,6 @@ def note_load() -> None:
     reference = _user_reference()
     if reference is not None and reference() is not None:
         _served[:] = [reference]
-
-
-def asked_for_deepspeed() -> bool:
-    """Return whether an `HfDeepSpeedConfig` was made, of whatever stage, and not unset."""
-    return _user_reference() is not None
 
 
 def was_dropped() -> bool:
@@ -109,17 +105,15 @@ _QUESTIONS = (
 
 
 @contextlib.contextmanager
-def quiet(*, errors_only: bool = False) -> Iterator[None]:
-    """Hide transformers' progress bar, which would show work on names as work on weights, or all but errors."""
+def quiet(level: int = logging.NOTSET) -> Iterator[None]:
+    """Hide transformers' progress bar, which would show work on names as work on weights, and logs below a level."""
     shows_bar, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
-    if errors_only:
-        hf_logging.set_verbosity_error()
+    hf_logging.set_verbosity(max(level, verbosity))
     try:
         yield
     finally:
-        if errors_only:
-            hf_logging.set_verbosity(verbosity)
+        hf_logging.set_verbosity(verbosity)
         if shows_bar:
             hf_logging.enable_progress_bar()
 

@@ -5,7 +5,6 @@ Files give symbolic tensors, and nothing of them is read. Source: transformers 5
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import os
@@ -108,7 +107,7 @@ def collecting_handlers() -> Handlers:
     """Return what saves time and memory in large models.
 
     Rank 517 of 1024 plans DeepSeek-V3 in fp8 in 7 CPU seconds and 65 MiB. With transformers' copies of converters that
-    takes twice the time, with its threads 280 MiB, with its keys 137.
+    takes twice the time, and with its threads 280 MiB.
     """
     if not importlib.util.find_spec(MODULE):  # transformers 4
         return {}
@@ -116,7 +115,6 @@ def collecting_handlers() -> Handlers:
     return {
         foreign_names.DEEPCOPY: _copy_once_for_each_use(getattr(loading, "WeightConverter", ())),
         foreign_names.SPAWN_MATERIALIZE: _materialize_without_threads(getattr(loading, "_materialize_copy", None)),
-        foreign_names.DOT_NATURAL_KEY: _share_keys(),
     }
 
 
@@ -153,23 +151,3 @@ def _materialize_without_threads(copy: Any) -> Handler:
         return _Job(copy, tensor, device, dtype)
 
     return spawn
-
-
-def _share_keys() -> Handler:
-    """Sort by keys that names share, if a key consists of those of the parts of its name."""
-
-    @functools.cache
-    def sorts_by_parts(ordinary: Callable[[str], list[Any]]) -> bool:
-        parts = ("layers", "12", "w_3")
-        return ordinary(".".join(parts)) == [ordinary(part)[0] for part in parts]
-
-    @functools.cache
-    def key_of(ordinary: Callable[[str], list[Any]], part: str) -> Any:
-        return ordinary(part)[0]
-
-    def dot_natural_key(ordinary: Callable[[str], list[Any]], name: str) -> Any:
-        if not sorts_by_parts(ordinary):
-            return ordinary(name)
-        return tuple(key_of(ordinary, part) for part in name.split("."))
-
-    return dot_natural_key

@@ -14,11 +14,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.overrides import TorchFunctionMode
 
 from lowmem_load import foreign_names
 from lowmem_load.contract import TORCH, TRANSFORMERS, check_release, require
@@ -26,15 +24,15 @@ from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.formats.index import check_index
 from lowmem_load.hf.collecting import collecting_handlers, symbolic_files
-from lowmem_load.hf.load_lock import constructors, inside_load, is_loading, load_lock
+from lowmem_load.hf.load_lock import inside_load, is_loading, load_lock
 from lowmem_load.hf.model_folder import MAX_QUOTED, check_config, files_explained, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.io.stand_ins import origin_of
 from lowmem_load.replaced import Handler, Handlers, replaced, require_names
 from lowmem_load.symbolic.constructor import META, Constructor
 from lowmem_load.symbolic.context import Context
-from lowmem_load.symbolic.initialise import ReadNow
-from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, make_uninitialised
+from lowmem_load.symbolic.lazy import assigned_data_is_real
+from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
 
 MAX_MODULES = 1 << 18
 """Modules of a model, of some kilobytes each: twice as many as the largest published models have."""
@@ -46,7 +44,7 @@ require(
         "transformers.integrations.deepspeed": ("HfDeepSpeedConfig",),
         "transformers.utils.logging": (
             *("disable_progress_bar", "enable_progress_bar", "is_progress_bar_enabled"),
-            *("get_verbosity", "set_verbosity", "set_verbosity_error"),
+            *("get_verbosity", "set_verbosity"),
         ),
     },
 )
@@ -106,12 +104,12 @@ class Call:
             **_initialising_handlers(context),
             foreign_names.SHARD_FILES: _check_index,
             foreign_names.LOAD_PRETRAINED_MODEL: _note_model(context.constructor),
-            foreign_names.LOAD_ADAPTER: _load_adapter(context.read_now),
+            foreign_names.LOAD_ADAPTER: _load_adapter,
             foreign_names.MODEL_INIT.of(self._cls): _build(self._cls, self.name, context.check_built),
         }
         with (
             ordinary_path(),
-            quiet(errors_only=self._from_config is not None),  # then all parameters are missing
+            quiet(logging.NOTSET if self._from_config is None else logging.ERROR),  # of a config: all are missing
             _modules_counted(self.name),
             described_quantizers(is_partitioned=is_partitioned),
             replaced(handlers),
@@ -137,34 +135,15 @@ def log_zero_init(model: nn.Module) -> None:
         logging.getLogger(modeling_utils.__name__).info(message)
 
 
-class AssignedDataIsRead(TorchFunctionMode):
-    """Reads symbolic values that are assigned to the `data` of real parameters: torch would drop their class."""
-
-    def __init__(self, read_now: ReadNow) -> None:
-        super().__init__()
-        self._read_now = read_now
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        # Not `is`: each look-up of the attribute makes a new wrapper.
-        if func == torch.Tensor.data.__set__ and isinstance(args[1], SymbolicTensor):
-            parameter, value = args
-            if not isinstance(parameter, SymbolicTensor):
-                args = (parameter, self._read_now(expression_of(value), "assigning to the data of an adapter"))
-        return func(*args, **(kwargs or {}))
-
-
-def _load_adapter(read_now: ReadNow) -> Handler:
-    def load_adapter(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with AssignedDataIsRead(read_now):
-            info = ordinary(model, *args, **kwargs)
-        if info is None and not transformers.__version__.startswith("4."):  # 4.x does not use the result
-            raise UnsupportedError(
-                f"transformers {transformers.__version__} cannot tell which keys of an adapter are missing; load the "
-                "base model, then peft.PeftModel.from_pretrained(model, adapter), or use a newer transformers"
-            )
-        return info
-
-    return load_adapter
+def _load_adapter(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with assigned_data_is_real():
+        info = ordinary(model, *args, **kwargs)
+    if info is None and not transformers.__version__.startswith("4."):  # 4.x does not use the result
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} cannot tell which keys of an adapter are missing; load the "
+            "base model, then peft.PeftModel.from_pretrained(model, adapter), or use a newer transformers"
+        )
+    return info
 
 
 def _build(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Handler:
@@ -173,11 +152,7 @@ def _build(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Handler:
             ordinary(model, *args, **kwargs)
             return
         try:
-            constructors.append(object())
-            try:
-                ordinary(model, *args, **kwargs)
-            finally:
-                constructors.pop()
+            ordinary(model, *args, **kwargs)
             check(model)
         except LowMemLoadError:
             raise

@@ -96,7 +96,8 @@ def describe_save(
     if not has_configs:
         for name in (foreign_names.SAVE_CONFIG, foreign_names.SAVE_GENERATION_CONFIG):
             handlers[name] = lambda *_, **__: None
-    with replaced(handlers), quiet(), _as_plain_model(model):
+    # What transformers logs of files names `scratch`, not the folder of the user.
+    with replaced(handlers), quiet(logging.WARNING), _as_plain_model(model):
         save: Any = model.save_pretrained
         save(scratch, **arguments)
     if dtype is not None and has_configs:
@@ -121,27 +122,6 @@ def _as_plain_model(model: nn.Module) -> Iterator[None]:
             module.__class__ = cls
         if sharding is not None:
             config.distributed_config = sharding
-
-
-@contextlib.contextmanager
-def logged_as(scratch: Path, folder: str) -> Iterator[None]:
-    """Inside, what transformers logs of files in `scratch` names the folder that the user gave."""
-
-    def rename(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        if str(scratch) in message:
-            record.msg, record.args = message.replace(str(scratch), folder), ()
-        return True
-
-    known = logging.Logger.manager.loggerDict
-    loggers = [logging.getLogger(name) for name in list(known) if name.startswith("transformers.")]
-    for logger in loggers:
-        logger.addFilter(rename)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(rename)
 
 
 def _refuse(model: nn.Module, dtype: torch.dtype | None, kwargs: Mapping[str, Any]) -> None:

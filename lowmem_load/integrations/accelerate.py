@@ -160,11 +160,6 @@ _FSDP2_HANDLERS: Handlers = {
 # -- saves under ZeRO-3: see [Note: saved afterwards]. Imported late: not all who load also save -----------------------
 
 
-def save_handlers() -> Handlers:
-    """Return the handlers of `Accelerator.save_model` and `get_state_dict`."""
-    return {foreign_names.SAVE_MODEL: _save_model, foreign_names.GET_STATE_DICT: _get_state_dict}
-
-
 def _save_model(ordinary: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
     """Do what `Accelerator.save_model` does, without gathering."""
     from lowmem_load.hf.saver import symbolic_state
@@ -223,3 +218,6 @@ def _is_partitioned(parameter: torch.Tensor) -> bool:
     from lowmem_load.ds.parameters import is_partitioned  # FSDP2 needs no DeepSpeed, which takes 70 MiB
 
     return is_partitioned(parameter)
+
+
+SAVE_HANDLERS: Handlers = {foreign_names.SAVE_MODEL: _save_model, foreign_names.GET_STATE_DICT: _get_state_dict}

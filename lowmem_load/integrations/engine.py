@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -58,11 +56,7 @@ def _ds_config_of(arguments: Mapping[str, Any]) -> Any:
         arguments.get("config_params"),
         getattr(arguments.get("args"), "deepspeed_config", None),
     )
-    config = next((config for config in configs if config is not None), None)
-    if isinstance(config, str) and not os.path.exists(config):  # Source: deepspeed 0.19.8 runtime/config.py
-        with contextlib.suppress(ValueError):  # DeepSpeed is about to report it
-            return base64.urlsafe_b64decode(config).decode()
-    return config
+    return next((config for config in configs if config is not None), None)
 
 
 def _cast_adapters(model: nn.Module, settings: Settings) -> None:

@@ -22,11 +22,12 @@ Block = Callable[[Sequence[ForeignName]], AbstractContextManager[object]]
 def replaced_once_imported(names: Collection[ForeignName], handlers: Callable[[], Handlers]) -> ExitStack:
     """Return a block: inside, handlers are called in place of names once their module is imported, for all threads.
 
-    `handlers` is called then.
+    `handlers` is called then. Names that it has no handler for are needed, but not replaced.
     """
 
     def replace(usable: Sequence[ForeignName]) -> AbstractContextManager[None]:
-        return replaced({name: handlers()[name] for name in usable}, everywhere=True)
+        made = handlers()
+        return replaced({name: made[name] for name in usable if name in made}, everywhere=True)
 
     stack = ExitStack()
     for module in dict.fromkeys(name.module for name in names):

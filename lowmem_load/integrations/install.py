@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowmem_load import foreign_names
@@ -16,9 +17,9 @@ from lowmem_load.api.load_model import streaming_by_active_config, streaming_by_
 from lowmem_load.config.settings import Partition
 from lowmem_load.errors import ConfigError
 from lowmem_load.foreign_names import ForeignName
-from lowmem_load.integrations.hooks import Block, enter_if_usable, entered_once_imported, replaced_once_imported
+from lowmem_load.integrations.hooks import enter_if_usable, entered_once_imported, replaced_once_imported
 from lowmem_load.pipeline.load import Options
-from lowmem_load.replaced import Handlers, replaced
+from lowmem_load.replaced import Handlers
 from lowmem_load.report import OnLoad
 
 
@@ -123,11 +124,14 @@ def install(
     with contextlib.ExitStack() as stack:
         stack.enter_context(streaming_by_active_config(options, everywhere=True))
         stack.enter_context(_lazy_loads(options, everywhere=True))
-        llamafactory = [foreign_names.LLAMAFACTORY_LOAD]
-        stack.enter_context(replaced_once_imported(llamafactory, lambda: _llamafactory_handlers(options)))
+        stack.enter_context(
+            replaced_once_imported([foreign_names.LLAMAFACTORY_LOAD], lambda: _llamafactory_handlers(options))
+        )
         stack.enter_context(replaced_once_imported(_TRL, _trl_handlers))
-        engine = (foreign_names.INITIALIZE, foreign_names.LOAD_CHECKPOINT)
-        stack.enter_context(entered_once_imported(engine, lambda _: _engines(saves=saves)))
+        stack.enter_context(entered_once_imported(_ENGINES, lambda _: _engines_hooked(saves=saves)))
+        if saves:
+            for names in _SAVES:
+                stack.enter_context(replaced_once_imported(names, _save_handlers))
         _installed.append(stack.pop_all())
 
 
@@ -137,11 +141,20 @@ def uninstall() -> None:
         _installed.pop().close()
 
 
+# -- what is replaced once a program imports it. Our modules are imported then, or by the first call -------------------
+
 _TRL = (
     foreign_names.SYNC_WEIGHTS,
     foreign_names.ITER_NAMED_PARAMS,
     foreign_names.MOVE_TO_VLLM,
     foreign_names.SYNC_TARGET_MODEL,
+)
+_ENGINES = (foreign_names.INITIALIZE, foreign_names.LOAD_CHECKPOINT)
+_SAVES = (
+    (foreign_names.SAVE_MODEL, foreign_names.GET_STATE_DICT, foreign_names.SAVE),
+    (foreign_names.TRAINER_SAVE,),
+    (foreign_names.MODEL_SAVE,),
+    (foreign_names.ADAPTER_SAVE,),
 )
 
 
@@ -158,35 +171,25 @@ def _llamafactory_handlers(options: Options) -> Handlers:
 
 
 @contextlib.contextmanager
-def _engines(*, saves: bool) -> Iterator[None]:
-    """Inside, calls of DeepSpeed are ours, and so are saves of each library from the next `deepspeed.initialize` on."""
-    # FSDP2 needs neither these modules nor DeepSpeed: 70 MiB, and a second or two of imports.
-    from lowmem_load.ds.hooks import hooked
-    from lowmem_load.integrations.engine import engines_hooked
+def _engines_hooked(*, saves: bool) -> Iterator[None]:
+    from lowmem_load.integrations.engine import engines_hooked, saves_hooked
 
-    with contextlib.ExitStack() as stack:
+    with engines_hooked(), contextlib.ExitStack() as stack:
         if saves:
-            blocks = _save_blocks()
-
-            def begin(_: Mapping[str, Any]) -> None:
-                for names in [names for names in blocks if names[0].module in sys.modules]:
-                    enter_if_usable(stack, names, blocks.pop(names))
-
-            stack.enter_context(hooked(begin))
-        stack.enter_context(engines_hooked())
+            enter_if_usable(stack, [foreign_names.ENGINE_SAVE], lambda _: saves_hooked())
         yield
 
 
-def _save_blocks() -> dict[tuple[ForeignName, ...], Block]:
-    from lowmem_load.integrations import accelerate, engine, saves, trainer
+def _save_handlers() -> Handlers:
+    replaced_names = {name for names in _SAVES for name in names} - {foreign_names.SAVE}
+    return {name: functools.partial(_save, name) for name in replaced_names}
 
-    def block(handlers: Callable[[], Handlers]) -> Block:
-        return lambda _: replaced(handlers(), everywhere=True)
 
-    return {
-        (foreign_names.ENGINE_SAVE,): lambda _: engine.saves_hooked(),
-        (foreign_names.SAVE_MODEL, foreign_names.GET_STATE_DICT, foreign_names.SAVE): block(accelerate.save_handlers),
-        (foreign_names.TRAINER_SAVE,): block(trainer.save_handlers),
-        (foreign_names.MODEL_SAVE,): block(lambda: saves.save_handlers(foreign_names.MODEL_SAVE)),
-        (foreign_names.ADAPTER_SAVE,): block(lambda: saves.save_handlers(foreign_names.ADAPTER_SAVE)),
-    }
+def _save(name: ForeignName, ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # What DeepSpeed has not partitioned, stock can save. The handlers need DeepSpeed: 70 MiB, and seconds of imports.
+    if "deepspeed" not in sys.modules:
+        return ordinary(*args, **kwargs)
+    from lowmem_load.integrations import accelerate, saves, trainer
+
+    handlers = {**accelerate.SAVE_HANDLERS, **trainer.HANDLERS, **saves.HANDLERS}
+    return handlers[name](ordinary, *args, **kwargs)

@@ -104,7 +104,8 @@ class ModelEngine:
             pin_memory=config.pin_memory,
         )
         self.model = load_model(
-            *(name, mesh),
+            name,
+            mesh,
             auto_class=self.args.auto_class,
             dtype=torch.float32,
             verify=self.args.verify,

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any
 
 import torch
 import yaml
 
 from lowmem_load.errors import ConfigError, UnsupportedError
-
-T = TypeVar("T", "ModelArguments", "DistConfig")
 
 _ALIASES = {
     "model_name_or_path": "model",
@@ -29,19 +27,21 @@ _ALIASES = {
 _MODEL_CLASSES = {"llm": None, "other": "AutoModel"}
 """LLaMA-Factory's `model_class` -> auto_class. "llm" is the class that the checkpoint names."""
 
-_NEAR_MISS = 0.85
-"""Similarity (of difflib) from which a key of a pipeline file counts as a misspelt field."""
-
-_RESERVED_KEYWORDS = {
-    **dict.fromkeys(
-        ("attn_implementation", "auto_class", "revision", "trust_remote_code", "verify", "stream"),
-        "write it beside model_kwargs",
-    ),
-    **dict.fromkeys(("dtype", "torch_dtype"), "set bf16 and fp16 instead, here or in the ds_config"),
+_MISPLACED = {
+    **dict.fromkeys(("dtype", "torch_dtype"), "set bf16 and fp16, here or in the ds_config"),
     "device_map": "DeepSpeed places the parameters",
     "ds_config": "write it as dist_config.config_file",
 }
 """Keywords of `load_model` that must not be in `ModelArguments.model_kwargs`, and what to do instead."""
+
+
+def _check_types(arguments: Any, types: Mapping[str, tuple[type, ...]]) -> None:
+    """Raise ConfigError unless each field has one of its types. A bool is not a number here."""
+    for name, kinds in types.items():
+        value: object = getattr(arguments, name)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise ConfigError(f"{type(arguments).__name__}.{name}: expected {expected}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +80,25 @@ class ModelArguments:
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        patterns: Any = [self.freeze] if isinstance(self.freeze, str) else self.freeze
-        _check(self, "model", (str, os.PathLike), "a folder or a Hub id")
+        types: dict[str, tuple[type, ...]] = {
+            "model": (str, os.PathLike),
+            "auto_class": (str, type, NoneType),
+            "freeze": (str, Sequence),
+            **dict.fromkeys(("trust_remote_code", "verify", "stream"), (bool,)),
+            **dict.fromkeys(("revision", "attn_implementation"), (str, NoneType)),
+            **dict.fromkeys(("bf16", "fp16", "gradient_checkpointing"), (bool, NoneType)),
+            **dict.fromkeys(("gradient_checkpointing_kwargs", "model_kwargs"), (Mapping,)),
+        }
+        _check_types(self, types)
         if not os.fspath(self.model):
             raise ConfigError("ModelArguments.model: expected a folder or a Hub id, got an empty string")
-        _check(self, "auto_class", (str, type, None), "a class, its name, or None")
-        for name in ("trust_remote_code", "verify", "stream"):
-            _check(self, name, (bool,), "true or false")
-        for name in ("revision", "attn_implementation"):
-            _check(self, name, (str, None), "a string")
-        for name in ("bf16", "fp16", "gradient_checkpointing"):
-            _check(self, name, (bool, None), "true or false, or nothing")
-        for name in ("gradient_checkpointing_kwargs", "model_kwargs"):
-            _check(self, name, (Mapping,), "a mapping of keywords")
-        if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        patterns = (self.freeze,) if isinstance(self.freeze, str) else tuple(self.freeze)
+        if not all(isinstance(pattern, str) for pattern in patterns):
             raise ConfigError(f"ModelArguments.freeze: expected a list of glob patterns, got {self.freeze!r}")
         object.__setattr__(self, "model", os.fspath(self.model))
-        object.__setattr__(self, "freeze", tuple(patterns))
-        misplaced = [f"{key} ({_RESERVED_KEYWORDS[key]})" for key in self.model_kwargs if key in _RESERVED_KEYWORDS]
+        object.__setattr__(self, "freeze", patterns)
+        elsewhere = {**dict.fromkeys(_fields(ModelArguments), "write it beside model_kwargs"), **_MISPLACED}
+        misplaced = [f"{key} ({elsewhere[key]})" for key in self.model_kwargs if key in elsewhere]
         if misplaced:
             raise ConfigError(f"ModelArguments.model_kwargs: remove {', '.join(misplaced)}")
 
@@ -135,17 +136,17 @@ class DistConfig:
     def __post_init__(self) -> None:
         if self.name not in ("deepspeed", "fsdp2"):
             raise ConfigError(f"DistConfig.name: expected 'deepspeed' or 'fsdp2', got {self.name!r}")
-        if self.name == "deepspeed":
-            _check(self, "config_file", (Mapping, str, os.PathLike), "a ds_config, or the path of its JSON file")
-        elif self.config_file is not None:
-            raise ConfigError("DistConfig.config_file: a ds_config belongs to deepspeed; drop it, or name deepspeed")
+        is_deepspeed = self.name == "deepspeed"
+        types: dict[str, tuple[type, ...]] = {
+            "config_file": (Mapping, str, os.PathLike) if is_deepspeed else (NoneType,),  # fsdp2 has no ds_config
+            "timeout": (int, float, NoneType),
+            **dict.fromkeys(("reshard_after_forward", "offload_params", "pin_memory"), (bool,)),
+        }
+        _check_types(self, types)
         if self.mixed_precision not in PRECISIONS:
             raise ConfigError(
                 f"DistConfig.mixed_precision: expected one of {', '.join(PRECISIONS)}, got {self.mixed_precision!r}"
             )
-        for name in ("reshard_after_forward", "offload_params", "pin_memory"):
-            _check(self, name, (bool,), "true or false")
-        _check(self, "timeout", (int, float, None), "a number of seconds")
         if self.timeout is not None and not (self.timeout > 0 and math.isfinite(self.timeout)):
             raise ConfigError(f"DistConfig.timeout: expected a positive number of seconds, got {self.timeout!r}")
 
@@ -179,60 +180,50 @@ def read_arguments(model_args: Any, dist_config: Any = None) -> tuple[ModelArgum
 @dataclass(frozen=True, slots=True)
 class _Section:
     where: str  # their name in messages
-    values: Mapping[str, Any]
+    values: dict[str, Any]
     folder: Path | None = None  # of the YAML file that they come from
-    is_foreign: bool = False  # from another library's dataclass, so other readers have fields in it too
+    is_shared: bool = False  # whether other readers have keys in it
 
 
 def _read(argument: Any, where: str) -> _Section:
-    if isinstance(argument, Mapping):
-        return _Section(where, _plain(argument, where))
+    folder, is_foreign = None, False
     if isinstance(argument, (str, os.PathLike)):
-        return _read_yaml(os.fspath(argument), where)
-    if dataclasses.is_dataclass(argument) and not isinstance(argument, type):
-        where = type(argument).__name__
-        values = {item.name: getattr(argument, item.name) for item in dataclasses.fields(argument)}
-        return _Section(where, _plain(values, where), is_foreign=True)
-    raise ConfigError(
-        f"{where}: cannot use a {type(argument).__name__}; pass a dataclass, a dict, or the path of a YAML file"
-    )
+        path = Path(argument).expanduser()
+        where, argument, folder = str(argument), _read_yaml(path, where), path.absolute().parent
+    elif dataclasses.is_dataclass(argument) and not isinstance(argument, type):  # another library's
+        where, is_foreign = type(argument).__name__, True
+        argument = {item.name: getattr(argument, item.name) for item in dataclasses.fields(argument)}
+    if not isinstance(argument, Mapping):
+        raise ConfigError(f"{where}: expected a dataclass, a mapping, or the path of a YAML file; got {argument!r}")
+    values = {str(key): value.value if isinstance(value, enum.Enum) else value for key, value in argument.items()}
+    return _Section(where, values, folder, is_foreign or "dist_config" in values)
 
 
-def _read_yaml(name: str, where: str) -> _Section:
-    path = Path(name).expanduser()
+def _read_yaml(path: Path, where: str) -> Any:
     if not path.is_file():
-        raise ConfigError(f'{where}: {name}: no such YAML file; for the name of a model write {{"model": {name!r}}}')
+        raise ConfigError(
+            f'{where}: {path}: no such YAML file; for the name of a model write {{"model": {str(path)!r}}}'
+        )
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not YAML: {error}") from error
-    return _Section(name, _plain(values, name), path.absolute().parent)
-
-
-def _plain(values: Any, where: str) -> dict[str, Any]:
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where}: expected a mapping, got {values!r}")
-    return {str(key): value.value if isinstance(value, enum.Enum) else value for key, value in values.items()}
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
 
 
 def _split(section: _Section) -> tuple[ModelArguments, _Section | None, dict[str, Any]]:
-    values = _translate(section)
-    dist_values = values.pop("dist_config", None)
-    extra: dict[str, Any] = {}
-    if section.is_foreign or "dist_config" in section.values:
-        extra = {key: value for key, value in values.items() if key not in _fields(ModelArguments)}
-        for key in extra:
-            if near := difflib.get_close_matches(key, _known(ModelArguments), n=1, cutoff=_NEAR_MISS):
-                raise ConfigError(f"{section.where}: unknown key {key}; did you mean {near[0]}?")
-    own = {key: value for key, value in values.items() if key not in extra}
-    where = f"{section.where}: dist_config"
-    dist_config = None if dist_values is None else _Section(where, _plain(dist_values, where), section.folder)
-    return _build(ModelArguments, section.where, own), dist_config, extra
+    """Return the engine's own arguments, those of `dist_config`, and what belongs to others."""
+    values, dist_config, extra = _in_own_names(section), None, {}
+    if (dist_values := values.pop("dist_config", None)) is not None:
+        dist_config = dataclasses.replace(_read(dist_values, f"{section.where}: dist_config"), folder=section.folder)
+    if section.is_shared:
+        extra = {key: values.pop(key) for key in list(values) if key not in _fields(ModelArguments)}
+    if values.get("model") is None:
+        raise ConfigError(f"{section.where}: model is missing")
+    return ModelArguments(**_known(ModelArguments, section.where, values)), dist_config, extra
 
 
-def _translate(section: _Section) -> dict[str, Any]:
+def _in_own_names(section: _Section) -> dict[str, Any]:
+    """Return values under the names of `ModelArguments`. Refuse what LLaMA-Factory has, and cannot be streamed."""
     values = dict(section.values)
     if values.pop("quant_config", None) is not None:
         raise UnsupportedError(
@@ -260,44 +251,21 @@ def _dist_config(section: _Section) -> DistConfig:
     values = dict(section.values)
     if "zero_optimization" in values:
         raise ConfigError(f'{section.where}: this is a ds_config itself; pass {{"config_file": it}}')
-    if values.get("name") not in (None, "deepspeed", "fsdp2"):  # report the backend, not the keys that only it knows
-        values = {"name": values["name"]}
-    elif isinstance(values.get("config_file"), (str, os.PathLike)):
-        values["config_file"] = _locate(os.fspath(values["config_file"]), section.folder)
-    return _build(DistConfig, section.where, values)
+    file = values.get("config_file")
+    if isinstance(file, (str, os.PathLike)) and section.folder is not None:
+        # Beside the YAML file that names it, else in the current folder.
+        beside, path = section.folder / file, Path(file).expanduser()
+        values["config_file"] = str(path if path.is_file() and not beside.is_file() else beside)
+    return DistConfig(**_known(DistConfig, section.where, values))
 
 
-def _locate(name: str, folder: Path | None) -> str:
-    """Return the path of a ds_config file: beside the YAML file that names it, else in the current directory."""
-    if name.lstrip().startswith("{"):  # JSON text
-        return name
-    path = Path(name).expanduser()
-    beside = path if folder is None else folder / path
-    return str(path if path.is_file() and not beside.is_file() else beside)
-
-
-def _known(cls: type[ModelArguments | DistConfig]) -> list[str]:
-    return [*_fields(cls), *_ALIASES, "model_class", "dist_config"] if cls is ModelArguments else _fields(cls)
-
-
-def _fields(cls: type[ModelArguments | DistConfig]) -> list[str]:
-    return [item.name for item in dataclasses.fields(cls)]
-
-
-def _build(cls: type[T], where: str, values: Mapping[str, Any]) -> T:
-    """Return the dataclass; a null counts as absent."""
+def _known(cls: type, where: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values for a dataclass; a null counts as absent. Raise ConfigError for a key that it does not have."""
     names = _fields(cls)
-    unknown = [key for key in values if key not in names]
-    if unknown:
-        raise ConfigError(f"{where}: unknown key(s) {', '.join(unknown)}; known are {', '.join(_known(cls))}")
-    if values.get(names[0]) is None and values.get("name", "deepspeed") == "deepspeed":
-        raise ConfigError(f"{where}: {names[0]} is missing")
-    return cls(**{key: value for key, value in values.items() if value is not None})
+    if unknown := [key for key in values if key not in names]:
+        raise ConfigError(f"{where}: unknown key(s) {', '.join(unknown)}; known are {', '.join(names)}")
+    return {key: value for key, value in values.items() if value is not None}
 
 
-def _check(owner: Any, name: str, types: tuple[type | None, ...], expected: str) -> None:
-    """Raise unless the field has one of the types. A bool is not a number here."""
-    value: object = getattr(owner, name)
-    wanted = tuple(type(None) if item is None else item for item in types)
-    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-        raise ConfigError(f"{type(owner).__name__}.{name}: expected {expected}, got {value!r}")
+def _fields(cls: type) -> list[str]:
+    return [item.name for item in dataclasses.fields(cls)]

@@ -8,7 +8,6 @@ writes the weights to its folder.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from lowmem_load import foreign_names
 from lowmem_load.ds.parameters import full_numel, is_partitioned
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.foreign_names import ForeignName
 from lowmem_load.hf.saver import OURS, default_shard_size
 from lowmem_load.replaced import Handlers
 from lowmem_load.saving.save import ranks_of, save_model
@@ -54,43 +53,31 @@ NOTED_SAVES: ContextVar[list[WantedSave] | None] = ContextVar("lowmem_load_noted
 """The calls of `save_pretrained` in the `Trainer.save_model` that is running, which saves them itself."""
 
 
-def save_handlers(
-    name: ForeignName,
-    *,
-    on_state: Callable[[WantedSave], None] | None = None,
-    check: Callable[[nn.Module], None] | None = None,
-) -> Handlers:
-    """Return the handler of `save_pretrained`: `on_state` gets calls with a `NotGathered`, `check` models without."""
-    on_state, check = on_state or save_of_state, check or refuse_empty
-    cls = getattr(sys.modules[name.module], name.name.partition(".")[0])
-    signature = inspect.signature(cls.save_pretrained)
-
-    def save_pretrained(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        arguments |= arguments.pop("kwargs", {})
-        state = arguments.get("state_dict")
-        if isinstance(state, NotGathered):
-            if not arguments.get("safe_serialization", True):
-                raise UnsupportedError("safe_serialization=False: the weights are not gathered; leave it out")
-            others = {key: value for key, value in arguments.items() if key not in (*OURS, "self", "save_directory")}
-            return on_state(WantedSave(arguments["self"], str(arguments["save_directory"]), others))
+def save_pretrained(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Do what `save_pretrained` of a model or an adapter does. With a `NotGathered`: collective, all ranks."""
+    arguments = inspect.signature(ordinary).bind(*args, **kwargs).arguments
+    arguments |= arguments.pop("kwargs", {})
+    model, state = args[0], arguments.get("state_dict")
+    if not isinstance(state, NotGathered):
         if state is None and arguments.get("is_main_process", True):  # else nothing is written
-            check(arguments["self"])
+            refuse_empty(model)
         return ordinary(*args, **kwargs)
-
-    return {name: save_pretrained}
-
-
-def save_of_state(save: WantedSave) -> None:
-    """Do what `save_pretrained` does with a placeholder. Collective: all ranks."""
+    if not arguments.get("safe_serialization", True):
+        raise UnsupportedError("safe_serialization=False: the weights are not gathered; leave it out")
+    others = {key: value for key, value in arguments.items() if key not in (*OURS, "self", "save_directory")}
+    save = WantedSave(model, str(arguments["save_directory"]), others)
     noted = NOTED_SAVES.get()
     if noted is not None:
         noted.append(save)
-        return
+        return None
     title = "save_pretrained with the state of get_state_dict, to be called on all ranks and not by the main one alone"
-    with ranks_of(save.model).step(title, is_prompt=True):
+    with ranks_of(model).step(title, is_prompt=True):
         pass  # wait for all ranks
     write(save)
+    return None
+
+
+HANDLERS: Handlers = dict.fromkeys((foreign_names.MODEL_SAVE, foreign_names.ADAPTER_SAVE), save_pretrained)
 
 
 def write(save: WantedSave) -> None:

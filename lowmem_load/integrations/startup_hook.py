@@ -47,8 +47,8 @@ def switched_on(environment: Mapping[str, str], *, strict: bool = False, stream:
     before = environment.get("PYTHONPATH", "")
     # Not [""]: an empty entry means the current folder.
     others = [entry for entry in before.split(os.pathsep) if entry != FOLDER] if before else []
-    asked = ",".join([STRICT] * strict + [STREAM] * stream) or ON
-    return {**environment, SWITCH: asked, "PYTHONPATH": os.pathsep.join([FOLDER, *others])}
+    keywords = ",".join([STRICT] * strict + [STREAM] * stream) or ON
+    return {**environment, SWITCH: keywords, "PYTHONPATH": os.pathsep.join([FOLDER, *others])}
 
 
 def watch() -> None:
@@ -86,23 +86,21 @@ def before_first_load(model_class: type, prepare: Callable[[], None]) -> None:
 
 
 def switch_on() -> None:
-    """Call `install`. Rank 0 prints that, a summary at the end of each load, and which load comes too early."""
+    """Call `install`. Rank 0 prints that, and a summary at the end of each load."""
     import warnings
 
     from lowmem_load.errors import LoadOrderWarning, LowMemLoadError, NotStreamedWarning
 
     text = os.environ.get(SWITCH, ON)
-    asked = {} if text == ON else dict.fromkeys(text.split(","), True)
-    if not asked.keys() <= {STRICT, STREAM}:
+    keywords = {} if text == ON else dict.fromkeys(text.split(","), True)
+    if not keywords.keys() <= {STRICT, STREAM}:
         raise LowMemLoadError(
             f"{SWITCH} is {text!r}; expected {ON}, {STRICT}, {STREAM}, or {OFF} to leave lowmem_load off"
         )
     try:
         from lowmem_load.integrations.install import install
-        from lowmem_load.integrations.load_order import tell_early_loads
 
-        tell_early_loads(_print_on_rank_0, strict=STRICT in asked)
-        install(**asked, on_load=_print_summary)
+        install(**keywords, on_load=_print_summary)
     except (ImportError, LowMemLoadError) as error:  # code around a load may take the first for an absent package
         raise LowMemLoadError(
             f"lowmem_load is switched on for this process, and cannot be installed in it: {error}\n"
@@ -110,7 +108,7 @@ def switch_on() -> None:
         ) from error
     # These are what `run` is for: PYTHONWARNINGS=ignore must not hide them.
     warnings.simplefilter("default", NotStreamedWarning)
-    warnings.simplefilter("error" if STRICT in asked else "default", LoadOrderWarning)
+    warnings.simplefilter("error" if STRICT in keywords else "default", LoadOrderWarning)
     _print_on_rank_0("on: models for ZeRO-3 or FSDP2 go straight into their shards")
 
 

@@ -29,11 +29,6 @@ IN_STOCK: ContextVar[bool] = ContextVar("lowmem_load_in_stock", default=False)
 """Whether a stock save of Trainer is running. It asks accelerate for the state, and copes if it gets none."""
 
 
-def save_handlers() -> Handlers:
-    """Return the handler of `Trainer.save_model`."""
-    return {foreign_names.TRAINER_SAVE: save_model}
-
-
 def save_model(ordinary: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
     """Do what `Trainer.save_model` does. Collective: all ranks, as that is."""
     run = functools.partial(ordinary, trainer, *args, **kwargs)
@@ -55,6 +50,9 @@ def save_model(ordinary: Callable[..., None], trainer: Any, *args: Any, **kwargs
         return
     for folder, keywords in saves:
         write(WantedSave(model, folder, keywords))
+
+
+HANDLERS: Handlers = {foreign_names.TRAINER_SAVE: save_model}
 
 
 def _note_saves(run: Callable[[], None], model: nn.Module, engine: Any, state: Any) -> tuple[str, list[Any]]:

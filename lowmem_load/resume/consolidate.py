@@ -86,7 +86,7 @@ def consolidate(
         config = checkpoint_folder
     with tempfile.TemporaryDirectory(prefix="lowmem_load-") as name, Executor() as executor:
         scratch = Path(name)
-        with report.phase("plan"), saver.logged_as(scratch, report.folder):
+        with report.phase("plan"):
             folder = find_folder(checkpoint_folder, tag)
             if folder is None:
                 raise CheckpointError(f"{checkpoint_folder}: has no file 'latest'; name the tag")

@@ -129,7 +129,6 @@ def save_described(
         with contextlib.ExitStack() as stack:
             stack.enter_context(ranks.session("save_model"))
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lowmem_load-")))
-            stack.enter_context(saver.logged_as(scratch, save.folder))
             with ranks.step("planning the save", name=save.folder) as step, report.phase("plan"):
                 target = folders.find_target(folder)
                 planned = save.plan(model, describe, scratch, masters)

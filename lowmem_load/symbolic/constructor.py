@@ -32,7 +32,8 @@ from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.attributes import is_computed_in_forward, replaced_in, tensor_attributes, tensors_in
 from lowmem_load.symbolic.initialise import CPU, UNINITIALISED, Initialiser, ReadNow
-from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
+from lowmem_load.symbolic.operations import written_arguments
+from lowmem_load.symbolic.tensor import FACTORIES, SymbolicTensor, make_uninitialised
 
 aten = torch.ops.aten
 
@@ -45,12 +46,6 @@ _DEFAULT = torch.device("meta", 1)
 
 _EMPTY = {aten.empty, aten.empty_strided, aten.empty_permuted, aten.empty_like, aten.new_empty, aten.new_empty_strided}
 """Operations that return memory without values."""
-
-_LIKE = {
-    *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like),
-    *(aten.randint_like, aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_ones, aten.new_full),
-}
-"""Operations that use only the shape, dtype and device of their argument."""
 
 _OF_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 """Functions that make tensors of data, which they would lose on meta."""
@@ -230,7 +225,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         returns = func._schema.returns
         if any(map(_is_special, tensors)) or (returns and returns[0].alias_info is not None):  # views share memory
             return func(*args, **kwargs)
-        uses_shape_only, device = func.overloadpacket in _LIKE, kwargs.get("device")
+        uses_shape_only, device = func.overloadpacket in FACTORIES, kwargs.get("device")
         inputs = [] if uses_shape_only and device is not None else tensors
         is_on_meta = any(map(self._is_on_meta, inputs)) or device == _DEFAULT
         if is_on_meta:
@@ -249,11 +244,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any], draws: bool) -> Any:
         if any(map(_is_special, tensors)):
             return func(*args, **kwargs)
-        places = [
-            args[position] if position < len(args) else kwargs.get(argument.name)
-            for position, argument in enumerate(func._schema.arguments)
-            if argument.is_write
-        ]
+        places = written_arguments(func, args, kwargs)
         written = _tensors(*places)
         others = [tensor for tensor in tensors if all(tensor is not target for target in written)]
         if any(tensor.is_meta for tensor in tensors):

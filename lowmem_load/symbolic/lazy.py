@@ -25,6 +25,7 @@ from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.expression import Expression, cast, expand, hold, numel
 from lowmem_load.replaced import holding
 from lowmem_load.symbolic.initialise import CPU, SharedValue
+from lowmem_load.symbolic.operations import writes_first_alone, written_arguments
 from lowmem_load.symbolic.tensor import FACTORIES, SymbolicTensor, with_strides
 
 aten = torch.ops.aten
@@ -48,13 +49,15 @@ def addresses_are_only_compared() -> Iterator[None]:
 
 @contextlib.contextmanager
 def assigned_data_is_real() -> Iterator[None]:
-    """Inside, `parameter.data = lazy` gives ordinary parameters real memory: torch would take the lazy tensor's, none.
+    """Inside, `parameter.data = symbolic` gives ordinary parameters real memory: torch would take the other's, none.
 
     For all threads. Blocks may end in any order.
     """
     ordinary, block = torch.Tensor.data, object()
 
     def assign(parameter: nn.Parameter, value: torch.Tensor) -> None:
+        if isinstance(value, SymbolicTensor) and not isinstance(value, LazyTensor):
+            value = value.read_now(value.expression, "assigning to data")
         ordinary.__set__(parameter, keep(value))  # type: ignore[attr-defined]
 
     with _KEEPING:
@@ -325,17 +328,14 @@ def _cast_or_moved(func: Any, tensor: LazyTensor, kwargs: dict[str, Any]) -> tor
 
 
 def _write(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_alone: bool) -> Any:
-    target, arguments = args[0], func._schema.arguments
-    positions = [position for position, argument in enumerate(arguments) if argument.is_write]
+    target, written = args[0], written_arguments(func, args, kwargs)
     if func.overloadpacket in _RESHAPES or torch.Tag.inplace_view in func.tags:
         raise UnsupportedError(f"{func} would change the shape of a lazy weight in place; assign to its data instead")
     if func.overloadpacket is aten.copy_ and isinstance(target, LazyTensor) and not target.views:
         return _copy(target, args[1])
     draws = torch.Tag.nondeterministic_seeded in func.tags
-    if is_alone and positions == [0] and isinstance(target, LazyTensor) and not draws:
+    if is_alone and writes_first_alone(func) and isinstance(target, LazyTensor) and not draws:
         return SymbolicTensor.__torch_dispatch__(func, types, args, kwargs)
-    written = [args[position] for position in positions if position < len(args)]
-    written += [kwargs[arguments[position].name] for position in positions if arguments[position].name in kwargs]
     tree_map_only(LazyTensor, keep, written)
     args, kwargs = tree_map_only(LazyTensor, values_of, (args, kwargs))
     func(*args, **kwargs)

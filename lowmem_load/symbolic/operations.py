@@ -7,7 +7,7 @@ the end.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,21 @@ class Template:
         """Return the arguments with these tensors in the places, in order."""
         supply = iter(tensors)
         return tree_unflatten([next(supply) if leaf is _PLACE else leaf for leaf in self._leaves], self._spec)
+
+
+def writes_first_alone(func: Any) -> bool:
+    """Return whether an operation writes into its first argument, and into no other, such as `out`."""
+    first, *others = func._schema.arguments
+    return first.is_write and not any(argument.is_write for argument in others)
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a call that it writes into, None for those that are left out."""
+    return [
+        args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.is_write
+    ]
 
 
 def describe(operation: Any, args: Args, metas: Any) -> Any:

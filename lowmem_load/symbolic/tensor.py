@@ -28,15 +28,16 @@ from lowmem_load.planning.expression import (
 )
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.initialise import CPU, UNINITIALISED, Initialiser, ReadNow, SharedValue, with_random_state
-from lowmem_load.symbolic.operations import BUILDERS, Template, describe, equal
+from lowmem_load.symbolic.operations import BUILDERS, Template, describe, equal, writes_first_alone, written_arguments
 
 aten = torch.ops.aten
 
 FACTORIES = {
     *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided),
-    *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like),
+    *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like),
+    *(aten.rand_like, aten.randn_like, aten.randint_like),
 }
-"""Operations that only look at the shape of their argument."""
+"""Operations that only look at the shape, dtype and device of their argument."""
 
 
 class _ViewCall:
@@ -291,12 +292,10 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) 
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    positions = [i for i, argument in enumerate(func._schema.arguments) if argument.is_write]
-    named = [kwargs[name] for i in positions if (name := func._schema.arguments[i].name) in kwargs]
-    targets = [args[i] for i in positions if i < len(args)]
-    if positions and not _symbolic(targets, named):
+    targets = written_arguments(func, args, kwargs)
+    if targets and not _symbolic(targets):
         return _run_now(func, args, kwargs)
-    if positions != [0] or not isinstance(args[0], SymbolicTensor):
+    if not writes_first_alone(func) or not isinstance(args[0], SymbolicTensor):
         raise UnsupportedError(
             f"{func} writes into weights that are still being loaded, in a way that lowmem_load does not know; load "
             "this model without lowmem_load, and report it"

@@ -19,7 +19,6 @@ from transformers.models.hubert import modeling_hubert
 
 from lowmem_load.hf.active import (
     active_zero3_config,
-    asked_for_deepspeed,
     ordinary_path,
     transformers_models,
     was_dropped,
@@ -110,7 +109,6 @@ def test_the_reference_is_none_again_where_it_was_none() -> None:
     with ordinary_path():
         assert hf_deepspeed.deepspeed_config() is None
     assert hf_deepspeed._hf_deepspeed_config_weak_ref is None
-    assert not asked_for_deepspeed()
 
 
 def test_other_threads_hear_the_truth() -> None:

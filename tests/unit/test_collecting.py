@@ -46,24 +46,6 @@ def test_nothing_stays() -> None:
     with replaced(collecting_handlers()):
         assert loading.deepcopy(one) is loading.deepcopy(one)
     assert loading.deepcopy(one) is not loading.deepcopy(one)
-    first, second = (loading.dot_natural_key("model.layers.3") for _ in range(2))
-    assert first[1] is not second[1]
-
-
-def test_names_are_sorted_as_ever_and_their_keys_share_parts() -> None:
-    kinds = ("layers", "layers2", "")
-    names = [f"model.{kind}.{layer}.w_{part}" for kind in kinds for layer in (10, 9) for part in (11, 2)]
-    expected = sorted(names, key=loading.dot_natural_key)
-    with replaced(collecting_handlers()):
-        assert sorted(names, key=loading.dot_natural_key) == expected
-        one, other = loading.dot_natural_key("model.layers.3.up"), loading.dot_natural_key("model.layers.4.up")
-        assert one[1] is other[1]
-
-
-def test_names_that_are_sorted_by_something_else_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "dot_natural_key", lambda name: [len(name)])
-    with replaced(collecting_handlers()):
-        assert sorted(["bb", "a"], key=loading.dot_natural_key) == ["a", "bb"]
 
 
 def test_a_job_makes_a_tensor_as_transformers_does_and_takes_little_memory() -> None:

@@ -131,13 +131,9 @@ assert {names.INITIALIZE.loss!r} in text, text
 def test_a_save_that_moved_is_left_to_stock(name: ForeignName, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, _, attribute = name.name.partition(".")
     monkeypatch.delattr(getattr(importlib.import_module(name.module), owner), attribute)
-    import deepspeed
-
-    monkeypatch.setattr(deepspeed, "initialize", lambda *_, **__: "engine")
-    install()
     try:
         with pytest.warns(NotStreamedWarning, match=f"lacks {name}"):
-            assert deepspeed.initialize(model=None) == "engine"
+            install()
     finally:
         uninstall()
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import functools
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -67,7 +65,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         ((), {"config": CONFIG}),
         ((), {"config_params": CONFIG}),
-        ((), {"config": base64.urlsafe_b64encode(json.dumps(CONFIG).encode()).decode()}),
         ((None, "model", *BETWEEN, CONFIG), {}),
         ((None, "model", *BETWEEN, None, None, CONFIG), {}),
         ((SimpleNamespace(deepspeed_config=CONFIG),), {}),

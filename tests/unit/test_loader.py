@@ -18,9 +18,10 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.active import deepspeed_config
 from lowmem_load.hf.collecting import SymbolicFile
-from lowmem_load.hf.loader import AssignedDataIsRead, Call, copy_marks
+from lowmem_load.hf.loader import Call, copy_marks
 from lowmem_load.io.source import LocalFile
 from lowmem_load.planning.expression import Expression, hold
+from lowmem_load.symbolic.lazy import assigned_data_is_real
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
@@ -204,9 +205,9 @@ def test_symbolic_data_of_a_real_parameter_is_read() -> None:
 
     value = SymbolicTensor(hold(X.float()), read_now)
     parameter = nn.Parameter(torch.zeros(3, 4))
-    with AssignedDataIsRead(read_now):
+    with assigned_data_is_real():
         parameter.data = value
-    assert reasons == ["assigning to the data of an adapter"]
+    assert reasons == ["assigning to data"]
     assert type(parameter) is nn.Parameter
     assert torch.equal(parameter.detach(), X.float())
 
@@ -214,7 +215,7 @@ def test_symbolic_data_of_a_real_parameter_is_read() -> None:
 def test_other_assignments_to_data_read_nothing() -> None:
     parameter, real = nn.Parameter(torch.zeros(2)), torch.ones(2)
     described = nn.Parameter(SymbolicTensor(hold(torch.zeros(2)), read_nothing))
-    with AssignedDataIsRead(read_nothing):
+    with assigned_data_is_real():
         parameter.data = real
         described.data = SymbolicTensor(hold(real), read_nothing)
     assert parameter.data_ptr() == real.data_ptr()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging as hf_logging
 
@@ -192,22 +192,6 @@ def test_a_constructor_may_wait_for_a_thread_that_loads(
     finally:
         uninstall()
     assert (type(model), found) == (LlamaForCausalLM, [None])
-
-
-def test_a_constructor_that_waits_for_a_thread_that_streams_ends(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowmem_load.hf.load_lock.PATIENCE_S", 0.1)
-    found: list[BaseException | None] = []
-    while_built(monkeypatch, lambda: found.extend(in_threads(lambda: AutoModelForCausalLM.from_pretrained(llama))))
-    config = HfDeepSpeedConfig(STAGE_3)
-    install()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(llama)
-    finally:
-        uninstall()
-    [error] = found
-    assert isinstance(error, ConfigError)
-    assert "another thread of this process is loading" in str(error)
-    assert load_report(model).ds_config["zero_optimization"]["stage"] == config.config["zero_optimization"]["stage"]
 
 
 def test_a_module_that_is_imported_during_a_load_reads_files_afterwards(

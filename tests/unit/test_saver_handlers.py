@@ -13,10 +13,11 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.foreign_names import MODEL_SAVE
-from lowmem_load.integrations.accelerate import save_handlers as accelerate_save_handlers
-from lowmem_load.integrations.saves import LookedIntoError, NotGathered, WantedSave, save_handlers
+from lowmem_load.integrations import saves
+from lowmem_load.integrations.accelerate import SAVE_HANDLERS
+from lowmem_load.integrations.saves import NOTED_SAVES, LookedIntoError, NotGathered, WantedSave
 from lowmem_load.integrations.trainer import is_saved_by_itself
-from lowmem_load.replaced import replaced
+from lowmem_load.replaced import holding, replaced
 from tests import builders
 
 
@@ -26,11 +27,12 @@ def model(checkpoints: Path) -> PreTrainedModel:
 
 
 @pytest.fixture
-def seen() -> Iterator[list[Any]]:
-    """What is handed on, and what is checked, of the saves inside."""
-    found: list[Any] = []
-    with replaced(save_handlers(MODEL_SAVE, on_state=found.append, check=found.append)):
-        yield found
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What is noted, and what is checked, of the saves inside."""
+    things: list[Any] = []
+    monkeypatch.setattr(saves, "refuse_empty", things.append)
+    with replaced({MODEL_SAVE: saves.HANDLERS[MODEL_SAVE]}), holding(NOTED_SAVES, things):
+        yield things
 
 
 def test_a_save_of_a_placeholder_is_handed_on_and_writes_nothing(
@@ -66,7 +68,7 @@ class Subclass(Accelerator):
 
 def test_whole_models_are_saved_by_accelerate_itself(model: PreTrainedModel, tmp_path: Path) -> None:
     accelerator = Subclass(cpu=True)
-    with replaced(accelerate_save_handlers()):
+    with replaced(SAVE_HANDLERS):
         accelerator.save_model(model, save_directory=tmp_path)
         assert accelerator.get_state_dict(model=model).keys() == model.state_dict().keys()
     assert (tmp_path / "model.safetensors").is_file()
