@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.request import Request, agree_on_request, name_text, stage_3
+from lowmem_load.api.request import Request, agree_on_request, name_text, path_text, stage_3
 from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -43,6 +43,7 @@ def load_into(
     progress: bool | None = None,
     verify: bool = False,
     stream: bool = False,
+    weights: str | os.PathLike[str] | None = None,
     **from_pretrained_kwargs: Any,
 ) -> LoadReport:
     """Fill a sharded model from a checkpoint: each rank reads what its shards hold, into their memory.
@@ -67,7 +68,7 @@ def load_into(
         UnsupportedError: a placement or wrapper that cannot be filled; a parameter without memory.
         RankError: another rank failed; the same error is raised on every rank.
     """
-    options = Options(progress=progress, verify=verify, stream=stream)
+    options = Options(progress=progress, verify=verify, stream=stream, weights=path_text(weights))
     return _load_into(model, name, options, dtype, auto_class, leave=leave, **from_pretrained_kwargs)
 
 

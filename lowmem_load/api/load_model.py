@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.request import Request, agree_on_request, name_text
+from lowmem_load.api.request import Request, agree_on_request, name_text, path_text
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -45,6 +45,7 @@ def load_model(
     partition: Partition | None = None,
     verify: bool = False,
     stream: bool = False,
+    weights: str | os.PathLike[str] | None = None,
     **from_pretrained_kwargs: Any,
 ) -> Any:
     """Load a checkpoint straight into ZeRO-3 partitions; return the transformers model, in eval mode.
@@ -67,6 +68,8 @@ def load_model(
         data_parallel_group: a group of torch.distributed whose ranks share the partitions. None: all ranks.
         verify: True compares every file with its checksum first (see `verify_checkpoint`); one without is an error.
         stream: True reads a model on the Hub as one at a URL, unless the Hub's cache holds it.
+        weights: a training checkpoint of FSDP2, torch DCP or verl, which has the weights; see `consolidate` for the
+            kinds. `name` then says only which model it is. Each rank reads its own part, however many ranks saved.
         **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...
 
     Collective: all ranks. No weights cross the network.
@@ -78,7 +81,7 @@ def load_model(
         UnsupportedError: the combination cannot be streamed.
         RankError: another rank failed; the same error is raised on every rank.
     """
-    options = Options(progress=progress, verify=verify, stream=stream)
+    options = Options(progress=progress, verify=verify, stream=stream, weights=path_text(weights))
     if _is_sharding(ds_config):
         from lowmem_load.api.load_into import load_sharded
 
@@ -89,7 +92,7 @@ def load_model(
         ranks = DistributedInterface().subgroup(data_parallel_group)
 
         def make_request() -> tuple[Request, Settings]:
-            request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs)
+            request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs, has_weights=weights is None)
             settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
             return request, settings
 

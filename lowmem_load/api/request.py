@@ -27,6 +27,7 @@ class Request(NamedTuple):
     auto_class: str | type | None
     dtype: str | torch.dtype | None
     kwargs: Mapping[str, Any]
+    has_weights: bool = True  # whether the folder of this name must have the weights
 
     def with_folder(self, check: Callable[[], object] = int) -> Request:
         """Return the request with a folder in place of a URL. `check` is called meanwhile, and may raise to end it."""
@@ -42,7 +43,7 @@ class Request(NamedTuple):
         storage = _storage_dtype(dtype, settings.dtype, must_agree=is_partitioned and settings.partition is None)
         kwargs[names.DTYPE_KEYWORD] = storage
         model_folder.check_name(self.name, kwargs.get("subfolder", ""))
-        if is_partitioned:
+        if is_partitioned and self.has_weights:
             model_folder.check_weights(self.name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
         config = names.model_config(self.name, kwargs)
         cls = names.model_class(self.auto_class, config, bool(kwargs.get("trust_remote_code")))
@@ -107,6 +108,11 @@ def name_text(name: Any) -> str:
     if not isinstance(name, str | os.PathLike) or not os.fspath(name):
         raise ConfigError(f"name: expected a local folder, a Hub id or a URL, got {name!r}")
     return os.fsdecode(name)
+
+
+def path_text(path: str | os.PathLike[str] | None) -> str | None:
+    """Return a path as text, and None for none."""
+    return None if path is None else os.fsdecode(path)
 
 
 def _storage_dtype(dtype: str | torch.dtype | None, engine: torch.dtype, *, must_agree: bool) -> torch.dtype:

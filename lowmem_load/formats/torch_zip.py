@@ -55,6 +55,7 @@ class TorchZip:
 class _Entry(NamedTuple):
     start: int
     nbytes: int
+    checksum: int  # that the zip has of the data; never computed here
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,12 @@ class TorchObjects:
         """Return this for a zip that begins at byte `start` of its file."""
         entries = {name: entry._replace(start=start + entry.start) for name, entry in self.entries.items()}
         return replace(self, entries=entries)
+
+    def checksum(self, tensor: Tensor) -> int | None:
+        """Return the zip's checksum of a tensor's data; None if the data hold more than the tensor."""
+        entry = self.entries.get(f"{self.prefix}/data/{tensor.storage.key}")
+        is_whole = entry is not None and entry.nbytes == math.prod(tensor.size) * tensor.dtype.itemsize
+        return entry.checksum if entry is not None and is_whole else None
 
     def expression(self, tensor: Tensor, name: str) -> Expression:
         """Return a tensor of the tree, `name` in messages: the bytes that it spans in its storage, permuted."""
@@ -165,7 +172,7 @@ def _read_directory(source: ByteSource) -> dict[str, _Entry]:
         if info.header_offset < end:
             raise CheckpointError(f"{path}: zip entry {name!r} overlaps the one before it, which ends at byte {end}")
         start = _implied_start(info, next_start) if getattr(source, "is_remote", False) else None
-        entries[name] = _Entry(_data_start(source, info) if start is None else start, info.file_size)
+        entries[name] = _Entry(_data_start(source, info) if start is None else start, info.file_size, info.CRC)
         end = entries[name].start + info.file_size
         if end > directory_start:
             raise CheckpointError(f"{path}: zip entry {name!r} ends at byte {end}, the data at {directory_start}")

@@ -14,16 +14,18 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from lowmem_load import foreign_names
 from lowmem_load.contract import TORCH, TRANSFORMERS, check_release, require
-from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError, UnsupportedError, error_text
+from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError, UnsupportedError, error_text, listed
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.formats.index import check_index
 from lowmem_load.hf.collecting import collecting_handlers, symbolic_files
+from lowmem_load.hf.hub_files import HUB_KEYWORDS, has_file, hub_keywords
 from lowmem_load.hf.load_lock import inside_load, is_loading, load_lock
 from lowmem_load.hf.model_folder import MAX_QUOTED, check_config, files_explained, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
@@ -90,8 +92,33 @@ class Call:
         model, info = self._ordinary(self._cls, *self._args, **kwargs)
         return model, info
 
-    def describe(self, context: Context, *, is_partitioned: bool) -> tuple[nn.Module, dict[str, Any]]:
-        """Run it on symbolic tensors: return a model of expressions and the loading info. `run` may be called after."""
+    def _run_on(
+        self, weights: Mapping[str, torch.Tensor], kwargs: Mapping[str, Any]
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        """Run it on these weights; raise CheckpointError unless they are those of the model, and all of them."""
+        cls: Any = self._cls
+        config = kwargs.get("config")
+        if config is None:
+            config = cls.config_class.from_pretrained(self.path, **hub_keywords(kwargs))
+        others = {key: value for key, value in kwargs.items() if key not in (*HUB_KEYWORDS, "config", "subfolder")}
+        others |= {"output_loading_info": True, "config": config, "state_dict": dict(weights)}
+        model, info = self._ordinary(cls, None, **others)
+        differences = {kind: sorted(map(str, info.get(f"{kind}_keys", ()))) for kind in ("missing", "unexpected")}
+        if text := "; ".join(f"{kind}: {listed(keys)}" for kind, keys in differences.items() if keys):
+            raise CheckpointError(f"the weights are not of a {cls.__name__} as {self.name} says: {text}")
+        if model.can_generate() and has_file(self.path, "generation_config.json", self.kwargs):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                self.path, **hub_keywords(self.kwargs), subfolder=self.kwargs.get("subfolder") or ""
+            )
+        return model, info
+
+    def describe(
+        self, context: Context, *, is_partitioned: bool, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        """Run it on symbolic tensors: return a model of expressions and the loading info. `run` may be called after.
+
+        `weights` take the place of those in its files.
+        """
         refuse_foreign(self.name, self.kwargs)
         subfolder = self.kwargs.get("subfolder") or ""
         if self._from_config is None and self.kwargs.get("config") is None:
@@ -116,7 +143,7 @@ class Call:
             files_explained(self.path, subfolder),
         ):
             try:
-                return self._run(kwargs)
+                return self._run(kwargs) if weights is None else self._run_on(weights, kwargs)
             except RuntimeError as error:
                 # Source: transformers 5.23 `loading_report.py`, 4.57 `modeling_utils.py`.
                 if re.search("ignore_mismatched_sizes|size mismatch for ", str(error)) is None:

@@ -219,13 +219,39 @@ def model_of(config: str | os.PathLike[str]) -> transformers.PreTrainedModel:
     return model
 
 
+def give_dtypes(model: transformers.PreTrainedModel, dtypes: Mapping[int, torch.dtype]) -> None:
+    """Give parameters and buffers of a model on meta their dtypes, by `id`, and name them in its configurations.
+
+    As `from_pretrained` does. Source: transformers 5.24 `modeling_utils.py`, `_get_dtype`.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.to(dtypes.get(id(tensor), tensor.dtype))
+    floating = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
+    if len(floating) == 1:
+        parts = (getattr(model.config, key, None) for key in getattr(model.config, "sub_configs", ()))
+        for config in (model.config, *parts):
+            if config is not None:
+                config.dtype = next(iter(floating))
+
+
+def critic_of(config: str | os.PathLike[str], num_labels: int) -> transformers.PreTrainedModel | None:
+    """Return the model of a configuration with a head for values, on meta; None if its type has none."""
+    values = model_config(os.fspath(config), {"config": os.fspath(config)})
+    values.num_labels = num_labels
+    for kind in (transformers.AutoModelForTokenClassification, transformers.AutoModelForSequenceClassification):
+        if type(values) in kind._model_mapping:
+            with torch.device("meta"):
+                model: transformers.PreTrainedModel = kind.from_config(values)
+            model.tie_weights()
+            return model
+    return None
+
+
 def describe_plain(
-    tensors: Mapping[str, Source], scratch: Path, *, dtype: torch.dtype, max_shard_size: int | str
+    tensors: Mapping[str, Source], scratch: Path, *, dtype: torch.dtype | None, max_shard_size: int | str
 ) -> list[SavedFile]:
     """Return the files of weights for tensors that keep their names. Write the index, if there is one, to `scratch`."""
-    expressions = {
-        name: cast(source, dtype) if source.dtype.is_floating_point else source for name, source in tensors.items()
-    }
+    expressions = plain_file("", tensors, dtype).tensors
     empty = {name: torch.empty(part.shape, dtype=part.dtype, device="meta") for name, part in expressions.items()}
     split = huggingface_hub.split_torch_state_dict_into_shards(
         empty, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
@@ -238,6 +264,15 @@ def describe_plain(
         SavedFile(file, {name: expressions[name] for name in names}, {"format": "pt"})
         for file, names in split.filename_to_tensors.items()
     ]
+
+
+def plain_file(name: str, tensors: Mapping[str, Source], dtype: torch.dtype | None) -> SavedFile:
+    """Return one file of tensors that keep their names; floating-point ones are cast, if a dtype is given."""
+
+    def in_file(source: Source) -> Expression:
+        return cast(source, dtype) if dtype is not None and source.dtype.is_floating_point else source
+
+    return SavedFile(name, {key: in_file(source) for key, source in tensors.items()}, {"format": "pt"})
 
 
 def files_written_by(handler: Handler) -> contextlib.AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowmem_load.config.settings import Settings
 from lowmem_load.ds.zero3_target import TargetMaker, refuse_partitioned
-from lowmem_load.errors import ConfigError
+from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.hf import loader
 from lowmem_load.io.executor import Executor, read_whole
@@ -23,6 +23,7 @@ from lowmem_load.planning.ranges import FlatRange, bounding_range
 from lowmem_load.symbolic.constructor import Constructor
 from lowmem_load.symbolic.context import Context, Keeps
 from lowmem_load.symbolic.initialise import Initialiser
+from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.target import Layout, Target
 
 
@@ -58,10 +59,12 @@ def describe(
     executor: Executor,
     *,
     holds_values: bool,
+    weights: str | None = None,
 ) -> Described:
     """Run a `from_pretrained` on symbolic tensors. Local.
 
-    Missing parameters are initialised with `holds_values`, else only noted.
+    Missing parameters are initialised with `holds_values`, else only noted. `weights` is the folder of a training
+    checkpoint, whose weights take the place of those that the call names.
     """
     reads = _Reads(executor)
     prepared: dict[int, tuple[nn.Module, Settings, Target]] = {}
@@ -83,12 +86,30 @@ def describe(
 
     initialiser = Initialiser(reads.now, None if holds_values else reads.note)
     context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading)
-    model, info = call.describe(context, is_partitioned=settings.stage == 3)
+    of_training = {} if weights is None else {"weights": _training_weights(weights, executor, context)}
+    model, info = call.describe(context, is_partitioned=settings.stage == 3, **of_training)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     descriptions = {file.path: file for file in context.files.values()}
     _, resolved, target = prepare(model)
     read = tuple(reads.nbytes.items())
     return Described(call.name, model, info, resolved, target, files, descriptions, read, context.constructor)
+
+
+def _training_weights(folder: str, executor: Executor, context: Context) -> dict[str, torch.Tensor]:
+    """Return the weights of a training checkpoint by name; note its files."""
+    from lowmem_load.training_checkpoints.names import weights_in, without_adapters
+    from lowmem_load.training_checkpoints.open_state import open_state
+
+    state = open_state(folder, executor)
+    tensors, adapter = without_adapters(folder, weights_in(folder, state.tensors, None))
+    if adapter:
+        raise UnsupportedError(
+            f"{folder}: holds an adapter; make a folder of it by `lowmem-load consolidate`, and load that"
+        )
+    for file in state.files:
+        whole = CheckpointFile(file.path, file.nbytes, file.digest, file.version, (), None, {}.__getitem__)  # type: ignore[arg-type]
+        context.files[file.path] = whole
+    return {name: SymbolicTensor(tensor.whole, context.read_now) for name, tensor in tensors.items()}
 
 
 class _Reads:

@@ -74,11 +74,12 @@ HandOut = Callable[[Described, Planned, Executor, LoadReport], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to load. For `progress`, `verify` and `stream`, see `load_model`."""
+    """How to load. For `progress`, `verify`, `stream` and `weights`, see `load_model`."""
 
     progress: bool | None = None
     verify: bool = False
     stream: bool = False
+    weights: str | None = None
     is_lenient: bool = False  # transformers does what cannot be streamed, with a warning; see [Note: left to stock]
     on_load: OnLoad | None = None  # called with the report of each load
 
@@ -231,7 +232,14 @@ class Load:
             "describing the model", name=call.name, progress=progress if _is_local(call) else None
         )
         with describing as step, report.phase("describe"):
-            described = describe(call, self.settings, self.make_target, executor, holds_values=True)
+            described = describe(
+                call,
+                self.settings,
+                self.make_target,
+                executor,
+                holds_values=True,
+                weights=self.options.weights,
+            )
             commits = sorted({commit_in(file.path) for file in described.files} - {""})
             info = {key: fingerprint(sorted(map(str, keys))) for key, keys in described.info.items()}
             # A configuration changes what is computed with equal weights: the base of rotary embeddings, say.

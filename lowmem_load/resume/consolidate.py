@@ -1,39 +1,52 @@
-"""consolidate: makes a Hugging Face folder of a ZeRO checkpoint by byte ranges, without a process group."""
+"""consolidate: makes a Hugging Face folder of a training checkpoint by byte ranges."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
+from lowmem_load.distributed.group import RankGroup, Step
+from lowmem_load.distributed.heartbeat import Progress
+from lowmem_load.distributed.nodes import node_name
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import CheckpointError, ConfigError, PlanError
 from lowmem_load.hf import saver
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.io.executor import Executor
+from lowmem_load.io.mounts import has_caches_apart
 from lowmem_load.partial.partial_checkpoint import find_folder
 from lowmem_load.phases import progress_bar
-from lowmem_load.planning.expression import Source
+from lowmem_load.planning.expression import Expression, Shape, Source
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.resume.open_checkpoint import open_checkpoint
-from lowmem_load.resume.zero_checkpoint import FP32, Checkpoint, SavedParameter, differences_of
+from lowmem_load.resume.zero_checkpoint import differences_of
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.writer import (
     FileLayout,
     SaveReport,
     Write,
     Writer,
+    digest_of,
     lay_out_saved,
     own_writes,
     plan_writes,
     total_bytes,
 )
+from lowmem_load.text import share
+from lowmem_load.training_checkpoints.adapter_config import adapter_config
+from lowmem_load.training_checkpoints.names import weights_in, without_adapters
+from lowmem_load.training_checkpoints.open_state import companion, is_saved_state, open_state
 
 BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*processor_config.json", "chat_template*")
 """Files beside a configuration that are copied into the folder: what Trainer writes for the tokenizer."""
@@ -41,85 +54,225 @@ BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*pr
 CHUNK_BYTES = 32 << 20
 """Most bytes of a parameter that are in memory at a time."""
 
+ADAPTER_FOLDER = "adapter"
+"""Folder for the adapters of a checkpoint that has their base model, too."""
+
+
+class Values(Protocol):
+    """A whole tensor of a checkpoint, which can be read in parts."""
+
+    @property
+    def shape(self) -> Shape:
+        """Of the whole tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements in the files."""
+
+    @property
+    def numel(self) -> int:
+        """Of the whole tensor."""
+
+    def part(self, elements: FlatRange) -> tuple[Expression, FlatRange]:
+        """Return an expression that has these elements, and where in it they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A training checkpoint.
+
+    Attributes:
+        folder: that has its files.
+        tensors: of the model, under the names of its parameters and buffers.
+        own: names of tensors that are no other name of one that is there too.
+        dtype: of floating-point tensors in the new files, if the caller names none; None: as they are.
+        config: folder with the model's config.json, if it is known.
+        adapters: tensors of adapters, under the names by which PEFT saves them.
+        adapter_config: text of adapter_config.json.
+        num_masters: of the tensors, those that are the optimizer's fp32 values.
+    """
+
+    folder: str
+    tensors: Mapping[str, Values]
+    own: frozenset[str]
+    dtype: torch.dtype | None
+    config: str | None
+    adapters: Mapping[str, Values] = field(default_factory=dict)
+    adapter_config: str = ""
+    num_masters: int = 0
+
 
 def consolidate(
     checkpoint_folder: str | os.PathLike[str],
     output_folder: str | os.PathLike[str],
     *,
     tag: str | None = None,
+    part: str | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     config: str | os.PathLike[str] | Literal[False] | None = None,
+    together: bool = False,
     progress: bool | None = None,
 ) -> SaveReport:
-    """Make a Hugging Face folder of a checkpoint that DeepSpeed's `save_checkpoint` wrote under ZeRO.
+    """Make a Hugging Face folder of a training checkpoint of DeepSpeed, FSDP2, torch DCP or verl.
 
-    Takes what `load_checkpoint` takes. Needs no process group, GPU or DeepSpeed. The weights are the optimizer's fp32
-    values; frozen parameters have the values that were saved. The folder appears all at once, as with `save_model`.
+    Takes what DeepSpeed's `save_checkpoint` writes under ZeRO; torch DCP (`.metadata` with `.distcp` files, or shards
+    in safetensors files), as accelerate, Trainer, axolotl, LLaMA-Factory, torchtitan and transformers write it; and
+    the files of ranks of verl (`model_world_size_8_rank_3.pt`) and of accelerate (`use_dcp=False`). The files say which
+    of them it is. No pickle is run. Needs no GPU and no process group. The folder appears all at once, as with
+    `save_model`.
+
+    Of a ZeRO checkpoint the optimizer's fp32 values are written. Adapters go into the folder, if the checkpoint has
+    nothing else, else into its folder `adapter`.
 
     Args:
-        checkpoint_folder: the folder that `save_checkpoint` was given. It holds the folders of the tags.
+        checkpoint_folder: the folder that was saved to; of Trainer and accelerate also `checkpoint-500`.
         output_folder: made if it is not there.
-        tag: of the checkpoint. None: the one that the file `latest` names.
-        dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: fp32.
+        tag: of a checkpoint of DeepSpeed. None: the one that the file `latest` names.
+        part: of the state dict, which is the model: "model", "ema". None: found by its name.
+        dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: as they were saved.
         max_shard_size: bytes, or text such as "5GB".
         config: folder with config.json, or name of a model on the Hub. The parameters are named as `save_pretrained`
-            of that model names them. None: `checkpoint_folder`, if it has a config.json, as Trainer writes it. False,
-            or without a config.json: the parameters keep the names of the checkpoint, and tied parameters are written
+            of that model names them. None: the config.json in the checkpoint or beside it, if there is one. False, or
+            without a config.json: the parameters keep the names of the checkpoint, and tied parameters are written
             under each name.
+        together: whether all ranks of the job call this, and share the work.
         progress: True shows a progress bar, False none, None one on long runs when stderr is a terminal.
 
     Returns:
-        What was written.
+        What was written, by this process.
 
-    Memory: 40 MiB.
+    Memory: 40 MiB, and the description of the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, malformed or truncated, or of another model than `config`.
         ConfigError: the folder or an argument cannot be used.
-        UnsupportedError: model parallelism, or a conversion that cannot be written piece by piece.
+        UnsupportedError: model parallelism of DeepSpeed, compressed chunks, or a conversion that cannot be written
+            piece by piece.
+        RankError: another process failed; the same error is raised in each.
     """
     if dtype is not None and dtype not in saver.DTYPES:
         raise ConfigError(f"consolidate: dtype={dtype!r}, expected None or one of {saver.DTYPES}")
-    report = SaveReport(os.fspath(output_folder))
-    if config is None and os.path.isfile(os.path.join(checkpoint_folder, "config.json")):
-        config = checkpoint_folder
-    with tempfile.TemporaryDirectory(prefix="lowmem_load-") as name, Executor() as executor:
-        scratch = Path(name)
-        with report.phase("plan"):
-            folder = find_folder(checkpoint_folder, tag)
-            if folder is None:
-                raise CheckpointError(f"{checkpoint_folder}: has no file 'latest'; name the tag")
-            checkpoint = open_checkpoint(folder, executor)
-            tensors = {**checkpoint.replicated, **checkpoint.of_module}
-            tensors |= {name: tensors[other] for name, other in checkpoint.shared.items() if other in tensors}
-            saved = _describe(checkpoint, tensors, scratch, config, dtype or torch.float32, max_shard_size)
-            files = [lay_out_saved(file, scratch) for file in saved]
+    ranks = DistributedInterface() if together else None
+    rank, world_size = (ranks.rank, ranks.world_size) if ranks is not None else (0, 1)
+    report = SaveReport(os.fspath(output_folder), rank=rank, world_size=world_size)
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lowmem_load-")))
+        executor = stack.enter_context(Executor())
+        if ranks is not None:
+            stack.enter_context(ranks.session("consolidate"))
+        with _step(ranks, "planning", report) as step, report.phase("plan"):
+            opened = _open(os.fspath(checkpoint_folder), tag, part, executor, config)
+            files = _describe(opened, scratch, executor, config, dtype or opened.dtype, max_shard_size)
             writes = plan_writes(files)
-        with progress_bar(total_bytes(writes), "Consolidating", progress, 0) as update:
-            _write(files, writes, tensors, executor, scratch, report, update)
-    report.num_masters = sum(saved.group is not None for saved in checkpoint.parameters.values())
+            target = folders.find_target(output_folder)
+            step.digest = {"dtype": repr(dtype), "files": digest_of(files)}
+            step.payload = target, node_name(rank)
+        targets, nodes = zip(*(step.payloads or [(target, "")]), strict=True)
+        work = _Work(ranks, files, writes, {**opened.tensors, **opened.adapters}, report)
+        with work.staging(targets) as staging:
+            work.write(staging, executor, progress, past_cache=len(set(nodes)) > 1 and has_caches_apart(target))
+            with _step(ranks, "renaming", report), report.phase("rename"):
+                if rank == 0:
+                    folders.put_beside(staging, scratch)
+                    folders.commit(staging, [file.name for file in files])
+    report.files = {file.name: file.nbytes for file in files}
+    report.num_masters = opened.num_masters
     return report
 
 
+def _step(
+    ranks: RankGroup | None, title: str, report: SaveReport, progress: Callable[[], Progress] | None = None
+) -> contextlib.AbstractContextManager[Step]:
+    """Return a step of all processes; of this one alone where there are no others."""
+    return contextlib.nullcontext(Step()) if ranks is None else ranks.step(title, name=report.folder, progress=progress)
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def _open(
+    folder: str, tag: str | None, part: str | None, executor: Executor, config: str | os.PathLike[str] | bool | None
+) -> _Opened:
+    if tag is None and not os.path.isfile(os.path.join(folder, "latest")) and is_saved_state(folder):
+        return _open_state(folder, part, executor, config)
+    if part is not None:
+        raise ConfigError(f"{folder}: part={part!r} names a part of torch's state dicts; a ZeRO checkpoint has tags")
+    tagged = find_folder(folder, tag)
+    if tagged is None:
+        return _open_state(folder, part, executor, config)  # its error says what is there
+    checkpoint = open_checkpoint(tagged, executor)
+    tensors: dict[str, Values] = {**checkpoint.replicated, **checkpoint.of_module}
+    own = frozenset(checkpoint.parameters)
+    tensors |= {name: tensors[other] for name, other in checkpoint.shared.items() if other in tensors}
+    num_masters = sum(saved.group is not None for saved in checkpoint.parameters.values())
+    beside = folder if os.path.isfile(os.path.join(folder, "config.json")) else None
+    return _Opened(tagged, tensors, own, torch.float32, beside, num_masters=num_masters)
+
+
+def _open_state(
+    folder: str, part: str | None, executor: Executor, config: str | os.PathLike[str] | bool | None
+) -> _Opened:
+    state = open_state(folder, executor)
+    tensors, adapters = without_adapters(state.folder, weights_in(state.folder, state.tensors, part))
+    text = ""
+    if adapters:
+        also = None if config is None or isinstance(config, bool) else os.fspath(config)
+        text = adapter_config(state, adapters, also)
+    config_folder = companion(state, "config.json")
+    return _Opened(state.folder, tensors, frozenset(tensors), None, config_folder, adapters, text)
+
+
+# -- what the files of the new folder are ------------------------------------------------------------------------------
+
+
 def _describe(
-    checkpoint: Checkpoint,
-    tensors: Mapping[str, SavedParameter],
+    opened: _Opened,
     scratch: Path,
-    config: str | os.PathLike[str] | Literal[False] | None,
-    dtype: torch.dtype,
+    executor: Executor,
+    config: str | os.PathLike[str] | bool | None,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+) -> list[FileLayout]:
+    """Return the files of weights; write the others to `scratch`."""
+    saved: list[saver.SavedFile] = []
+    sources = _sources(opened.tensors)
+    config = opened.config if config is None else config
+    if sources and config and not isinstance(config, bool):
+        saved = _as_saved_by_transformers(opened, sources, scratch, executor, config, dtype, max_shard_size)
+    elif sources:
+        saved = saver.describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)
+    if opened.adapters:
+        place = scratch / ADAPTER_FOLDER if sources else scratch
+        place.mkdir(exist_ok=True)
+        (place / "adapter_config.json").write_text(opened.adapter_config, encoding="utf-8")
+        name = (place / "adapter_model.safetensors").relative_to(scratch).as_posix()
+        saved.append(saver.plain_file(name, _sources(opened.adapters), dtype))
+    return [lay_out_saved(file, scratch) for file in saved]
+
+
+def _sources(tensors: Mapping[str, Values]) -> dict[str, Source]:
+    return {name: Source("", name, 0, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _as_saved_by_transformers(
+    opened: _Opened,
+    sources: Mapping[str, Source],
+    scratch: Path,
+    executor: Executor,
+    config: str | os.PathLike[str],
+    dtype: torch.dtype | None,
     max_shard_size: int | str,
 ) -> list[saver.SavedFile]:
-    sources = {name: Source("", name, 0, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    if config is None or config is False:
-        return saver.describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)
     with load_lock():
-        model = saver.model_of(config)
-        model_sources = _match(model, sources, config)
-        _check_ties(model, checkpoint, config)
-        saved = saver.describe_save(
-            model, scratch, model_sources, dtype=dtype, max_shard_size=max_shard_size, kwargs={}
+        model = _model_of(config, sources)
+        _check_ties(model, opened, config, executor)
+        named = (*model.named_parameters(), *model.named_buffers())
+        of_model = {id(tensor): sources[name] for name, tensor in named if name in sources}
+        saver.give_dtypes(
+            model, {id(tensor): of_model[id(tensor)].dtype for _, tensor in named if id(tensor) in of_model}
         )
+        saved = saver.describe_save(model, scratch, of_model, dtype=dtype, max_shard_size=max_shard_size, kwargs={})
     for pattern in BESIDE if os.path.isdir(config) else ():
         for path in Path(config).glob(pattern):
             if path.is_file():
@@ -127,79 +280,137 @@ def _describe(
     return saved
 
 
-def _match(model: nn.Module, sources: Mapping[str, Source], config: str | os.PathLike[str]) -> dict[int, Source]:
-    """Return the source of each parameter and buffer of a model, by `id`."""
-    state = model.state_dict(keep_vars=True)
-    named = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in state}
-    shapes = {name: source.shape for name, source in sources.items()}
-    expected = {name: tuple(tensor.shape) for name, tensor in named.items()}
-    differences = differences_of(shapes, expected, set(sources) - set(state), "model")
+def _model_of(config: str | os.PathLike[str], sources: Mapping[str, Source]) -> Any:
+    """Return the model of a configuration that has these tensors: of its architecture, or a critic."""
+    model = saver.model_of(config)
+    differences = _differences(model, sources)
+    if differences and (head := sources.get("score.weight")) is not None:
+        critic = saver.critic_of(config, head.shape[0])
+        if critic is not None and not _differences(critic, sources):
+            return critic
     if differences:
         raise CheckpointError(
             f"the checkpoint is not of a {type(model).__name__} as config {config} says: {differences}. Name another "
             "config, or pass config=False, which writes the parameters under the names that the checkpoint has"
         )
-    return {id(tensor): sources[name] for name, tensor in named.items()}
+    return model
 
 
-def _check_ties(model: nn.Module, checkpoint: Checkpoint, config: str | os.PathLike[str]) -> None:
+def _differences(model: nn.Module, sources: Mapping[str, Source]) -> str:
+    state = model.state_dict(keep_vars=True)
+    named = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in state}
+    shapes = {name: source.shape for name, source in sources.items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    return differences_of(shapes, expected, set(sources) - set(state), "model")
+
+
+def _check_ties(model: nn.Module, opened: _Opened, config: str | os.PathLike[str], executor: Executor) -> None:
     """Raise CheckpointError where the model ties two parameters that the checkpoint has apart: one would be lost."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)
-        if other != name and {name, other} <= checkpoint.parameters.keys():
+        if other == name or not {name, other} <= opened.own:
+            continue
+        if opened.dtype is not None or not _are_equal(opened.tensors[other], opened.tensors[name], executor):
             raise CheckpointError(
                 f"{other} and {name} are two parameters in the checkpoint, and one in a {type(model).__name__} as "
                 f"config {config} says: set tie_word_embeddings in it to false, or pass config=False"
             )
 
 
-# -- copying ---------------------------------------------------------------------------------------------------------
+def _are_equal(one: Values, other: Values, executor: Executor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    memory = [torch.empty(CHUNK_BYTES // 2, dtype=torch.uint8, device="cpu") for _ in range(2)]
+    pairs = zip(_read(one, executor, memory[0], _all(one)), _read(other, executor, memory[1], _all(one)), strict=True)
+    return all(torch.equal(mine.view(torch.uint8), its.view(torch.uint8)) for (mine, _), (its, _) in pairs)
 
 
-def _write(
-    files: Sequence[FileLayout],
-    writes: Sequence[Write],
-    tensors: Mapping[str, SavedParameter],
-    executor: Executor,
-    scratch: Path,
-    report: SaveReport,
-    update: Callable[[int], object],
-) -> None:
-    def on_bytes(num_bytes: int) -> None:
-        update(num_bytes)
-        report.sample_memory()
-
-    staging = folders.make_staging([folders.find_target(report.folder)], files)
-    try:
-        with report.phase("write"), Writer([staging.path / file.name for file in files], on_bytes) as writer:
-            _copy(writes, tensors, executor, writer)
-        if writer.written_bytes != total_bytes(writes):
-            raise PlanError(f"{report.folder}: wrote {writer.written_bytes} bytes, expected {total_bytes(writes)}")
-        with report.phase("rename"):
-            folders.put_beside(staging, scratch)
-            folders.commit(staging, [file.name for file in files])
-    except BaseException:
-        folders.discard(staging)
-        raise
-    report.files = {file.name: file.nbytes for file in files}
-    report.written_bytes, report.staged_bytes = writer.written_bytes, writer.staged_bytes
+# -- copying -----------------------------------------------------------------------------------------------------------
 
 
-def _copy(writes: Sequence[Write], tensors: Mapping[str, SavedParameter], executor: Executor, writer: Writer) -> None:
-    buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
-    for name, mine in own_writes(
-        writes, {name: [FlatRange(0, tensor.numel)] for name, tensor in tensors.items()}
-    ).items():
-        source = tensors[name]
-        step = CHUNK_BYTES // source.dtype.itemsize
-        for start in range(0, source.numel, step):
-            elements = FlatRange(start, min(start + step, source.numel))
-            planner = Planner()
-            fill = planner.plan_fill(name, source.pieces[FP32].part(elements), FlatRange(0, elements.numel))
-            memory = buffer.view(source.dtype)[: elements.numel]
-            executor.fill(fill, memory, planner.values, planner.constants)
-            executor.finish()
-            writer.write_parts(mine, memory, start)
-    executor.sources.check_unchanged()
-    writer.sync()
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What all processes write together."""
+
+    ranks: RankGroup | None
+    files: Sequence[FileLayout]
+    writes: Sequence[Write]
+    tensors: Mapping[str, Values]
+    report: SaveReport
+
+    @contextlib.contextmanager
+    def staging(self, targets: Sequence[str]) -> Iterator[folders.Staging]:
+        """Make the folder on rank 0 for the block; remove it if the block fails on any rank."""
+        made: folders.Staging | None = None
+        try:
+            with _step(self.ranks, "making the folder", self.report) as step:
+                if self.report.rank == 0:
+                    made = folders.make_staging(targets, self.files)
+                    step.payload = str(made.path), made.token, made.is_inside
+            if self.ranks is None:
+                assert made is not None
+                yield made
+                return
+            path, token, is_inside = step.payloads[0]
+            staging = folders.Staging(Path(targets[self.ranks.rank]), token, is_inside)
+            with _step(self.ranks, "reaching the folder", self.report):
+                folders.check_seen(staging, path)
+            yield staging
+        except BaseException:
+            if made is not None:
+                folders.discard(made)
+            raise
+
+    def write(
+        self, staging: folders.Staging, executor: Executor, show_progress: bool | None, *, past_cache: bool
+    ) -> None:
+        """Write this process's share of each tensor."""
+        report = self.report
+        spans = {
+            name: partition_range(tensor.numel, report.rank, report.world_size) for name, tensor in self.tensors.items()
+        }
+        mine = own_writes(self.writes, {name: [span] for name, span in spans.items()})
+        total = total_bytes(itertools.chain.from_iterable(mine.values()))
+
+        def progress() -> Progress:
+            return Progress(writer.written_bytes, f"{share(writer.written_bytes, total)} written")
+
+        def on_bytes(num_bytes: int) -> None:
+            update(num_bytes)
+            report.sample_memory()
+            if self.ranks is not None:
+                self.ranks.check()
+
+        paths = [staging.path / file.name for file in self.files]
+        bar = progress_bar(total, "Consolidating", show_progress, report.rank)
+        with bar as update, Writer(paths, on_bytes, past_cache=past_cache) as writer:
+            with _step(self.ranks, "writing", report, progress), report.phase("write"):
+                buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+                for name, writes in mine.items():
+                    for memory, first in _read(self.tensors[name], executor, buffer, spans[name]):
+                        writer.write_parts(writes, memory, first)
+                executor.sources.check_unchanged()
+                writer.sync()
+            report.written_bytes, report.staged_bytes = writer.written_bytes, writer.staged_bytes
+        if writer.written_bytes != total:
+            raise PlanError(f"{report.folder}: wrote {writer.written_bytes} bytes, expected {total}")
+
+
+def _all(values: Values) -> FlatRange:
+    return FlatRange(0, values.numel)
+
+
+def _read(
+    values: Values, executor: Executor, buffer: torch.Tensor, span: FlatRange
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield the elements of a span in the memory of a buffer, chunk by chunk, with the first element of each."""
+    step = buffer.numel() // values.dtype.itemsize
+    for start in range(span.start, span.end, step):
+        elements = FlatRange(start, min(start + step, span.end))
+        planner = Planner()
+        fill = planner.plan_fill("a part of the checkpoint", *values.part(elements))
+        memory = buffer.view(values.dtype)[: elements.numel]
+        executor.fill(fill, memory, planner.values, planner.constants)
+        executor.finish()
+        yield memory, start

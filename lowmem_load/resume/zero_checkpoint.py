@@ -106,6 +106,10 @@ class SavedParameter:
         """Of the values."""
         return self.pieces[FP32].flats[0].dtype
 
+    def part(self, elements: FlatRange) -> tuple[Expression, FlatRange]:
+        """Return an expression that has these elements of the values, and where in it they are."""
+        return self.pieces[FP32].part(elements), FlatRange(0, elements.numel)
+
 
 def group_numels(groups: Sequence[Mapping[str, Shape]], world_size: int) -> list[int]:
     """Return how many elements each sub-group's flat tensor has on a rank, padding included."""

@@ -22,6 +22,7 @@ replaced
 planning config
 io target
 formats
+training_checkpoints
 symbolic
 frameworks
 ds hf
@@ -39,7 +40,8 @@ integrations
 cli
 __init__ __main__
 """
-FILES = "cli lazy_weights ds formats hf partial phases integrations distributed io report resume saving config"
+FILES = """cli lazy_weights ds formats training_checkpoints hf partial phases integrations distributed io report resume
+saving config"""
 # Who may use a name, and all that is below it. A name on two rows may be used by the folders of both.
 # ".name()" is a method of any object, ".ds_" each attribute that DeepSpeed puts on parameters.
 ONLY = {

@@ -1,0 +1,158 @@
+"""The file `.metadata` of a torch DCP checkpoint: which chunk of which tensor lies where in which file.
+
+It is a pickle of plain classes, which are read by name and never made. Source: torch 2.6 to 2.13
+`distributed/checkpoint/metadata.py` and `filesystem.py` (`_StorageInfo`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from lowmem_load.errors import CheckpointError, UnsupportedError
+from lowmem_load.formats.inert_pickle import Foreign, objects
+from lowmem_load.io.source import ByteSource, read_bytes
+from lowmem_load.planning.expression import Shape
+
+MAX_METADATA_NBYTES = 256 << 20
+"""Bytes of the file: a chunk takes about 190, so this is 1.4 million chunks."""
+
+_PACKAGE = "torch.distributed.checkpoint"
+
+
+class Place(NamedTuple):
+    """Where the bytes of a chunk lie: in a file of the folder, from `start` on."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+class Chunk(NamedTuple):
+    """A block of a tensor: its first index and its size along each dim."""
+
+    offsets: Shape
+    sizes: Shape
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor of the checkpoint. `keys` lead to it in the state dict that was saved."""
+
+    name: str
+    keys: tuple[str, ...]
+    dtype: torch.dtype
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """What `.metadata` says. `objects` are the names of entries that are no tensors: settings of an optimizer."""
+
+    tensors: Mapping[str, SavedTensor]
+    objects: tuple[str, ...]
+    nbytes: int
+    digest: str
+
+
+def read_metadata(source: ByteSource) -> DcpMetadata:
+    """Return what the `.metadata` of a checkpoint says.
+
+    Raises:
+        CheckpointError: it is malformed or too large, or lacks the place of a chunk.
+        UnsupportedError: chunks are compressed or encrypted.
+    """
+    path, nbytes = source.path, source.nbytes
+    if nbytes > MAX_METADATA_NBYTES:
+        raise CheckpointError(f"{path}: has {nbytes} bytes, expected at most {MAX_METADATA_NBYTES}")
+    pickled = read_bytes(source, 0, nbytes)
+    compact = {
+        f"{_PACKAGE}.metadata.ChunkStorageMetadata": _chunk_state,
+        f"{_PACKAGE}.metadata.MetadataIndex": _index_state,
+        f"{_PACKAGE}.filesystem._StorageInfo": _storage_state,
+    }
+    # An opcode has a byte at least, and about 2.5 on average.
+    tree = objects(pickled, path, max_opcodes=nbytes, compact=compact)
+    try:
+        state = _state(tree, "Metadata")
+        places = dict(_place(path, *item) for item in state["storage_data"].items())
+        keys_of = state.get("planner_data") or {}
+        tensors, others = {}, []
+        for name, entry in state["state_dict_metadata"].items():
+            if entry.name.endswith(".BytesStorageMetadata"):
+                others.append(name)
+            else:
+                tensors[name] = _tensor(path, name, _keys(keys_of.get(name, name)), entry, places)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: is no metadata of a torch DCP checkpoint: {error!r}") from error
+    return DcpMetadata(tensors, tuple(others), nbytes, hashlib.sha256(pickled).hexdigest()[:16])
+
+
+def _state(value: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(value, Foreign) or not value.name.startswith(_PACKAGE) or not value.name.endswith(f".{kind}"):
+        raise TypeError(f"expected a {kind}")
+    if not isinstance(value.state, dict):
+        raise TypeError(f"a {kind} without state")
+    return value.state
+
+
+def _chunk_state(state: Any) -> tuple[Shape, Shape]:
+    return state["offsets"], state["sizes"]
+
+
+def _index_state(state: Any) -> tuple[str, Shape | None]:
+    return state["fqn"], state.get("offset")
+
+
+def _storage_state(state: Any) -> tuple[str, int, int, bool]:
+    return state["relative_path"], state["offset"], state["length"], bool(state.get("transform_descriptors"))
+
+
+def _place(path: str, index: Any, info: Any) -> tuple[tuple[str, Shape | None], Place]:
+    file, start, nbytes, is_transformed = info.state
+    if not isinstance(file, str) or not file or "/" in file or "\\" in file or file in (".", ".."):
+        raise CheckpointError(f"{path}: names {file!r:.80} as one of its files, which is no name in its folder")
+    if not (type(start) is int and type(nbytes) is int and start >= 0 and nbytes >= 0):
+        raise CheckpointError(f"{path}: {index.state[0]!r:.80} has no bytes in {file}")
+    if is_transformed:
+        raise UnsupportedError(
+            f"{path}: {index.state[0]!r:.80} was saved with transform_descriptors (compressed or encrypted), which "
+            "cannot be read by ranges; save it again with a FileSystemWriter without extensions"
+        )
+    return index.state, Place(file, start, nbytes)
+
+
+def _keys(keys: Any) -> tuple[str, ...]:
+    keys = keys if isinstance(keys, tuple) else (keys,)
+    return tuple(map(str, keys))
+
+
+def _tensor(
+    path: str, name: str, keys: tuple[str, ...], entry: Any, places: Mapping[tuple[str, Shape | None], Place]
+) -> SavedTensor:
+    state = _state(entry, "TensorStorageMetadata")
+    dtype, shape = state["properties"].state[0], state["size"]
+    if not isinstance(dtype, torch.dtype) or not isinstance(shape, tuple):
+        raise TypeError(f"{name!r:.80} has no dtype or shape")
+    chunks = []
+    for chunk in state["chunks"]:
+        offsets, sizes = chunk.state
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            raise CheckpointError(f"{path}: {name}: a chunk of {len(sizes)} dims in a tensor of shape {shape}")
+        if (name, offsets) not in places:
+            raise CheckpointError(f"{path}: {name}: no file has the chunk at {offsets} of shape {sizes}")
+        place = places[name, offsets]
+        if math.prod(sizes) * dtype.itemsize > place.nbytes:
+            raise CheckpointError(
+                f"{path}: {name}: the chunk at {offsets} of shape {sizes} has {place.nbytes} bytes in {place.file}, "
+                "too few for it"
+            )
+        chunks.append(Chunk(offsets, sizes, place))
+    return SavedTensor(name, keys, dtype, shape, tuple(chunks))

@@ -1,0 +1,225 @@
+"""Opens files of `torch.save` of which each has the state dict of one rank: DTensors, and tensors that all ranks have.
+
+verl writes `model_world_size_8_rank_3.pt`, accelerate with `use_dcp=False` `pytorch_model_fsdp_0_rank3.bin`. Their
+pickles are read, and never run.
+
+Source: verl 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py`; accelerate 1.15 `utils/fsdp_utils.py`; torch 2.6 to
+2.13 `distributed/tensor/_dtensor_spec.py`, `placement_types.py`, `distributed/device_mesh.py` and
+`distributed/_shard/sharded_tensor/api.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowmem_load.errors import CheckpointError, UnsupportedError, listed
+from lowmem_load.formats.inert_pickle import WRAPPER, Foreign, Tensor
+from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
+from lowmem_load.io.executor import Executor
+from lowmem_load.planning.expression import Expression, Shape, slice_dim
+from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.splits import Split, grid_of
+from lowmem_load.training_checkpoints.tiles import Tile, TiledTensor, assemble
+from lowmem_load.training_checkpoints.weights import SavedState
+
+_NAMES = {
+    "FSDP's files of verl": re.compile(r"model_world_size_(?P<count>\d+)_rank_(?P<rank>\d+)\.pt"),
+    "FSDP's files of accelerate": re.compile(r"pytorch_model_fsdp_0_rank(?P<rank>\d+)\.bin"),
+}
+
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+
+
+def rank_files(folder: str) -> tuple[str, list[str]]:
+    """Return who writes such files, and the files of weights of a folder by rank; none if it has no such files.
+
+    Raises CheckpointError if ranks are missing, or two jobs have saved into one folder.
+    """
+    for kind, pattern in _NAMES.items():
+        matches = [match for match in map(pattern.fullmatch, sorted(os.listdir(folder))) if match]
+        if not matches:
+            continue
+        counts = {int(match["count"]) for match in matches if "count" in pattern.groupindex}
+        by_rank = {int(match["rank"]): match[0] for match in matches}
+        count = max(counts, default=max(by_rank) + 1)
+        missing = [rank for rank in range(count) if rank not in by_rank]
+        if len(counts) > 1 or len(matches) != len(by_rank):
+            raise CheckpointError(f"{folder}: holds files of several jobs; remove those of all but one")
+        if missing or len(by_rank) > count:
+            raise CheckpointError(
+                f"{folder}: has files of ranks {listed(list(map(str, sorted(by_rank))))} of {count}; copy the files of "
+                "all ranks to one folder"
+            )
+        return kind, [by_rank[rank] for rank in range(count)]
+    return "", []
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """What one rank has of a tensor."""
+
+    file: TorchObjects
+    local: Tensor
+    shape: Shape  # of the whole tensor
+    placements: tuple[Foreign, ...] = ()
+    coordinate: Sequence[int] = ()  # of the rank in the mesh
+    offsets: Shape | None = None  # where the file says that the local tensor begins
+
+
+def open_rank_files(folder: str, executor: Executor) -> SavedState:
+    """Return what the files of all ranks hold. Reads no weights.
+
+    Raises:
+        CheckpointError: files are missing or of different saves.
+        UnsupportedError: a placement or wrapper that cannot be read by ranges.
+    """
+    kind, names = rank_files(folder)
+    shards: dict[str, list[_Shard]] = {}
+    others: dict[str, None] = {}
+    files = []
+    for name in names:
+        path = os.path.join(folder, name)
+        with executor.sources.reading(path) as source:
+            file = describe_objects(source)
+        files.append(PlannedFile(path, file.nbytes, file.digest, file.version))
+        if not isinstance(file.tree, dict):
+            raise CheckpointError(f"{path}: holds no state dict")
+        for key, value in file.tree.items():
+            mine = list(_shards_in(file, str(key), value))
+            if mine:
+                shards.setdefault(str(key), []).extend(mine)
+            else:
+                others[str(key)] = None
+    tensors: dict[tuple[str, ...], TiledTensor] = {}
+    for name, held in shards.items():
+        tensors[name,] = _whole(folder, name, held)
+    return SavedState(folder, kind, len(files), tensors, tuple((name,) for name in others), tuple(files))
+
+
+def _shards_in(file: TorchObjects, name: str, value: Any) -> Iterator[_Shard]:
+    if "_flat_param" in name:
+        raise UnsupportedError(
+            f"{file.path}: {name} is a flat parameter of FSDP1, whose cuts are not saved; save with "
+            "StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
+    if isinstance(value, Tensor):
+        yield _Shard(file, value, value.size)
+    elif isinstance(value, Foreign) and value.name == WRAPPER:
+        yield _dtensor(file, name, value)
+    elif isinstance(value, Foreign) and value.name == _SHARDED_TENSOR:
+        yield from _sharded_tensor(file, name, value)
+
+
+def _dtensor(file: TorchObjects, name: str, value: Foreign) -> _Shard:
+    try:
+        _, slots = value.state
+        spec = slots["_spec"].state
+        local, placements, coordinate = slots["_local_tensor"], spec["placements"], spec["mesh"].state
+        coordinate = coordinate["_coordinate_on_dim"]
+        shape = value.arguments[2]
+        is_right = isinstance(local, Tensor) and len(coordinate) == len(placements) and isinstance(shape, tuple)
+        is_right = is_right and all(isinstance(placement, Foreign) for placement in placements)
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{file.path}: {name}: is no DTensor as torch 2.6 to 2.13 saves it: {error!r}") from error
+    if not is_right or not all(type(index) is int and index >= 0 for index in coordinate):
+        raise CheckpointError(f"{file.path}: {name}: is no DTensor as torch 2.6 to 2.13 saves it")
+    return _Shard(file, local, shape, tuple(placements), tuple(coordinate))
+
+
+def _sharded_tensor(file: TorchObjects, name: str, value: Foreign) -> Iterator[_Shard]:
+    try:
+        locals_, metadata, *_ = value.state
+        shape = metadata.state["size"]
+        for shard in locals_:
+            offsets = tuple(shard.state["metadata"].state["shard_offsets"])
+            yield _Shard(file, shard.state["tensor"], shape, offsets=offsets)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file.path}: {name}: is no ShardedTensor as torch saves it: {error!r}") from error
+
+
+def _check_replicas(name: str, shards: Sequence[_Shard]) -> None:
+    """Raise where ranks have different values of a tensor that is no DTensor: each may have experts of its own."""
+    first = os.path.basename(shards[0].file.path)
+    for shard in shards[1:]:
+        checksums = {each.file.checksum(each.local) for each in (shards[0], shard)}
+        if len(checksums) > 1 or None in checksums:
+            state = "has other values" if None not in checksums else "cannot be compared"
+            raise CheckpointError(
+                f"{shard.file.path}: {name} is no DTensor, and {state} than in {first}: "
+                "the files do not say what each rank has of it"
+            )
+
+
+def _whole(folder: str, name: str, shards: Sequence[_Shard]) -> TiledTensor:
+    shape, placements = shards[0].shape, [placement.name for placement in shards[0].placements]
+    for shard in shards:
+        if (shard.shape, [placement.name for placement in shard.placements]) != (shape, placements):
+            raise CheckpointError(
+                f"{shard.file.path}: {name} is of shape {shard.shape} and placed differently than in "
+                f"{os.path.basename(shards[0].file.path)}: the files are of different saves"
+            )
+    if not placements and shards[0].offsets is None:
+        _check_replicas(name, shards)
+    # A mesh dim has as many ranks as coordinates occur along it.
+    sizes = [max(along) + 1 for along in zip(*(shard.coordinate for shard in shards), strict=True)]
+    tiles = [tile for shard in shards for tile in _tiles(name, shard, sizes)]
+    return assemble(f"{folder}: {name}", shape, tiles)
+
+
+def _tiles(name: str, shard: _Shard, mesh: Sequence[int]) -> Iterator[Tile]:
+    local = shard.file.expression(shard.local, name)
+    if shard.offsets is not None:
+        yield Tile(shard.offsets, local)
+        return
+    splits = [
+        split
+        for placement, num_chunks, index in zip(shard.placements, mesh, shard.coordinate, strict=True)
+        for split in _split(shard, name, placement, num_chunks, index)
+    ]
+    grid = grid_of(shard.shape, splits)
+    if grid.sizes != local.shape and grid.numel + shard.local.storage.numel:
+        raise CheckpointError(
+            f"{shard.file.path}: {name}: has a local tensor of shape {local.shape}, its placements give {grid.sizes}"
+        )
+    if not grid.numel:
+        return
+    positions = [_positions(runs) for runs in grid.runs]
+    for places in itertools.product(*positions):
+        yield Tile(tuple(start for start, _, _ in places), _sliced(local, places))
+
+
+def _positions(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return each run of a dim: its first index in the whole tensor, its first index in the local one, its size."""
+    ends = list(itertools.accumulate(end - start for start, end in runs))
+    return [(start, last - (end - start), end - start) for (start, end), last in zip(runs, ends, strict=True)]
+
+
+def _sliced(local: Expression, places: Sequence[tuple[int, int, int]]) -> Expression:
+    for dim, (_, first, size) in enumerate(places):
+        if size != local.shape[dim]:
+            local = slice_dim(local, dim, first, 1, size)
+    return local
+
+
+def _split(shard: _Shard, name: str, placement: Foreign, num_chunks: int, index: int) -> Iterator[Split]:
+    kind, state = placement.name.rpartition(".")[2], placement.state if isinstance(placement.state, dict) else {}
+    if kind == "Replicate":
+        return
+    dim, factor = state.get("dim"), state.get("split_factor", 1)
+    if kind not in ("Shard", "_StridedShard") or type(dim) is not int or type(factor) is not int or factor < 1:
+        raise UnsupportedError(f"{shard.file.path}: {name}: cannot be read by ranges from its placement {kind}")
+    dim = dim if dim >= 0 else dim + len(shard.shape)
+    if not 0 <= dim < len(shard.shape):
+        raise CheckpointError(f"{shard.file.path}: {name}: is cut along dim {dim} of shape {shard.shape}")
+    if factor > 1 and shard.shape[dim] % (factor * num_chunks):
+        # Releases of torch cut such a dim differently.
+        raise UnsupportedError(
+            f"{shard.file.path}: {name}: dim {dim} of {shard.shape} is cut by _StridedShard into {factor} x "
+            f"{num_chunks} parts that are not equal; gather it with the release of torch that saved it"
+        )
+    yield Split(dim, num_chunks, index, factor)

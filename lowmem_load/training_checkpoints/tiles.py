@@ -1,0 +1,123 @@
+"""Puts a tensor together from blocks that ranks have saved. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from lowmem_load.errors import CheckpointError
+from lowmem_load.planning.expression import Expression, Shape, concat, numel
+from lowmem_load.planning.ranges import FlatRange
+
+
+class Tile(NamedTuple):
+    """A block of a tensor: its first index along each dim, and its values, whose shape is that of the block."""
+
+    offsets: Shape
+    values: Expression
+
+
+@dataclass(frozen=True, slots=True)
+class TiledTensor:
+    """A whole tensor as bands of rows, in order. `starts` are the first rows; a tensor without dims is one band."""
+
+    shape: Shape
+    dtype: torch.dtype
+    starts: tuple[int, ...]
+    bands: tuple[Expression, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def whole(self) -> Expression:
+        """All of it."""
+        return self.bands[0] if len(self.bands) == 1 else concat(self.bands, 0)
+
+    def part(self, elements: FlatRange) -> tuple[Expression, FlatRange]:
+        """Return an expression that has these elements, and where: the bands that hold some of them."""
+        if len(self.bands) == 1:
+            return self.bands[0], elements
+        row = math.prod(self.shape[1:])
+        first = bisect.bisect_right(self.starts, elements.start // row) - 1
+        last = bisect.bisect_left(self.starts, -(-elements.end // row), lo=first + 1)
+        bands, skipped = self.bands[first:last], self.starts[first] * row
+        span = FlatRange(elements.start - skipped, elements.end - skipped)
+        return (bands[0] if len(bands) == 1 else concat(bands, 0)), span
+
+
+def assemble(what: str, shape: Shape, tiles: Iterable[Tile]) -> TiledTensor:
+    """Return the tensor of `shape` that the tiles make up; of several at one place, which replicas are, the first.
+
+    Raises:
+        CheckpointError: tiles leave a part empty or overlap; `what` names the tensor in the message.
+    """
+    by_place: dict[tuple[Shape, Shape], Tile] = {}
+    for tile in tiles:
+        by_place.setdefault((tile.offsets, tile.values.shape), tile)
+    filled = [tile for tile in by_place.values() if numel(tile.values)] or list(by_place.values())[:1]
+    if not filled:
+        raise CheckpointError(f"{what}: no chunk of it was saved")
+    origin = (0,) * len(shape)
+    if not math.prod(shape):
+        return TiledTensor(shape, filled[0].values.dtype, (0,), (filled[0].values,))
+    if len({tile.values.dtype for tile in filled}) > 1:
+        raise CheckpointError(f"{what}: its chunks are of different dtypes")
+    for tile in filled:
+        ends = [start + size for start, size in zip(tile.offsets, tile.values.shape, strict=True)]
+        if any(end > size for end, size in zip(ends, shape, strict=True)):
+            raise CheckpointError(f"{what}: a chunk ends at {tuple(ends)}, the tensor at {shape}")
+    bands = _cut(what, filled, origin, shape, 0) if shape else [filled]
+    parts = [_join(what, band, *_box(band, origin, shape)) for band in bands]
+    return TiledTensor(shape, parts[0].dtype, tuple(band[0].offsets[0] if shape else 0 for band in bands), tuple(parts))
+
+
+def _box(band: Sequence[Tile], start: Shape, sizes: Shape) -> tuple[Shape, Shape]:
+    """Return start and sizes of a band: rows of its own, all of the other dims."""
+    if not sizes:
+        return start, sizes
+    first = band[0].offsets[0]
+    last = max(tile.offsets[0] + tile.values.shape[0] for tile in band)
+    return (first, *start[1:]), (last - first, *sizes[1:])
+
+
+def _join(what: str, tiles: Sequence[Tile], start: Shape, sizes: Shape) -> Expression:
+    """Return the values of the block at `start` that the tiles make up."""
+    if len(tiles) == 1 and (tiles[0].offsets, tiles[0].values.shape) == (start, sizes):
+        return tiles[0].values
+    for dim in range(len(sizes)):
+        groups = _cut(what, tiles, start, sizes, dim)
+        if len(groups) > 1:
+            parts = []
+            for group in groups:
+                first = group[0].offsets[dim]
+                size = max(tile.offsets[dim] + tile.values.shape[dim] for tile in group) - first
+                inner_start, inner_sizes = list(start), list(sizes)
+                inner_start[dim], inner_sizes[dim] = first, size
+                parts.append(_join(what, group, tuple(inner_start), tuple(inner_sizes)))
+            return concat(parts, dim)
+    raise CheckpointError(f"{what}: its chunks overlap, or leave a part of the block at {start} of shape {sizes} empty")
+
+
+def _cut(what: str, tiles: Sequence[Tile], start: Shape, sizes: Shape, dim: int) -> list[list[Tile]]:
+    """Return the tiles in groups along a dim, between which no tile reaches. Raise where groups leave a gap."""
+    groups: list[list[Tile]] = []
+    end = start[dim]
+    for tile in sorted(tiles, key=lambda tile: tile.offsets[dim]):
+        first, last = tile.offsets[dim], tile.offsets[dim] + tile.values.shape[dim]
+        if not groups or first >= end:
+            if first != end:
+                raise CheckpointError(f"{what}: indices {end} to {first} of dim {dim} are in no chunk")
+            groups.append([])
+        groups[-1].append(tile)
+        end = max(end, last)
+    if end != start[dim] + sizes[dim]:
+        raise CheckpointError(f"{what}: indices {end} to {start[dim] + sizes[dim]} of dim {dim} are in no chunk")
+    return groups

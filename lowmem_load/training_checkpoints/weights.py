@@ -1,0 +1,30 @@
+"""The weights of a training checkpoint, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.training_checkpoints.tiles import TiledTensor
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """What the ranks of a job have saved.
+
+    Attributes:
+        folder: where the files are.
+        kind: who writes such files, for messages.
+        num_files: with weights.
+        tensors: by the keys that lead to them in the state dict that was saved.
+        others: entries that are no tensors, in the same form.
+        files: all files that were opened.
+    """
+
+    folder: str
+    kind: str
+    num_files: int
+    tensors: Mapping[tuple[str, ...], TiledTensor]
+    others: tuple[tuple[str, ...], ...]
+    files: tuple[PlannedFile, ...]

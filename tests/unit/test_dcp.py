@@ -1,0 +1,254 @@
+"""dcp.py, rank_files.py, names.py: what real torch has saved is read; what is wrong with it is named."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lowmem_load import consolidate
+from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
+from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.training_checkpoints.names import stripped, weights_in, without_adapters
+from lowmem_load.training_checkpoints.open_state import open_state
+
+TENSORS = {
+    "a.weight": torch.arange(35.0).view(7, 5),
+    "b.weight": torch.arange(8, dtype=torch.bfloat16).view(4, 2).t(),  # not contiguous
+    "c": torch.tensor(3),
+    "d": torch.arange(300 * 300).view(300, 300),
+    "empty": torch.empty(0, 3),
+}
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that one process has saved."""
+    folder = tmp_path_factory.mktemp("dcp") / "saved"
+    optimizer = {"state": {"a.weight": {"exp_avg": torch.zeros(7, 5)}}, "param_groups": [{"lr": 0.1}]}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save({"model": TENSORS, "optimizer": optimizer, "step": 3}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.fixture
+def saved(once: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(once, tmp_path / "saved"))
+
+
+def values_in(folder: Path) -> dict[str, torch.Tensor]:
+    with Executor() as executor:
+        tensors = weights_in(str(folder), open_state(str(folder), executor).tensors, None)
+        return {name: read_whole(executor, tensor.whole) for name, tensor in tensors.items()}
+
+
+def test_all_values_are_read(once: Path) -> None:
+    values = values_in(once)
+    assert values.keys() == TENSORS.keys()
+    assert all(torch.equal(values[name], value) for name, value in TENSORS.items())
+    with Executor() as executor:
+        state = open_state(str(once), executor)
+        assert [*state.others] and state.num_files == 1
+        assert executor.stats.read_bytes == 0
+
+
+def test_a_folder_without_a_configuration_keeps_the_names(once: Path, tmp_path: Path) -> None:
+    consolidate(once, tmp_path / "made")
+    made = load_file(tmp_path / "made" / "model.safetensors")
+    assert made.keys() == TENSORS.keys()
+    assert all(torch.equal(made[name], value) for name, value in TENSORS.items())
+
+
+def changed(folder: Path, change: Callable[[Metadata], object]) -> None:
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def of(metadata: Metadata, name: str) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == f"model.{name}")
+
+
+def without_places(metadata: Metadata) -> None:
+    for index in [index for index in metadata.storage_data if index.fqn == "model.d"]:
+        del metadata.storage_data[index]
+
+
+def with_other_shape(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["model.a.weight"].chunks[0].sizes = torch.Size([7, 4])
+
+
+def with_info(name: str, value: Any) -> Callable[[Path], None]:
+    """Return what gives the chunk of a tensor another place."""
+    return lambda folder: changed(folder, lambda metadata: setattr(of(metadata, "d"), name, value))
+
+
+DATA = "__0_0.distcp"
+DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "file missing": (lambda at: (at / DATA).unlink(), CheckpointError, f"{DATA}: is missing, with 6 chunks"),
+    "metadata missing": (lambda at: (at / ".metadata").unlink(), CheckpointError, "no .metadata: the save did not end"),
+    "truncated": (lambda at: cut_short(at / DATA), TruncatedFileError, f"{DATA}: has .* are expected"),
+    "metadata truncated": (lambda at: cut_short(at / ".metadata"), CheckpointError, "its pickle is malformed"),
+    "another save": (lambda at: shifted(at / DATA), CheckpointError, "another save may have written the file"),
+    "other shape": (lambda at: changed(at, with_other_shape), CheckpointError, "where .metadata says torch.float32 of"),
+    "place missing": (lambda at: changed(at, without_places), CheckpointError, "model.d: no file has the chunk at"),
+    "compressed": (with_info("transform_descriptors", ["zstd"]), UnsupportedError, "model.d.* transform_descriptors"),
+    "outside": (with_info("relative_path", "../x.distcp"), CheckpointError, "'../x.distcp' as one of its files"),
+    "too few bytes": (with_info("length", 10), CheckpointError, "too few"),
+    "something else": (
+        lambda at: (at / ".metadata").write_bytes(pickle.dumps({"a": 1})),
+        CheckpointError,
+        "is no metadata of a torch DCP checkpoint",
+    ),
+}
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def shifted(path: Path) -> None:
+    path.write_bytes(b"x" * 64 + path.read_bytes())
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_checkpoint_is_named_and_nothing_written(saved: Path, tmp_path: Path, damage: str) -> None:
+    harm, error, text = DAMAGES[damage]
+    harm(saved)
+    with pytest.raises(error, match=text) as caught:
+        consolidate(saved, tmp_path / "made")
+    assert type(caught.value) is error
+    assert not (tmp_path / "made").exists()
+
+
+def test_code_in_the_metadata_is_not_run(saved: Path, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return open, (str(tmp_path / "was-run"), "w")
+
+    changed(saved, lambda metadata: setattr(metadata, "planner_data", Evil()))
+    with pytest.raises(CheckpointError, match="is no metadata"):
+        consolidate(saved, tmp_path / "made")
+    assert not (tmp_path / "was-run").exists()
+
+
+# -- shards in safetensors files ---------------------------------------------------------------------------------------
+
+
+def shards(folder: Path, info: list[Any]) -> Path:
+    """A folder of two files, each with half of a tensor, and this sharding info in the headers."""
+    folder.mkdir()
+    for number, half in enumerate(TENSORS["d"].split(150)):
+        metadata = {"DCP_SHARDING_INFO": json.dumps(info[number])} if info[number] is not None else None
+        save_file({"d": half.contiguous()}, folder / f"shard-0000{number}-model-00001-of-00001.safetensors", metadata)
+    return folder
+
+
+def test_parts_in_safetensors_files(tmp_path: Path) -> None:
+    places = [{"d": {"saved_offsets": [first, 0]}} for first in (0, 150)]
+    assert torch.equal(values_in(shards(tmp_path / "right", places))["d"], TENSORS["d"])
+    for name, wrong, text in (
+        ("none", [places[0], None], "has no DCP_SHARDING_INFO"),
+        ("other", [places[0], {}], "does not say where the part of d belongs"),
+        ("dims", [places[0], {"d": {"saved_offsets": [1]}}], "does not say where"),
+        ("gap", [places[0], {"d": {"saved_offsets": [200, 0]}}], "indices 150 to 200 of dim 0"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            values_in(shards(tmp_path / name, wrong))
+
+
+# -- files of ranks ----------------------------------------------------------------------------------------------------
+
+
+def rank_file(folder: Path, rank: int, state: Any, count: int = 2) -> None:
+    folder.mkdir(exist_ok=True)
+    torch.save(state, folder / f"model_world_size_{count}_rank_{rank}.pt")
+
+
+def test_tensors_that_all_ranks_have(tmp_path: Path) -> None:
+    for rank in range(2):
+        rank_file(tmp_path / "saved", rank, {"a": torch.ones(3), "note": "text"})
+    assert torch.equal(values_in(tmp_path / "saved")["a"], torch.ones(3))
+    rank_file(tmp_path / "saved", 1, {"a": torch.zeros(3)})
+    with pytest.raises(CheckpointError, match=r"rank_1.pt: a is no DTensor, and has other values than in .*rank_0.pt"):
+        values_in(tmp_path / "saved")
+
+
+def test_files_that_are_not_one_save_are_named(tmp_path: Path) -> None:
+    rank_file(tmp_path / "one", 0, {"a": torch.ones(3)})
+    with pytest.raises(CheckpointError, match="has files of ranks 0 of 2; copy"):
+        values_in(tmp_path / "one")
+    for count in (1, 2):
+        rank_file(tmp_path / "two", 0, {"a": torch.ones(3)}, count)
+    with pytest.raises(CheckpointError, match="holds files of several jobs"):
+        values_in(tmp_path / "two")
+    rank_file(tmp_path / "flat", 0, {"model._flat_param": torch.ones(3)}, 1)
+    with pytest.raises(UnsupportedError, match="is a flat parameter of FSDP1"):
+        values_in(tmp_path / "flat")
+    (tmp_path / "step" / "actor").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="name one model in it: actor"):
+        values_in(tmp_path / "step")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        values_in(tmp_path / "none")
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_names_lose_what_training_has_put_before_them() -> None:
+    names = ["module.model.layers.0._checkpoint_wrapped_module.w", "module._orig_mod.head"]
+    assert [*stripped("x", dict.fromkeys(names, 0))] == ["model.layers.0.w", "head"]
+    assert [*stripped("x", {"module.a": 0, "b": 1})] == ["module.a", "b"]
+    with pytest.raises(CheckpointError, match=r"b._orig_mod.w and another tensor are both b.w"):
+        stripped("x", {"b.w": 0, "b._orig_mod.w": 1})
+
+
+def test_the_part_that_is_the_model_is_found() -> None:
+    entries = {("model", "w"): 1, ("ema", "w"): 2, ("optimizer", "state", "w", "exp_avg"): 3}
+    assert weights_in("x", entries, None) == {"w": 1}
+    assert weights_in("x", entries, "ema") == {"w": 2}
+    assert weights_in("x", {("w",): 1, ("state.w.exp_avg",): 2, ("optim", "w"): 3}, None) == {"w": 1}
+    assert weights_in("x", {("app", "model", "w"): 1, ("app", "optim", "w"): 2}, None) == {"w": 1}
+    with pytest.raises(ConfigError, match="parts 'ema', 'student'; say which is the model: part="):
+        weights_in("x", {("ema", "w"): 1, ("student", "w"): 2}, None)
+    with pytest.raises(ConfigError, match=r"has no part 'emma'; it has 'ema', 'model', 'optimizer.state.w'"):
+        weights_in("x", entries, "emma")
+
+
+def test_adapters_are_told_from_their_base() -> None:
+    entries = {
+        "model.q.base_layer.weight": 1,
+        "model.q.lora_A.default.weight": 2,
+        "score.original_module.weight": 3,
+        "score.modules_to_save.default.weight": 4,
+    }
+    base, adapter = without_adapters("x", entries)
+    assert base == {"model.q.weight": 1, "score.weight": 3}
+    assert adapter == {"base_model.model.model.q.lora_A.weight": 2, "base_model.model.score.weight": 4}
+    saved_by_peft = {"model.q.lora_A.weight": 2}
+    assert without_adapters("x", saved_by_peft) == ({}, {"base_model.model.model.q.lora_A.weight": 2})
+    with pytest.raises(ConfigError, match="holds the adapters a, b"):
+        without_adapters("x", {"q.lora_A.a.weight": 1, "q.lora_A.b.weight": 2})
+
+
+def test_an_adapter_needs_its_configuration(tmp_path: Path) -> None:
+    state = {"base_model.model.q.lora_A.weight": torch.ones(2, 3), "base_model.model.q.lora_B.weight": torch.ones(3, 2)}
+    rank_file(tmp_path / "saved", 0, state, 1)
+    with pytest.raises(CheckpointError, match=r"holds adapters, but no adapter_config.json"):
+        consolidate(tmp_path / "saved", tmp_path / "made")
+    (tmp_path / "saved" / "lora_train_meta.json").write_text('{"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
+    consolidate(tmp_path / "saved", tmp_path / "made")
+    assert load_file(tmp_path / "made" / "adapter_model.safetensors").keys() == state.keys()
+    made = json.loads((tmp_path / "made" / "adapter_config.json").read_text())
+    assert made == {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["q"], "task_type": "CAUSAL_LM"}
