@@ -230,14 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--once", action="store_true", help="only the class that was saved of each type")
     parser.add_argument("--out", type=Path, help="JSON file of all results")
     parser.add_argument("--converted", action="store_true", help="only types whose weights transformers converts")
-    parser.add_argument("--ci", action="store_true", help="only the types of test_zoo.py")
     parser.add_argument("--root", type=Path, default=CACHE, help="where the checkpoints are kept")
     options = parser.parse_args(arguments)
     types = options.types or model_types()
-    if options.ci:
-        from tests.zoo.test_zoo import TYPES
-
-        types = [name for names in TYPES.values() for name in names]
     started = time.monotonic()
     built = build(types, options.root)
     if options.converted:
