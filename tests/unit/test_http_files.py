@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -9,7 +10,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 from urllib3 import HTTPConnectionPool, PoolManager
 
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.io import http_files
+from lowmem_load.io import http_files, remote_file
 from lowmem_load.io.http_files import HttpObject, without_secrets
 from lowmem_load.io.remote_file import RemoteFile, Traffic
 from lowmem_load.io.source import read_bytes
@@ -162,6 +163,103 @@ def test_what_is_no_http_is_one_error(answer: bytes, impatient: None) -> None:
     ):
         read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
     assert len(str(caught.value)) < 400
+
+
+# -- slow servers, and forks -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trickling() -> Iterator[str]:
+    """A server that sends a byte every 50 ms."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            head = "206 Partial Content\r\nContent-Length: 100000\r\nContent-Range: bytes 0-99999/100000"
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection, contextlib.suppress(OSError):
+                        connection.recv(65536)
+                        connection.sendall(f"HTTP/1.1 {head}\r\n\r\n".encode())
+                        for _ in range(400):
+                            connection.sendall(b"x")
+                            time.sleep(0.05)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/file"
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def test_a_server_that_trickles_is_not_waited_for(trickling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_files, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(http_files, "LEAST_BYTES_PER_S", 1 << 20)
+    monkeypatch.setattr(remote_file, "PATIENCE_S", 0.1)
+    start_s = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"sent only \d+ bytes of 100000 in time"):
+        read_bytes(RemoteFile(HttpObject(trickling, 100_000, '"1"')), 0, 100_000)
+    assert time.monotonic() - start_s < 3
+
+
+def test_closing_ends_a_trickle(trickling: str) -> None:
+    file = RemoteFile(HttpObject(trickling, 100_000, '"1"'))
+    threading.Timer(0.5, file.close).start()
+    start_s = time.monotonic()
+    with pytest.raises(CheckpointError, match="was closed"):
+        read_bytes(file, 0, 100_000)
+    assert time.monotonic() - start_s < 2
+
+
+def forked(act: Callable[[], bool]) -> int:
+    """Returns the number of a forked process that does something."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if act() else 1)
+    return child
+
+
+def is_good(child: int, timeout_s: float = 60) -> bool:
+    """Returns what a forked process found."""
+    until_s = time.monotonic() + timeout_s
+    while time.monotonic() < until_s:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.02)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return False
+
+
+def in_child(act: Callable[[], bool], timeout_s: float = 60) -> bool:
+    return is_good(forked(act), timeout_s)
+
+
+def test_a_forked_process_has_connections_of_its_own(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a", "b")]
+    for number, file in enumerate(files):
+        file.write_bytes(bytes([number]) * (4 << 20))
+    with range_server(tmp_path) as server:
+        sources = [RemoteFile(item_at(server, file)) for file in files]
+        read_bytes(sources[0], 0, 8)  # so that the parent has a connection
+
+        def reads(number: int) -> bool:
+            parts = (read_bytes(sources[number], at, 4096) for at in range(0, 4 << 20, 1 << 16))
+            return all(part == bytes([number]) * 4096 for part in parts)
+
+        children = [forked(lambda: reads(0)), forked(lambda: reads(1))]
+        assert reads(0)
+        assert list(map(is_good, children)) == [True, True]
+
+
+def test_a_process_forked_while_a_request_waits_goes_on(file: Path) -> None:
+    with range_server(file.parent, latency_ms=800) as server:
+        waiting = threading.Thread(target=lambda: read_bytes(RemoteFile(item_at(server, file)), 0, 8))
+        waiting.start()
+        time.sleep(0.3)
+        assert in_child(lambda: True, timeout_s=5)
+        waiting.join()
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

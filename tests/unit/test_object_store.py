@@ -22,7 +22,7 @@ from lowmem_load.io.source import read_bytes
 from lowmem_load.io.stand_ins import open_file
 from tests.remote import stores
 from tests.remote.range_server import RangeServer
-from tests.unit.test_http_files import assert_no_secrets
+from tests.unit.test_http_files import assert_no_secrets, in_child
 
 pytest.importorskip("obstore")
 
@@ -202,6 +202,17 @@ def test_without_obstore_the_error_says_how_to_install_it(monkeypatch: pytest.Mo
         with pytest.raises(ConfigError, match="install obstore to read from it: pip install 'lowmem-load") as caught:
             folder_of_url(url)
         assert "secret" not in str(caught.value)
+
+
+def test_a_process_forked_from_one_that_used_obstore_is_refused(source: RemoteFile) -> None:
+    read_bytes(source, 0, 8)
+
+    def is_refused() -> bool:
+        with pytest.raises(ConfigError, match="start it by spawn"):
+            list_files(URL, "")
+        return True
+
+    assert in_child(is_refused)
 
 
 # -- other stores ------------------------------------------------------------------------------------------------------

@@ -142,13 +142,15 @@ def test_a_subfolder_is_looked_into_on_request(server: RangeServer, checkpoint: 
         assert {"config.json", "sub/config.json", "sub/model.safetensors", "sub/.heads/model.safetensors"} <= set(found)
 
 
-def test_code_that_a_configuration_names_is_fetched(server: RangeServer, checkpoint: Path) -> None:
+def test_code_that_a_configuration_names_and_what_it_imports_is_fetched(server: RangeServer, checkpoint: Path) -> None:
     auto_map = {"AutoConfig": "configuring.Config", "AutoModel": "modeling.Model", "AutoTokenizer": "other--x.Y"}
     (checkpoint / "config.json").write_text(json.dumps({"auto_map": auto_map}))
-    for name in ("configuring.py", "modeling.py", "unnamed.py"):
+    (checkpoint / "modeling.py").write_text("from .layers import Layer\n")
+    (checkpoint / "layers.py").write_text("from .modeling import Model\n")
+    for name in ("configuring.py", "unnamed.py"):
         (checkpoint / name).write_text("pass\n")
     found = files_in(folder_of_url(url_of(server)))
-    assert {name for name in found if name.endswith(".py")} == {"configuring.py", "modeling.py"}
+    assert {name for name in found if name.endswith(".py")} == {"configuring.py", "modeling.py", "layers.py"}
 
 
 def in_subfolders(checkpoint: Path, names: dict[str, str], index: str = "model.safetensors.index.json") -> None:
@@ -434,6 +436,12 @@ def test_an_index_that_is_too_large_is_refused(
     assert server.stats()["bytes_sent"] < 100_000
 
 
+def test_a_checkpoint_of_too_many_files_is_refused(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_checkpoint, "MAX_FILES", 1)
+    with pytest.raises(CheckpointError, match="names 2 files, expected at most 1"):
+        folder_of_url(url_of(server))
+
+
 @pytest.mark.parametrize("nbytes", [2**63, 2**64 - 1, 101 << 20, 7])
 def test_headers_of_hostile_sizes_are_refused(nbytes: int, server: RangeServer, checkpoint: Path) -> None:
     """Without asking for bytes that are not there, and without memory for them."""
@@ -521,6 +529,34 @@ def test_a_fetch_that_fails_leaves_nothing(server: RangeServer, temporary: Path,
     assert [path.suffix for path in base.iterdir()] == [".lock"]
     server.set(reset_middle=0)
     folder_of_url(url_of(server))
+
+
+def test_a_folder_that_was_cleaned_is_filled_again(server: RangeServer, checkpoint: Path) -> None:
+    folder = Path(folder_of_url(url_of(server)))
+    for broken in ("config.json", "model-0.safetensors"):
+        (folder / broken).unlink()
+        assert folder_of_url(url_of(server)) == str(folder)
+    (folder / "config.json").write_bytes(b"")
+    assert folder_of_url(url_of(server)) == str(folder)
+    assert (folder / "config.json").read_bytes() == CONFIG
+    shutil.rmtree(folder)
+    folder_of_url(url_of(server))
+    whole = (checkpoint / "model-1.safetensors").read_bytes()
+    assert read_bytes(open_file(str(folder / "model-1.safetensors")), 0, len(whole)) == whole
+
+
+def test_finding_files_ends_when_another_rank_fails(server: RangeServer) -> None:
+    until_s = time.monotonic() + 0.5
+
+    def check() -> None:
+        if time.monotonic() > until_s:
+            raise KeyboardInterrupt
+
+    server.set(error_503=1.0)
+    start_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        folder_of_url(url_of(server), check=check)
+    assert time.monotonic() - start_s < 3
 
 
 OPEN = """

@@ -142,6 +142,19 @@ def test_patience_ends_with_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
 
 
+def test_patience_begins_with_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_file, "PATIENCE_S", 0.5)
+    errors = [TransientError("once")]
+
+    def slow() -> str:
+        time.sleep(0.7)
+        if errors:
+            raise errors.pop()
+        return "there"
+
+    assert retry(slow, "it cannot be read") == "there"
+
+
 def test_a_wait_beyond_patience_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_file, "PATIENCE_S", 5)
     began_s = time.monotonic()
