@@ -151,7 +151,7 @@ SAVE_CONFIG = _transformers("transformers.configuration_utils", "PretrainedConfi
 SAVE_GENERATION_CONFIG = _generation("GenerationConfig.save_pretrained", "hf.saver")
 MODEL_SAVE = _modeling("PreTrainedModel.save_pretrained", "integrations.saves", loss=_EMPTY)
 ADAPTER_SAVE = _peft("PeftModel.save_pretrained", "integrations.saves", loss=_EMPTY)
-TRAINER_SAVE = _trainer("Trainer.save_model", "integrations.trainer", loss=f"Trainer.save_model {_STOCK}")
+TRAINER_SAVE = _trainer("Trainer.save_model", "integrations.saves", loss=f"Trainer.save_model {_STOCK}")
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
 

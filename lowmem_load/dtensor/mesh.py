@@ -48,18 +48,20 @@ def shard_fully(model: nn.Module, mesh: Any, blocks: Iterable[nn.Module], policy
     fully_shard(model, mesh=mesh, **policy)
 
 
-def reshard(model: nn.Module) -> None:
-    """Put the DTensors back in the place of what FSDP2 keeps gathered, as after a forward without gradients. Local.
-
-    Raises:
-        UnsupportedError: FSDP1, whose parameters do not say which part of which tensor they are, wraps a module.
-    """
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Raise UnsupportedError for FSDP1, whose parameters do not say which part of which tensor they are."""
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise UnsupportedError(
-                f"{name or type(model).__name__}: is wrapped by FSDP1 (FullyShardedDataParallel), whose shards cannot "
-                "be told apart; use FSDP2 (fully_shard), or FSDP1's own state dicts"
+                f"{name or type(model).__name__}: is wrapped by FSDP1 (FullyShardedDataParallel), whose flat "
+                "parameters have no placements; use FSDP2 (torch.distributed.fsdp.fully_shard)"
             )
+
+
+def reshard(model: nn.Module) -> None:
+    """Put the DTensors back in the place of what FSDP2 keeps gathered, as after a forward without gradients. Local."""
+    refuse_fsdp1(model)
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 

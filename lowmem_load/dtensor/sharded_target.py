@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lowmem_load.dtensor.mesh import local_shard
+from lowmem_load.dtensor.mesh import local_shard, refuse_fsdp1
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.io.memory import untouched_bytes
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
@@ -34,12 +33,7 @@ class ShardedModel:
         *,
         is_skeleton: bool = False,
     ) -> None:
-        flat = [name for name, module in model.named_modules() if isinstance(module, FullyShardedDataParallel)]
-        if flat:
-            raise UnsupportedError(
-                f"{type(model).__name__}: module {flat[0] or 'itself'} is wrapped by FullyShardedDataParallel (FSDP1), "
-                "whose flat parameters have no placements; use torch.distributed.fsdp.fully_shard"
-            )
+        refuse_fsdp1(model)
         self.left, self.planned_device = {plain_name(name) for name in left}, planned_device
         self._skeleton = model if is_skeleton else None
         self.parameters, self.buffers = _parameters(model, self.left), _buffers(model, self.left)

@@ -205,8 +205,7 @@ def _get_state_dict(ordinary: Callable[..., Any], accelerator: Any, model: Any, 
     `model` has accelerate's name for it: callers may pass it by that.
     """
     from lowmem_load.ds.hooks import may_gather
-    from lowmem_load.integrations.saves import NotGathered
-    from lowmem_load.integrations.trainer import IN_STOCK
+    from lowmem_load.integrations.saves import IN_STOCK, NotGathered
     from lowmem_load.saving.local_shards import unwrapped
 
     inner = unwrapped(model)

@@ -189,7 +189,7 @@ def _save(name: ForeignName, ordinary: Callable[..., Any], *args: Any, **kwargs:
     # What DeepSpeed has not partitioned, stock can save. The handlers need DeepSpeed: 70 MiB, and seconds of imports.
     if "deepspeed" not in sys.modules:
         return ordinary(*args, **kwargs)
-    from lowmem_load.integrations import accelerate, saves, trainer
+    from lowmem_load.integrations import accelerate, saves
 
-    handlers = {**accelerate.SAVE_HANDLERS, **trainer.HANDLERS, **saves.HANDLERS}
+    handlers = {**accelerate.SAVE_HANDLERS, **saves.HANDLERS}
     return handlers[name](ordinary, *args, **kwargs)

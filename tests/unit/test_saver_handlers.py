@@ -15,8 +15,7 @@ from lowmem_load.errors import UnsupportedError
 from lowmem_load.foreign_names import MODEL_SAVE
 from lowmem_load.integrations import saves
 from lowmem_load.integrations.accelerate import SAVE_HANDLERS
-from lowmem_load.integrations.saves import NOTED_SAVES, LookedIntoError, NotGathered, WantedSave
-from lowmem_load.integrations.trainer import is_saved_by_itself
+from lowmem_load.integrations.saves import NOTED_SAVES, LookedIntoError, NotGathered, WantedSave, is_saved_by_itself
 from lowmem_load.replaced import holding, replaced
 from tests import builders
 
