@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http.client import HTTPException
 from urllib.parse import quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -25,12 +25,9 @@ from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.io.remote_file import (
     MAX_IN_FLIGHT,
     TIMEOUT_S,
-    Check,
     RemoteObject,
     TransientError,
-    map_in_threads,
     replaced_error,
-    retry,
 )
 from lowmem_load.io.stand_ins import plain_url
 
@@ -130,50 +127,38 @@ class HttpObject:
             )
 
 
-def look_up(url: str, files: Iterable[str], check: Check) -> dict[str, RemoteObject]:
-    """Return those of some files that are there, by their path in the folder at `url`: HTTP has no lists of files."""
-    parts = urlsplit(url)
-    base = parts._replace(path=parts.path.rstrip("/") + "/").geturl()
+def find(folder: str, file: str) -> RemoteObject | None:
+    """Return a file in the folder at a URL; None if it is not there. HTTP has no lists of files.
 
-    def look_up_one(file: str, check: Check) -> RemoteObject | None:
-        what = f"{plain_url(base)}{file}: cannot be found"
-        with contextlib.suppress(_HeadRefusedError):
-            return retry(lambda: _head(base, file, "HEAD"), what, check=check)
-        return retry(lambda: _head(base, file, "GET"), what, check=check)
-
-    files = list(dict.fromkeys(files))
-    items = map_in_threads(look_up_one, files, check)
-    return {file: item for file, item in zip(files, items, strict=True) if item is not None}
+    It is found by HEAD or, where that is refused, by GET for its first byte.
+    """
+    parts = urlsplit(folder)
+    url = parts._replace(path=f"{parts.path.rstrip('/')}/{quote(file)}").geturl()
+    with _request("HEAD", url, {}, dict, first=url) as (_, response):
+        if response.status not in HEAD_REFUSED:
+            return _object(url, file, response)
+    with _request("GET", url, {"Range": "bytes=0-0"}, dict, first=url) as (_, response):
+        return _object(url, file, response)
 
 
-class _HeadRefusedError(Exception):
-    """The server does not answer HEAD."""
-
-
-def _head(base: str, file: str, method: str) -> RemoteObject | None:
-    """Return a file, found by HEAD, or by GET for its first byte; None if it is not there."""
-    parts = urlsplit(base)
-    url = parts._replace(path=parts.path + quote(file)).geturl()
-    headers = {"Range": "bytes=0-0"} if method == "GET" else {}
-    with _request(method, url, headers, dict, first=url) as (_, response):
-        if response.status in HEAD_REFUSED and method == "HEAD":
-            raise _HeadRefusedError
-        if response.status in (404, 410) or (response.status == 403 and file != "config.json"):
-            return None  # S3 says 403 for what is not there, to who may not list
-        refuse_status(plain_url(url), response)
-        if response.status in (206, 416):  # 416: the file is empty
-            nbytes = response.headers.get("Content-Range", "").rpartition("/")[2]
-        else:
-            nbytes = response.headers.get("Content-Length", "")
-        tag = response.headers.get("ETag", "")
-        version = tag if _is_etag(tag) else response.headers.get("Last-Modified")  # a weak tag is no condition
-        if not version or not re.fullmatch(r"[0-9]{1,15}", nbytes):
-            size = "Content-Length" if method == "HEAD" else "size in Content-Range"
-            raise CheckpointError(
-                f"{plain_url(url)}: the server sends no {size if version else 'ETag and no Last-Modified'}, without "
-                "which a file that is replaced goes unnoticed; use another server, or download the checkpoint"
-            )
-        return HttpObject(url, int(nbytes), version)
+def _object(url: str, file: str, response: urllib3.BaseHTTPResponse) -> RemoteObject | None:
+    if response.status in (404, 410) or (response.status == 403 and file != "config.json"):
+        return None  # S3 says 403 for what is not there, to who may not list
+    refuse_status(plain_url(url), response)
+    is_range = response.status in (206, 416)  # 416: the file is empty
+    if is_range:
+        nbytes = response.headers.get("Content-Range", "").rpartition("/")[2]
+    else:
+        nbytes = response.headers.get("Content-Length", "")
+    tag = response.headers.get("ETag", "")
+    version = tag if _is_etag(tag) else response.headers.get("Last-Modified")  # a weak tag is no condition
+    if not version or not re.fullmatch(r"[0-9]{1,15}", nbytes):
+        size = "size in Content-Range" if is_range else "Content-Length"
+        raise CheckpointError(
+            f"{plain_url(url)}: the server sends no {size if version else 'ETag and no Last-Modified'}, without "
+            "which a file that is replaced goes unnoticed; use another server, or download the checkpoint"
+        )
+    return HttpObject(url, int(nbytes), version)
 
 
 def _is_etag(version: str) -> bool:

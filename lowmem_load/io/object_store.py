@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +12,9 @@ from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.io.http_files import DENIED, THROTTLED, TRANSIENT, USE_ANOTHER, without_secrets
 from lowmem_load.io.remote_file import (
     TIMEOUT_S,
-    Check,
     RemoteObject,
     TransientError,
-    map_in_threads,
     replaced_error,
-    retry,
 )
 from lowmem_load.io.stand_ins import plain_url
 
@@ -72,7 +69,7 @@ class StoreObject:
 
 def list_files(url: str, subfolder: str) -> dict[str, RemoteObject]:
     """Return the files in a folder of an object store, and in one subfolder of it, by path inside the folder."""
-    store = _open_store(url)
+    store = open_store(url)
     import obstore
 
     with _translate_errors(plain_url(url)):
@@ -84,27 +81,17 @@ def list_files(url: str, subfolder: str) -> dict[str, RemoteObject]:
         return files
 
 
-def look_up(url: str, files: Iterable[str], check: Check) -> dict[str, RemoteObject]:
-    """Return those of some files that are there, by their path in the folder at `url`."""
-    files = list(files)
-    if not files:
-        return {}
-    store = _open_store(url)
+def find(store: Any, url: str, file: str) -> RemoteObject | None:
+    """Return a file in the folder at a URL, given its store; None if it is not there."""
     import obstore
 
-    def look_up_once(file: str) -> RemoteObject | None:
-        with _translate_errors(name := f"{plain_url(url).rstrip('/')}/{file}"):
-            _check_process(name)
-            try:
-                return _object(store, url, obstore.head(store, file))
-            except FileNotFoundError:
-                return None
-
-    def look_up_again(file: str, check: Check) -> RemoteObject | None:
-        return retry(lambda: look_up_once(file), f"{plain_url(url).rstrip('/')}/{file}: cannot be found", check=check)
-
-    items = map_in_threads(look_up_again, files, check)
-    return {file: item for file, item in zip(files, items, strict=True) if item is not None}
+    name = f"{plain_url(url).rstrip('/')}/{file}"
+    _check_process(name)
+    with _translate_errors(name):
+        try:
+            return _object(store, url, obstore.head(store, file))
+        except FileNotFoundError:
+            return None
 
 
 def _object(store: Any, url: str, meta: Any) -> StoreObject:
@@ -114,7 +101,7 @@ def _object(store: Any, url: str, meta: Any) -> StoreObject:
     return StoreObject(store, meta["path"], name, meta["size"], _quoted_tag(tag))
 
 
-def _open_store(url: str) -> Any:
+def open_store(url: str) -> Any:
     """Return obstore's store of a URL, which has asked nobody yet."""
     try:
         from obstore import exceptions

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import posixpath
@@ -87,18 +88,38 @@ def folder_of_url(url: str, *, subfolder: str = "", variant: str | None = None, 
     """
     _check_url(url)
     origin = plain_url(url).rstrip("/")
-    is_http = urlsplit(url).scheme in ("http", "https")
-    look_up = http_files.look_up if is_http else object_store.look_up
-    if is_http:
+    if _is_http(url):
         names = dict.fromkeys((*ON_HTTP, *(of_variant(file, variant) for file in WEIGHTS)))
         folders = dict.fromkeys(("", subfolder.strip("/")))
-        listing = look_up(url, [posixpath.join(folder, name) for folder in folders for name in names], check)
+        listing = _look_up(url, [posixpath.join(folder, name) for folder in folders for name in names], check)
     else:
         listing = retry(lambda: object_store.list_files(url, subfolder), f"{origin}: cannot be listed", check=check)
     if not listing:
         raise CheckpointError(f"{origin}: no files are there; name the folder that holds config.json")
-    files = _add_named_files(listing, lambda named: look_up(url, named, check), _read_small, check)
+    files = _add_named_files(listing, lambda named: _look_up(url, named, check), _read_small, check)
     return _lay_out(origin, files, _read_small, check)
+
+
+def _is_http(url: str) -> bool:
+    return urlsplit(url).scheme in ("http", "https")
+
+
+def _look_up(url: str, files: Iterable[str], check: Check) -> Listing:
+    """Return those of some files that are there, by their path in the folder at a URL."""
+    files = list(dict.fromkeys(files))
+    if not files:
+        return {}
+    if _is_http(url):
+        find = functools.partial(http_files.find, url)
+    else:
+        find = functools.partial(object_store.find, object_store.open_store(url), url)
+
+    def find_again(file: str, check: Check) -> RemoteObject | None:
+        what = f"{plain_url(url).rstrip('/')}/{file}: cannot be found"
+        return retry(lambda: find(file), what, check=check)
+
+    items = map_in_threads(find_again, files, check)
+    return {file: item for file, item in zip(files, items, strict=True) if item is not None}
 
 
 def _check_url(url: str) -> None:
