@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.formats.inert_pickle import Foreign, objects
+from lowmem_load.formats.inert_pickle import Foreign, is_shape, objects
 from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Shape
 
@@ -139,11 +139,13 @@ def _tensor(
 ) -> SavedTensor:
     state = _state(entry, "TensorStorageMetadata")
     dtype, shape = state["properties"].state[0], state["size"]
-    if not isinstance(dtype, torch.dtype) or not isinstance(shape, tuple):
+    if not isinstance(dtype, torch.dtype) or not is_shape(shape):
         raise TypeError(f"{name!r:.80} has no dtype or shape")
     chunks = []
     for chunk in state["chunks"]:
         offsets, sizes = chunk.state
+        if not is_shape(offsets) or not is_shape(sizes):
+            raise TypeError(f"{name!r:.80} has a chunk without place or size")
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise CheckpointError(f"{path}: {name}: a chunk of {len(sizes)} dims in a tensor of shape {shape}")
         if (name, offsets) not in places:

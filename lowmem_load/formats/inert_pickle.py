@@ -12,7 +12,7 @@ import reprlib
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -139,8 +139,13 @@ def is_key(value: object) -> bool:
     return isinstance(value, str | Foreign) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
 
 
+def is_shape(value: object) -> TypeGuard[Shape]:
+    """Return whether a value of a tree is a tuple of sizes."""
+    return isinstance(value, tuple) and len(value) <= MAX_DIMS and all(map(_is_size, value))
+
+
 def _shape(value: Any) -> Shape:
-    if not isinstance(value, tuple) or len(value) > MAX_DIMS or not all(_is_size(size) for size in value):
+    if not is_shape(value):
         raise TypeError(f"sizes or strides are not a tuple of at most {MAX_DIMS} sizes")
     return value
 
@@ -217,11 +222,12 @@ class _Machine:
 
     def run(self) -> Any:
         num_objects, pickled, memo = 0, self._pickled, self._memo
+        known = _OF_TENSORS if self._only_tensors else _EXECUTE
         for _ in range(self._max_opcodes):
             position = self._at
             opcode = pickled[position]
             self._at += 1
-            execute = _EXECUTE.get(opcode)
+            execute = known.get(opcode)
             if execute is None:
                 if opcode == _STOP:
                     (result,) = self._stack
@@ -330,8 +336,6 @@ class _Machine:
         self._stack.append(_call(self._stack.pop(), self._stack.pop()))
 
     def _newobj(self) -> None:
-        if self._only_tensors:
-            raise CheckpointError(f"{self._path}: its pickle uses NEWOBJ, which no state dict needs")
         self._reduce()
 
     def _binpersid(self) -> None:
@@ -414,6 +418,13 @@ _EXECUTE: Mapping[int, Callable[[_Machine], None]] = {
     for code, name in _NAMES.items()
     if hasattr(_Machine, f"_{name.lower()}")
 }
+_OF_TENSORS = {
+    code: execute
+    for code, execute in _EXECUTE.items()
+    if _NAMES[code] not in ("NEWOBJ", "FRAME", "MEMOIZE", "STACK_GLOBAL", "SHORT_BINUNICODE")
+}
+"""Without what only pickles of training have: torch's weights-only loader refuses them, too."""
+
 _MAKES = {
     code
     for code, name in _NAMES.items()

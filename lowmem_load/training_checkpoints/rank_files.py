@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
-from lowmem_load.formats.inert_pickle import WRAPPER, Foreign, Tensor
+from lowmem_load.formats.inert_pickle import WRAPPER, Foreign, Tensor, is_shape
 from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
 from lowmem_load.io.executor import Executor
 from lowmem_load.planning.expression import Expression, Shape, slice_dim
@@ -79,16 +79,24 @@ def open_rank_files(folder: str, executor: Executor) -> SavedState:
         UnsupportedError: a placement or wrapper that cannot be read by ranges.
     """
     kind, names = rank_files(folder)
-    shards: dict[str, list[_Shard]] = {}
-    others: dict[str, None] = {}
     files = []
     for name in names:
-        path = os.path.join(folder, name)
-        with executor.sources.reading(path) as source:
-            file = describe_objects(source)
-        files.append(PlannedFile(path, file.nbytes, file.digest, file.version))
+        with executor.sources.reading(os.path.join(folder, name)) as source:
+            files.append(describe_objects(source))
+    tensors, others = put_together(folder, files)
+    planned = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in files)
+    return SavedState(folder, kind, len(files), tensors, others, planned)
+
+
+def put_together(
+    folder: str, files: Sequence[TorchObjects]
+) -> tuple[dict[tuple[str, ...], TiledTensor], tuple[tuple[str, ...], ...]]:
+    """Return the tensors that the state dicts of all ranks make up, and the names of what is no tensor. Pure."""
+    shards: dict[str, list[_Shard]] = {}
+    others: dict[str, None] = {}
+    for file in files:
         if not isinstance(file.tree, dict):
-            raise CheckpointError(f"{path}: holds no state dict")
+            raise CheckpointError(f"{file.path}: holds no state dict")
         for key, value in file.tree.items():
             mine = list(_shards_in(file, str(key), value))
             if mine:
@@ -98,7 +106,7 @@ def open_rank_files(folder: str, executor: Executor) -> SavedState:
     tensors: dict[tuple[str, ...], TiledTensor] = {}
     for name, held in shards.items():
         tensors[name,] = _whole(folder, name, held)
-    return SavedState(folder, kind, len(files), tensors, tuple((name,) for name in others), tuple(files))
+    return tensors, tuple((name,) for name in others)
 
 
 def _shards_in(file: TorchObjects, name: str, value: Any) -> Iterator[_Shard]:
@@ -122,7 +130,7 @@ def _dtensor(file: TorchObjects, name: str, value: Foreign) -> _Shard:
         local, placements, coordinate = slots["_local_tensor"], spec["placements"], spec["mesh"].state
         coordinate = coordinate["_coordinate_on_dim"]
         shape = value.arguments[2]
-        is_right = isinstance(local, Tensor) and len(coordinate) == len(placements) and isinstance(shape, tuple)
+        is_right = isinstance(local, Tensor) and len(coordinate) == len(placements) and is_shape(shape)
         is_right = is_right and all(isinstance(placement, Foreign) for placement in placements)
     except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{file.path}: {name}: is no DTensor as torch 2.6 to 2.13 saves it: {error!r}") from error
@@ -136,8 +144,12 @@ def _sharded_tensor(file: TorchObjects, name: str, value: Foreign) -> Iterator[_
         locals_, metadata, *_ = value.state
         shape = metadata.state["size"]
         for shard in locals_:
-            offsets = tuple(shard.state["metadata"].state["shard_offsets"])
-            yield _Shard(file, shard.state["tensor"], shape, offsets=offsets)
+            offsets, local = tuple(shard.state["metadata"].state["shard_offsets"]), shard.state["tensor"]
+            if not is_shape(shape) or not is_shape(offsets) or not isinstance(local, Tensor):
+                raise TypeError("no shape, place or tensor")
+            if len(shape) != len(offsets) or len(shape) != len(local.size):
+                raise ValueError("different numbers of dims")
+            yield _Shard(file, local, shape, offsets=offsets)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{file.path}: {name}: is no ShardedTensor as torch saves it: {error!r}") from error
 
@@ -172,9 +184,8 @@ def _whole(folder: str, name: str, shards: Sequence[_Shard]) -> TiledTensor:
 
 
 def _tiles(name: str, shard: _Shard, mesh: Sequence[int]) -> Iterator[Tile]:
-    local = shard.file.expression(shard.local, name)
     if shard.offsets is not None:
-        yield Tile(shard.offsets, local)
+        yield Tile(shard.offsets, shard.file.expression(shard.local, name))
         return
     splits = [
         split
@@ -182,12 +193,14 @@ def _tiles(name: str, shard: _Shard, mesh: Sequence[int]) -> Iterator[Tile]:
         for split in _split(shard, name, placement, num_chunks, index)
     ]
     grid = grid_of(shard.shape, splits)
-    if grid.sizes != local.shape and grid.numel + shard.local.storage.numel:
+    if grid.sizes != shard.local.size and grid.numel + shard.local.storage.numel:
         raise CheckpointError(
-            f"{shard.file.path}: {name}: has a local tensor of shape {local.shape}, its placements give {grid.sizes}"
+            f"{shard.file.path}: {name}: its local tensor is of shape {shard.local.size}, its placements give "
+            f"{grid.sizes}"
         )
     if not grid.numel:
         return
+    local = shard.file.expression(shard.local, name)
     positions = [_positions(runs) for runs in grid.runs]
     for places in itertools.product(*positions):
         yield Tile(tuple(start for start, _, _ in places), _sliced(local, places))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.planning.expression import Expression, Shape, concat, numel
+from lowmem_load.planning.expression import Expression, Shape, concat, numel, reshape
 from lowmem_load.planning.ranges import FlatRange
 
 
@@ -66,14 +66,14 @@ def assemble(what: str, shape: Shape, tiles: Iterable[Tile]) -> TiledTensor:
     if not filled:
         raise CheckpointError(f"{what}: no chunk of it was saved")
     origin = (0,) * len(shape)
-    if not math.prod(shape):
-        return TiledTensor(shape, filled[0].values.dtype, (0,), (filled[0].values,))
     if len({tile.values.dtype for tile in filled}) > 1:
         raise CheckpointError(f"{what}: its chunks are of different dtypes")
     for tile in filled:
         ends = [start + size for start, size in zip(tile.offsets, tile.values.shape, strict=True)]
         if any(end > size for end, size in zip(ends, shape, strict=True)):
             raise CheckpointError(f"{what}: a chunk ends at {tuple(ends)}, the tensor at {shape}")
+    if not math.prod(shape):
+        return TiledTensor(shape, filled[0].values.dtype, (0,), (reshape(filled[0].values, shape),))
     bands = _cut(what, filled, origin, shape, 0) if shape else [filled]
     parts = [_join(what, band, *_box(band, origin, shape)) for band in bands]
     return TiledTensor(shape, parts[0].dtype, tuple(band[0].offsets[0] if shape else 0 for band in bands), tuple(parts))

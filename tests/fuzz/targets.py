@@ -36,10 +36,13 @@ from lowmem_load.config.settings import read_settings
 from lowmem_load.ds.zero3_target import Zero3
 from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError
 from lowmem_load.formats import inert_pickle, plain_values
+from lowmem_load.formats.dcp_metadata import read_metadata
 from lowmem_load.formats.index import base_of_adapter, check_index
 from lowmem_load.formats.safetensors import PREFIX_NBYTES, Safetensors
-from lowmem_load.formats.torch_zip import TorchZip
+from lowmem_load.formats.torch_zip import TorchObjects, TorchZip
 from lowmem_load.planning.expression import Computed, Source, leaves
+from lowmem_load.training_checkpoints.rank_files import put_together
+from lowmem_load.training_checkpoints.tiles import Tile, assemble
 
 SECONDS, MAX_WAIT_S = 1.0, 10.0
 """That an input may take of a processor, and in all; most take a tenth of a millisecond."""
@@ -287,6 +290,24 @@ def objects(data: bytes) -> None:
     plain_values.plain(inert_pickle.objects(data, "x.pt"), "state", lambda tensor, _: tensor)
 
 
+def dcp_metadata(data: bytes) -> None:
+    """The `.metadata` of a torch DCP checkpoint, with chunks that lie where it says."""
+    for tensor in read_metadata(Memory(data)).tensors.values():
+        tiles = [
+            Tile(chunk.offsets, Source(chunk.place.file, tensor.name, chunk.place.start, chunk.sizes, tensor.dtype))
+            for chunk in tensor.chunks
+        ]
+        whole = assemble(tensor.name, tensor.shape, tiles)
+        if whole.numel != sum(math.prod(part.shape) for part in whole.bands):
+            raise Finding(f"{tensor.name!r:.80}: {whole.numel} elements in other chunks")
+
+
+def rank_file(data: bytes) -> None:
+    """The `data.pkl` of one rank's file, of two ranks that saved alike."""
+    tree = inert_pickle.objects(data, "x.pt")
+    put_together("folder", [TorchObjects(f"{rank}.pt", len(data), "", "", tree, "x", {}) for rank in range(2)])
+
+
 def pickled(data: bytes) -> None:
     """The `data.pkl` in a `pytorch_model.bin`. What we take, torch's weights-only loader finds the same tensors in."""
     found = inert_pickle.state_dict(data, "x.bin")
@@ -400,6 +421,21 @@ _OBJECTS = (
     *(b"ctorch._tensor\n_rebuild_from_type_v2\n", b"X\x02\x00\x00\x00f8", b"X\x01\x00\x00\x00<"),
 )
 
+_OF_DCP = (
+    *(
+        b"\x8c\x05model",
+        b"\x94",
+        b"\x93",
+        b"\x95\x10\x00\x00\x00\x00\x00\x00\x00",
+        b"\x81",
+        b"\x85",
+        b"\x86",
+        b"\x8c\x00",
+    ),
+    *(b"ctorch.distributed.tensor.placement_types\nShard\n", b"ctorch.distributed.tensor.placement_types\nReplicate\n"),
+    *(b"ctorch._utils\n_rebuild_wrapper_subclass\n", b"X\x0d\x00\x00\x00_local_tensor", b"X\x05\x00\x00\x00_spec"),
+)
+
 TARGETS: dict[str, Target] = {
     "safetensors": Target(
         safetensors_file,
@@ -413,6 +449,8 @@ TARGETS: dict[str, Target] = {
     ),
     "pickle": Target(pickled, "pickle", _PICKLE, 2.0),
     "objects": Target(objects, "pickle", (*_PICKLE, *_OBJECTS), 0.5),
+    "dcp_metadata": Target(dcp_metadata, "pickle", (*_PICKLE, *_OBJECTS, *_OF_DCP)),
+    "rank_file": Target(rank_file, "pickle", (*_PICKLE, *_OBJECTS, *_OF_DCP)),
     "ds_config": Target(ds_config, "json", (*_JSON, *_quoted(_ZERO_KEYS)), 2.0),
     "model_config": Target(model_config, "json", (*_JSON, *_quoted(_CONFIG_KEYS)), 2.0, memory=False),
     "adapter": Target(adapter, "json", (*_JSON, *_quoted(("base_model_name_or_path",))), 0.5),

@@ -58,7 +58,7 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path, function: Any, name
 @pytest.mark.parametrize(
     ("pickled", "text"),
     [
-        (pickle.dumps(Call(os.system, "true"), 4), f"names {os.name}.system"),
+        (pickle.dumps(Call(os.system, "true"), 4), "uses FRAME"),
         (assembled(b"(S'true'\nios\nsystem\n"), "uses STRING"),
         (assembled(b"(ios\nsystem\n"), "uses INST"),
         (assembled(b"\x82\x01"), "uses EXT1"),
