@@ -3,78 +3,47 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from lowmem_load.distributed.group import RankGroup, Step
-from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.nodes import node_name
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.errors import CheckpointError, ConfigError, PlanError
+from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.hf import saver
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import has_caches_apart
 from lowmem_load.partial.partial_checkpoint import find_folder
-from lowmem_load.phases import progress_bar
-from lowmem_load.planning.expression import Expression, Shape, Source
-from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange, partition_range
+from lowmem_load.planning.expression import Source
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.resume.copy_weights import CHUNK_BYTES, Copying, Values, read_chunks, step_of
 from lowmem_load.resume.open_checkpoint import open_checkpoint
 from lowmem_load.resume.zero_checkpoint import differences_of
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.writer import (
     FileLayout,
     SaveReport,
-    Write,
-    Writer,
     digest_of,
     lay_out_saved,
-    own_writes,
     plan_writes,
-    total_bytes,
 )
-from lowmem_load.text import share
 from lowmem_load.training_checkpoints.adapter_config import adapter_config
-from lowmem_load.training_checkpoints.names import weights_in, without_adapters
+from lowmem_load.training_checkpoints.names import advice_on, weights_in, without_adapters
 from lowmem_load.training_checkpoints.open_state import companion, is_saved_state, open_state
 
 BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*processor_config.json", "chat_template*")
 """Files beside a configuration that are copied into the folder: what Trainer writes for the tokenizer."""
 
-CHUNK_BYTES = 32 << 20
-"""Most bytes of a parameter that are in memory at a time."""
-
 ADAPTER_FOLDER = "adapter"
 """Folder for the adapters of a checkpoint that has their base model, too."""
-
-
-class Values(Protocol):
-    """A whole tensor of a checkpoint, which can be read in parts."""
-
-    @property
-    def shape(self) -> Shape:
-        """Of the whole tensor."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its elements in the files."""
-
-    @property
-    def numel(self) -> int:
-        """Of the whole tensor."""
-
-    def part(self, elements: FlatRange) -> tuple[Expression, FlatRange]:
-        """Return an expression that has these elements, and where in it they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +130,7 @@ def consolidate(
         executor = stack.enter_context(Executor())
         if ranks is not None:
             stack.enter_context(ranks.session("consolidate"))
-        with _step(ranks, "planning", report) as step, report.phase("plan"):
+        with step_of(ranks, "planning", report) as step, report.phase("plan"):
             opened = _open(os.fspath(checkpoint_folder), tag, part, executor, config)
             files = _describe(opened, scratch, executor, config, dtype or opened.dtype, max_shard_size)
             writes = plan_writes(files)
@@ -169,23 +138,16 @@ def consolidate(
             step.digest = {"dtype": repr(dtype), "files": digest_of(files)}
             step.payload = target, node_name(rank)
         targets, nodes = zip(*(step.payloads or [(target, "")]), strict=True)
-        work = _Work(ranks, files, writes, {**opened.tensors, **opened.adapters}, report)
+        work = Copying(ranks, files, writes, {**opened.tensors, **opened.adapters}, report)
         with work.staging(targets) as staging:
             work.write(staging, executor, progress, past_cache=len(set(nodes)) > 1 and has_caches_apart(target))
-            with _step(ranks, "renaming", report), report.phase("rename"):
+            with step_of(ranks, "renaming", report), report.phase("rename"):
                 if rank == 0:
                     folders.put_beside(staging, scratch)
                     folders.commit(staging, [file.name for file in files])
     report.files = {file.name: file.nbytes for file in files}
     report.num_masters = opened.num_masters
     return report
-
-
-def _step(
-    ranks: RankGroup | None, title: str, report: SaveReport, progress: Callable[[], Progress] | None = None
-) -> contextlib.AbstractContextManager[Step]:
-    """Return a step of all processes; of this one alone where there are no others."""
-    return contextlib.nullcontext(Step()) if ranks is None else ranks.step(title, name=report.folder, progress=progress)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
@@ -292,6 +254,7 @@ def _model_of(config: str | os.PathLike[str], sources: Mapping[str, Source]) -> 
         raise CheckpointError(
             f"the checkpoint is not of a {type(model).__name__} as config {config} says: {differences}. Name another "
             "config, or pass config=False, which writes the parameters under the names that the checkpoint has"
+            f"{advice_on(sources)}"
         )
     return model
 
@@ -321,96 +284,11 @@ def _check_ties(model: nn.Module, opened: _Opened, config: str | os.PathLike[str
 def _are_equal(one: Values, other: Values, executor: Executor) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    memory = [torch.empty(CHUNK_BYTES // 2, dtype=torch.uint8, device="cpu") for _ in range(2)]
-    pairs = zip(_read(one, executor, memory[0], _all(one)), _read(other, executor, memory[1], _all(one)), strict=True)
-    return all(torch.equal(mine.view(torch.uint8), its.view(torch.uint8)) for (mine, _), (its, _) in pairs)
-
-
-# -- copying -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What all processes write together."""
-
-    ranks: RankGroup | None
-    files: Sequence[FileLayout]
-    writes: Sequence[Write]
-    tensors: Mapping[str, Values]
-    report: SaveReport
-
-    @contextlib.contextmanager
-    def staging(self, targets: Sequence[str]) -> Iterator[folders.Staging]:
-        """Make the folder on rank 0 for the block; remove it if the block fails on any rank."""
-        made: folders.Staging | None = None
-        try:
-            with _step(self.ranks, "making the folder", self.report) as step:
-                if self.report.rank == 0:
-                    made = folders.make_staging(targets, self.files)
-                    step.payload = str(made.path), made.token, made.is_inside
-            if self.ranks is None:
-                assert made is not None
-                yield made
-                return
-            path, token, is_inside = step.payloads[0]
-            staging = folders.Staging(Path(targets[self.ranks.rank]), token, is_inside)
-            with _step(self.ranks, "reaching the folder", self.report):
-                folders.check_seen(staging, path)
-            yield staging
-        except BaseException:
-            if made is not None:
-                folders.discard(made)
-            raise
-
-    def write(
-        self, staging: folders.Staging, executor: Executor, show_progress: bool | None, *, past_cache: bool
-    ) -> None:
-        """Write this process's share of each tensor."""
-        report = self.report
-        spans = {
-            name: partition_range(tensor.numel, report.rank, report.world_size) for name, tensor in self.tensors.items()
-        }
-        mine = own_writes(self.writes, {name: [span] for name, span in spans.items()})
-        total = total_bytes(itertools.chain.from_iterable(mine.values()))
-
-        def progress() -> Progress:
-            return Progress(writer.written_bytes, f"{share(writer.written_bytes, total)} written")
-
-        def on_bytes(num_bytes: int) -> None:
-            update(num_bytes)
-            report.sample_memory()
-            if self.ranks is not None:
-                self.ranks.check()
-
-        paths = [staging.path / file.name for file in self.files]
-        bar = progress_bar(total, "Consolidating", show_progress, report.rank)
-        with bar as update, Writer(paths, on_bytes, past_cache=past_cache) as writer:
-            with _step(self.ranks, "writing", report, progress), report.phase("write"):
-                buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
-                for name, writes in mine.items():
-                    for memory, first in _read(self.tensors[name], executor, buffer, spans[name]):
-                        writer.write_parts(writes, memory, first)
-                executor.sources.check_unchanged()
-                writer.sync()
-            report.written_bytes, report.staged_bytes = writer.written_bytes, writer.staged_bytes
-        if writer.written_bytes != total:
-            raise PlanError(f"{report.folder}: wrote {writer.written_bytes} bytes, expected {total}")
-
-
-def _all(values: Values) -> FlatRange:
-    return FlatRange(0, values.numel)
-
-
-def _read(
-    values: Values, executor: Executor, buffer: torch.Tensor, span: FlatRange
-) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield the elements of a span in the memory of a buffer, chunk by chunk, with the first element of each."""
-    step = buffer.numel() // values.dtype.itemsize
-    for start in range(span.start, span.end, step):
-        elements = FlatRange(start, min(start + step, span.end))
-        planner = Planner()
-        fill = planner.plan_fill("a part of the checkpoint", *values.part(elements))
-        memory = buffer.view(values.dtype)[: elements.numel]
-        executor.fill(fill, memory, planner.values, planner.constants)
-        executor.finish()
-        yield memory, start
+    buffers = [torch.empty(CHUNK_BYTES // 2, dtype=torch.uint8, device="cpu") for _ in range(2)]
+    chunks = [
+        read_chunks(values, executor, buffer, FlatRange(0, values.numel))
+        for values, buffer in zip((one, other), buffers, strict=True)
+    ]
+    return all(
+        torch.equal(mine.view(torch.uint8), its.view(torch.uint8)) for (mine, _), (its, _) in zip(*chunks, strict=True)
+    )

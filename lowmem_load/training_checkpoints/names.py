@@ -29,6 +29,19 @@ _ADAPTER_NAME = re.compile(r"\.(?:lora_A|lora_embedding_A)\.([^.]+)(?:\.weight)?
 """What PEFT calls the adapter, in the names of its parameters; not in those that it saves."""
 
 
+_OF_OTHER_MODELS = {
+    "tok_embeddings.": "are those of torchtitan's own models: convert it with its scripts/checkpoint_conversion",
+    "decoder.layers.": "may be those of Megatron: export it with Megatron Bridge",
+}
+"""What to do about names of models that are none of transformers, by a beginning of such names."""
+
+
+def advice_on(names: Iterable[str]) -> str:
+    """Return what to do with weights of these names, which are not those of a configuration; "" if it is not known."""
+    known = {text for name in names for start, text in _OF_OTHER_MODELS.items() if name.startswith(start)}
+    return "".join(f". Its names {text}" for text in sorted(known))
+
+
 def weights_in(where: str, entries: Mapping[tuple[str, ...], T], part: str | None) -> dict[str, T]:
     """Return what belongs to the model, by the names that the model gives.
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from lowmem_load import consolidate
 from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
-from lowmem_load.resume import consolidate as module
+from lowmem_load.resume import copy_weights as module
 from tests import builders
 from tests.zero2_checkpoint import save_zero2
 from tests.zero3_checkpoint import save_zero3

@@ -1,0 +1,136 @@
+"""Writes whole tensors of a training checkpoint into the files of a folder, in one process or in several."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lowmem_load.distributed.group import RankGroup, Step
+from lowmem_load.distributed.heartbeat import Progress
+from lowmem_load.errors import PlanError
+from lowmem_load.io.executor import Executor
+from lowmem_load.phases import progress_bar
+from lowmem_load.planning.expression import Expression, Shape
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import FlatRange, partition_range
+from lowmem_load.saving import folder as folders
+from lowmem_load.saving.writer import FileLayout, SaveReport, Write, Writer, own_writes, total_bytes
+from lowmem_load.text import share
+
+CHUNK_BYTES = 32 << 20
+"""Most bytes of a parameter that are in memory at a time."""
+
+
+class Values(Protocol):
+    """A whole tensor of a checkpoint, which can be read in parts."""
+
+    @property
+    def shape(self) -> Shape:
+        """Of the whole tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements in the files."""
+
+    @property
+    def numel(self) -> int:
+        """Of the whole tensor."""
+
+    def part(self, elements: FlatRange) -> tuple[Expression, FlatRange]:
+        """Return an expression that has these elements, and where in it they are."""
+
+
+def step_of(
+    ranks: RankGroup | None, title: str, report: SaveReport, progress: Callable[[], Progress] | None = None
+) -> contextlib.AbstractContextManager[Step]:
+    """Return a step of all processes; of this one alone where there are no others."""
+    return contextlib.nullcontext(Step()) if ranks is None else ranks.step(title, name=report.folder, progress=progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """What all processes write together."""
+
+    ranks: RankGroup | None
+    files: Sequence[FileLayout]
+    writes: Sequence[Write]
+    tensors: Mapping[str, Values]
+    report: SaveReport
+
+    @contextlib.contextmanager
+    def staging(self, targets: Sequence[str]) -> Iterator[folders.Staging]:
+        """Make the folder on rank 0 for the block; remove it if the block fails on any rank."""
+        made: folders.Staging | None = None
+        try:
+            with step_of(self.ranks, "making the folder", self.report) as step:
+                if self.report.rank == 0:
+                    made = folders.make_staging(targets, self.files)
+                    step.payload = str(made.path), made.token, made.is_inside
+            if self.ranks is None:
+                assert made is not None
+                yield made
+                return
+            path, token, is_inside = step.payloads[0]
+            staging = folders.Staging(Path(targets[self.ranks.rank]), token, is_inside)
+            with step_of(self.ranks, "reaching the folder", self.report):
+                folders.check_seen(staging, path)
+            yield staging
+        except BaseException:
+            if made is not None:
+                folders.discard(made)
+            raise
+
+    def write(
+        self, staging: folders.Staging, executor: Executor, show_progress: bool | None, *, past_cache: bool
+    ) -> None:
+        """Write this process's share of each tensor."""
+        report = self.report
+        spans = {
+            name: partition_range(tensor.numel, report.rank, report.world_size) for name, tensor in self.tensors.items()
+        }
+        mine = own_writes(self.writes, {name: [span] for name, span in spans.items()})
+        total = total_bytes(itertools.chain.from_iterable(mine.values()))
+
+        def progress() -> Progress:
+            return Progress(writer.written_bytes, f"{share(writer.written_bytes, total)} written")
+
+        def on_bytes(num_bytes: int) -> None:
+            update(num_bytes)
+            report.sample_memory()
+            if self.ranks is not None:
+                self.ranks.check()
+
+        paths = [staging.path / file.name for file in self.files]
+        bar = progress_bar(total, "Consolidating", show_progress, report.rank)
+        with bar as update, Writer(paths, on_bytes, past_cache=past_cache) as writer:
+            with step_of(self.ranks, "writing", report, progress), report.phase("write"):
+                buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+                for name, writes in mine.items():
+                    for memory, first in read_chunks(self.tensors[name], executor, buffer, spans[name]):
+                        writer.write_parts(writes, memory, first)
+                executor.sources.check_unchanged()
+                writer.sync()
+            report.written_bytes, report.staged_bytes = writer.written_bytes, writer.staged_bytes
+        if writer.written_bytes != total:
+            raise PlanError(f"{report.folder}: wrote {writer.written_bytes} bytes, expected {total}")
+
+
+def read_chunks(
+    values: Values, executor: Executor, buffer: torch.Tensor, span: FlatRange
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield the elements of a span in the memory of a buffer, chunk by chunk, with the first element of each."""
+    step = buffer.numel() // values.dtype.itemsize
+    for start in range(span.start, span.end, step):
+        elements = FlatRange(start, min(start + step, span.end))
+        planner = Planner()
+        fill = planner.plan_fill("a part of the checkpoint", *values.part(elements))
+        memory = buffer.view(values.dtype)[: elements.numel]
+        executor.fill(fill, memory, planner.values, planner.constants)
+        executor.finish()
+        yield memory, start
