@@ -11,10 +11,11 @@ PAGE = REPO / "docs" / "reference" / "foreign_names.md"
 
 HEAD = """# Foreign names
 
-Functions of other packages that lowmem_load replaces for the time of a load or save, or of `install()`; then they are
-back in their places. Each block checks its names first. Where a release lacks a *required* name, it raises
-`IncompatibleVersionError`. Where it lacks another, it warns, and the user loses what the table says. Written by
-`python -m tests.foreign_names_page`; the table itself is `lowmem_load/foreign_names.py`.
+Functions and attributes of other packages that lowmem_load replaces during a load or save, or from `install()` until
+`uninstall()`; then they are back in their places. Before a load, a save or `install()` replaces anything, it checks its
+names. Where a release lacks a *required* name, it raises `IncompatibleVersionError`. Where it lacks another, it warns,
+and the user loses what the table says. "Until 4.57": the last release that has the name. Written by `python -m
+tests.foreign_names_page`; the table itself is `lowmem_load/foreign_names.py`.
 """
 
 
