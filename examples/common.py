@@ -61,6 +61,19 @@ def accelerator_config() -> dict[str, Any] | None:
     return {"use_configured_state": True}
 
 
+def fsdp2_config() -> dict[str, Any] | None:
+    """Return TrainingArguments' `accelerator_config` for FSDP2. Only ranks without GPUs need one.
+
+    accelerate shards by FSDP2 only where ranks have GPUs, and by DDP elsewhere. Told that they have, it shards.
+    """
+    if torch.cuda.is_available():
+        return None
+    from accelerate import DistributedType, PartialState
+
+    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    return {"use_configured_state": True}
+
+
 def report(losses: list[float], model: Any) -> list[float]:
     """Print, on rank 0, the losses and how the model was loaded; return the losses."""
     from lowmem_load import load_report

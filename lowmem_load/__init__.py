@@ -1,4 +1,4 @@
-"""lowmem_load: load Hugging Face models straight into DeepSpeed ZeRO-3 partitions."""
+"""lowmem_load: load Hugging Face models straight into DeepSpeed ZeRO-3 partitions and FSDP2 shards."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from importlib import import_module
 TYPE_CHECKING = False  # typing's own would import typing, in every process of a job (see integrations/startup_hook.py)
 if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from typing import Any
+
+    __version__: str
 
     from lowmem_load.api.lazy import lazy as lazy
     from lowmem_load.api.load_into import load_into as load_into
@@ -70,6 +72,10 @@ if not TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for: planning needs no DeepSpeed, which takes seconds to import."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("lowmem-load")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -12,9 +12,14 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
+from lowmem_load.text import size
+
 STATM = Path("/proc/self/statm")
 """Has the resident pages second, those of files and shared memory third (Linux `Documentation/filesystems/proc.rst`).
 Read in half the time of /proc/self/status."""
+
+LINE_S = 30.0
+"""Seconds between lines of progress where stderr is no terminal."""
 
 DELAY_S = 3.0
 """Seconds before the progress bar appears where it was not asked for."""
@@ -78,18 +83,42 @@ class Phases:
 def progress_bar(total: int, description: str, is_wanted: bool | None, rank: int) -> Iterator[Callable[[int], object]]:
     """Yield a function to call with the bytes that were done since its last call.
 
-    Only rank 0 shows a bar: with `is_wanted` True always, with None in long loads where stderr is a terminal.
+    Only rank 0 shows its own progress: a bar with `is_wanted` True; with None a bar in long loads where stderr is a
+    terminal, else a line every `LINE_S` seconds.
     """
-    if rank != 0 or not (sys.stderr.isatty() if is_wanted is None else is_wanted):
+    if rank != 0 or is_wanted is False:
         yield lambda _: None
-        return
-    with tqdm(
-        total=total,
-        desc=description,
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        disable=False,  # whatever TQDM_DISABLE says
-        delay=0 if is_wanted else DELAY_S,
-    ) as bar:
-        yield bar.update
+    elif is_wanted is None and not sys.stderr.isatty():
+        yield ProgressLines(total, description).update
+    else:
+        with tqdm(
+            total=total,
+            desc=f"{description} of rank 0",
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            disable=False,  # whatever TQDM_DISABLE says
+            delay=0 if is_wanted else DELAY_S,
+        ) as bar:
+            yield bar.update
+
+
+class ProgressLines:
+    """Progress for a log: a line on stderr every `LINE_S` seconds."""
+
+    def __init__(self, total: int, description: str) -> None:
+        self._total, self._description, self._done = total, description, 0
+        self._start_s = self._last_s = time.monotonic()
+
+    def update(self, num_bytes: int) -> None:
+        """Count bytes that were done."""
+        self._done += num_bytes
+        now_s = time.monotonic()
+        if now_s - self._last_s < LINE_S or not self._done:
+            return
+        self._last_s = now_s
+        rate = self._done / (now_s - self._start_s)
+        left_s = max(0, self._total - self._done) / rate
+        done = f"{size(self._done)} of {size(self._total)}, {size(rate)}/s, about {left_s:.0f} s left"
+        sys.stderr.write(f"lowmem_load: {self._description} of rank 0: {done}\n")
+        sys.stderr.flush()

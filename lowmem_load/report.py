@@ -131,12 +131,6 @@ class LoadReport(Phases):
         self.peak_device_bytes = max(self.peak_device_bytes, reached - self._device_start.allocated_bytes)
         Phases.sample_memory(self)  # with slots, super() would need the class that they were added to
 
-    def summary(self) -> str:
-        """Return the most of it as one line."""
-        rows, topics = self._rows(), ("read", "holds", "host memory", "model", "notes")
-        said = (f"{topic} {rows[topic]}" for topic in topics if topic in rows)
-        return f"{self._title()}: {'; '.join(said)}"
-
     def __str__(self) -> str:
         return "\n".join([self._title(), *(f"  {topic}: {text}" for topic, text in self._rows().items())])
 
@@ -180,7 +174,8 @@ class LoadReport(Phases):
         if self.shared is None:
             return ""
         node, alone, here = map(size, (self.shared.node_bytes, self.shared.wanted_bytes, self.shared.read_bytes))
-        return f"{node} by {self.shared.num_ranks} ranks together instead of {alone}, {here} of it by this rank"
+        saved = f" instead of {alone}" if alone != node else ""
+        return f"{node} by {self.shared.num_ranks} ranks together{saved}, {here} of it by this rank"
 
 
 class Attempts:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from lowmem_load.cli.checkpoint_contents import Inspection
+    from lowmem_load.pipeline.verify_checkpoint import FileCheck
     from lowmem_load.report import Joined
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -76,7 +77,8 @@ def _contents(inspection: Inspection) -> dict[str, str]:
         "dtype of the config": inspection.dtype,
         "quantization": inspection.quantization or "none",
         "adapter of": inspection.base_of_adapter or "",
-        "stored": f"{size(sum(inspection.files.values()))} in {len(inspection.files)} files; tensors: {stored}",
+        "stored": f"{size(sum(inspection.files.values()))} in {len(inspection.files)} "
+        f"file{'s' * (len(inspection.files) != 1)}; tensors: {stored}",
         "tied": listed([" = ".join(names) for names in inspection.tied], 3),
         "missing": listed(inspection.missing_keys, 3),
         "unexpected": listed(inspection.unexpected_keys, 3),
@@ -110,29 +112,58 @@ def verify(
 
         common.check_revision(name, revision)
         checks = verify_checkpoint(name, subfolder=subfolder, revision=revision, stream=stream)
-    rows = []
-    for check in checks:
-        name_of_file, result = check.path.rpartition("/")[2], "as expected" if check.is_proven else "not known"
-        rows.append((name_of_file, size(check.nbytes), check.algorithm, check.found[:16], result, check.origin or ""))
-    columns = ("file", "size", "algorithm", "digest", "result", "known from")
+    rows = [
+        (
+            check.path.rpartition("/")[2],
+            size(check.nbytes),
+            "as expected" if check.is_proven else "no checksum",
+            check.origin or "",
+        )
+        for check in checks
+    ]
+    columns = ("file", "size", "result", "checksum from")
     answer(
         as_json,
         [{**asdict(check), "is_proven": check.is_proven} for check in checks],
-        lambda: [table(origin_of(name), columns, rows, right=("size",))],
+        lambda: [table(origin_of(name), columns, rows, right=("size",)), _digests(checks), _verified(checks)],
     )
     if not all(check.is_proven for check in checks):
         raise typer.Exit(NO)
+
+
+def _digests(checks: Sequence[FileCheck]) -> str:
+    """Return the digests as `sha256sum` writes them, to be copied; a comment before those of another algorithm."""
+    lines = (
+        f"{check.found}  {check.path.rpartition('/')[2]}"
+        + (f"  ({check.algorithm})" if check.algorithm != "sha256" else "")
+        for check in checks
+    )
+    return "\n".join([*lines, ""])
+
+
+def _verified(checks: Sequence[FileCheck]) -> str:
+    proven, total = sum(check.is_proven for check in checks), len(checks)
+    files = f"{total} file{'s' * (total != 1)}"
+    if proven == total:
+        return f"All verified: {files}."
+    return (
+        f"{proven} of {files} verified: of the others no checksum is known. If you trust them, run sha256sum "
+        "*.safetensors > SHA256SUMS in their folder."
+    )
 
 
 def consolidate(
     checkpoint: Annotated[Path, typer.Argument(help="Folder that save_checkpoint wrote to.", show_default=False)],
     output: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
     tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint; from its file `latest` by default.")] = None,
-    dtype: Annotated[str, typer.Option(help="Dtype of the weights: fp32, bf16, fp16 or fp64.")] = "fp32",
+    dtype: Annotated[
+        str, typer.Option(help="Of the weights: fp32, bf16, fp16, fp64, or as torch names them.")
+    ] = "fp32",
     max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
     config: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the model; the checkpoint's own config.json by default.")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
     as_json: Json = False,
 ) -> None:
     """Make a Hugging Face folder of a ZeRO checkpoint.
@@ -142,8 +173,12 @@ def consolidate(
     \b
     lowmem-load consolidate out/checkpoint-500 out/model --dtype bf16 --config meta-llama/Llama-3.1-8B
     """
-    if dtype not in DTYPES:
+    name = dtype.removeprefix("torch.")
+    name = DTYPES.get(name, name)
+    if name not in DTYPES.values():
         raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if not overwrite and output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"{output}: is not empty; name another folder, or pass --overwrite")
     with working():
         import torch
 
@@ -153,11 +188,13 @@ def consolidate(
             checkpoint,
             output,
             tag=tag,
-            dtype=getattr(torch, DTYPES[dtype]),
+            dtype=getattr(torch, name),
             max_shard_size=max_shard_size,
             config=config,
         )
-    answer(as_json, asdict(report), lambda: [str(report)])
+    has_config = (output / "config.json").is_file()
+    note = "" if has_config else "No config.json was written: --config names the model whose config.json to take."
+    answer(as_json, asdict(report), lambda: [str(report), *([note] if note else [])])
 
 
 def report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -15,13 +16,21 @@ from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersion
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
+    from rich.text import Text
 
 YES, NO, USAGE, CHECKPOINT, UNSUPPORTED, FAILED = 0, 1, 2, 3, 4, 5
 """Exit codes: done, and the answer is yes; the answer is no, or something was found; unusable arguments or ds_config;
 an unusable checkpoint; an unsupported combination or release; any other error."""
 
-PIPE_WIDTH = 160
+PIPE_WIDTH = 100
 """Columns of tables that do not go to a terminal."""
+
+COLOURS = {
+    **dict.fromkeys(("fits", "as expected", "ok", "all ", "no problem"), "green"),
+    **dict.fromkeys(("does not fit", "gpu lacks", "host lacks", "problem"), "red"),
+    **dict.fromkeys(("no checksum", "note", "no verdict", "0 of"), "yellow"),
+}
+"""Colours of a cell or line, by how it begins. rich leaves them out where the output is no terminal."""
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A local folder or a Hub id.", show_default=False)]
 Subfolder = Annotated[str, typer.Option(help="Subfolder that holds the weights.")]
@@ -65,15 +74,25 @@ def answer(as_json: bool, value: Any, tables: Callable[[], Sequence[RenderableTy
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
     console = Console(highlight=False, soft_wrap=False, width=width)
     for part in tables():
-        console.print(part, markup=False)
+        is_line = isinstance(part, str)
+        console.print(_coloured(part) if isinstance(part, str) else part, markup=False, soft_wrap=is_line)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> Group:
-    """Return a table below a title; "" for no title. Columns named in `right` are flush right and never wrapped."""
+    """Return a table below a title; "" for no title. Columns named in `right` are flush right and never wrapped.
+
+    A column without any value is left out.
+    """
     from rich import box
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
+
+    rows = list(rows)
+    if columns and rows:
+        kept = [any(cells) for cells in zip(*rows, strict=True)]
+        columns = list(itertools.compress(columns, kept))
+        rows = [list(itertools.compress(row, kept)) for row in rows]
 
     made = Table(box=box.SIMPLE_HEAD if columns else None, pad_edge=False, show_header=bool(columns))
     if not columns:  # names and values
@@ -81,11 +100,20 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
         made.add_column(overflow="fold")
     for column in columns:
         is_right = column in right
-        made.add_column(column, justify="right" if is_right else "left", no_wrap=is_right, overflow="fold")
+        made.add_column(
+            column, justify="right" if is_right else "left", no_wrap=is_right or column == "file", overflow="fold"
+        )
     for row in rows:
-        made.add_row(*(Text(printable(cell)) for cell in row))
+        made.add_row(*map(_coloured, row))
     # The title has a line of its own: rich would wrap it to the width of the table.
     return Group(Text(printable(title), style="bold"), made) if title else Group(made)
+
+
+def _coloured(text: str) -> Text:
+    from rich.text import Text
+
+    colours = [colour for beginning, colour in COLOURS.items() if text.lower().startswith(beginning)]
+    return Text(printable(text), style=colours[0] if colours else "")
 
 
 def facts(title: str, values: Mapping[str, str]) -> Group:

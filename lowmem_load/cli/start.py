@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import traceback
+from importlib.metadata import version as distribution_version
 from types import FrameType
 from typing import Annotated
 
@@ -29,9 +30,19 @@ app = typer.Typer(
 )
 
 
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"lowmem-load {distribution_version('lowmem-load')}")
+        raise typer.Exit
+
+
 @app.callback()
-def lowmem_load() -> None:
-    """Load Hugging Face models straight into DeepSpeed ZeRO-3 partitions.
+def lowmem_load(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Load Hugging Face models straight into DeepSpeed ZeRO-3 partitions and FSDP2 shards.
 
     Exit codes: 0 done, and the answer is yes; 1 the answer is no (does not fit, differs, found a problem); 2 unusable
     arguments or ds_config; 3 unusable checkpoint; 4 not supported; 5 another error; 130 interrupted. `run` has the
@@ -57,9 +68,11 @@ def run(
     Every process that it starts is switched on too.
 
     This is like `lowmem_load.install()` at the top of the training script: models load straight into partitions while
-    ZeRO-3 is active in transformers. Nothing else changes.
+    ZeRO-3 or FSDP2 (accelerate, `fsdp_version: 2`) is active. Nothing else changes.
 
-    lowmem-load run -- llamafactory-cli train config.yaml
+    \b
+    lowmem-load run -- torchrun --nproc-per-node 8 train.py
+    lowmem-load run -- accelerate launch --config_file fsdp2.yaml train.py
     """
     # Replace this process, so that signals and the exit code are the command's own.
     try:

@@ -15,8 +15,10 @@ Written for deepspeed 0.16.4 to 0.19.8, `runtime/zero/partition_parameters.py`.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib.util
 import mmap
+import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -27,7 +29,9 @@ import deepspeed.comm as dist
 import torch
 from deepspeed import DeepSpeedConfig
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import groups
+from pydantic import ValidationError
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
@@ -199,8 +203,28 @@ def _check_by_deepspeed(ds_config: Mapping[str, Any], mpu: Any) -> None:
     try:
         DeepSpeedConfig(dict(ds_config), mpu)
     except Exception as error:  # of any class, since it does not check types
-        problem = f"{type(error).__name__}: {error}"
+        problem = _unknown_keys(error, ds_config) or f"{type(error).__name__}: {error}"
+        problem = re.sub(r"\n *For further information visit .*", "", problem)
         raise ConfigError(f"deepspeed {deepspeed.__version__} refuses the ds_config: {problem}") from error
+
+
+def _unknown_keys(error: Exception, ds_config: Mapping[str, Any]) -> str:
+    """Return which keys DeepSpeed does not have, with the nearest that it has; "" if that is not what is wrong."""
+    if not isinstance(error, ValidationError):
+        return ""
+    problems = error.errors()
+    if any(problem["type"] != "extra_forbidden" or len(problem["loc"]) != 1 for problem in problems):
+        return ""
+    texts = []
+    for problem in problems:
+        key = str(problem["loc"][0])
+        section = next(
+            (name for name, values in ds_config.items() if isinstance(values, Mapping) and key in values), ""
+        )
+        known = DeepSpeedZeroConfig.model_fields if section == "zero_optimization" else ()
+        near = difflib.get_close_matches(key, known, n=1)
+        texts.append(f"{section}.{key} is no key of DeepSpeed" + (f"; did you mean {near[0]}?" if near else ""))
+    return "\n".join(texts)
 
 
 def _zero_init(ds_config: Mapping[str, Any], group: Any, mpu: Any) -> Any:

@@ -21,6 +21,7 @@ from torch import nn
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.ds.ops import load_async_io
 from lowmem_load.errors import ConfigError
+from lowmem_load.text import size
 
 _SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
 
@@ -168,8 +169,8 @@ class Swapping:
             if nbytes < written:  # DeepSpeed would train on zeros
                 free = shutil.disk_usage(os.path.dirname(path)).free
                 raise ConfigError(
-                    f"offload_param.nvme_path: {path} has {nbytes} bytes after {written} were written to it ({free} "
-                    "bytes are free there); free space, or name another folder"
+                    f"offload_param.nvme_path: {path} has {nbytes} bytes after {written} were written to it "
+                    f"({size(free)} are free there); free space, or name another folder"
                 )
 
 

@@ -113,11 +113,17 @@ class Call:
         return model, info
 
     def describe(
-        self, context: Context, *, is_partitioned: bool, weights: Mapping[str, torch.Tensor] | None = None
+        self,
+        context: Context,
+        *,
+        is_partitioned: bool,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        is_quiet: bool = False,
     ) -> tuple[nn.Module, dict[str, Any]]:
         """Run it on symbolic tensors: return a model of expressions and the loading info. `run` may be called after.
 
-        `weights` take the place of those in its files.
+        `weights` take the place of those in its files. With `is_quiet`, transformers says errors alone: its report of a
+        load is the same on all ranks.
         """
         refuse_foreign(self.name, self.kwargs)
         subfolder = self.kwargs.get("subfolder") or ""
@@ -136,7 +142,7 @@ class Call:
         }
         with (
             ordinary_path(),
-            quiet(logging.NOTSET if self._from_config is None else logging.ERROR),  # of a config: all are missing
+            quiet(logging.ERROR if is_quiet or self._from_config is not None else logging.NOTSET),
             _modules_counted(self.name),
             described_quantizers(is_partitioned=is_partitioned),
             replaced(handlers),

@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 import transformers
 
 from lowmem_load import foreign_names
@@ -56,6 +57,17 @@ def dequantizing(name: str, kwargs: Mapping[str, Any]) -> Any:
         what = "is not quantized" if method is None else f"is quantized by {method!r}"
         raise UnsupportedError(f"{name}: {what}; loaded dequantized can be {', '.join(_CONFIGS)}")
     return getattr(transformers, _CONFIGS[method])(dequantize=True)
+
+
+def four_bit_config(dtype: torch.dtype) -> Any:
+    """Return the `quantization_config` of QLoRA for DeepSpeed's dtype: nf4, with quantized scales."""
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,  # the scales are whole on every rank
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,
+    )
 
 
 @contextlib.contextmanager

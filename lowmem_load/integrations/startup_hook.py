@@ -119,7 +119,7 @@ def _print_on_rank_0(text: str) -> None:
 
 def _print_summary(report: LoadReport) -> None:
     if report.rank == 0:
-        _print(report.summary())
+        _print(str(report))
 
 
 def _print(text: str) -> None:

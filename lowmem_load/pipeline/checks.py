@@ -128,8 +128,8 @@ def memory_uses(rank: int, plan: LoadPlan, described: Described, num_threads: in
 def check_room(name: str, uses: Sequence[Sequence[Use]]) -> None:
     """Raise ConfigError, which names each file system that is too full, unless all that the ranks will write fits."""
     problems = [
-        f"{use.place}: rank(s) {writers} will write {use.needed_bytes} bytes to its file system, and {use.free_bytes} "
-        "are free there"
+        f"{use.place}: rank(s) {writers} will write {size(use.needed_bytes)} to its file system, and "
+        f"{size(use.free_bytes)} are free there"
         for writers, use in _too_large(uses)
     ]
     if problems:

@@ -60,8 +60,9 @@ def describe(
     *,
     holds_values: bool,
     weights: str | None = None,
+    is_quiet: bool = False,
 ) -> Described:
-    """Run a `from_pretrained` on symbolic tensors. Local.
+    """Run a `from_pretrained` on symbolic tensors, with `is_quiet` without transformers' report. Local.
 
     Missing parameters are initialised with `holds_values`, else only noted. `weights` is the folder of a training
     checkpoint, whose weights take the place of those that the call names.
@@ -87,7 +88,7 @@ def describe(
     initialiser = Initialiser(reads.now, None if holds_values else reads.note)
     context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading)
     of_training = {} if weights is None else {"weights": _training_weights(weights, executor, context)}
-    model, info = call.describe(context, is_partitioned=settings.stage == 3, **of_training)
+    model, info = call.describe(context, is_partitioned=settings.stage == 3, is_quiet=is_quiet, **of_training)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     descriptions = {file.path: file for file in context.files.values()}
     _, resolved, target = prepare(model)

@@ -175,7 +175,7 @@ class Load:
             if report.rank == 0:
                 warnings.warn(f"{described.name}: {report.notes[-1]}", stacklevel=outside_level())
         setattr(described.model, REPORT_ATTRIBUTE, report)
-        logger.info("%s", report.summary())
+        logger.info("%s", report)
         write_report(report)
         if self.options.on_load is not None:
             self.options.on_load(report)
@@ -239,6 +239,7 @@ class Load:
                 executor,
                 holds_values=True,
                 weights=self.options.weights,
+                is_quiet=self.ranks.rank != 0,
             )
             commits = sorted({commit_in(file.path) for file in described.files} - {""})
             info = {key: fingerprint(sorted(map(str, keys))) for key, keys in described.info.items()}

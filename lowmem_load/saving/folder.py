@@ -29,6 +29,7 @@ from typing import Any
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.saving.writer import FileLayout
+from lowmem_load.text import size
 
 PROBE = ".lowmem_load_probe"
 """File by which ranks tell that they see one folder. It marks the staging folder of a save that has not ended."""
@@ -98,8 +99,8 @@ def make_staging(targets: Sequence[str], files: Sequence[FileLayout]) -> Staging
         if free_bytes < needed_bytes:
             beside = " beside the former files, which stay until the new ones are complete" if target.is_dir() else ""
             raise ConfigError(
-                f"{target}: needs {needed_bytes} bytes{beside}, but {free_bytes} are free; nothing was written. Free "
-                "space, remove the former files first, or save to another folder"
+                f"{target}: needs {size(needed_bytes)}{beside}, but {size(free_bytes)} are free; nothing was written. "
+                "Free space, remove the former files first, or save to another folder"
             )
         staging.path.mkdir()
         try:

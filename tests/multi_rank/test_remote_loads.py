@@ -751,7 +751,7 @@ def keep_secrets(place: Place, path: str) -> None:
         for each in (model, again):
             report = load_report(each)
             assert each.config.name_or_path == each.name_or_path == report.name == url
-            texts += [str(report), repr(report), report.summary(), str(each.config), repr(each)]
+            texts += [str(report), repr(report), str(each.config), repr(each)]
         for act in (load, stream):
             texts.append(error_of(functools.partial(act, names[1])))
             place.set(gone=True, repeats=True)

@@ -81,6 +81,27 @@ def test_streamed_is_as_stock_with_less_memory(
     assert_same_weights(*final)
 
 
+def train_fsdp2(argv: list[str]) -> list[float]:
+    """Rank function."""
+    losses: list[float] = import_example("trainer_fsdp2").main(argv)
+    return losses
+
+
+@pytest.mark.slow
+def test_fsdp2_is_as_stock(models: dict[str, Path], tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate.utils")
+    if not hasattr(accelerate, "fsdp2_prepare_model"):
+        pytest.skip("this release of accelerate has no FSDP2")
+    losses = {}
+    for switches in ([], ["--stock"]):
+        folder = tmp_path / "-".join(["out", *switches])
+        argv = ["--model", str(models["tiny"]), "--output", str(folder), "--steps", "3", *switches]
+        losses[folder] = run_ranks(train_fsdp2, argv, timeout_s=TIMEOUT_S)
+    (streamed, stock) = losses
+    assert losses[streamed] == losses[stock] and len(losses[stock][0]) == 3
+    assert_same_weights(weights(streamed), weights(stock))
+
+
 def train_in_parts(script: str, switches: list[str], model: str, out: str) -> None:
     """Rank function: 4 steps at once; 2 steps, then 2 more after a resume."""
     from accelerate.state import AcceleratorState

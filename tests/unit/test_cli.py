@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import lowmem_load
 from lowmem_load.integrations.startup_hook import FOLDER, SWITCH
 from tests.ranks import REPO
 
@@ -33,6 +35,11 @@ def test_the_subcommands_are_listed(arguments: list[str]) -> None:
     found = run(*arguments)
     assert "Usage: lowmem-load [OPTIONS] COMMAND" in found.stdout + found.stderr
     assert "  run  " in found.stdout + found.stderr
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert run("--version").stdout == f"lowmem-load {lowmem_load.__version__}\n"
+    assert lowmem_load.__version__ == version("lowmem-load")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer import BadParameter
 
 import lowmem_load
@@ -63,9 +64,9 @@ def test_plan_of_a_mesh_states_the_figures_of_a_ranks_plan(answer: Answer, llama
     names = ("needed_bytes", "read_bytes", "num_reads")
     assert {name: found["costs"][name] for name in names} == {name: getattr(plan.costs, name) for name in names}
     needs = [need["needed_bytes"] for need in found["needs"] if "reads" not in need["what"]]
-    assert needs[0] == plan.partition_bytes and needs[0] < min(needs[1:])
-    assert found["about"]["job"] == "8 ranks on one node: fsdp_size 4, tp_size 2"
-    assert found["about"]["planned for"] == "full training under FSDP2, on GPUs"
+    assert needs[0] == plan.partition_bytes < needs[-1]
+    assert (found["about"]["job"], found["about"]["mesh"]) == ("8 ranks on one node", "fsdp_size 4, tp_size 2")
+    assert found["about"]["planned for"] == "full training under FSDP2, on GPUs (cuda)"
     code, found = answer("plan", llama, "--fsdp", 4, "--device-memory", "1kB", "--json")
     assert (code, found["fits"]) == (1, False)
 
@@ -116,13 +117,13 @@ def test_plan_ends_with_a_verdict(
 def test_plan_says_first_what_it_plans_for(answer: Answer, llama: Path, ds_config: Path) -> None:
     asked = ("plan", llama, "--ds-config", ds_config, "--world-size", 12)
     code, text = answer(*asked)
-    assert code == 0 and "No verdict: give --host-memory." in text, "DS_ACCELERATOR is cpu"
+    assert code == 0 and "No verdict: name --host-memory." in text, "DS_ACCELERATOR is cpu"
     head = text.splitlines()[1:5]
     assert "full training under ZeRO-3, on CPUs: all memory is host memory" in head[0] and "DS_ACCELERATOR" in head[0]
     assert "12 ranks on 2 nodes of 8" in head[3]
     text = answer(*asked, "--accelerator", "cuda", "--device-memory", "80GiB")[1]
-    assert "full training under ZeRO-3, on GPUs" in text.splitlines()[1]
-    assert "Fits what is known (--host-memory is not given); the smallest" in text
+    assert "full training under ZeRO-3, on GPUs (cuda)" in text.splitlines()[1]
+    assert "Fits what is known (--host-memory is not named); the smallest" in text
 
 
 @pytest.mark.parametrize(
@@ -144,10 +145,16 @@ def test_plan_refuses(options: list[str], message: str, answer: Answer, llama: P
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--fsdp", 2, "--ds-config", "ds.json"], "for ZeRO-3, or --fsdp"),
+        (["--fsdp", 2, "--ds-config", "ds.json"], "or --fsdp for FSDP2"),
         (["--fsdp", 2, "--tp", 2, "--world-size", 2], "--world-size 2: the mesh has 4 ranks"),
         *((["--ds-config", "ds.json", "--world-size", 2, name, 2], "go with --fsdp") for name in OF_MESHES),
-        (["--fsdp", 2, "--host-memory", "1TiB"], "--host-memory: what FSDP2 needs of it is not estimated"),
+        (["--fsdp", 2, "--four-bit", "--lora-rank", 4], "--four-bit: FSDP2 leaves quantized weights"),
+        (["--fsdp", 2, "--offload", "optimizer"], "--offload: FSDP2 offloads all or none"),
+        (["--world-size", 2, "--four-bit"], "name --lora-rank"),
+        (["--world-size", 2, "--offload", "disk"], "--offload: expected none, optimizer or all"),
+        (["--world-size", 2, "--trainable", "lots"], "--trainable: expected a share"),
+        (["--world-size", 2, "--compare"], "--compare: name --host-memory"),
+        (["--world-size", 2, "--gradient-checkpointing"], "changes activations; name --tokens"),
         (["--fsdp", 2, "--accelerator", "cpu"], "--accelerator: FSDP2 is planned for GPUs"),
         # DS_ACCELERATOR is cpu here, as docs/start.md has it.
         (["--ds-config", "ds.json", "--world-size", 2, "--device-memory", "80GiB"], "on CPUs all memory is host"),
@@ -167,6 +174,51 @@ def test_plan_of_a_mesh_takes_a_world_size_that_fits_and_dequantizes(answer: Ans
     assert answer(*asked)[0] == 0
     with pytest.raises(UnsupportedError, match="is not quantized"):
         answer(*asked, "--dequantize")
+
+
+COMPARED = [
+    (["--world-size", 2, "--accelerator", "cuda"], ["full"] * 3 + ["LoRA r16"] * 2 + ["QLoRA r16"] * 2),
+    (["--fsdp", 2], ["full"] * 2 + ["LoRA r16"] * 2),
+]
+
+
+@pytest.mark.parametrize(("sharding", "ways"), COMPARED)
+def test_plan_compares_ways_to_train(sharding: list[Any], ways: list[str], answer: Answer, llama: Path) -> None:
+    pytest.importorskip("bitsandbytes" if "--fsdp" not in sharding else "transformers.distributed")
+    limits = ("--host-memory", "1TiB", "--device-memory", "24MiB")
+    code, rows = answer("plan", llama, *sharding, *limits, "--compare", "--json")
+    assert [row["training"] for row in rows] == ways
+    assert code == (0 if any(row["fits"] for row in rows) else 1)
+    needed = [{need["what"]: need["needed_bytes"] for need in row["needs"]} for row in rows]
+    training = [needs["device memory of a GPU in training"] for needs in needed]
+    offloaded = ways.count("full") - 1
+    assert training[0] > training[offloaded] and training[0] > training[offloaded + 1] > training[offloaded + 2]
+    text = answer("plan", llama, *sharding, *limits, "--compare")[1]
+    assert text == answer("plan", llama, *sharding, *limits, "--compare")[1]
+    assert "fits from" in text and "LoRA r16" in text
+
+
+def test_plan_counts_adapters_and_activations(answer: Answer, llama: Path) -> None:
+    asked = ("plan", llama, "--world-size", 2, "--accelerator", "cuda")
+
+    def device_training(*options: Any) -> int:
+        (nbytes,) = (
+            need["needed_bytes"]
+            for need in answer(*asked, *options, "--json")[1]["needs"]
+            if need["what"] == "device memory of a GPU in training"
+        )
+        return int(nbytes)
+
+    adapters = [device_training("--lora-rank", rank) for rank in (1, 2, 3)]
+    config = LlamaConfig.from_pretrained(llama)
+    linears = [module for module in LlamaForCausalLM(config).model.modules() if isinstance(module, torch.nn.Linear)]
+    elements = sum(linear.in_features + linear.out_features for linear in linears)
+    assert adapters[2] - adapters[1] == adapters[1] - adapters[0] == elements * (2 + 4 + 12) // 2
+    with_tokens = [
+        device_training("--lora-rank", 1, "--tokens", 8, *more) for more in ([], ["--gradient-checkpointing"])
+    ]
+    assert with_tokens[0] > with_tokens[1] > adapters[0]
+    assert device_training("--offload", "all") < device_training("--trainable", "50%") < device_training()
 
 
 @pytest.mark.parametrize(("key", "value"), [("stage", 2), ("mics_shard_size", 2)])
@@ -280,7 +332,24 @@ def test_verify_distinguishes_files_with_and_without_checksums(answer: Answer, l
     assert (code, [check["is_proven"] for check in found]) == (common.NO, [False] * len(sums))
     (folder / "SHA256SUMS").write_text("".join(sums))
     code, text = answer("verify", folder)
-    assert code == 0 and "as expected" in text
+    assert code == 0 and "as expected" in text and f"All verified: {len(sums)} file" in text
+    assert all(line.strip() in text for line in sums), "digests can be copied"
+    (folder / "SHA256SUMS").unlink()
+    code, text = answer("verify", folder)
+    assert code == common.NO and f"0 of {len(sums)} file" in text and "sha256sum *.safetensors > SHA256SUMS" in text
+
+
+def test_verdicts_are_coloured_on_terminals_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown() -> str:
+        common.answer(False, None, lambda: [table("", ("verdict", "empty"), [("fits", ""), ("does not fit", "")])])
+        return capsys.readouterr().out
+
+    assert "\x1b[" not in shown() and "empty" not in shown()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert "\x1b[32mfits" in shown() and "\x1b[31mdoes not fit" in shown()
 
 
 def test_errors_have_their_exit_codes(

@@ -63,7 +63,11 @@ def test_the_folder_is_what_save_pretrained_writes(
     for path in expected.glob("*.safetensors"):
         assert path.read_bytes() == (made / path.name).read_bytes()
     if world_size == 1:
-        app(["consolidate", str(tmp_path / "saved"), str(tmp_path / "by-command")], standalone_mode=False)
+        asked = ["consolidate", str(tmp_path / "saved"), str(tmp_path / "by-command"), "--dtype", "torch.float32"]
+        app(asked, standalone_mode=False)
+        with pytest.raises(ConfigError, match="by-command: is not empty; name another folder, or pass --overwrite"):
+            app(asked, standalone_mode=False)
+        app([*asked, "--overwrite"], standalone_mode=False)
         assert tensors_in(tmp_path / "by-command").keys() == tensors_in(made).keys()
     index = "model.safetensors.index.json"
     assert json.loads((made / index).read_text()) == json.loads((expected / index).read_text())

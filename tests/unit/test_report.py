@@ -19,7 +19,7 @@ from lowmem_load import phases as phases_module
 from lowmem_load import report as report_module
 from lowmem_load.cli.start import app
 from lowmem_load.errors import ConfigError
-from lowmem_load.phases import Memory, host_memory
+from lowmem_load.phases import Memory, host_memory, progress_bar
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import Destination, LoadPlan, PlannedFile, SlowPath, TargetPlan
 from lowmem_load.planning.planner import Planner
@@ -226,11 +226,6 @@ def test_the_text_holds_the_figures() -> None:
         "  host memory: 5.00 MiB above the start at the peak",
         "  seconds: describe 1.23, plan 0.50",
     ]
-    assert report.summary() == (
-        "some/model: rank 3 of 8: read 2.50 MiB of 12.0 MiB in the files, 1.00 MiB needed, 17 reads; "
-        "holds 1.50 MiB of 12.0 MiB partitioned; host memory 5.00 MiB above the start at the peak; "
-        "model 291 parameters, 6.74 B elements, bfloat16"
-    )
 
 
 def test_what_a_mesh_shards_is_called_shards() -> None:
@@ -265,7 +260,6 @@ def test_what_only_some_loads_have_is_said_of_those() -> None:
         "  slow paths: slow.weight",
         "  notes: stock rounds; 3 reads again",
     ]
-    assert report.summary().endswith("; notes stock rounds; 3 reads again")
 
 
 # -- reports beyond one rank: as files, and joined ---------------------------------------------------------------------
@@ -358,3 +352,19 @@ def test_the_command_joins_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert medians.split() == ["median", "0.50", "s", "2.50", "s", "3.00", "MiB", "3", "14.0", "MiB"]
     app(["report", str(tmp_path / "0.json"), "--json"], standalone_mode=False)
     assert [rank["rank"] for rank in json.loads(capsys.readouterr().out)[0]["ranks"]] == [0]
+
+
+def test_a_long_load_writes_lines_to_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = iter([0.0, 10.0, 31.0, 40.0, 61.5])
+    monkeypatch.setattr("lowmem_load.phases.time.monotonic", lambda: next(seconds))
+    with progress_bar(4 << 30, "Loading partitions", None, 0) as update:
+        for _ in range(4):
+            update(31 << 20)
+    assert capsys.readouterr().err.splitlines() == [
+        "lowmem_load: Loading partitions of rank 0: 62.0 MiB of 4.00 GiB, 2.00 MiB/s, about 2017 s left",
+        "lowmem_load: Loading partitions of rank 0: 124.0 MiB of 4.00 GiB, 2.02 MiB/s, about 1970 s left",
+    ]
+    for is_wanted, rank in ((False, 0), (None, 1)):
+        with progress_bar(1 << 30, "Loading partitions", is_wanted, rank) as update:
+            update(1)
+    assert capsys.readouterr().err == ""

@@ -39,8 +39,8 @@ def test_ranks_that_share_a_file_system_add_up() -> None:
     with pytest.raises(ConfigError) as caught:
         check(use(6, 11), use(8, 10, "node1"), use(6, 12, folder="/nvme/2"), [], use(4, 3, "node2", "/other"))
     assert str(caught.value) == (
-        "model: offload_param.nvme_path: /nvme: rank(s) 0, 2 will write 12 bytes to its file system, and 11 are free "
-        "there; /other: rank(s) 4 will write 4 bytes to its file system, and 3 are free there. Free space, or name "
+        "model: offload_param.nvme_path: /nvme: rank(s) 0, 2 will write 12 B to its file system, and 11 B are free "
+        "there; /other: rank(s) 4 will write 4 B to its file system, and 3 B are free there. Free space, or name "
         "another folder; nothing has been read yet"
     )
 
