@@ -39,6 +39,7 @@ html_theme = "furo"
 html_title = f"lowmem_load {release}"
 html_static_path = ["site/static"]
 html_css_files = ["site.css"]
+html_js_files = ["copy.js"]
 html_extra_path = ["site/index.html"]  # the root of the site leads to its first page
 html_copy_source = False
 html_show_sphinx = False
