@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from contextvars import ContextVar
 
+from lowmem_load.errors import ConfigError
 from lowmem_load.replaced import holding
+
+PATIENCE_S = 30.0
+"""Seconds that a thread waits for another one to build a model. The largest models take a second."""
+
+constructors: list[object] = []
+"""One object for each constructor of a model that runs in the thread that loads."""
 
 _LOCK = threading.RLock()
 
@@ -14,9 +22,25 @@ _IS_LOADING: ContextVar[bool] = ContextVar("lowmem_load_is_loading", default=Fal
 """Whether a load runs. Calls that the model's own code makes are part of it."""
 
 
-def load_lock() -> contextlib.AbstractContextManager[bool]:
-    """Return the lock that one thread holds while it loads or saves. That thread may take it again."""
-    return _LOCK
+@contextlib.contextmanager
+def load_lock() -> Iterator[None]:
+    """Have one thread load or save at a time. That thread may take the lock again.
+
+    Raises ConfigError if the other thread stays in one constructor, which may wait for this thread.
+    """
+    before: list[object] = []
+    while not _LOCK.acquire(timeout=PATIENCE_S):
+        now = constructors[:1]
+        if now and now == before:
+            raise ConfigError(
+                "another thread of this process is loading, and has been in the constructor of its model for more than "
+                f"{PATIENCE_S:.0f} s; if that constructor waits for this thread, let it load without a thread"
+            )
+        before = now
+    try:
+        yield
+    finally:
+        _LOCK.release()
 
 
 def is_loading() -> bool:

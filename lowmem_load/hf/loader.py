@@ -26,7 +26,7 @@ from lowmem_load.foreign_names import ForeignName
 from lowmem_load.formats.index import check_index
 from lowmem_load.hf.collecting import collecting_handlers, symbolic_files
 from lowmem_load.hf.hub_files import HUB_KEYWORDS, has_file, hub_keywords
-from lowmem_load.hf.load_lock import inside_load, is_loading, load_lock
+from lowmem_load.hf.load_lock import constructors, inside_load, is_loading, load_lock
 from lowmem_load.hf.model_folder import MAX_QUOTED, check_config, files_explained, refuse_foreign
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.io.stand_ins import origin_of
@@ -185,7 +185,11 @@ def _build(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Handler:
             ordinary(model, *args, **kwargs)
             return
         try:
-            ordinary(model, *args, **kwargs)
+            constructors.append(object())
+            try:
+                ordinary(model, *args, **kwargs)
+            finally:
+                constructors.pop()
             check(model)
         except LowMemLoadError:
             raise

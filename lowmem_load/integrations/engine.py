@@ -24,9 +24,9 @@ from lowmem_load.hf.saver import SavedFile, recorded, symbolic_state
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.planning.expression import Source
 from lowmem_load.resume.load_checkpoint import load_checkpoint
-from lowmem_load.resume.open_checkpoint import saved_by
 from lowmem_load.saving.local_shards import unwrapped
 from lowmem_load.saving.save import ranks_of, save_described
+from lowmem_load.training_checkpoints.open_zero import saved_by
 
 
 @contextlib.contextmanager

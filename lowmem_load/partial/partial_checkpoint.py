@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowmem_load.errors import CheckpointError, listed
-
-REPLICATED_FILE = "lowmem_load_whole_states.pt"
-"""A file in the folder of the tag, next to DeepSpeed's. Its name must not change, or older checkpoints do not load."""
+from lowmem_load.errors import CheckpointError
+from lowmem_load.training_checkpoints.zero_checkpoint import REPLICATED_FILE
 
 FORMAT = 1
 
@@ -43,25 +41,6 @@ def _plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_plain(item) for item in value)
     return value
-
-
-def find_folder(folder: str | os.PathLike[str], tag: str | None) -> str | None:
-    """Return the folder of a tag. Without a tag, the file `latest` names it; None if that is not there."""
-    root, named_by = os.fspath(folder), "tag"
-    if tag is None:
-        path, named_by = os.path.join(root, "latest"), "latest"
-        if not os.path.isfile(path):
-            return None
-        with open(path, encoding="utf-8", errors="replace") as file:
-            tag = file.read(4096).strip()
-    tag = str(tag)
-    path_of_tag = os.path.join(root, tag)
-    if tag in ("", os.curdir, os.pardir) or os.path.basename(tag) != tag or not os.path.isdir(path_of_tag):
-        there = sorted(entry.name for entry in os.scandir(root) if entry.is_dir()) if os.path.isdir(root) else []
-        raise CheckpointError(
-            f"{root}: no checkpoint {tag!r}, which {named_by!r} names; there are: {listed(there) or 'none'}"
-        )
-    return path_of_tag
 
 
 def load_replicated(folder: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.ds.engine import PartitionedPart, optimizer_over, scheduler_class
 from lowmem_load.ds.zero3_target import mark
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
-from lowmem_load.partial.partial_checkpoint import find_folder, load_replicated, save_replicated
+from lowmem_load.partial.partial_checkpoint import load_replicated, save_replicated
 from lowmem_load.partial.replicated import (
     Average,
     PartialOptimizer,
@@ -27,6 +27,7 @@ from lowmem_load.partial.replicated import (
     options_of,
 )
 from lowmem_load.saving.local_shards import Wrapper
+from lowmem_load.training_checkpoints.zero_checkpoint import find_folder
 
 
 class PartialEngine(Wrapper):

@@ -98,19 +98,18 @@ def describe(
 
 def _training_weights(folder: str, executor: Executor, context: Context) -> dict[str, torch.Tensor]:
     """Return the weights of a training checkpoint by name; note its files."""
-    from lowmem_load.training_checkpoints.names import weights_in, without_adapters
-    from lowmem_load.training_checkpoints.open_state import open_state
+    from lowmem_load.training_checkpoints.open_model import open_model
 
-    state = open_state(folder, executor)
-    tensors, adapter = without_adapters(folder, weights_in(folder, state.tensors, None))
-    if adapter:
+    model = open_model(folder, executor)
+    if model.adapter:
         raise UnsupportedError(
             f"{folder}: holds an adapter; make a folder of it by `lowmem-load consolidate`, and load that"
         )
-    for file in state.files:
+    for file in model.files:
         whole = CheckpointFile(file.path, file.nbytes, file.digest, file.version, (), None, {}.__getitem__)  # type: ignore[arg-type]
         context.files[file.path] = whole
-    return {name: SymbolicTensor(tensor.whole, context.read_now) for name, tensor in tensors.items()}
+    values = {id(tensor): SymbolicTensor(tensor.whole, context.read_now) for tensor in model.tensors.values()}
+    return {name: values[id(tensor)].detach() for name, tensor in model.tensors.items()}  # tied names share a value
 
 
 class _Reads:

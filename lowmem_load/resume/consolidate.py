@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +20,9 @@ from lowmem_load.hf import saver
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import has_caches_apart
-from lowmem_load.partial.partial_checkpoint import find_folder
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.resume.copy_weights import CHUNK_BYTES, Copying, Values, read_chunks, step_of
-from lowmem_load.resume.open_checkpoint import open_checkpoint
-from lowmem_load.resume.zero_checkpoint import differences_of
+from lowmem_load.resume.copy_weights import CHUNK_BYTES, Copying, read_chunks, step_of
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.writer import (
     FileLayout,
@@ -36,39 +32,15 @@ from lowmem_load.saving.writer import (
     plan_writes,
 )
 from lowmem_load.training_checkpoints.adapter_config import adapter_config
-from lowmem_load.training_checkpoints.names import advice_on, weights_in, without_adapters
-from lowmem_load.training_checkpoints.open_state import companion, is_saved_state, open_state
+from lowmem_load.training_checkpoints.names import advice_on
+from lowmem_load.training_checkpoints.open_model import SavedModel, Values, open_model
+from lowmem_load.training_checkpoints.zero_checkpoint import differences_of
 
 BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*processor_config.json", "chat_template*")
 """Files beside a configuration that are copied into the folder: what Trainer writes for the tokenizer."""
 
 ADAPTER_FOLDER = "adapter"
 """Folder for the adapters of a checkpoint that has their base model, too."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A training checkpoint.
-
-    Attributes:
-        folder: that has its files.
-        tensors: of the model, under the names of its parameters and buffers.
-        own: names of tensors that are no other name of one that is there too.
-        dtype: of floating-point tensors in the new files, if the caller names none; None: as they are.
-        config: folder with the model's config.json, if it is known.
-        adapters: tensors of adapters, under the names by which PEFT saves them.
-        adapter_config: text of adapter_config.json.
-        num_masters: of the tensors, those that are the optimizer's fp32 values.
-    """
-
-    folder: str
-    tensors: Mapping[str, Values]
-    own: frozenset[str]
-    dtype: torch.dtype | None
-    config: str | None
-    adapters: Mapping[str, Values] = field(default_factory=dict)
-    adapter_config: str = ""
-    num_masters: int = 0
 
 
 def consolidate(
@@ -99,7 +71,8 @@ def consolidate(
         output_folder: made if it is not there.
         tag: of a checkpoint of DeepSpeed. None: the one that the file `latest` names.
         part: of the state dict, which is the model: "model", "ema". None: found by its name.
-        dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: as they were saved.
+        dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: as they were saved, and fp32
+            of a ZeRO checkpoint.
         max_shard_size: bytes, or text such as "5GB".
         config: folder with config.json, or name of a model on the Hub. The parameters are named as `save_pretrained`
             of that model names them. None: the config.json in the checkpoint or beside it, if there is one. False, or
@@ -131,14 +104,15 @@ def consolidate(
         if ranks is not None:
             stack.enter_context(ranks.session("consolidate"))
         with step_of(ranks, "planning", report) as step, report.phase("plan"):
-            opened = _open(os.fspath(checkpoint_folder), tag, part, executor, config)
-            files = _describe(opened, scratch, executor, config, dtype or opened.dtype, max_shard_size)
+            model = open_model(os.fspath(checkpoint_folder), executor, tag=tag, part=part)
+            in_files = dtype or (torch.float32 if model.num_masters else None)
+            files = _describe(model, scratch, executor, config, in_files, max_shard_size)
             writes = plan_writes(files)
             target = folders.find_target(output_folder)
             step.digest = {"dtype": repr(dtype), "files": digest_of(files)}
             step.payload = target, node_name(rank)
         targets, nodes = zip(*(step.payloads or [(target, "")]), strict=True)
-        work = Copying(ranks, files, writes, {**opened.tensors, **opened.adapters}, report)
+        work = Copying(ranks, files, writes, {**model.tensors, **model.adapter}, report)
         with work.staging(targets) as staging:
             work.write(staging, executor, progress, past_cache=len(set(nodes)) > 1 and has_caches_apart(target))
             with step_of(ranks, "renaming", report), report.phase("rename"):
@@ -146,50 +120,15 @@ def consolidate(
                     folders.put_beside(staging, scratch)
                     folders.commit(staging, [file.name for file in files])
     report.files = {file.name: file.nbytes for file in files}
-    report.num_masters = opened.num_masters
+    report.num_masters = model.num_masters
     return report
-
-
-# -- opening -----------------------------------------------------------------------------------------------------------
-
-
-def _open(
-    folder: str, tag: str | None, part: str | None, executor: Executor, config: str | os.PathLike[str] | bool | None
-) -> _Opened:
-    if tag is None and not os.path.isfile(os.path.join(folder, "latest")) and is_saved_state(folder):
-        return _open_state(folder, part, executor, config)
-    if part is not None:
-        raise ConfigError(f"{folder}: part={part!r} names a part of torch's state dicts; a ZeRO checkpoint has tags")
-    tagged = find_folder(folder, tag)
-    if tagged is None:
-        return _open_state(folder, part, executor, config)  # its error says what is there
-    checkpoint = open_checkpoint(tagged, executor)
-    tensors: dict[str, Values] = {**checkpoint.replicated, **checkpoint.of_module}
-    own = frozenset(checkpoint.parameters)
-    tensors |= {name: tensors[other] for name, other in checkpoint.shared.items() if other in tensors}
-    num_masters = sum(saved.group is not None for saved in checkpoint.parameters.values())
-    beside = folder if os.path.isfile(os.path.join(folder, "config.json")) else None
-    return _Opened(tagged, tensors, own, torch.float32, beside, num_masters=num_masters)
-
-
-def _open_state(
-    folder: str, part: str | None, executor: Executor, config: str | os.PathLike[str] | bool | None
-) -> _Opened:
-    state = open_state(folder, executor)
-    tensors, adapters = without_adapters(state.folder, weights_in(state.folder, state.tensors, part))
-    text = ""
-    if adapters:
-        also = None if config is None or isinstance(config, bool) else os.fspath(config)
-        text = adapter_config(state, adapters, also)
-    config_folder = companion(state, "config.json")
-    return _Opened(state.folder, tensors, frozenset(tensors), None, config_folder, adapters, text)
 
 
 # -- what the files of the new folder are ------------------------------------------------------------------------------
 
 
 def _describe(
-    opened: _Opened,
+    saved_model: SavedModel,
     scratch: Path,
     executor: Executor,
     config: str | os.PathLike[str] | bool | None,
@@ -198,18 +137,20 @@ def _describe(
 ) -> list[FileLayout]:
     """Return the files of weights; write the others to `scratch`."""
     saved: list[saver.SavedFile] = []
-    sources = _sources(opened.tensors)
-    config = opened.config if config is None else config
-    if sources and config and not isinstance(config, bool):
-        saved = _as_saved_by_transformers(opened, sources, scratch, executor, config, dtype, max_shard_size)
+    sources = _sources(saved_model.tensors)
+    named = None if isinstance(config, bool) else config
+    config = saved_model.companion("config.json") if config is None else named
+    if sources and config:
+        saved = _as_saved_by_transformers(saved_model, sources, scratch, executor, config, dtype, max_shard_size)
     elif sources:
         saved = saver.describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)
-    if opened.adapters:
+    if saved_model.adapter:
+        text = adapter_config(saved_model, None if named is None else os.fspath(named))
         place = scratch / ADAPTER_FOLDER if sources else scratch
         place.mkdir(exist_ok=True)
-        (place / "adapter_config.json").write_text(opened.adapter_config, encoding="utf-8")
+        (place / "adapter_config.json").write_text(text, encoding="utf-8")
         name = (place / "adapter_model.safetensors").relative_to(scratch).as_posix()
-        saved.append(saver.plain_file(name, _sources(opened.adapters), dtype))
+        saved.append(saver.plain_file(name, _sources(saved_model.adapter), dtype))
     return [lay_out_saved(file, scratch) for file in saved]
 
 
@@ -218,7 +159,7 @@ def _sources(tensors: Mapping[str, Values]) -> dict[str, Source]:
 
 
 def _as_saved_by_transformers(
-    opened: _Opened,
+    saved_model: SavedModel,
     sources: Mapping[str, Source],
     scratch: Path,
     executor: Executor,
@@ -228,7 +169,7 @@ def _as_saved_by_transformers(
 ) -> list[saver.SavedFile]:
     with load_lock():
         model = _model_of(config, sources)
-        _check_ties(model, opened, config, executor)
+        _check_ties(model, saved_model.tensors, config, executor)
         named = (*model.named_parameters(), *model.named_buffers())
         of_model = {id(tensor): sources[name] for name, tensor in named if name in sources}
         saver.give_dtypes(
@@ -267,14 +208,16 @@ def _differences(model: nn.Module, sources: Mapping[str, Source]) -> str:
     return differences_of(shapes, expected, set(sources) - set(state), "model")
 
 
-def _check_ties(model: nn.Module, opened: _Opened, config: str | os.PathLike[str], executor: Executor) -> None:
+def _check_ties(
+    model: nn.Module, tensors: Mapping[str, Values], config: str | os.PathLike[str], executor: Executor
+) -> None:
     """Raise CheckpointError where the model ties two parameters that the checkpoint has apart: one would be lost."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)
-        if other == name or not {name, other} <= opened.own:
+        if other == name or not {name, other} <= tensors.keys() or tensors[name] is tensors[other]:
             continue
-        if opened.dtype is not None or not _are_equal(opened.tensors[other], opened.tensors[name], executor):
+        if not _are_equal(tensors[other], tensors[name], executor):
             raise CheckpointError(
                 f"{other} and {name} are two parameters in the checkpoint, and one in a {type(model).__name__} as "
                 f"config {config} says: set tie_word_embeddings in it to false, or pass config=False"

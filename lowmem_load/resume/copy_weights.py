@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -16,34 +15,15 @@ from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import PlanError
 from lowmem_load.io.executor import Executor
 from lowmem_load.phases import progress_bar
-from lowmem_load.planning.expression import Expression, Shape
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.writer import FileLayout, SaveReport, Write, Writer, own_writes, total_bytes
 from lowmem_load.text import share
+from lowmem_load.training_checkpoints.open_model import Values
 
 CHUNK_BYTES = 32 << 20
 """Most bytes of a parameter that are in memory at a time."""
-
-
-class Values(Protocol):
-    """A whole tensor of a checkpoint, which can be read in parts."""
-
-    @property
-    def shape(self) -> Shape:
-        """Of the whole tensor."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its elements in the files."""
-
-    @property
-    def numel(self) -> int:
-        """Of the whole tensor."""
-
-    def part(self, elements: FlatRange) -> tuple[Expression, FlatRange]:
-        """Return an expression that has these elements, and where in it they are."""
 
 
 def step_of(

@@ -16,7 +16,6 @@ from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.io.memory import naming_shortage
-from lowmem_load.partial.partial_checkpoint import find_folder
 from lowmem_load.phases import progress_bar
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.planning.expression import cast
@@ -24,10 +23,16 @@ from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Fill
 from lowmem_load.report import Attempts, LoadReport
-from lowmem_load.resume.open_checkpoint import open_checkpoint
-from lowmem_load.resume.zero_checkpoint import FP32, Checkpoint, SavedParameter, differences_of
 from lowmem_load.saving.save import ranks_of
 from lowmem_load.text import fingerprint, share
+from lowmem_load.training_checkpoints.open_zero import open_checkpoint
+from lowmem_load.training_checkpoints.zero_checkpoint import (
+    FP32,
+    Checkpoint,
+    SavedParameter,
+    differences_of,
+    find_folder,
+)
 
 if TYPE_CHECKING:
     from lowmem_load.ds.engine_states import HeldParameter, Zero3State

@@ -63,11 +63,3 @@ def open_state(folder: str, executor: Executor) -> SavedState:
     if shard_files(place):
         return open_shards(place, executor)
     return open_rank_files(place, executor)
-
-
-def companion(state: SavedState, name: str) -> str | None:
-    """Return the folder that has a file about the model, such as config.json: the checkpoint's, or one near it."""
-    for folder in (state.folder, os.path.join(state.folder, "huggingface"), os.path.dirname(state.folder)):
-        if os.path.isfile(os.path.join(folder, name)):
-            return folder
-    return None

@@ -1,4 +1,4 @@
-"""resume/zero_checkpoint.py and open_checkpoint.py: what a checkpoint holds besides weights, and what is refused."""
+"""zero_checkpoint.py and open_zero.py: what a ZeRO checkpoint holds besides weights, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.io.executor import Executor, read_whole
-from lowmem_load.partial.partial_checkpoint import find_folder
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.resume.open_checkpoint import open_checkpoint, saved_by
-from lowmem_load.resume.zero_checkpoint import FP32
+from lowmem_load.training_checkpoints.open_zero import open_checkpoint, saved_by
+from lowmem_load.training_checkpoints.zero_checkpoint import FP32, find_folder
 from tests.zero2_checkpoint import save_zero2
 from tests.zero3_checkpoint import save_zero3
 

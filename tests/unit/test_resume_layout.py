@@ -1,4 +1,4 @@
-"""resume/zero_checkpoint.py: any range of any parameter is found in the files of any number of ranks."""
+"""training_checkpoints/zero_checkpoint.py: any range of any parameter is found in the files of any number of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowmem_load.planning.copies import plan_copies
 from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.proof import prove_coverage
 from lowmem_load.planning.ranges import FlatRange, partition_range
-from lowmem_load.resume.zero_checkpoint import FP32, group_numels, place_fragments, place_groups
+from lowmem_load.training_checkpoints.zero_checkpoint import FP32, group_numels, place_fragments, place_groups
 from tests.zero3_checkpoint import partitions, sub_groups
 
 SHAPES = {"a": (5, 7), "b": (1,), "scalar": (), "c": (13,), "d": (4, 3, 2), "e": (2,), "f": (64,)}

@@ -28,17 +28,18 @@ from lowmem_load.formats.inert_pickle import Tensor
 from lowmem_load.formats.plain_values import member, shown
 from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
 from lowmem_load.io.executor import Executor, read_whole
-from lowmem_load.partial.partial_checkpoint import REPLICATED_FILE, find_folder
 from lowmem_load.planning.expression import Shape, Source, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.ranges import partition_numel
-from lowmem_load.resume.zero_checkpoint import (
+from lowmem_load.training_checkpoints.zero_checkpoint import (
     COUNTERS,
     FP32,
+    REPLICATED_FILE,
     Checkpoint,
     SavedParameter,
     at,
     base_optimizer,
+    find_folder,
     group_numels,
     place_fragments,
     place_groups,

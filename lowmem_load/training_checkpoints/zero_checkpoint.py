@@ -29,14 +29,17 @@ from typing import Any
 
 import torch
 
-from lowmem_load.errors import CheckpointError
+from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.formats.inert_pickle import Foreign, Tensor
 from lowmem_load.formats.plain_values import plain
 from lowmem_load.formats.torch_zip import TorchObjects
 from lowmem_load.io.executor import Executor, read_whole
-from lowmem_load.planning.expression import Expression, Shape, Source, concat
+from lowmem_load.planning.expression import Expression, Shape, Source, concat, reshape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.ranges import FlatRange, partition_numel
+
+REPLICATED_FILE = "lowmem_load_whole_states.pt"
+"""A file in the folder of the tag, next to DeepSpeed's. Its name must not change, or older checkpoints do not load."""
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Entries of the model states that count steps."""
@@ -105,6 +108,11 @@ class SavedParameter:
     def dtype(self) -> torch.dtype:
         """Of the values."""
         return self.pieces[FP32].flats[0].dtype
+
+    @property
+    def whole(self) -> Expression:
+        """All of the values."""
+        return reshape(self.pieces[FP32].part(FlatRange(0, self.numel)), self.shape)
 
     def part(self, elements: FlatRange) -> tuple[Expression, FlatRange]:
         """Return an expression that has these elements of the values, and where in it they are."""
@@ -256,6 +264,25 @@ class Checkpoint:
             return read_whole(self._executor, file.expression(tensor, where))
 
         return read
+
+
+def find_folder(folder: str | os.PathLike[str], tag: str | None) -> str | None:
+    """Return the folder of a tag. Without a tag, the file `latest` names it; None if that is not there."""
+    root, named_by = os.fspath(folder), "tag"
+    if tag is None:
+        path, named_by = os.path.join(root, "latest"), "latest"
+        if not os.path.isfile(path):
+            return None
+        with open(path, encoding="utf-8", errors="replace") as file:
+            tag = file.read(4096).strip()
+    tag = str(tag)
+    path_of_tag = os.path.join(root, tag)
+    if tag in ("", os.curdir, os.pardir) or os.path.basename(tag) != tag or not os.path.isdir(path_of_tag):
+        there = sorted(entry.name for entry in os.scandir(root) if entry.is_dir()) if os.path.isdir(root) else []
+        raise CheckpointError(
+            f"{root}: no checkpoint {tag!r}, which {named_by!r} names; there are: {listed(there) or 'none'}"
+        )
+    return path_of_tag
 
 
 def base_optimizer(zero: Mapping[str, Any], path: str) -> Mapping[str, Any]:
