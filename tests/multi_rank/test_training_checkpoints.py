@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lowmem_load import DistributedInterface, consolidate
 from tests import builders
 from tests.ranks import run_ranks
+from tests.zero3_checkpoint import save_zero3
 
 BUILDERS: dict[str, Callable[[Path], Path]] = {
     "llama": builders.tiny_llama,
@@ -22,7 +23,7 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {
     "qwen2": builders.tiny_qwen2_tied,
     "llava": builders.tiny_llava,
 }
-LOADED = ("llama-shards", "llama-tp", "llama-tpbin", "llava-dcp", "mixtral-verl")
+LOADED = ("llama-zero", "llama-shards", "llama-tp", "llama-tpbin", "llava-dcp", "mixtral-verl")
 """Those that ranks load, into both engines."""
 
 TP_PLAN = {"q_proj": "col", "k_proj": "col", "v_proj": "col", "o_proj": "row", "gate_proj": "col", "down_proj": "row"}
@@ -82,6 +83,8 @@ def saved(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     folders = {name: build(checkpoints) for name, build in BUILDERS.items()}
     root = tmp_path_factory.mktemp("saved")
     run_ranks(save_all, folders, root, world_size=4, timeout_s=180)
+    masters = {name: value.detach().float() for name, value in model_of(folders["llama"]).named_parameters()}
+    save_zero3(root / "llama-zero", masters, world_size=4)
     return folders, root
 
 
@@ -100,9 +103,10 @@ def test_the_folder_is_that_of_save_pretrained(saved: tuple[dict[str, Path], Pat
     for name, folder in folders.items():
         model_of(folder).save_pretrained(tmp_path / name)
     kinds = checkpoints_in(root)
-    assert len(kinds) == 2 * len(folders) + 6
+    assert len(kinds) == 2 * len(folders) + 7
     for name, checkpoint in kinds:
-        report = consolidate(checkpoint, tmp_path / checkpoint.name, config=folders[name])
+        dtype = torch.bfloat16 if checkpoint.name == "llama-zero" else None  # its values are fp32
+        report = consolidate(checkpoint, tmp_path / checkpoint.name, config=folders[name], dtype=dtype)
         assert_same_folder(tmp_path / checkpoint.name, tmp_path / name)
         assert report.written_bytes > 0
 
@@ -144,6 +148,7 @@ def test_other_ranks_load_their_parts(saved: tuple[dict[str, Path], Path], tmp_p
     folders, root = saved
     shares = run_ranks(load_all, folders, root, tmp_path, world_size=3, timeout_s=240)
     for by_checkpoint in shares:
+        assert by_checkpoint.pop("llama-zero") < 0.72  # of fp32 values, a third
         assert max(by_checkpoint.values()) < 0.36, by_checkpoint  # a third, and padding
     for name in ("llama-dcp", "mixtral-verl"):
         model = name.partition("-")[0]
