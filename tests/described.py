@@ -37,7 +37,7 @@ class Call:
     build: Build
     name: str = "model"
 
-    def describe(self, context: Context, *, is_partitioned: bool) -> tuple[nn.Module, dict[str, Any]]:
+    def describe(self, context: Context, **_: bool) -> tuple[nn.Module, dict[str, Any]]:
         file = context.file(str(self.path), Safetensors())
         tensors = {name: SymbolicTensor(file.expression(name), context.read_now) for name in file.names}
         model = self.build(tensors, context)

@@ -13,6 +13,7 @@ from lowmem_load.distributed import environment
 from lowmem_load.ds.zero3_target import zero_init_disabled
 from lowmem_load.dtensor.sharded_target import Unfilled
 from lowmem_load.errors import ConfigError
+from lowmem_load.families.call import Call
 from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import on_host
 from lowmem_load.hf.load_lock import load_lock
@@ -68,7 +69,7 @@ def lazy(
     config = names.model_config(where, kwargs)
     cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
 
-    def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
+    def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
         executor = Executor(num_threads=min(MAX_THREADS, environment.cores(1)), open_source=open_file)
         try:
             return describe_lazily(call, executor, by_module=by_module, verify=verify)
@@ -81,7 +82,7 @@ def lazy(
 
 
 def describe_lazily(
-    call: loader.Call, executor: Executor, *, by_module: bool, verify: bool
+    call: Call, executor: Executor, *, by_module: bool, verify: bool
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the lazy model of a call of `from_pretrained`, and the loading info. Local."""
     report = LoadReport(call.name)

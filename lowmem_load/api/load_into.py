@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.request import Request, agree_on_request, name_text, path_text, stage_3
-from lowmem_load.config.settings import Settings
+from lowmem_load.api.request import Request, agree_on_request, make_load, name_text, path_text, stage_3
+from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, reshard, shard_fully
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, plain_name
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
+from lowmem_load.families.files import Rename
+from lowmem_load.families.modules import Build, ModuleCall, snapshot, stand_in_for
 from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import ordinary_path, transformers_models
 from lowmem_load.hf.load_lock import load_lock, outermost
@@ -36,40 +38,145 @@ from lowmem_load.symbolic.constructor import Constructor
 def load_into(
     model: nn.Module,
     name: str | os.PathLike[str],
+    ds_config: Any = None,
     *,
+    rename: Rename | None = None,
+    strict: bool = True,
+    initialize: bool = False,
+    leave: Collection[str] = (),
+    build: Build | None = None,
+    partition: Partition | None = None,
     dtype: str | torch.dtype | None = None,
     auto_class: str | type | None = None,
-    leave: Collection[str] = (),
     progress: bool | None = None,
     verify: bool = False,
     stream: bool = False,
     weights: str | os.PathLike[str] | None = None,
     **from_pretrained_kwargs: Any,
 ) -> LoadReport:
-    """Fill a sharded model from a checkpoint: each rank reads what its shards hold, into their memory.
+    """Fill a module from a checkpoint: each rank reads what its shards or partitions hold.
 
-    The caller has built a transformers model on the meta device, sharded it (`fully_shard`, `parallelize_module`,
-    expert parallelism, any mesh of DTensors), and given it memory by `to_empty`. It gets the values of an ordinary
-    `from_pretrained`; parameters that no file has get those that rank 0's random state gives. Parameters and buffers
-    keep their dtypes: values are cast as they are read.
+    Without a ds_config, the caller has built the module on the meta device, sharded it (`fully_shard`,
+    `parallelize_module`, expert parallelism, any mesh of DTensors), and given it memory by `to_empty`. With one, the
+    module is on the meta device, and its parameters become ZeRO-3 partitions.
 
-    `model` is the transformers model or a module that holds it: PEFT, torch.compile, activation checkpointing, one of
-    your own. `leave` names parameters and buffers that the caller fills: adapters, a new head, a vision tower beside
-    the transformers model, by their names in `model` or else in the transformers model. All that no file fills must be
-    named. `dtype` and `auto_class` are those of the ordinary load; None: those of the model. For the others, see
-    `load_model`. Returns the report of the load, as `load_report(model)` does.
+    **A transformers model**, or a module that holds one beside what `leave` names (PEFT, torch.compile, activation
+    checkpointing, one of your own), gets the values of an ordinary `from_pretrained`; parameters that no file has get
+    those that rank 0's random state gives. `dtype` and `auto_class` are those of that load; None: those of the model.
+
+    **Any other module**, or with `rename` (which may be {}) also such a one, gets the tensors that have the names of
+    its parameters and buffers, cast to their dtypes. `name` is a folder, a file or an index: safetensors, or files of
+    `torch.save` of which no code is run. Keywords `subfolder` and `variant` choose files of a folder. See
+    docs/own_module.md.
+
+    Args:
+        model: the module. Ties, dtypes, `requires_grad` and attributes of parameters stay.
+        name: of the checkpoint. For a transformers model, see `load_model`.
+        ds_config: see `load_model`.
+        rename: turns names of tensors in files into those of the module: a function (None leaves a tensor out), or a
+            mapping of regular expressions. None drops "model.", "module." and "state_dict." where all names begin so.
+        strict: whether tensors that the module lacks, and those of other shapes, are errors. One error lists all keys
+            that do not match.
+        initialize: whether modules initialise what no file has, by `reset_parameters` or the model's `_init_weights`,
+            equally on all ranks. Else it is an error.
+        leave: parameters and buffers that the caller fills, by their names in `model`, or in its transformers model.
+        build: builds the same module: it computes buffers that no file has, where the module has none of their values.
+        partition: with a ds_config, what to partition; see `load_model`.
+        dtype: see above.
+        auto_class: see above.
+        progress: see `load_model`, as for those below.
+        verify: compare every file with its checksum first.
+        stream: read a model on the Hub as one at a URL.
+        weights: a training checkpoint that has the weights.
+        **from_pretrained_kwargs: see above.
+
+    Returns:
+        The report of the load, as `load_report(model)` does.
 
     Collective: all ranks of the default process group. No weight crosses the network.
-    Memory: a staging buffer for each reading thread beside the model.
+    Memory: beside the model, a staging buffer for each reading thread.
 
     Raises:
         ConfigError: there is no process group, or an argument cannot be used.
         CheckpointError: the files cannot be used, or hold another model.
-        UnsupportedError: a placement or wrapper that cannot be filled; a parameter without memory.
+        UnsupportedError: a placement or wrapper that cannot be filled; a parameter without memory; a buffer whose value
+            nobody knows.
         RankError: another rank failed; the same error is raised on every rank.
     """
     options = Options(progress=progress, verify=verify, stream=stream, weights=path_text(weights))
-    return _load_into(model, name, options, dtype, auto_class, leave=leave, **from_pretrained_kwargs)
+    if rename is None and transformers_models(model):
+        _refuse_of_modules(strict=not strict, initialize=initialize, build=build, ds_config=ds_config)
+        return _load_into(model, name, options, dtype, auto_class, leave=leave, **from_pretrained_kwargs)
+    if unknown := from_pretrained_kwargs.keys() - {"subfolder", "variant"}:
+        raise ConfigError(f"load_into: {', '.join(sorted(unknown))}: no keyword of a load by names")
+    if dtype is not None or auto_class is not None:
+        raise ConfigError("load_into: dtype and auto_class are for transformers models; a module has its own dtypes")
+    path = name_text(name)
+    if os.path.exists(path):
+        options = replace(options, stream=False)
+    how: dict[str, Any] = {"rename": rename, "strict": strict, "initialize": initialize, "leave": leave, "build": build}
+    call = functools.partial(ModuleCall, path, kwargs=from_pretrained_kwargs, plain_name=plain_name, **how)
+    if ds_config is not None:
+        return _into_partitions(model, call, options, ds_config, partition)
+    return _into_shards(model, call, options, leave)
+
+
+def _refuse_of_modules(**values: Any) -> None:
+    if named := [name for name, value in values.items() if value]:
+        raise ConfigError(
+            f"load_into: {', '.join(named)}: for modules that are loaded by names; transformers models are loaded by "
+            "transformers' rules (load_model takes a ds_config). Pass rename={} to load this one by names"
+        )
+
+
+def _into_shards(
+    model: nn.Module, make_call: Callable[..., ModuleCall], options: Options, leave: Collection[str]
+) -> LoadReport:
+    """Fill the DTensors of a module, and what it holds in full, by names."""
+    ranks = RankGroup(None)
+    # In inference mode the local tensor of a DTensor cannot be detached.
+    with load_lock(), torch.inference_mode(mode=False), ranks.session("load_into"):
+        with ranks.step("checking the model"):
+            reshard(model)
+            sharded = ShardedModel(model, leave)
+            settings = stage_3(torch.float32, ranks.world_size)
+        call = make_call(lambda _: stand_in_for(model, names.plain_class), is_stand_in=True)
+        load = Load(settings, ranks, lambda _, described: Sharded(sharded, described), options)
+        loaded, _ = loader.run_load(load, call)
+        with ranks.step("filling buffers"), torch.no_grad():
+            sharded.fill_buffers(loaded)
+            modules = {plain_name(name): module for name, module in model.named_modules()}
+            hand_over_attributes(loaded, modules, next(model.parameters()).device)
+    report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
+    setattr(model, REPORT_ATTRIBUTE, report)
+    return report
+
+
+def _into_partitions(
+    model: nn.Module,
+    make_call: Callable[..., ModuleCall],
+    options: Options,
+    ds_config: Any,
+    partition: Partition | None,
+) -> LoadReport:
+    """Make the parameters of a module ZeRO-3 partitions, by names. After a failure the module is as before."""
+    with load_lock(), (ranks := DistributedInterface()).session("load_into"):
+        with ranks.step("checking the arguments") as step:
+            settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
+            step.digest = settings.compared
+        before = list(snapshot(model))
+        try:
+            loader.run_load(make_load(ranks, settings, options), make_call(lambda _: model))
+        except BaseException:
+            for tensors, key, tensor in before:
+                tensors[key] = tensor
+            raise
+        for tensors, key, tensor in before:
+            for attribute, value in vars(tensor).items():  # such as marks for an optimizer
+                if not hasattr(tensors[key], attribute):
+                    setattr(tensors[key], attribute, value)
+    report: LoadReport = getattr(model, REPORT_ATTRIBUTE)
+    return report
 
 
 def _load_into(

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.request import Request, agree_on_request, name_text, path_text
+from lowmem_load.api.request import Request, agree_on_request, make_load, name_text, path_text
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.ds.zero3_target import target_maker
 from lowmem_load.errors import (
     ConfigError,
     LoadOrderWarning,
@@ -30,7 +29,7 @@ from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.remote_names import urls_as_names
 from lowmem_load.hf.skeleton import is_distributed_config
 from lowmem_load.pipeline.checks import SHARDS
-from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load, Options
+from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Options
 from lowmem_load.report import LoadReport
 
 
@@ -105,12 +104,6 @@ def load_request(make_request: Callable[[], tuple[Request, Settings]], ranks: Ra
         checked = agree_on_request(ranks, make_request)
         with loader.intercepted(make_load(ranks, checked.settings, options)):
             return checked.from_pretrained()
-
-
-def make_load(ranks: RankGroup, settings: Settings, options: Options) -> Load:
-    """Return the `Load` of these settings on these ranks, onto the device of each."""
-    device = DistributedInterface().device
-    return Load(settings, ranks, target_maker(ranks.rank, device, ranks.group), options)
 
 
 def load_report(model: Any) -> LoadReport:

@@ -20,6 +20,7 @@ from lowmem_load.ds.zero3_target import TargetMaker, target_maker, zero_init_dis
 from lowmem_load.dtensor.mesh import mesh_device
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.families.call import Call
 from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import on_host, ordinary_path
 from lowmem_load.hf.load_lock import load_lock
@@ -135,7 +136,7 @@ def describe_checkpoint(
     checked = Request(name, auto_class, "auto", from_pretrained_kwargs).checked(stage_3(dtype, world_size=1))
     make_target = target_maker(0, torch.device("cpu"))
 
-    def described(call: loader.Call) -> Described:
+    def described(call: Call) -> Described:
         with _describing(call, checked.settings) as executor:
             model = describe(call, checked.settings, make_target, executor, holds_values=False)
             check_described(model)
@@ -148,10 +149,10 @@ def _plans(checked: Checked, target_maker_of: Callable[[int], TargetMaker], rank
     return _instead_of_loading(checked, lambda call: plan_only(call, checked.settings, target_maker_of, ranks))
 
 
-def _instead_of_loading(checked: Checked, act: Callable[[loader.Call], T]) -> T:
+def _instead_of_loading(checked: Checked, act: Callable[[Call], T]) -> T:
     """Return what `act` makes of the call of `from_pretrained` that would load."""
 
-    def handler(call: loader.Call) -> NoReturn:
+    def handler(call: Call) -> NoReturn:
         raise _Done(act(call))
 
     with load_lock(), loader.intercepted(handler):
@@ -169,7 +170,7 @@ def _result(cls: type, from_pretrained: Callable[[], object]) -> Any:
 
 
 def plan_only(
-    call: loader.Call,
+    call: Call,
     settings: Settings,
     target_maker_of: Callable[[int], TargetMaker],
     ranks: Sequence[int],
@@ -195,7 +196,7 @@ def plan_only(
 
 
 @contextlib.contextmanager
-def _describing(call: loader.Call, settings: Settings) -> Iterator[Executor]:
+def _describing(call: Call, settings: Settings) -> Iterator[Executor]:
     """Yield an executor with which models are described on the host. torch's random state stays as it was."""
     refuse_device_map(call, settings)
     if is_left_alone(call, settings):

@@ -11,12 +11,15 @@ import torch
 
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.ds.zero3_target import target_maker
 from lowmem_load.errors import ConfigError
 from lowmem_load.hf import model_folder, names
 from lowmem_load.hf.hub_files import commit_of, find_adapter_as_asked
 from lowmem_load.hf.quantizers import refuse_quantized
 from lowmem_load.hf.remote_names import find_folder, rename_loaded, urls_as_names
 from lowmem_load.io.stand_ins import is_stand_in, origins_named
+from lowmem_load.pipeline.load import Load, Options
 from lowmem_load.replaced import replaced
 
 
@@ -101,6 +104,12 @@ def stage_3(dtype: str | torch.dtype, world_size: int) -> Settings:
     precision = str(dtype).removeprefix("torch.")
     sections = {"bf16": {"enabled": precision == "bfloat16"}, "fp16": {"enabled": precision == "float16"}}
     return read_settings({"zero_optimization": {"stage": 3}, **sections}, world_size=world_size)
+
+
+def make_load(ranks: RankGroup, settings: Settings, options: Options) -> Load:
+    """Return the `Load` of these settings on these ranks, onto the device of each."""
+    device = DistributedInterface().device
+    return Load(settings, ranks, target_maker(ranks.rank, device, ranks.group), options)
 
 
 def name_text(name: Any) -> str:

@@ -22,13 +22,13 @@ _COUNTS = re.compile(r"(?:\A|_)(?:layers?|experts?|blocks?|stages?|depths?|heads
 """Keys of a config.json that count something."""
 
 
-def check_index(index: str) -> None:
+def check_index(index: str, *, needs_metadata: bool = True) -> None:
     """Refuse an index that is malformed or names files outside of its folder: transformers does not check."""
     content = read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map that gives the file of each tensor")
-    if not isinstance(content.get("metadata"), dict):
+    if needs_metadata and not isinstance(content.get("metadata"), dict):
         raise CheckpointError(f"{index}: has no metadata, which transformers reads; write an empty object")
     seen: set[str] = set()
     for name, file in weight_map.items():

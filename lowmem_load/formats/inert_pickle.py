@@ -98,7 +98,11 @@ class OrderedNames(dict[Any, Any]):
 
 def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
     """Return the tensors of a pickled state dict by name."""
-    tensors = objects(pickled, path, only_tensors=True)
+    return tensors_of(objects(pickled, path, only_tensors=True), path)
+
+
+def tensors_of(tensors: Any, path: str) -> dict[str, Tensor]:
+    """Return a pickled tree if it is a state dict: tensors by name."""
     if not isinstance(tensors, dict):
         raise CheckpointError(f"{path}: holds a {type(tensors).__name__}, expected a dict of tensors by name")
     for name, value in tensors.items():

@@ -19,7 +19,7 @@ import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.formats.format import CheckpointFile, refuse_git_lfs_pointer
-from lowmem_load.formats.inert_pickle import Tensor, objects, state_dict
+from lowmem_load.formats.inert_pickle import Tensor, objects, state_dict, tensors_of
 from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Computed, Expression, Shape, Source, permute
 
@@ -36,12 +36,16 @@ _CONVERT = (
 )
 
 
+NESTS = ("state_dict", "model_state_dict", "model", "module")
+"""Keys under which training code saves a state dict, beside an optimizer's and the like."""
+
+
 class TorchZip:
     """The format of `pytorch_model*.bin` files, as `torch.save` writes them since torch 1.6."""
 
     def describe(self, source: ByteSource) -> CheckpointFile:
         """See `CheckpointFormat`. Equal views of one storage, such as tied weights, give the same expression object."""
-        file = describe_objects(source, state_dict)
+        file = describe_objects(source, self.read)
         expressions: dict[str, Expression] = {}  # keyed by text: a hostile file can give all tensors one hash
         named: dict[str, Expression] = {}
         for name, tensor in file.tree.items():
@@ -50,6 +54,24 @@ class TorchZip:
                 expressions[view] = file.expression(tensor, name)
             named[name] = expressions[view]
         return CheckpointFile(file.path, file.nbytes, file.digest, file.version, tuple(named), None, named.__getitem__)
+
+    def read(self, pickled: bytes, path: str) -> dict[str, Tensor]:
+        """Return the tensors of `data.pkl` by name."""
+        return state_dict(pickled, path)
+
+
+class NestedTorchZip(TorchZip):
+    """The format of files whose state dict may lie in other dicts, under one of `NESTS`."""
+
+    def read(self, pickled: bytes, path: str) -> dict[str, Tensor]:
+        """Return the tensors of the state dict by name."""
+        tree = objects(pickled, path)
+        while isinstance(tree, dict) and not any(isinstance(value, Tensor) for value in tree.values()):
+            inner = [tree[key] for key in NESTS if isinstance(tree.get(key), dict)]
+            if len(inner) != 1:
+                break
+            tree = inner[0]
+        return tensors_of(tree, path)
 
 
 class _Entry(NamedTuple):

@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -28,6 +28,7 @@ from lowmem_load.hf.collecting import collecting_handlers, symbolic_files
 from lowmem_load.hf.hub_files import HUB_KEYWORDS, has_file, hub_keywords
 from lowmem_load.hf.load_lock import constructors, inside_load, is_loading, load_lock
 from lowmem_load.hf.model_folder import MAX_QUOTED, check_config, files_explained, refuse_foreign
+from lowmem_load.hf.names import config_values
 from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.io.stand_ins import origin_of
 from lowmem_load.replaced import Handler, Handlers, replaced, require_names
@@ -35,6 +36,8 @@ from lowmem_load.symbolic.constructor import META, Constructor
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.lazy import assigned_data_is_real
 from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
+
+T = TypeVar("T")
 
 MAX_MODULES = 1 << 18
 """Modules of a model, of some kilobytes each: twice as many as the largest published models have."""
@@ -160,12 +163,20 @@ class Call:
                     "ignore_mismatched_sizes=True to leave them out"
                 ) from error
 
+    def configuration(self, model: nn.Module) -> dict[str, str]:
+        """Return the values of the model's configurations by key."""
+        texts: dict[str, str] = {}
+        for topic, attribute in (("configuration", "config"), ("generation_config.json", "generation_config")):
+            config = getattr(model, attribute, None)
+            values = {} if config is None else config_values(config)
+            texts |= {f"{topic} {key}": text for key, text in values.items()}
+        return texts
 
-def log_zero_init(model: nn.Module) -> None:
-    """Log what transformers logs when it builds a model under ZeRO-3: users and its own tests look for it."""
-    if getattr(model, "hf_quantizer", None) is None:
-        message = "Detected DeepSpeed ZeRO-3: activating zero.init() for this model"
-        logging.getLogger(modeling_utils.__name__).info(message)
+    def log_zero_init(self, model: nn.Module) -> None:
+        """Log what transformers logs when it builds a model under ZeRO-3: users and its own tests look for it."""
+        if getattr(model, "hf_quantizer", None) is None:
+            message = "Detected DeepSpeed ZeRO-3: activating zero.init() for this model"
+            logging.getLogger(modeling_utils.__name__).info(message)
 
 
 def _load_adapter(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -285,8 +296,8 @@ def copy_marks(loaded: nn.Parameter, made: nn.Parameter) -> None:
 Load = Callable[[Call], tuple[nn.Module, dict[str, Any]]]
 
 
-def run_load(load: Load, call: Call) -> tuple[Any, dict[str, Any]]:
-    """Run a load in this thread. Loads that the model's own code makes are part of it."""
+def run_load(load: Callable[[T], tuple[Any, dict[str, Any]]], call: T) -> tuple[Any, dict[str, Any]]:
+    """Run a load of any family in this thread. Loads that the model's own code makes are part of it."""
     with load_lock(), inside_load():
         return load(call)
 

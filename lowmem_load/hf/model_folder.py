@@ -79,8 +79,11 @@ def what_is_there(name: str, subfolder: str, error: Exception) -> str:
 
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.(safetensors|bin)")
 
-_TRAINING_STATE = re.compile(r"(optimizer|scheduler|scaler)\b.*|rng_state.*\.pth|.*_(optim|model)_states\.pt")
+_TRAINING_STATE = re.compile(
+    r"(optimizer|scheduler|scaler)\b.*|rng_state.*\.pth|.*_(optim|model)_states\.pt|training_args\.bin"
+)
 """Files of a training run beside the weights."""
+
 
 _FOREIGN_FILES: Mapping[str, str] = {
     ".gguf": 'model_class.from_pretrained(folder, gguf_file="{file}").save_pretrained(new_folder)',
@@ -110,7 +113,7 @@ def check_weights(name: str, subfolder: str, use_safetensors: bool | None) -> No
     if safe or torch_files:
         there = "safetensors" if safe else "pytorch_model*.bin"
         raise CheckpointError(f"{folder}: use_safetensors={use_safetensors}, but it holds only {there}; drop it")
-    states = [file for file in files if _TRAINING_STATE.fullmatch(file)]
+    states = [file for file in files if is_training_state(file)]
     foreign = {file: end for file in files for end in _FOREIGN_FILES if file.endswith(end) and file not in states}
     if not foreign:
         what = "it holds no weights at all"
@@ -124,6 +127,11 @@ def check_weights(name: str, subfolder: str, use_safetensors: bool | None) -> No
         f"{folder}: no pytorch_model*.bin and no safetensors files to stream from; it holds "
         f"{', '.join(list(foreign)[:5])}. Convert once with {_FOREIGN_FILES[end].format(file=file)}"
     )
+
+
+def is_training_state(file: str) -> bool:
+    """Return whether a file of this name has the state of a training run, and no weights."""
+    return _TRAINING_STATE.fullmatch(file) is not None
 
 
 def refuse_foreign(name: str, kwargs: Mapping[str, Any]) -> None:

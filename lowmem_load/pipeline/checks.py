@@ -22,7 +22,7 @@ from lowmem_load.errors import (
     UnsupportedError,
     listed,
 )
-from lowmem_load.hf import loader
+from lowmem_load.families.call import Call
 from lowmem_load.io.executor import MIN_DEVICE_THREADS
 from lowmem_load.io.uploads import Uploads
 from lowmem_load.pipeline.describe import Described
@@ -51,12 +51,12 @@ def may_work_in_stock(error: Exception) -> bool:
     return isinstance(error, UnsupportedError | ModelBuildError) or not isinstance(error, LowMemLoadError | OSError)
 
 
-def is_left_alone(call: loader.Call, settings: Settings) -> bool:
+def is_left_alone(call: Call, settings: Settings) -> bool:
     """Return whether transformers does a load by itself, also inside `streaming()`."""
     return settings.stage < 3 and any(call.kwargs.get(name) for name in PLACED_BY_STOCK)
 
 
-def refuse_device_map(call: loader.Call, settings: Settings) -> None:
+def refuse_device_map(call: Call, settings: Settings) -> None:
     """Raise ConfigError for a device_map under ZeRO-3."""
     if settings.stage == 3 and call.kwargs.get("device_map") is not None:
         raise ConfigError(f"{call.name}: device_map and ZeRO-3 both place parameters; remove device_map")

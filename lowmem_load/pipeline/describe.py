@@ -13,8 +13,8 @@ from torch import nn
 from lowmem_load.config.settings import Settings
 from lowmem_load.ds.zero3_target import TargetMaker, refuse_partitioned
 from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.families.call import Call
 from lowmem_load.formats.format import CheckpointFile
-from lowmem_load.hf import loader
 from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.planning.expression import Expression, numel
 from lowmem_load.planning.load_plan import PlannedFile
@@ -32,7 +32,8 @@ class Described:
     """A model whose parameters are expressions.
 
     Attributes:
-        info: transformers' loading info.
+        call: the load that it is described of.
+        info: the loading info: missing, unexpected and mismatched keys.
         settings: resolved for this model.
         target: where its parameters go.
         files: of the checkpoint that were opened.
@@ -41,7 +42,7 @@ class Described:
         constructor: the values that the model's constructor has computed.
     """
 
-    name: str
+    call: Call
     model: nn.Module
     info: dict[str, Any]
     settings: Settings
@@ -51,9 +52,14 @@ class Described:
     read_to_describe: tuple[tuple[str, int], ...]
     constructor: Constructor
 
+    @property
+    def name(self) -> str:
+        """Of the checkpoint, for messages."""
+        return self.call.name
+
 
 def describe(
-    call: loader.Call,
+    call: Call,
     settings: Settings,
     make_target: TargetMaker,
     executor: Executor,
@@ -62,7 +68,7 @@ def describe(
     weights: str | None = None,
     is_quiet: bool = False,
 ) -> Described:
-    """Run a `from_pretrained` on symbolic tensors, with `is_quiet` without transformers' report. Local.
+    """Describe what a call would load, with `is_quiet` without the report of its loader. Local.
 
     Missing parameters are initialised with `holds_values`, else only noted. `weights` is the folder of a training
     checkpoint, whose weights take the place of those that the call names.
@@ -93,7 +99,7 @@ def describe(
     descriptions = {file.path: file for file in context.files.values()}
     _, resolved, target = prepare(model)
     read = tuple(reads.nbytes.items())
-    return Described(call.name, model, info, resolved, target, files, descriptions, read, context.constructor)
+    return Described(call, model, info, resolved, target, files, descriptions, read, context.constructor)
 
 
 def _training_weights(folder: str, executor: Executor, context: Context) -> dict[str, torch.Tensor]:

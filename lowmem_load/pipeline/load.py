@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from lowmem_load.distributed.heartbeat import Progress, computing
 from lowmem_load.distributed.nodes import SharedMemory, node_name
 from lowmem_load.ds.zero3_target import TargetMaker, zero_init_disabled
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, error_text, outside_level
-from lowmem_load.hf import loader, model_folder, names
+from lowmem_load.families.call import Call
+from lowmem_load.hf import model_folder
 from lowmem_load.hf.active import on_host
 from lowmem_load.hf.hub_files import commit_in
 from lowmem_load.hf.remote_names import find_folder, rename_loaded
@@ -105,7 +106,7 @@ class Load:
     stock: str = "stock ZeRO-3"
     hand_out: HandOut | None = None
 
-    def __call__(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
+    def __call__(self, call: Call) -> tuple[nn.Module, dict[str, Any]]:
         """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
         with self.ranks.session(f"the load of {call.name}"):
             self._locate(call)
@@ -121,13 +122,13 @@ class Load:
             setattr(model, LEFT_ATTRIBUTE, f"{self.stock}: {reason}")
             return model, info
 
-    def _locate(self, call: loader.Call) -> None:
+    def _locate(self, call: Call) -> None:
         """Have the call load from the folder that stands for a URL, or for a model on the Hub that is streamed."""
         if is_url(call.path) or (self.options.stream and not os.path.isdir(call.path)):
             with self.ranks.step("finding the files", name=call.name):
                 call.move(*find_folder(call.path, call.kwargs, stream=self.options.stream, check=self.ranks.check))
 
-    def _load(self, call: loader.Call) -> tuple[nn.Module, dict[str, Any]] | None:
+    def _load(self, call: Call) -> tuple[nn.Module, dict[str, Any]] | None:
         """Run the steps of a load. Return the model and the loading info; None if transformers loads it."""
         report = LoadReport(call.name, self.ranks.rank, self.ranks.world_size)
         attempts = Attempts()
@@ -195,7 +196,7 @@ class Load:
                 raise
             raise _NotStreamedError(error_text(error, model_folder.MAX_QUOTED)) from error
 
-    def _check_call(self, call: loader.Call) -> tuple[bool, tuple[int, ...], bytes]:
+    def _check_call(self, call: Call) -> tuple[bool, tuple[int, ...], bytes]:
         """Return whether transformers does this load by itself, the ranks of this node, and rank 0's random state."""
         with self.ranks.step("checking the call", name=call.name) as step:
             refuse_device_map(call, self.settings)
@@ -221,7 +222,7 @@ class Load:
             neighbours = (rank,)
         return left_alone, neighbours, base64.b64decode(step.payloads[0][1])
 
-    def _describe(self, call: loader.Call, executor: Executor, report: LoadReport) -> Described:
+    def _describe(self, call: Call, executor: Executor, report: LoadReport) -> Described:
         computed = computing()
 
         def progress() -> Progress:
@@ -245,7 +246,11 @@ class Load:
             info = {key: fingerprint(sorted(map(str, keys))) for key, keys in described.info.items()}
             # A configuration changes what is computed with equal weights: the base of rotary embeddings, say.
             versions = {f"version of {file.path}": file.version for file in described.files if is_url(file.path)}
-            step.digest = {**_configuration(described.model), **info, "commit": ", ".join(commits) or "none"} | versions
+            step.digest = {
+                **_short(call.configuration(described.model)),
+                **info,
+                "commit": ", ".join(commits) or "none",
+            } | versions
         return described
 
     def _plan(
@@ -282,7 +287,7 @@ class Load:
             step.payload = disk_uses(described.target.files(planned.plan.targets))
         check_room(described.name, [[Use(*use) for use in uses] for uses in step.payloads])
         if described.settings.stage == 3:  # not earlier: a load that is left to stock logs it by itself
-            loader.log_zero_init(described.model)
+            described.call.log_zero_init(described.model)
         report.take_plan(planned.plan, described.settings.ds_config)
 
     def _check_files(
@@ -346,17 +351,12 @@ class _NotStreamedError(Exception):
     """Carries the reason out of a load that is left to stock."""
 
 
-def _is_local(call: loader.Call) -> bool:
+def _is_local(call: Call) -> bool:
     """Return whether nothing can come from the Hub, not even the base model of an adapter."""
     folder = os.path.join(call.path, call.kwargs.get("subfolder") or "")
     return os.path.isdir(call.path) and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
 
 
-def _configuration(model: nn.Module) -> dict[str, str]:
-    """Return the values of a model's configurations by key; digests of long ones."""
-    texts: dict[str, str] = {}
-    for topic, attribute in (("configuration", "config"), ("generation_config.json", "generation_config")):
-        config = getattr(model, attribute, None)
-        values = {} if config is None else names.config_values(config)
-        texts |= {f"{topic} {key}": text for key, text in values.items()}
-    return {key: text if len(text) <= MAX_VALUE else fingerprint([text]) for key, text in texts.items()}
+def _short(values: Mapping[str, str]) -> dict[str, str]:
+    """Return values by key; digests of long ones."""
+    return {key: text if len(text) <= MAX_VALUE else fingerprint([text]) for key, text in values.items()}

@@ -26,6 +26,7 @@ training_checkpoints
 symbolic
 frameworks
 ds hf
+families
 distributed
 dtensor
 report
@@ -48,6 +49,7 @@ ONLY = {
     "bitsandbytes": "frameworks",
     "peft": "frameworks",
     "deepspeed": "ds",
+    "diffusers": "families",
     "deepspeed.accelerator": "distributed",
     "deepspeed.comm": "partial",
     "pickle": "distributed",

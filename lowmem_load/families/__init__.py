@@ -1,0 +1,1 @@
+"""Families of models: what a load needs of each. transformers' family is in hf/."""

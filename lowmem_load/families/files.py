@@ -1,0 +1,147 @@
+"""The files of weights that a path stands for, and their tensors by name."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import TypeAlias
+
+import torch
+
+from lowmem_load.errors import CheckpointError, ConfigError, listed
+from lowmem_load.formats.format import CheckpointFile
+from lowmem_load.formats.index import check_index, read_json
+from lowmem_load.formats.safetensors import Safetensors
+from lowmem_load.formats.torch_zip import NestedTorchZip
+from lowmem_load.hf.model_folder import is_training_state, no_folder
+from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.tensor import SymbolicTensor
+
+Rename: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str]
+"""Turns the name of a tensor in the files into its name in the module, None or "" for one that is left out: a function,
+or a mapping of regular expressions, of which all are substituted, in order."""
+
+_KINDS = ((".safetensors",), (".bin", ".pt", ".pth"))
+"""Ends of names of files with weights. Those of the first kind that is there are read."""
+
+_OUTER = ("state_dict.", "model.", "module.")
+"""What training code puts before all names of a module."""
+
+
+def files_of(path: str, subfolder: str, variant: str | None) -> list[str]:
+    """Return the files of weights that a file, an index or a folder stands for.
+
+    Raises CheckpointError if there are none, or several that may be meant.
+    """
+    if os.path.isfile(path):
+        return _named_by(path) if path.endswith(".json") else [path]
+    folder = os.path.join(path, subfolder)
+    if not os.path.isdir(folder):
+        raise CheckpointError(no_folder(folder))
+    names = sorted(name for name in os.listdir(folder) if not is_training_state(name))
+    for ends in _KINDS:
+        files = _of_variant([name for name in names if name.endswith(ends)], variant)
+        indexes = [name for end in ends for name in names if re.search(rf"\{end}\.index\b.*\.json\Z", name)]
+        indexes = _of_variant(indexes, variant)
+        if len(indexes) > 1:
+            raise CheckpointError(f"{folder}: holds the indexes {listed(indexes)}; name one by its path")
+        if indexes:
+            return _named_by(os.path.join(folder, indexes[0]))
+        if files:
+            return [os.path.join(folder, name) for name in files]
+    asked = f" of the variant {variant!r}" if variant else ""
+    raise CheckpointError(
+        f"{folder}: holds no weights{asked} (.safetensors, .bin, .pt, .pth); {listed(names)} are there"
+    )
+
+
+def _of_variant(names: list[str], variant: str | None) -> list[str]:
+    """Return the names of a variant ("model.fp16.safetensors"); without one, those of none, if there are any."""
+    parts = {name: name.replace(".index", "").split(".")[1:-1] for name in names}
+    if variant is not None:
+        return [name for name in names if any(part.split("-")[0] == variant for part in parts[name])]
+    return [name for name in names if not _is_variant(name)] or names
+
+
+def _is_variant(name: str) -> bool:
+    """Return whether a name has a part between its stem and its end."""
+    return len(re.sub(r"(\.safetensors|\.bin|\.pt|\.pth|\.index|\.json)\b", "", name).split(".")) > 1
+
+
+def _named_by(index: str) -> list[str]:
+    check_index(index, needs_metadata=False)
+    files = sorted(set(read_json(index)["weight_map"].values()))
+    paths = [os.path.join(os.path.dirname(index), file) for file in files]
+    if absent := [path for path in paths if not os.path.isfile(path)]:
+        raise CheckpointError(f"{index}: names {listed(absent)}, which are not there; copy them, too")
+    return paths
+
+
+def tensors_in(paths: Iterable[str], context: Context) -> dict[str, torch.Tensor]:
+    """Return the tensors of several files by name, as symbolic ones. Nothing of them is read.
+
+    Raises CheckpointError if a name is in several files.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    homes: dict[str, str] = {}
+    for path in paths:
+        is_safe = path.endswith(".safetensors")
+        file = context.file(path, Safetensors() if is_safe else NestedTorchZip())
+        for name, tensor in _symbols(file, context):
+            if name in tensors:
+                raise CheckpointError(
+                    f"{name}: is in {homes[name]} and in {path}; name one of the files by its path, or pass variant="
+                )
+            tensors[name], homes[name] = tensor, path
+    return tensors
+
+
+def _symbols(file: CheckpointFile, context: Context) -> Iterator[tuple[str, torch.Tensor]]:
+    expressions = {name: file.expression(name) for name in file.names}
+    shared = {id(node): SymbolicTensor(node, context.read_now) for node in expressions.values()}
+    yield from ((name, shared[id(node)]) for name, node in expressions.items())
+
+
+def renamed(
+    tensors: Mapping[str, torch.Tensor], rename: Rename | None, children: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Return tensors under the names of the module. Without `rename`, what training code puts before all is dropped.
+
+    `children` are the first parts of the module's names. Raises ConfigError if two tensors get one name.
+    """
+    new_name = _outer_dropped(tensors, children) if rename is None else _as_function(rename)
+    named: dict[str, torch.Tensor] = {}
+    old_names: dict[str, str] = {}
+    for old, tensor in tensors.items():
+        new = new_name(old)
+        if not new:
+            continue
+        if new in named:
+            raise ConfigError(f"rename: {old_names[new]} and {old} both become {new}")
+        named[new], old_names[new] = tensor, old
+    return named
+
+
+def _outer_dropped(names: Collection[str], children: Collection[str]) -> Callable[[str], str]:
+    outer = ""
+    while names:
+        longer = [outer + part for part in _OUTER if part.removesuffix(".") not in children]
+        common = [prefix for prefix in longer if all(name.startswith(prefix) for name in names)]
+        if not common:
+            break
+        outer = common[0]
+    return lambda name: name.removeprefix(outer)
+
+
+def _as_function(rename: Rename) -> Callable[[str], str | None]:
+    if not isinstance(rename, Mapping):
+        return rename
+    patterns = [(re.compile(pattern), new) for pattern, new in rename.items()]
+
+    def substitute(name: str) -> str:
+        for pattern, new in patterns:
+            name = pattern.sub(new, name)
+        return name
+
+    return substitute

@@ -1,0 +1,334 @@
+"""Any module: its parameters and buffers have the names of tensors in files.
+
+The described module is the caller's, or one like it that stands for its shards: see `stand_in_for`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
+from lowmem_load.families.files import Rename, files_of, renamed, tensors_in
+from lowmem_load.io.stand_ins import origin_of
+from lowmem_load.planning.expression import Computed
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.symbolic.attributes import hand_over_attributes
+from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.initialise import CPU, UNINITIALISED
+from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
+
+Build = Callable[[], nn.Module]
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """One parameter or buffer of a module: all of its names and places."""
+
+    tensor: torch.Tensor
+    is_parameter: bool
+    is_persistent: bool = False
+    names: list[str] = field(default_factory=list)
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+
+    def put(self, value: torch.Tensor | None) -> None:
+        """Put a value into all places; it has the dtype of the module."""
+        if value is not None and self.is_parameter:
+            value = nn.Parameter(value, requires_grad=self.tensor.requires_grad)
+        for tensors, key in self.places:
+            tensors[key] = value
+
+
+class ModuleCall:
+    """A load of a module by names. See `load_into` for `rename`, `strict`, `initialize`, `leave` and `build`.
+
+    `make` returns the module that is described. `is_stand_in`: it is not the caller's, and what is left has no place.
+    `plain_name` turns the name of a tensor into that without wrappers.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        make: Callable[[Context], nn.Module],
+        kwargs: dict[str, Any],
+        *,
+        plain_name: Callable[[str], str],
+        rename: Rename | None = None,
+        strict: bool = True,
+        initialize: bool = False,
+        leave: Collection[str] = (),
+        build: Build | None = None,
+        is_stand_in: bool = False,
+    ) -> None:
+        self.path, self.name, self.kwargs = path, origin_of(path), kwargs
+        self._make, self._plain_name, self._rename, self._build = make, plain_name, rename, build
+        self._strict, self._initialize, self._leave = strict, initialize, set(leave)
+        self._is_stand_in = is_stand_in
+
+    def move(self, folder: str, kwargs: dict[str, Any]) -> None:
+        """See `Call`."""
+        self.path, self.name, self.kwargs = folder, origin_of(folder), kwargs
+
+    def run(self) -> NoReturn:
+        """See `Call`."""
+        raise UnsupportedError(f"{self.name}: nothing but lowmem_load fills a module by names")
+
+    def configuration(self, model: nn.Module) -> dict[str, str]:
+        """See `Call`."""
+        return {"class of the module": type(model).__name__}
+
+    def log_zero_init(self, model: nn.Module) -> None:
+        """See `Call`."""
+
+    def describe(
+        self,
+        context: Context,
+        *,
+        is_partitioned: bool,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        is_quiet: bool = False,
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        """See `Call`."""
+        del is_partitioned, is_quiet
+        model = self._make(context)
+        context.check_built(model)
+        slots = _slots(model, self._plain_name)
+        if weights is None:
+            files = files_of(self.path, self.kwargs.get("subfolder") or "", self.kwargs.get("variant"))
+            weights = tensors_in(files, context)
+        children = {name.partition(".")[0] for slot in slots for name in slot.names}
+        tensors = renamed(weights, self._rename, children)
+        left, others = self._split(slots)
+        missing, mismatched, used = _match(others, tensors, self.name)
+        unexpected = tensors.keys() - used - {name for slot in left for name in slot.names}
+        self._check(model, missing, mismatched, unexpected)
+        empty = missing + [slot for slot, _ in mismatched]
+        _fill(others, tensors, empty)
+        self._compute_buffers(model, others, tensors, context)
+        _initialise(model, empty, context)
+        for slot in left if self._is_stand_in else ():
+            slot.put(None)
+        info = {
+            "missing_keys": {slot.names[0] for slot in missing},
+            "unexpected_keys": unexpected,
+            "mismatched_keys": [(slot.names[0], shape, tuple(slot.tensor.shape)) for slot, shape in mismatched],
+        }
+        return model, info
+
+    def _split(self, slots: list[_Slot]) -> tuple[list[_Slot], list[_Slot]]:
+        """Return those that the caller fills, and the others."""
+        left = [slot for slot in slots if not self._leave.isdisjoint(slot.names)]
+        if unknown := self._leave - {name for slot in left for name in slot.names}:
+            raise ConfigError(f"leave: the module has no parameter or buffer {', '.join(sorted(unknown))}")
+        if empty := [slot.names[0] for slot in left if slot.tensor.is_meta and not self._is_stand_in]:
+            raise ConfigError(f"leave: {', '.join(empty)} are on the meta device; give them values first")
+        return left, [slot for slot in slots if slot not in left]
+
+    def _check(
+        self,
+        model: nn.Module,
+        missing: list[_Slot],
+        mismatched: list[tuple[_Slot, tuple[int, ...]]],
+        unexpected: Collection[str],
+    ) -> None:
+        """Raise one CheckpointError that lists all keys that do not match."""
+        problems = {
+            "missing": [] if self._initialize else sorted(slot.names[0] for slot in missing),
+            "unexpected": sorted(unexpected) if self._strict else [],
+            "mismatched": []
+            if self._initialize and not self._strict
+            else [f"{slot.names[0]} {shape} instead of {tuple(slot.tensor.shape)}" for slot, shape in mismatched],
+        }
+        if texts := [f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names]:
+            raise CheckpointError(
+                f"{self.name}: its tensors are not those of {type(model).__name__}. {'; '.join(texts)}. Turn names "
+                "into those of the module by rename=, name in leave= what you fill yourself, pass initialize=True for "
+                "what the module shall initialise, and strict=False to pass over tensors that it does not have"
+            )
+
+    def _compute_buffers(
+        self, model: nn.Module, slots: list[_Slot], tensors: Mapping[str, torch.Tensor], context: Context
+    ) -> None:
+        """Give buffers that no file has the values that `build` computes; refuse those without."""
+        bare = [
+            slot
+            for slot in slots
+            if not (slot.is_parameter or slot.is_persistent or tensors.keys() & slot.names)
+            if not context.constructor.is_known(slot.tensor)
+        ]
+        computed: dict[str, torch.Tensor] = {}
+        if self._build is not None:
+            with context.constructor.building():
+                built = self._build()
+            computed = {self._plain_name(name): buffer for name, buffer in built.named_buffers()}
+            modules = {self._plain_name(name): module for name, module in model.named_modules()}
+            hand_over_attributes(built, modules, CPU)
+        lost = []
+        for slot in bare:
+            value = next((computed[name] for name in slot.names if name in computed), slot.tensor)
+            if not context.constructor.is_known(value):
+                lost.append(slot.names[0])
+            slot.put(value)
+        if lost:
+            raise UnsupportedError(
+                f"{type(model).__name__}: no file has the buffers {', '.join(lost)}, and their values are not known. "
+                "Pass build=, a function that builds the module: it computes them. Or fill them yourself, and name "
+                "them in leave="
+            )
+
+
+def _slots(model: nn.Module, plain_name: Callable[[str], str]) -> list[_Slot]:
+    """Return the distinct parameters and buffers of a module, in its order."""
+    slots: dict[int, _Slot] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for tensors, is_parameter in zip(_own(module), (True, False), strict=True):
+            for key, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                slot = slots.setdefault(id(tensor), _Slot(tensor, is_parameter))
+                slot.is_persistent |= is_parameter or key not in vars(module)["_non_persistent_buffers_set"]
+                slot.names.append(plain_name(f"{prefix}.{key}" if prefix else key))
+                slot.places.append((tensors, key))
+    return list(slots.values())
+
+
+def _own(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters and the buffers that a module itself has; None stands for an absent one."""
+    return vars(module)["_parameters"], vars(module)["_buffers"]
+
+
+def _match(
+    slots: list[_Slot], tensors: Mapping[str, torch.Tensor], where: str
+) -> tuple[list[_Slot], list[tuple[_Slot, tuple[int, ...]]], set[str]]:
+    """Return what no file has, what has another shape there (and which), and the names of tensors that are used."""
+    missing, mismatched, used = [], [], set[str]()
+    for slot in slots:
+        names = [name for name in slot.names if name in tensors]
+        used.update(names)
+        shapes = {tuple(tensors[name].shape) for name in names} - {tuple(slot.tensor.shape)}
+        if shapes:
+            mismatched.append((slot, shapes.pop()))
+        elif not names:
+            missing += [slot] if slot.is_persistent else []
+        for other in names[1:] if not shapes else ():
+            if not torch.equal(tensors[names[0]], tensors[other]):
+                raise CheckpointError(
+                    f"{where}: {names[0]} and {other} differ, and the module has one parameter for both; give each one "
+                    "of its own, or leave one out by rename="
+                )
+    return missing, mismatched, used
+
+
+def _fill(slots: list[_Slot], tensors: Mapping[str, torch.Tensor], empty: Collection[_Slot]) -> None:
+    for slot in slots:
+        name = next((name for name in slot.names if name in tensors), None)
+        if name is not None and slot not in empty:
+            slot.put(tensors[name].to(slot.tensor.dtype))
+
+
+# -- what no file has --------------------------------------------------------------------------------------------------
+
+
+def _initialise(model: nn.Module, empty: list[_Slot], context: Context) -> None:
+    """Have modules initialise what is empty, by their `reset_parameters` or the model's `_init_weights`.
+
+    A module writes into all that it owns, so what the files have gives way meanwhile.
+    """
+    places = {(id(tensors), key) for slot in empty for tensors, key in slot.places}
+    keeps = context.keeps_of(model) if places else None
+    undone: list[str] = []
+    for name, module in list(model.named_modules()):
+        own = [(tensors, key) for tensors in _own(module) for key in tensors]
+        own = [(tensors, key) for tensors, key in own if tensors[key] is not None]
+        if places.isdisjoint((id(tensors), key) for tensors, key in own):
+            continue
+        assert keeps is not None
+        before = [tensors[key] for tensors, key in own]
+        for (tensors, key), tensor in zip(own, before, strict=True):
+            fresh = make_uninitialised(tensor, context.read_now)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fresh.initialise_in(context.initialiser, keeps(tensor) if is_parameter else FlatRange(0, tensor.numel()))
+            tensors[key] = nn.Parameter(fresh, requires_grad=tensor.requires_grad) if is_parameter else fresh
+        _reset(model, module)
+        context.initialiser.release()
+        for (tensors, key), tensor in zip(own, before, strict=True):
+            if (id(tensors), key) not in places:
+                tensors[key] = tensor
+            elif not _is_written(tensors[key]):
+                undone.append(f"{name}.{key}" if name else key)
+    if undone:
+        raise UnsupportedError(
+            f"{type(model).__name__}: initialize=True, but neither a reset_parameters of the module that owns it nor "
+            f"the model's _init_weights writes {', '.join(undone)}; fill them yourself, and name them in leave="
+        )
+    _share(empty)
+
+
+def _reset(model: nn.Module, module: nn.Module) -> None:
+    own: Any = getattr(module, "reset_parameters", None)
+    of_model: Any = getattr(model, "_init_weights", None)
+    with torch.no_grad():
+        if own is not None:
+            own()
+        elif of_model is not None:
+            of_model(module)
+
+
+def _is_written(tensor: torch.Tensor) -> bool:
+    assert isinstance(tensor, SymbolicTensor)
+    expression = tensor.expression
+    return tensor.initialised is not None or not (
+        isinstance(expression, Computed) and expression.operation == UNINITIALISED
+    )
+
+
+def _share(slots: list[_Slot]) -> None:
+    """Tie again what several places hold: the value that was written last counts."""
+    for slot in slots:
+        last, key = slot.places[-1]
+        for tensors, other in slot.places[:-1]:
+            tensors[other] = last[key]
+
+
+# -- modules that are described in the place of others -----------------------------------------------------------------
+
+
+def stand_in_for(model: nn.Module, plain_class: Callable[[nn.Module], type]) -> nn.Module:
+    """Return a module like another, on meta, to describe in its place. Ties are kept; all but tensors is shared."""
+    modules: dict[int, nn.Module] = {}
+    tensors: dict[int, torch.Tensor] = {}
+
+    def bare(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in tensors:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            tensors[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        return tensors[id(tensor)]
+
+    def copied(module: nn.Module) -> nn.Module:
+        if id(module) not in modules:
+            made: nn.Module = object.__new__(plain_class(module))
+            modules[id(module)] = made
+            vars(made).update(vars(module))
+            parameters, buffers = _own(module)
+            vars(made)["_parameters"] = {key: bare(value) for key, value in parameters.items()}
+            vars(made)["_buffers"] = {key: bare(value) for key, value in buffers.items()}
+            vars(made)["_modules"] = {
+                key: None if child is None else copied(child) for key, child in vars(module)["_modules"].items()
+            }
+        return modules[id(module)]
+
+    return copied(model)
+
+
+def snapshot(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Yield all parameters and buffers of a module with their places."""
+    for module in model.modules():
+        for tensors in _own(module):
+            yield from ((tensors, key, tensor) for key, tensor in tensors.items() if tensor is not None)

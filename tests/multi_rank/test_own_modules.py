@@ -1,0 +1,127 @@
+"""Modules that are no transformers model: FSDP2 shards and ZeRO-3 partitions equal the plain load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from lowmem_load import CheckpointError, RankError, load_into, load_report
+from tests.ranks import run_ranks
+from tests.unit.test_modules import Net, state
+
+Z3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+
+
+class Wide(Net):
+    """Most of its bytes are in one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(64, 64)
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(3)
+    return Wide()
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        model = Wide()
+    model.scale.mark = "no decay"
+    return model
+
+
+def sharded() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    model = on_meta()
+    fully_shard(model.wide)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    return model
+
+
+def differing(model: nn.Module, expected: nn.Module) -> list[str]:
+    """Names of tensors that are not equal, bit for bit. Collective."""
+    import deepspeed
+    from torch.distributed.tensor import DTensor
+
+    names = [
+        name
+        for (name, one), other in zip(model.named_buffers(), expected.buffers(), strict=True)
+        if not torch.equal(one, other)
+    ]
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data
+            names += [] if torch.equal(whole, other.data) else [name]
+    return names
+
+
+def fill_all(folder: str) -> None:
+    """Rank function."""
+    import torch.distributed as dist
+
+    from lowmem_load import DistributedInterface
+
+    rank = DistributedInterface().rank
+    expected = wide()
+    all_bytes = sum(tensor.nbytes for tensor in expected.parameters())
+
+    model = sharded()
+    report = load_into(model, folder, build=Wide)
+    assert not differing(model, expected)
+    assert report.read_bytes < 0.55 * all_bytes
+    assert model.head.weight is model.embed.weight
+
+    model = on_meta()
+    report = load_into(model, folder, Z3, build=Wide)
+    assert load_report(model) is report
+    assert not differing(model, expected)
+    assert report.read_bytes < 0.55 * all_bytes
+    assert model.head.weight is model.embed.weight
+    assert model.scale.mark == "no decay"
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in expected.parameters()]
+
+    # What no file has is initialised as rank 0 would, whatever the state of the others is.
+    torch.manual_seed(rank)
+    values = []
+    for make, how in ((sharded, None), (on_meta, Z3)):
+        model = make()
+        torch.manual_seed(rank)
+        load_into(model, folder, how, build=Wide, rename=lambda name: None if "wide" in name else name, initialize=True)
+        torch.manual_seed(0)
+        expected.wide.reset_parameters()
+        assert not differing(model, expected)
+        values.append(model)
+
+    # After an error the module is as before.
+    model = on_meta()
+    before = list(model.parameters())
+    with pytest.raises(CheckpointError, match="missing: scale"):
+        load_into(model, folder, Z3, build=Wide, rename={"scale": "scales"})
+    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+    with pytest.raises(RankError, match="rank 1: holds missing_keys"):
+        load_into(
+            model,
+            folder,
+            Z3,
+            build=Wide,
+            rename={"running_mean": "table"} if rank else {},
+            strict=False,
+            initialize=True,
+        )
+    dist.barrier()
+
+
+def test_values_are_those_of_the_plain_load(tmp_path: Path) -> None:
+    tensors = state(wide())
+    save_file({name: tensor for name, tensor in tensors.items() if "wide" in name}, tmp_path / "wide.safetensors")
+
+    save_file({name: tensor for name, tensor in tensors.items() if "wide" not in name}, tmp_path / "rest.safetensors")
+    run_ranks(fill_all, str(tmp_path), timeout_s=120)

@@ -1,0 +1,305 @@
+"""Modules that are filled by names: from which files, by which names, and what happens to all that has none there."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from lowmem_load.api.request import stage_3
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
+from lowmem_load.families.files import files_of
+from lowmem_load.families.modules import ModuleCall, stand_in_for
+from lowmem_load.io.executor import Executor
+from lowmem_load.pipeline.checks import check_described
+from lowmem_load.pipeline.describe import describe
+from lowmem_load.pipeline.execute import execute
+from lowmem_load.pipeline.make_plan import make_plan
+from tests.described import whole
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen one, buffers of both kinds, a parameter without a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        self.inner[0].weight.requires_grad_(False)
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.rand(2))
+        self.register_buffer("table", torch.arange(6.0) ** 2, persistent=False)
+
+
+def reference() -> nn.Module:
+    torch.manual_seed(1)
+    model = Net()
+    for tensor in (*model.parameters(), model.inner[1].running_mean):
+        tensor.data.normal_()
+    return model
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {name: tensor for name, tensor in tensors.items() if name != "head.weight"}
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        model = Net()
+    model.table = torch.arange(6.0) ** 2
+    return model
+
+
+def load(path: Path, model: nn.Module | None = None, **how: Any) -> nn.Module:
+    """Fill a module on one rank."""
+    model = on_meta() if model is None else model
+    kwargs = {key: how.pop(key) for key in ("subfolder", "variant") if key in how}
+    call = ModuleCall(str(path), lambda _: model, kwargs, plain_name=str, **how)
+    with Executor() as executor:
+        described = describe(call, stage_3(torch.float32, 1), whole, executor, holds_values=True)
+        check_described(described)
+        execute(make_plan(described, 0), described.target, executor)
+    return model
+
+
+def assert_equal(model: nn.Module, expected: nn.Module) -> None:
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    for (name, tensor), other in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(tensor, other), name
+        assert tensor.dtype == other.dtype
+    assert torch.equal(model.table, expected.table)
+    assert model.head.weight is model.embed.weight
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    assert flags == [parameter.requires_grad for parameter in expected.parameters()]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def in_one_file(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    save_file(tensors, folder / "anything.safetensors")
+    (folder / "optimizer.pt").write_bytes(b"no weights")
+    return folder
+
+
+def in_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    names = list(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[:3], names[3:])):
+        file = f"open_clip_model-{number}.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "open_clip_model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    save_file({"another": torch.ones(1)}, folder / "another.safetensors")  # that the index does not name
+    return folder
+
+
+def in_torch_file(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    nested = {f"module.model.{name}": tensor for name, tensor in tensors.items()}
+    torch.save({"epoch": 3, "optimizer": {"lr": 0.1}, "state_dict": OrderedDict(nested)}, folder / "last.pth")
+    return folder / "last.pth"
+
+
+@pytest.mark.parametrize("write", [in_one_file, in_shards, in_torch_file])
+def test_values_are_those_of_the_files_wherever_they_lie(write: Any, tmp_path: Path) -> None:
+    expected = reference()
+    assert_equal(load(write(tmp_path, state(expected))), expected)
+
+
+def test_an_index_is_named_by_its_path_and_a_subfolder_by_a_keyword(tmp_path: Path) -> None:
+    expected, folder = reference(), tmp_path / "below"
+    folder.mkdir()
+    in_shards(folder, state(expected))
+    assert_equal(load(folder / "open_clip_model.safetensors.index.json"), expected)
+    assert_equal(load(tmp_path, subfolder="below"), expected)
+
+
+@pytest.mark.parametrize(
+    ("names", "variant", "chosen"),
+    [
+        (["m.safetensors", "m.fp16.safetensors", "m.bin"], None, ["m.safetensors"]),
+        (["m.safetensors", "m.fp16.safetensors"], "fp16", ["m.fp16.safetensors"]),
+        (["m.fp16.safetensors"], None, ["m.fp16.safetensors"]),
+        (["m.bin", "optimizer.pt", "rng_state_0.pth", "training_args.bin"], None, ["m.bin"]),
+        (["m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors"], None, None),
+        (["m.fp16-00001-of-00001.safetensors", "m.safetensors"], "fp16", ["m.fp16-00001-of-00001.safetensors"]),
+    ],
+)
+def test_files_of_a_folder(names: list[str], variant: str | None, chosen: list[str] | None, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    assert files_of(str(tmp_path), "", variant) == [str(tmp_path / name) for name in chosen or names]
+
+
+@pytest.mark.parametrize(
+    ("names", "variant", "text"),
+    [
+        (["notes.txt"], None, "holds no weights .*; notes.txt are there"),
+        (["m.safetensors"], "fp16", "no weights of the variant 'fp16'"),
+        (["a.safetensors.index.json", "b.safetensors.index.json"], None, "holds the indexes a.* name one by its path"),
+    ],
+)
+def test_folders_without_one_set_of_weights_are_refused(
+    names: list[str], variant: str | None, text: str, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=text):
+        files_of(str(tmp_path), "", variant)
+
+
+def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file({"weight": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match=r"weight: is in .*a.safetensors and in .*b.safetensors"):
+        load(tmp_path)
+
+
+def test_shards_that_an_index_names_must_be_there(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"names .*gone.safetensors, which are not there"):
+        load(tmp_path)
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        {r"^net\.": "", r"\.gamma$": ".weight"},
+        lambda name: None if name == "net.ema" else name.removeprefix("net.").replace(".gamma", ".weight"),
+    ],
+)
+def test_names_are_turned_into_those_of_the_module(rename: Any, tmp_path: Path) -> None:
+    expected = reference()
+    tensors = {f"net.{name}".replace("1.weight", "1.gamma"): tensor for name, tensor in state(expected).items()}
+    if not isinstance(rename, dict):
+        tensors["net.ema"] = torch.ones(2)
+    assert_equal(load(in_one_file(tmp_path, tensors), rename=rename), expected)
+
+
+def test_two_names_must_not_become_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rename: .* and .* both become x"):
+        load(in_one_file(tmp_path, state(reference())), rename=lambda _: "x")
+
+
+def test_one_error_lists_all_keys_that_do_not_match(tmp_path: Path) -> None:
+    tensors = state(reference()) | {"more": torch.ones(1), "scale": torch.ones(3)}
+    del tensors["inner.0.bias"], tensors["inner.1.running_var"]
+    with pytest.raises(CheckpointError) as caught:
+        load(in_one_file(tmp_path, tensors))
+    assert (
+        "missing: inner.0.bias, inner.1.running_var; unexpected: more; mismatched: scale (3,) instead of (2,)"
+        in str(caught.value)
+    )
+
+
+def test_values_are_cast_to_the_dtypes_of_the_module(tmp_path: Path) -> None:
+    model, expected = on_meta().to(torch.bfloat16), reference()
+    model.scale.data = model.scale.data.float()
+    load(in_one_file(tmp_path, state(expected)), model)
+    assert torch.equal(model.embed.weight, expected.embed.weight.bfloat16())
+    assert torch.equal(model.scale, expected.scale)
+    assert model.inner[1].num_batches_tracked.dtype == torch.int64
+
+
+@pytest.mark.parametrize("change", [0.0, 1.0])
+def test_both_names_of_a_tied_weight_must_have_equal_values(change: float, tmp_path: Path) -> None:
+    expected = reference()
+    tensors = state(expected)
+    tensors["head.weight"] = tensors["embed.weight"] + change
+    if not change:
+        assert_equal(load(in_one_file(tmp_path, tensors)), expected)
+        return
+    with pytest.raises(CheckpointError, match=r"embed.weight and head.weight differ, and the module has one parameter"):
+        load(in_one_file(tmp_path, tensors))
+
+
+# -- what no file has --------------------------------------------------------------------------------------------------
+
+
+def test_tensors_that_the_module_lacks_are_passed_over_when_asked(tmp_path: Path) -> None:
+    expected = reference()
+    assert_equal(load(in_one_file(tmp_path, state(expected) | {"more": torch.ones(1)}), strict=False), expected)
+
+
+def test_what_no_file_has_is_initialised_as_torch_does_when_asked(tmp_path: Path) -> None:
+    expected = reference()
+    tensors = state(expected)
+    for name in ("inner.0.bias", "inner.1.running_mean", "embed.weight"):
+        del tensors[name]
+    torch.manual_seed(7)
+    model = load(in_one_file(tmp_path, tensors), initialize=True)
+    torch.manual_seed(7)
+    weight = expected.inner[0].weight.detach().clone()
+    expected.inner[0].reset_parameters()
+    expected.inner[0].weight.data = weight
+    running_var, others = (
+        expected.inner[1].running_var.clone(),
+        [p.detach().clone() for p in expected.inner[1].parameters()],
+    )
+    expected.inner[1].reset_parameters()
+    expected.inner[1].running_var = running_var
+    for parameter, other in zip(expected.inner[1].parameters(), others, strict=True):
+        parameter.data = other
+    expected.embed.reset_parameters()
+    expected.head.reset_parameters()
+    assert_equal(model, expected)
+
+
+def test_what_no_module_initialises_is_an_error(tmp_path: Path) -> None:
+    tensors = state(reference())
+    del tensors["scale"]
+    with pytest.raises(UnsupportedError, match=r"neither a reset_parameters .* writes scale"):
+        load(in_one_file(tmp_path, tensors), initialize=True)
+
+
+def test_what_is_left_keeps_its_values(tmp_path: Path) -> None:
+    expected, model = reference(), on_meta()
+    model.scale = nn.Parameter(torch.tensor([5.0, 6.0]))
+    load(in_one_file(tmp_path, state(expected)), model, leave=["scale"])
+    expected.scale.data = torch.tensor([5.0, 6.0])
+    assert_equal(model, expected)
+    with pytest.raises(ConfigError, match=r"leave: scale are on the meta device; give them values"):
+        load(tmp_path, leave=["scale"])
+    with pytest.raises(ConfigError, match=r"leave: the module has no parameter or buffer scales"):
+        load(tmp_path, leave=["scales"])
+
+
+def test_buffers_of_no_file_are_computed_or_refused_by_name(tmp_path: Path) -> None:
+    expected = reference()
+    folder = in_one_file(tmp_path, state(expected))
+    model = on_meta().to("meta")
+    with pytest.raises(UnsupportedError, match=r"Net: no file has the buffers table, and their values are not known"):
+        load(folder, model)
+    assert_equal(load(folder, on_meta().to("meta"), build=Net), expected)
+
+
+def test_a_random_buffer_is_refused(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = Net()
+        model.table = torch.rand(6)
+        return model
+
+    with pytest.raises(UnsupportedError, match=r"the buffers table, and their values are not known"):
+        load(in_one_file(tmp_path, state(reference())), on_meta().to("meta"), build=build)
+
+
+def test_a_stand_in_has_the_ties_and_classes_of_its_module() -> None:
+    model = reference()
+    made = stand_in_for(model, type)
+    assert [name for name, _ in made.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in made.named_buffers()] == [name for name, _ in model.named_buffers()]
+    assert all(tensor.is_meta for tensor in (*made.parameters(), *made.buffers()))
+    assert made.head.weight is made.embed.weight
+    assert [type(module) for module in made.modules()] == [type(module) for module in model.modules()]
+    assert not any(tensor.is_meta for tensor in model.parameters())
