@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -38,16 +39,23 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds and what loading does to it.
 
-    Reads headers only, also of models on the Hub. --json lists all files and stored tensors.
+    Reads headers only, also of models on the Hub. --json lists all files and stored tensors. Of a training checkpoint
+    it says who wrote it, and what is in it.
 
     \b
     lowmem-load inspect /models/Llama-3.1-8B
+    lowmem-load inspect out/checkpoint-500
     lowmem-load inspect deepseek-ai/DeepSeek-V3 --json
     """
     with working():
         from lowmem_load.cli.checkpoint_contents import inspect_checkpoint
+        from lowmem_load.cli.training_contents import is_of_training, training_contents
         from lowmem_load.hf.remote_names import find_checkpoint
 
+        if is_of_training(name):
+            contents = training_contents(name)
+            answer(as_json, asdict(contents), lambda: [facts(contents.folder, contents.rows())])
+            return
         common.check_revision(name, revision)
         checkpoint = find_checkpoint(name, subfolder=subfolder, revision=revision)
         inspection = inspect_checkpoint(
@@ -153,12 +161,14 @@ def _verified(checks: Sequence[FileCheck]) -> str:
 
 
 def consolidate(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder that save_checkpoint wrote to.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder that the trainer saved to.", show_default=False)],
     output: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
-    tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint; from its file `latest` by default.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Tag of DeepSpeed's; from its file `latest` by default.")] = None,
+    part: Annotated[str | None, typer.Option(help="Part of torch's state dict to take, such as ema.")] = None,
     dtype: Annotated[
-        str, typer.Option(help="Of the weights: fp32, bf16, fp16, fp64, or as torch names them.")
-    ] = "fp32",
+        str | None,
+        typer.Option(help="Of the weights: fp32, bf16, fp16, fp64; by default as saved, of ZeRO fp32."),
+    ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
     config: Annotated[
         str | None, typer.Option(help="Folder or Hub id of the model; the checkpoint's own config.json by default.")
@@ -166,15 +176,16 @@ def consolidate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a Hugging Face folder of a ZeRO checkpoint.
+    """Make a Hugging Face folder of a training checkpoint.
 
-    Reads what DeepSpeed's save_checkpoint wrote. Needs no GPU and no ranks.
+    Takes checkpoints of DeepSpeed's ZeRO, of torch DCP (accelerate, Trainer, TRL, axolotl, LLaMA-Factory, torchtitan)
+    and of verl. Needs no GPU; processes that torchrun starts share the work.
 
     \b
     lowmem-load consolidate out/checkpoint-500 out/model --dtype bf16 --config meta-llama/Llama-3.1-8B
+    torchrun --nproc-per-node 8 -m lowmem_load consolidate out/checkpoint-500 out/model
     """
-    name = dtype.removeprefix("torch.")
-    name = DTYPES.get(name, name)
+    name = DTYPES.get((dtype or "fp32").removeprefix("torch."), (dtype or "fp32").removeprefix("torch."))
     if name not in DTYPES.values():
         raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     if not overwrite and output.is_dir() and any(output.iterdir()):
@@ -188,10 +199,14 @@ def consolidate(
             checkpoint,
             output,
             tag=tag,
-            dtype=getattr(torch, name),
+            part=part,
+            dtype=None if dtype is None else getattr(torch, name),
             max_shard_size=max_shard_size,
             config=config,
+            together=int(os.environ.get("WORLD_SIZE", "1")) > 1,
         )
+    if report.rank:
+        return
     has_config = (output / "config.json").is_file()
     note = "" if has_config else "No config.json was written: --config names the model whose config.json to take."
     answer(as_json, asdict(report), lambda: [str(report), *([note] if note else [])])

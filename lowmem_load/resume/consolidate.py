@@ -121,6 +121,7 @@ def consolidate(
                     folders.commit(staging, [file.name for file in files])
     report.files = {file.name: file.nbytes for file in files}
     report.num_masters = model.num_masters
+    report.source = f"a checkpoint of {model.kind}: {len(model.files)} files"
     return report
 
 

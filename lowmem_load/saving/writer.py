@@ -366,6 +366,7 @@ class SaveReport(Phases):
             or on a device. The others were written straight from the partitions.
         num_masters: parameters of which the optimizer's fp32 values were written.
         num_merged: layers whose adapters were merged; see `save_model`.
+        source: what it was made of, for `consolidate`.
         seconds, peak_memory: see `Phases`; the phases are plan, merge, write, sync, rename.
     """
 
@@ -377,11 +378,13 @@ class SaveReport(Phases):
     staged_bytes: int = 0
     num_masters: int = 0
     num_merged: int = 0
+    source: str = ""
 
     def __str__(self) -> str:
         lines = [
             f"{self.folder}: {len(self.files)} files of weights, {size(sum(self.files.values()))}; rank "
             f"{self.rank} of {self.world_size}",
+            *([f"made of {self.source}"] if self.source else []),
             f"wrote {size(self.written_bytes)}, {size(self.staged_bytes)} through a buffer",
             f"peak {size(self.peak_memory.total_bytes)} above the start",
             ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()),

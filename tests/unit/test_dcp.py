@@ -14,8 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
+from typer.testing import CliRunner
 
 from lowmem_load import consolidate
+from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
 from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.training_checkpoints.names import stripped, weights_in, without_adapters
@@ -252,3 +254,21 @@ def test_an_adapter_needs_its_configuration(tmp_path: Path) -> None:
     assert load_file(tmp_path / "made" / "adapter_model.safetensors").keys() == state.keys()
     made = json.loads((tmp_path / "made" / "adapter_config.json").read_text())
     assert made == {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["q"], "task_type": "CAUSAL_LM"}
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def test_inspect_and_consolidate_say_what_a_folder_is(once: Path, tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["inspect", str(once)])
+    assert shown.exit_code == 0, shown.output
+    assert "torch DCP" in shown.output
+    assert "5; float32: 2 of" in shown.output
+    as_json = json.loads(CliRunner().invoke(app, ["inspect", str(once), "--json"]).output)
+    assert as_json["num_elements"] == sum(tensor.numel() for tensor in TENSORS.values())
+    arguments = ["consolidate", str(once), str(tmp_path / "made"), "--part", "model", "--dtype", "torch.bfloat16"]
+    made = CliRunner().invoke(app, arguments)
+    assert made.exit_code == 0, made.output
+    assert "made of a checkpoint of torch DCP: 2 files" in made.output
+    assert "No config.json was written" in made.output
+    assert load_file(tmp_path / "made" / "model.safetensors")["a.weight"].dtype == torch.bfloat16
