@@ -79,7 +79,8 @@ def read_metadata(source: ByteSource) -> DcpMetadata:
         f"{_PACKAGE}.filesystem._StorageInfo": _storage_state,
     }
     # An opcode has a byte at least, and about 2.5 on average.
-    tree = objects(pickled, path, max_opcodes=nbytes, compact=compact)
+    # The list of a tensor's chunks makes nine objects of 34 bytes for a chunk that has one dim.
+    tree = objects(pickled, path, max_opcodes=nbytes, nbytes_per_object=3, compact=compact)
     try:
         state = _state(tree, "Metadata")
         places = dict(_place(path, *item) for item in state["storage_data"].items())

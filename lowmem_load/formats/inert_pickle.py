@@ -120,14 +120,19 @@ def objects(
     *,
     only_tensors: bool = False,
     max_opcodes: int | None = None,
+    nbytes_per_object: int = MIN_NBYTES_PER_OBJECT,
     compact: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> Any:
     """Return a pickled tree of dicts, lists, tuples, numbers, text, dtypes, `Tensor`s and `Foreign`s.
 
-    `compact` gives a shorter state to the `Foreign`s of a name, of which there may be many.
+    `compact` gives a shorter state to the `Foreign`s of a name, of which there may be many. `nbytes_per_object` are the
+    fewest bytes in which an honest pickle of this kind makes an object.
     """
     try:
-        return _Machine(pickled, path, max_opcodes or MAX_OPCODES, compact or {}, only_tensors=only_tensors).run()
+        machine = _Machine(
+            pickled, path, max_opcodes or MAX_OPCODES, nbytes_per_object, compact or {}, only_tensors=only_tensors
+        )
+        return machine.run()
     except CheckpointError:
         raise
     except (ValueError, TypeError, AttributeError, LookupError, struct.error) as error:
@@ -214,12 +219,14 @@ class _Machine:
         pickled: bytes,
         path: str,
         max_opcodes: int,
+        nbytes_per_object: int,
         compact: Mapping[str, Callable[[Any], Any]],
         *,
         only_tensors: bool,
     ) -> None:
         self._pickled, self._at, self._path = pickled, 0, path
-        self._max_opcodes, self._compact, self._only_tensors = max_opcodes, compact, only_tensors
+        self._max_opcodes, self._nbytes_per_object = max_opcodes, nbytes_per_object
+        self._compact, self._only_tensors = compact, only_tensors
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []  # the stacks under each mark
         self._memo: dict[int, Any] = {}
@@ -240,7 +247,7 @@ class _Machine:
                     raise ValueError(f"no opcode at byte {position}")
                 raise CheckpointError(f"{self._path}: its pickle uses {_NAMES[opcode]}, which no state dict needs")
             num_objects += opcode in _MAKES
-            if max(num_objects, len(memo)) > FREE_OBJECTS + position // MIN_NBYTES_PER_OBJECT:
+            if max(num_objects, len(memo)) > FREE_OBJECTS + position // self._nbytes_per_object:
                 raise CheckpointError(
                     f"{self._path}: its pickle makes too many objects for tensors up to byte {position}"
                 )
