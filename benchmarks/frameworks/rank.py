@@ -43,7 +43,7 @@ def watch() -> None:
         stood_in = stand_ins.hooks()
         after = {
             **stood_in,
-            "accelerate.state": functools.partial(_tell_the_backend, stood_in.get("accelerate.state")),
+            "accelerate.state": functools.partial(tell_the_backend, stood_in.get("accelerate.state")),
             "accelerate.accelerator": seen.watch_accelerators,
             "transformers.modeling_utils": seen.watch_loads,
             "deepspeed.comm.torch": _without_shm_comm,
@@ -53,7 +53,7 @@ def watch() -> None:
         sys.meta_path.insert(0, _Finder(after))
 
 
-def _tell_the_backend(also: Callable[[ModuleType], None] | None, module: ModuleType) -> None:
+def tell_the_backend(also: Callable[[ModuleType], None] | None, module: ModuleType) -> None:
     """Have accelerate count CPU ranks: it does where it is told a backend, which no environment variable can."""
     if also is not None:
         also(module)
