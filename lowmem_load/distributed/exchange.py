@@ -93,16 +93,7 @@ class Exchange:
 
     def finish(self, check: Callable[[], None]) -> None:
         """Wait for the messages. `check` is called now and then, and raises if they will not come."""
-        if self._is_host and self._works:  # gloo's isend and irecv only say to who waits that they are over
-            self._works = [_Waiting(self._works)]
-        while self._works:
-            pause_s = PAUSE_S
-            while not self._works[0].is_completed():
-                check()
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            self._works[0].wait()
-            del self._works[0]
+        _wait(self._works, check, is_host=self._is_host)
 
     def drain(self) -> None:
         """Wait a little for messages that are no longer wanted: memory must not go while they come."""
@@ -118,6 +109,28 @@ class Exchange:
     def _global(self, rank: int | None) -> int:
         assert rank is not None
         return dist.get_global_rank(self._ranks.group or default_group(), rank)
+
+
+def added_up(ranks: RankGroup, numbers: torch.Tensor) -> torch.Tensor:
+    """Return the sum of integers of all ranks, on the host. Collective, within a step that all ranks have come to."""
+    total = numbers.to(device_of(ranks))
+    works = [dist.all_reduce(total, group=ranks.group, async_op=True)]
+    _wait(works, ranks.check, is_host=total.device.type == "cpu")
+    return total.cpu()
+
+
+def _wait(works: list[Any], check: Callable[[], None], *, is_host: bool) -> None:
+    """Wait for collectives, and take them out of the list. `check` is called now and then."""
+    if is_host and works:  # gloo's isend and irecv only say to who waits that they are over
+        works[:] = [_Waiting([*works])]
+    while works:
+        pause_s = PAUSE_S
+        while not works[0].is_completed():
+            check()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        works[0].wait()
+        del works[0]
 
 
 class _Waiting:

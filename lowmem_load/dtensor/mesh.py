@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lowmem_load import foreign_names
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.ranges import Grid
+from lowmem_load.planning.rules import Cuts, Mesh
 from lowmem_load.planning.splits import Split, grid_of
 from lowmem_load.replaced import replaced
 
@@ -135,7 +137,8 @@ def local_shard(name: str, tensor: torch.Tensor, *, needs_memory: bool) -> tuple
     grid, local = grid_of(tensor.shape, ()), tensor.detach()
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate()  # None: this rank is not part of the mesh, so it holds nothing
-        grid = grid_of(tensor.shape, _splits(name, tensor, coordinate)) if coordinate else Grid((((0, 0),),))
+        splits = [replace(split, index=coordinate[dim]) for dim, split in _splits(name, tensor)] if coordinate else ()
+        grid = grid_of(tensor.shape, splits) if coordinate else Grid((((0, 0),),))
         local = tensor._local_tensor.detach()  # noqa: SLF001  `to_local` waits for collectives: there are none
         if tuple(local.shape) != grid.sizes and grid.numel + local.numel():
             raise UnsupportedError(
@@ -181,7 +184,25 @@ def _root_mesh(mesh: Any) -> Any:
     return _mesh_resources.get_root_mesh(mesh)
 
 
-def _splits(name: str, tensor: DTensor, coordinate: Sequence[int]) -> Iterator[Split]:
+def cuts_of(name: str, tensor: Any, world_size: int, meshes: dict[Any, Mesh]) -> Cuts | None:
+    """Return the rule by which a DTensor lies on all ranks. `meshes` has those of tensors before, and gets its own.
+
+    None where its mesh is neither one of all ranks nor some dims of one: then it says only what its own ranks hold.
+    """
+    mesh, root = tensor.device_mesh, _root_mesh(tensor.device_mesh)
+    names, root_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
+    is_of_root = mesh is root or (names and set(names) <= set(root_names))  # else it is flattened
+    if not is_of_root or root.mesh.numel() != world_size:
+        return None
+    if root not in meshes:
+        meshes[root] = Mesh(tuple(root.mesh.flatten().tolist()), tuple(root.mesh.shape))
+    dims = range(mesh.ndim) if mesh is root else [root_names.index(each) for each in names]
+    cuts = tuple((dims[mesh_dim], split) for mesh_dim, split in _splits(name, tensor))
+    return Cuts(tuple(tensor.shape), meshes[root], cuts)
+
+
+def _splits(name: str, tensor: DTensor) -> Iterator[tuple[int, Split]]:
+    """Yield each dim of the mesh that cuts a tensor, and the split, of which the index is that of the first rank."""
     mesh, sizes = tensor.device_mesh, list(tensor.shape)
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
@@ -192,7 +213,7 @@ def _splits(name: str, tensor: DTensor, coordinate: Sequence[int]) -> Iterator[S
                 "Replicate first"
             )
         split_factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-        split = Split(placement.dim % tensor.ndim, mesh.size(mesh_dim), coordinate[mesh_dim], split_factor)
+        split = Split(placement.dim % tensor.ndim, mesh.size(mesh_dim), 0, split_factor)
         is_even = sizes[split.dim] % (split.num_chunks * split_factor) == 0
         if split_factor > 1 and not (is_even or CUTS_AS_HERE):
             raise UnsupportedError(
@@ -201,4 +222,4 @@ def _splits(name: str, tensor: DTensor, coordinate: Sequence[int]) -> Iterator[S
             )
         # After an uneven split sizes differ between ranks; 1 makes every later strided split uneven, too.
         sizes[split.dim] = sizes[split.dim] // split.num_chunks if is_even else 1
-        yield split
+        yield mesh_dim, split

@@ -16,7 +16,6 @@ can make two tensors with equal sums. So the digest is a check against accidents
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lowmem_load.distributed.exchange import added_up
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.saving.local_shards import group_of, local_shard_of, unwrapped
 from lowmem_load.text import fingerprint
@@ -35,6 +35,7 @@ PIECE_BLOCKS = 512
 """Blocks that are summed at a time: 4 MiB as float64."""
 
 _KEY_BITS = 27  # with 10 bits of the block and 15 of a signed unit: below 2**53, where float64 is exact
+_HALF_BITS, _HALF = np.uint64(32), np.uint64((1 << 32) - 1)
 _VERSION = b"lowmem_load model_digest 1\n"
 
 
@@ -65,14 +66,16 @@ def model_digest(model: nn.Module) -> dict[str, str]:
         for part in parts:
             part.take(keys)
     for group in groups:
-        together = [part for part in parts if part.group is group]
-        with RankGroup(group).step("adding up the digests") as step:
-            sums = np.array([part.sums for part in together], "<u8")
-            step.payload = base64.b64encode(sums.tobytes()).decode()
+        together, ranks = [part for part in parts if part.group is group], RankGroup(group)
+        with ranks.step("adding up the digests") as step:
             step.digest = {"tensors": fingerprint(part.names[0] for part in together)}
-        pieces = [np.frombuffer(base64.b64decode(text), "<u8").reshape(-1, LANES) for text in step.payloads]
-        for number, part in enumerate(together):
-            part.sums = add(piece[number].tolist() for piece in pieces)
+        with ranks.step("receiving the sums of all ranks"):
+            # Not through the store: each rank would read the sums of all. As halves, of which no sum overflows.
+            sums = np.array([part.sums for part in together], np.uint64)
+            halves = torch.from_numpy(np.stack([sums & _HALF, sums >> _HALF_BITS]).astype(np.int64))
+            low, high = added_up(ranks, halves).numpy().astype(np.uint64)
+        for part, of_all in zip(together, (low + (high << _HALF_BITS)).tolist(), strict=True):
+            part.sums = tuple(of_all)
     return {part.names[0]: part.hexdigest() for part in parts}
 
 

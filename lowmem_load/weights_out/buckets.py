@@ -5,7 +5,7 @@ fills it, and a tensor that fills one by itself has one of its own, so there are
 1`.
 
 [Note: messages] For each bucket, each rank sends one message: its elements of the bucket's tensors, cast and in the
-order of the parts. Every rank knows the regions of all ranks, and so computes the parts of all of them: the sender to
+order of the parts. Every rank knows the layout of each parameter, and so computes the parts of all ranks: the sender to
 fill its message, the receivers to put the elements in their places. Replicas, which hold equal elements, send a share
 each.
 
@@ -26,8 +26,8 @@ import torch
 from lowmem_load.errors import PlanError
 from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Shape, Source
-from lowmem_load.planning.nest import Axis, Nest, nests_within
-from lowmem_load.planning.ranges import Region
+from lowmem_load.planning.nest import Axis, Nest, extent, nests_within
+from lowmem_load.planning.rules import Layout
 
 ALIGNMENT = 16
 """Bytes; a multiple of the itemsize of each dtype."""
@@ -98,15 +98,49 @@ class Part(NamedTuple):
     nest: Nest
 
 
-class Message(NamedTuple):
-    """What one rank sends for a bucket."""
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What each rank that holds any of a copy's elements sends: the nests, and how many elements."""
 
-    parts: tuple[Part, ...]
-    nbytes: int
+    nests: Mapping[int, Sequence[Nest]]
+    numels: Mapping[int, int]
+    numel: int
 
 
-Regions = Mapping[str, Region]
-"""The elements of each parameter and buffer, by name, that one rank can send: those that begin its memory, in order."""
+class Sharing:
+    """The shares of all copies. Those of copies alike, as layers have them, are computed once, and kept."""
+
+    def __init__(self, layouts: Mapping[str, Layout], world_size: int) -> None:
+        self.world_size, self._layouts = world_size, layouts
+        self._shares: dict[tuple[Layout, Nest], Shares] = {}
+
+    def of(self, copy: Copy) -> Shares:
+        """Return the shares of a copy from a parameter."""
+        assert isinstance(copy.leaf, Source)
+        layout = self._layouts[copy.leaf.name]
+        shares = self._shares.get((layout, copy.nest))
+        if shares is None:
+            shares = self._shares[layout, copy.nest] = _shares(copy.nest, layout)
+        return shares
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """What the ranks send for a bucket. `nbytes` are those of each rank's message.
+
+    `copies` has of each copy: number of its tensor in `Bucket.sent`, name of its parameter, itemsize, shares.
+    """
+
+    copies: Sequence[tuple[int, str, int, Shares]]
+    nbytes: Sequence[int]
+
+    def parts(self, rank: int) -> Iterator[Part]:
+        """Yield the parts of a rank's message. They are not kept: there are those of all tensors and ranks."""
+        end = 0
+        for number, name, itemsize, shares in self.copies:
+            for nest in shares.nests.get(rank, ()):
+                yield Part(number, name, end, nest)
+                end += nest.numel * itemsize
 
 
 def plan_buckets(units: Sequence[Unit], bucket_bytes: int) -> list[Bucket]:
@@ -126,51 +160,56 @@ def plan_buckets(units: Sequence[Unit], bucket_bytes: int) -> list[Bucket]:
     return [*buckets, Bucket(tuple(pending))] if pending else buckets
 
 
-def plan_messages(bucket: Bucket, regions: Sequence[Regions]) -> list[Message]:
+def plan_messages(bucket: Bucket, sharing: Sharing) -> Messages:
     """Return what each rank sends for a bucket. Raises PlanError unless together they send each element once."""
-    names = {source.name for tensor in bucket.sent for source in tensor.sources}
-    replicas: dict[tuple[str, Region], list[int]] = {}
-    for rank, mine in enumerate(regions):
-        for name in names:
-            replicas.setdefault((name, mine[name]), []).append(rank)
-    messages, sent_numels = [], [0] * len(bucket.sent)
-    for rank, mine in enumerate(regions):
-        parts: list[Part] = []
-        end = 0
-        for number, tensor in enumerate(bucket.sent):
-            for copy in tensor.copies:
-                if not isinstance(copy.leaf, Source):
-                    continue
-                name = copy.leaf.name
-                for nest in _shares(copy, mine[name], rank, replicas[name, mine[name]]):
-                    parts.append(Part(number, name, end, nest))
-                    end += nest.numel * tensor.dtype.itemsize
-                    sent_numels[number] += nest.numel
-        messages.append(Message(tuple(parts), end))
-    for tensor, numel in zip(bucket.sent, sent_numels, strict=True):
-        expected = sum(copy.nest.numel for copy in tensor.copies if isinstance(copy.leaf, Source))
+    copies: list[tuple[int, str, int, Shares]] = []
+    nbytes = [0] * sharing.world_size
+    for number, tensor in enumerate(bucket.sent):
+        itemsize, expected, numel = tensor.dtype.itemsize, 0, 0
+        for copy in tensor.copies:
+            if not isinstance(copy.leaf, Source):
+                continue
+            shares = sharing.of(copy)
+            copies.append((number, copy.leaf.name, itemsize, shares))
+            for rank, share in shares.numels.items():
+                nbytes[rank] += share * itemsize
+            expected, numel = expected + copy.nest.numel, numel + shares.numel
         if numel != expected:
             raise PlanError(
                 f"{tensor.name}: the ranks hold {numel} elements of {expected}; were all ranks of the model called?"
             )
-    return messages
+    return Messages(copies, nbytes)
 
 
-def message_lengths(messages: Sequence[Message], bucket_bytes: int, *, are_equal: bool) -> list[int]:
+def message_lengths(nbytes: Sequence[int], bucket_bytes: int, *, are_equal: bool) -> list[int]:
     """Return the bytes that each rank sends: equal ones if asked for and possible. See [Note: lengths]."""
-    own = [message.nbytes + -message.nbytes % ALIGNMENT for message in messages]
+    own = [size + -size % ALIGNMENT for size in nbytes]
     equal = [max(own)] * len(own)
     num_senders = sum(map(bool, own))
     return equal if are_equal and num_senders > 1 and sum(equal) <= 2 * max(sum(own), bucket_bytes) else own
 
 
-def _shares(copy: Copy, region: Region, rank: int, replicas: Sequence[int]) -> Iterator[Nest]:
-    """Yield what a rank sends of a copy from a parameter: of what `replicas` hold alike, its share."""
-    assert isinstance(copy.leaf, Source)
-    place = replicas.index(rank)
-    for nest in nests_within(copy.nest, region, copy.leaf.shape):
-        size, source, destination = nest.axes[0]
-        first, last = (size * number // len(replicas) for number in (place, place + 1))
-        if first < last:
-            moved = nest.shifted(source=first * source, destination=first * destination)
-            yield replace(moved, axes=(Axis(last - first, source, destination), *nest.axes[1:]))
+def _shares(nest: Nest, layout: Layout) -> Shares:
+    """Return what each rank sends of a nest from a tensor: of what several ranks hold alike, its share."""
+    nests: dict[int, list[Nest]] = {}
+    first, last = nest.source, nest.source + extent(nest.axes, "source")
+    for holders in layout.holders:
+        if holders.span.end <= first or holders.span.start >= last:
+            continue  # most ranks hold nothing of one expert
+        for part in nests_within(nest, holders.region, layout.shape):
+            for place, rank in enumerate(holders.ranks):
+                nests.setdefault(rank, []).extend(_share(part, place, len(holders.ranks)))
+    numels = {rank: sum(nest.numel for nest in mine) for rank, mine in nests.items()}
+    return Shares(nests, numels, sum(numels.values()))
+
+
+def _share(nest: Nest, place: int, num_replicas: int) -> Iterator[Nest]:
+    """Yield the part of a nest that the replica of number `place` sends."""
+    if num_replicas == 1:
+        yield nest
+        return
+    size, source, destination = nest.axes[0]
+    first, last = (size * number // num_replicas for number in (place, place + 1))
+    if first < last:
+        moved = nest.shifted(source=first * source, destination=first * destination)
+        yield replace(moved, axes=(Axis(last - first, source, destination), *nest.axes[1:]))

@@ -6,6 +6,7 @@ rlhf_weights.md.
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
+from lowmem_load.distributed.group import RankGroup
 from lowmem_load.errors import ConfigError
 from lowmem_load.frameworks import peft
 from lowmem_load.frameworks.peft import Merge
@@ -24,12 +26,12 @@ from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.nest import Axis, Nest
-from lowmem_load.planning.ranges import FlatRange, Grid, Region
 from lowmem_load.saving.local_shards import LocalShard, local_shards, unwrapped
 from lowmem_load.saving.save import ranks_of
 from lowmem_load.saving.writer import proved_copies
 from lowmem_load.text import fingerprint
-from lowmem_load.weights_out.buckets import PlannedTensor, Regions, Unit, plan_buckets
+from lowmem_load.weights_out.buckets import Bucket, PlannedTensor, Sharing, Unit, plan_buckets
+from lowmem_load.weights_out.layouts import digest_of, encoded, layouts_by_rule, layouts_of, rules_of
 from lowmem_load.weights_out.send_weights import Tensors, Weights
 
 Names: TypeAlias = "Collection[str] | Callable[[str], bool]"
@@ -111,8 +113,37 @@ class Arguments:
         return {name: part for name, part in tensors.items() if name in wanted}
 
 
+@dataclass(slots=True)
+class Plan:
+    """What the ranks send of a model. It stays on the model, and is used as long as nothing of that has changed.
+
+    Attributes:
+        state: all that decides it on this rank; see `_state_of`.
+        planned, merges: see `Weights`.
+        tensors, rules: digests of what is sent and of how it lies.
+        sharing: what each rank sends; None until the ranks have said what they hold, where no rule says it.
+    """
+
+    state: list[tuple[Any, ...]]
+    planned: list[Bucket]
+    merges: list[Merge]
+    tensors: str
+    rules: str
+    sharing: Sharing | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, ()  # a copy of the model has other parameters
+
+
+_KEPT = "_lowmem_load_weights"
+"""Attribute of a model: its last plan."""
+
+
 def plan_weights(engine: nn.Module, arguments: Arguments) -> Weights:
-    """Return the weights of a model, planned but not sent. Collective."""
+    """Return the weights of a model, planned but not sent. Collective.
+
+    See [Note: rules] in `planning/rules.py`. A rank whose parameters lie by no rule has all ranks say what they hold.
+    """
     model = unwrapped(engine)
     with load_lock():
         ranks = ranks_of(model)
@@ -120,22 +151,67 @@ def plan_weights(engine: nn.Module, arguments: Arguments) -> Weights:
             arguments.check(ranks.world_size)
             masters = arguments.dtype == torch.float32 and not arguments.merge_adapters
             shards = local_shards(model, ranks.rank, masters=masters)
-            units, merges = _describe(model, arguments, shards)
+            plan = _plan(model, arguments, shards, ranks)
             step.digest = {
                 "bucket_bytes, to, dtype": f"{arguments.bucket_bytes}, {arguments.to}, {arguments.dtype}",
-                "tensors": fingerprint(map(_unit_text, units)),
+                "tensors": plan.tensors,
+                "the layout of the tensors": plan.rules,
             }
-            step.payload = _encode_regions(shards)
+            step.payload = True if plan.sharing is None else None
+        if any(step.payloads):
+            with ranks.step("exchanging what the ranks hold") as step:
+                step.payload = encoded(shards)
+            plan.sharing = Sharing(layouts_of(step.payloads, shards), ranks.world_size)
+        assert plan.sharing is not None
         return Weights(
             engine=engine,
             ranks=ranks,
             to=None if arguments.to == "all" else arguments.to,
             shards={shard.source.name: shard for shard in shards},
-            merges=merges,
-            planned=plan_buckets(units, arguments.bucket_bytes),
-            regions=[_decode_regions(payload, shards) for payload in step.payloads or [_encode_regions(shards)]],
+            merges=plan.merges,
+            planned=plan.planned,
+            sharing=plan.sharing,
             bucket_bytes=arguments.bucket_bytes,
         )
+
+
+def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], ranks: RankGroup) -> Plan:
+    """Return the plan that the model has, or make one and leave it there."""
+    state = _state_of(model, arguments, shards, ranks)
+    plan: Plan | None = vars(model).pop(_KEPT, None)
+    if not isinstance(plan, Plan) or not _are_same(plan.state, state):
+        units, merges = _describe(model, arguments, shards)
+        rules = rules_of(shards, ranks.world_size)
+        layouts = layouts_by_rule(shards, rules, ranks.rank, ranks.world_size)
+        plan = Plan(
+            state=state,
+            planned=plan_buckets(units, arguments.bucket_bytes),
+            merges=merges,
+            tensors=fingerprint(map(_unit_text, units)),
+            rules=digest_of(rules),
+            sharing=None if layouts is None else Sharing(layouts, ranks.world_size),
+        )
+    if not callable(arguments.names):  # it may choose others the next time
+        vars(model)[_KEPT] = plan
+    return plan
+
+
+def _state_of(
+    model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], ranks: RankGroup
+) -> list[tuple[Any, ...]]:
+    """Return all that decides a plan. It has no reference to the model itself, of which it would be a cycle."""
+    configs = [repr(getattr(model, name, None)) for name in ("config", "peft_config")]
+    state: list[tuple[Any, ...]] = [(ranks.group, ranks.rank, ranks.world_size, arguments, configs)]
+    state += [(shard.tensor, shard.source, shard.held, shard.is_master) for shard in shards]
+    for module in itertools.islice(model.modules(), 1, None):
+        adapter = repr(getattr(module, "_active_adapter", None))  # PEFT may save or merge another part by it
+        state.append((module, type(module), adapter, {*module._non_persistent_buffers_set}))  # noqa: SLF001
+    return state
+
+
+def _are_same(before: Sequence[tuple[Any, ...]], now: Sequence[tuple[Any, ...]]) -> bool:
+    pairs = zip(before, now, strict=False)  # tensors and modules are the same objects; the rest is equal
+    return len(before) == len(now) and all(one[0] is other[0] and one[1:] == other[1:] for one, other in pairs)
 
 
 def _describe(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard]) -> tuple[list[Unit], list[Merge]]:
@@ -188,20 +264,3 @@ def _unit_text(unit: Unit) -> str:
 def _whole(source: Source) -> PlannedTensor:
     copy = Copy(source, Nest(0, 0, (Axis(math.prod(source.shape), 1, 1),)))
     return PlannedTensor(source.name, source.shape, source.dtype, (copy,))
-
-
-def _encode_regions(shards: Sequence[LocalShard]) -> tuple[list[Any], list[int]]:
-    """Return the regions that this rank holds as JSON data: each one that occurs, and its number for each shard."""
-    numbers: dict[Region, int] = {}
-    chosen = [numbers.setdefault(shard.held, len(numbers)) for shard in shards]
-    return [[r.start, r.end] if isinstance(r, FlatRange) else [r.runs] for r in numbers], chosen
-
-
-def _decode_regions(payload: tuple[list[Any], list[int]], shards: Sequence[LocalShard]) -> Regions:
-    regions: list[Region] = []
-    for fields in payload[0]:
-        if len(fields) == 2:
-            regions.append(FlatRange(*fields))
-        else:
-            regions.append(Grid(tuple(tuple((start, end) for start, end in dim) for dim in fields[0])))
-    return {shard.source.name: regions[number] for shard, number in zip(shards, payload[1], strict=True)}

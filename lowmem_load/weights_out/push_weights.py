@@ -50,7 +50,7 @@ def push_weights(engine_or_model: nn.Module, client: Any, **keywords: Any) -> No
     """
     ranks = ranks_of(unwrapped(engine_or_model))
     with ranks.step("finding who takes the weights") as step:
-        step.payload = client is not None
+        step.payload = True if client is not None else None
         if client is not None and not callable(client) and _method_of(client) is None:
             raise ConfigError(
                 f"push_weights: client: a {type(client).__name__} is no function and has none of {', '.join(_METHODS)}"

@@ -42,10 +42,10 @@ from lowmem_load.planning.nest import Nest
 from lowmem_load.saving.local_shards import LocalShard, is_dtensor, unwrapped
 from lowmem_load.weights_out.buckets import (
     Bucket,
-    Message,
+    Messages,
     Part,
     PlannedTensor,
-    Regions,
+    Sharing,
     Unit,
     message_lengths,
     plan_messages,
@@ -60,13 +60,13 @@ class _Sent:
     """A bucket on its way."""
 
     bucket: Bucket
-    messages: list[Message]
+    messages: Messages
     exchange: Exchange
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of a model, planned. `regions` are those of each rank; `to` is the rank that gets them, or None."""
+    """The weights of a model, planned. `to` is the rank that gets them, or None."""
 
     engine: nn.Module
     ranks: RankGroup
@@ -74,7 +74,7 @@ class Weights:
     shards: Mapping[str, LocalShard]
     merges: Sequence[Merge]
     planned: Sequence[Bucket]
-    regions: Sequence[Regions]
+    sharing: Sharing
     bucket_bytes: int
     spare: SpareMemory = field(default_factory=SpareMemory)
 
@@ -138,13 +138,13 @@ class Weights:
 
     def _fill(self, bucket: Bucket, before: _Sent | None) -> _Sent:
         """Return a bucket whose message from this rank is filled, in the memory of the one before if that is enough."""
-        messages = plan_messages(bucket, self.regions)
+        messages = plan_messages(bucket, self.sharing)
         gathers = has_fast_gather(self.ranks)
-        lengths = message_lengths(messages, self.bucket_bytes, are_equal=gathers)
+        lengths = message_lengths(messages.nbytes, self.bucket_bytes, are_equal=gathers)
         last = before.exchange if before else None
         exchange = Exchange(self.ranks, lengths, to=self.to, gathers=gathers, before=last)
         if exchange.mine is not None:
-            planned, parts = bucket.sent, messages[self.ranks.rank].parts
+            planned, parts = bucket.sent, messages.parts(self.ranks.rank)
             by_name = operator.attrgetter("parameter")
             # Of nvme each parameter is read once for the bucket, whatever the order of the parts.
             for name, group in itertools.groupby(sorted(parts, key=by_name), by_name):
@@ -162,7 +162,7 @@ class Weights:
         values = [piece.view(tensor.dtype).view(tensor.shape) for tensor, piece in zip(planned, pieces, strict=True)]
         del pieces  # `SpareMemory` counts who uses it
         for rank, message in sent.exchange.received.items():
-            for part in sent.messages[rank].parts:
+            for part in sent.messages.parts(rank):
                 _place_part(values[part.number], message, part)
         by_name: dict[str, torch.Tensor] = {}
         for tensor, value in zip(planned, values, strict=True):

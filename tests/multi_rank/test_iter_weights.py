@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import importlib
 import threading
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 from lowmem_load.errors import ConfigError, RankError
 from tests import builders
 from tests.multi_rank.test_load_into import built, meshes
-from tests.multi_rank.test_modes import is_compiled
+from tests.multi_rank.test_modes import HAS_MICS, is_compiled
 from tests.multi_rank.test_save import ADAM, BF16, FP32, adapted, stage_3
 from tests.ranks import run_ranks
 
@@ -387,6 +388,47 @@ def iter_all(*args: Any, **kwargs: Any) -> Any:
     from lowmem_load import iter_weights
 
     return iter_weights(*args, **kwargs)
+
+
+def plan_once(path: str) -> None:
+    """Rank function: a second push plans nothing, and ranks say what they hold where no rule does: once."""
+    from lowmem_load import DistributedInterface, load_into, load_model
+    from lowmem_load.distributed.group import RankGroup
+
+    module = importlib.import_module("lowmem_load.weights_out.iter_weights")
+    described, steps, describe, step = [], list[str](), module._describe, RankGroup.step
+    module._describe = lambda *args: (described.append(1), describe(*args))[1]
+    RankGroup.step = lambda self, title, **kwargs: (steps.append(title), step(self, title, **kwargs))[1]
+
+    def sent(model: Any, num_described: int, num_exchanged: int) -> dict[str, torch.Tensor]:
+        described.clear(), steps.clear()
+        found = dict(pair for bucket in iter_all(model) for pair in bucket)
+        assert len(described) == num_described, described
+        assert steps.count("exchanging what the ranks hold") == num_exchanged, steps
+        return found
+
+    world_size = DistributedInterface().world_size
+    plain = load_model(path, {"zero_optimization": {"stage": 0}})
+    wanted = sent(plain, 1, 0)
+    assert_equal(sent(plain, 0, 0), wanted, "again")
+    assert_equal(sent(copy.deepcopy(plain), 1, 0), wanted, "a copy")
+    plain.lm_head.weight = torch.nn.Parameter(plain.lm_head.weight.detach() + 1)
+    assert torch.equal(sent(plain, 1, 0)["lm_head.weight"], wanted["lm_head.weight"] + 1)
+    for config in [FP32, *([stage_3(mics_shard_size=2)] if HAS_MICS else [])]:
+        model = load_model(path, config)
+        assert_equal(sent(model, 1, 0), wanted, config)
+        assert_equal(sent(model, 0, 0), wanted, config)
+    for mesh, shard in meshes(world_size).items():
+        model = built(path, torch.float32)
+        shard(model)
+        model.to_empty(device="cpu")
+        load_into(model, path)
+        assert_equal(sent(model, 1, int(mesh == "flattened")), wanted, mesh)
+        assert_equal(sent(model, 0, 0), wanted, mesh)
+
+
+def test_a_second_push_plans_nothing(paths: dict[str, str]) -> None:
+    run_ranks(plan_once, paths["llama"], world_size=4, timeout_s=200, env={"NDEV_PER_NODE": "4"})
 
 
 def send_in_all_ways(paths: dict[str, str], out: str, swap: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from lowmem_load.planning.copies import Copy, plan_copies
 from lowmem_load.planning.expression import Expression, Source, cast, concat, numel, permute, slice_dim
 from lowmem_load.planning.nest import Axis, Nest, nests_within
 from lowmem_load.planning.ranges import FlatRange, Grid, Region, flat_ranges, partition_range
+from lowmem_load.planning.rules import Layout
 from lowmem_load.planning.splits import Split, grid_of
 from lowmem_load.weights_out.buckets import (
     Bucket,
-    Message,
     PlannedTensor,
+    Sharing,
     Unit,
     message_lengths,
     plan_buckets,
@@ -74,13 +76,19 @@ def grids(shape: tuple[int, ...], world_size: int, dim: int, split_factor: int =
     return [grid_of(shape, [Split(dim, world_size, rank, split_factor)]) for rank in range(world_size)]
 
 
+def sharing(regions: list[dict[str, Region]], shapes: Mapping[str, tuple[int, ...]]) -> Sharing:
+    layouts = {name: Layout([held[name] for held in regions], tuple(shapes[name])) for name in shapes}
+    return Sharing(layouts, len(regions))
+
+
 def put_together(one: PlannedTensor, values: dict[str, torch.Tensor], regions: list[dict[str, Region]]) -> torch.Tensor:
     """Fills and reads the messages of all ranks."""
     result = torch.full((math.prod(one.shape),), -1, dtype=one.dtype)
     bucket = Bucket((Unit((one,)),))
-    for held, message in zip(regions, plan_messages(bucket, regions), strict=True):
-        data = torch.empty(message.nbytes, dtype=torch.uint8)
-        for part in message.parts:
+    messages = plan_messages(bucket, sharing(regions, {name: value.shape for name, value in values.items()}))
+    for rank, held in enumerate(regions):
+        data = torch.empty(messages.nbytes[rank], dtype=torch.uint8)
+        for part in messages.parts(rank):
             region, flat = held[part.parameter], values[part.parameter].reshape(-1)
             spans = flat_ranges(region, values[part.parameter].shape) if isinstance(region, Grid) else [region]
             memory = torch.cat([flat[span.start : span.end] for span in spans])
@@ -123,34 +131,36 @@ def test_a_grid_of_columns_is_one_nest() -> None:
 def test_wide_elements_come_first_and_are_aligned() -> None:
     sizes: list[tuple[str, torch.dtype]] = [("a", torch.uint8), ("b", torch.int64), ("c", torch.bfloat16)]
     units = tuple(Unit((planned(name, source(name, 3, dtype=dtype)),)) for name, dtype in sizes)
-    (message,) = plan_messages(Bucket(units), [dict.fromkeys("abc", FlatRange(0, 3))])
-    assert [(part.parameter, part.start) for part in message.parts] == [("b", 0), ("c", 24), ("a", 30)]
-    assert message.nbytes == 33
+    messages = plan_messages(
+        Bucket(units), sharing([dict.fromkeys("abc", FlatRange(0, 3))], dict.fromkeys("abc", (3,)))
+    )
+    assert [(part.parameter, part.start) for part in messages.parts(0)] == [("b", 0), ("c", 24), ("a", 30)]
+    assert messages.nbytes == [33]
 
 
 def test_elements_that_no_rank_holds_are_an_error() -> None:
     bucket = Bucket((unit("a", 10),))
     regions: Any = [{"a": FlatRange(0, 5)}, {"a": NOTHING}]
     with pytest.raises(PlanError, match=r"a: the ranks hold 5 elements of 10; were all ranks of the model called\?"):
-        plan_messages(bucket, regions)
+        plan_messages(bucket, sharing(regions, {"a": (10,)}))
 
 
 def test_values_in_memory_are_not_sent() -> None:
     one = planned("a", source("a", 4))
     held = PlannedTensor("x", (4,), torch.float32, (Copy(object(), one.copies[0].nest),))  # type: ignore[arg-type]
     assert held.sources == [] and one.sources == [source("a", 4)]
-    assert plan_messages(Bucket((Unit((held,)),)), [{}])[0].parts == ()
+    assert plan_messages(Bucket((Unit((held,)),)), sharing([{}], {})).nbytes == [0]
 
 
 def test_replicas_send_a_share_each() -> None:
     bucket = Bucket((unit("a", 10),))
     regions: Any = [{"a": FlatRange(0, 5)}, {"a": FlatRange(5, 10)}] * 2
-    assert [message.nbytes for message in plan_messages(bucket, regions)] == [2, 2, 3, 3]
+    assert plan_messages(bucket, sharing(regions, {"a": (10,)})).nbytes == [2, 2, 3, 3]
 
 
 def test_messages_are_equal_unless_that_takes_too_much() -> None:
     def of(*nbytes: int, are_equal: bool = True) -> list[int]:
-        return message_lengths([Message((), length) for length in nbytes], 100, are_equal=are_equal)
+        return message_lengths(nbytes, 100, are_equal=are_equal)
 
     assert of(30, 32, 0) == [32, 32, 32]
     assert of(0, 90, 0) == [0, 96, 0], "one sender"
