@@ -13,12 +13,12 @@ import argparse
 import json
 import math
 import time
-import tracemalloc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from benchmarks.memory import PeakMemory
 from benchmarks.results import MIB, show_table
 from lowmem_load.distributed.verdict import Entry, verdict_on
 from lowmem_load.planning.copies import Copy
@@ -97,13 +97,10 @@ def measure(model: str, under: str, ranks: Sequence[int]) -> Iterator[list[str]]
         mesh = Mesh(tuple(range(world_size)), (world_size,))
         rules = [rule_of(source, under, mesh) for source in sources]
         arguments = shards_of(sources, rules, world_size // 2, world_size), rules, buckets, world_size
-        start = time.process_time()
-        digest = plan(*arguments)
-        seconds = time.process_time() - start
-        tracemalloc.start()  # in a run of its own, as it takes its time
-        plan(*arguments)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        with PeakMemory() as memory:
+            start = time.process_time()
+            digest = plan(*arguments)
+            seconds = time.process_time() - start
         store = store_bytes(digest, world_size)
         yield [
             model,
@@ -112,7 +109,7 @@ def measure(model: str, under: str, ranks: Sequence[int]) -> Iterator[list[str]]
             str(world_size),
             f"{store / 1024:.0f}",
             f"{seconds:.2f}",
-            f"{peak / MIB:.1f}",
+            f"{memory.peak_bytes / MIB:.1f}",
         ]
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.resume.load_checkpoint import load_checkpoint as load_checkpoint
     from lowmem_load.saving.model_digest import model_digest as model_digest
     from lowmem_load.saving.save import save_model as save_model
+    from lowmem_load.weights_out.iter_weights import adapter_config as adapter_config
     from lowmem_load.weights_out.iter_weights import iter_weights as iter_weights
     from lowmem_load.weights_out.push_weights import WeightSource as WeightSource
     from lowmem_load.weights_out.push_weights import push_weights as push_weights
@@ -60,7 +61,7 @@ _HOMES = {
     "report": ("LoadReport",),
     "resume.consolidate": ("consolidate",),
     "resume.load_checkpoint": ("load_checkpoint",),
-    "weights_out.iter_weights": ("iter_weights",),
+    "weights_out.iter_weights": ("adapter_config", "iter_weights"),
     "weights_out.push_weights": ("WeightSource", "push_weights"),
     "saving.save": ("save_model",),
 }

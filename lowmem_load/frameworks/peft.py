@@ -78,10 +78,21 @@ def unloaded(model: nn.Module) -> tuple[nn.Module, list[Merge]]:
             del vars(parameter)["data_ptr"]
 
 
-def _check_tuner(model: nn.Module) -> None:
+def check_adapter(model: nn.Module, name: str) -> None:
+    """Raise ConfigError unless a model has an adapter of this name."""
+    _check_model(model, "adapters")
+    if name not in (known := getattr(model, "peft_config", {})):
+        raise ConfigError(f"adapters: {name!r}: the model has {', '.join(map(repr, known))}")
+
+
+def _check_model(model: nn.Module, option: str) -> None:
     peft = sys.modules.get("peft.peft_model")
     if peft is None or not isinstance(model, peft.PeftModel):
-        raise ConfigError(f"merge_adapters: {type(model).__name__} is no PeftModel; make one, or leave the option out")
+        raise ConfigError(f"{option}: {type(model).__name__} is no PeftModel; make one, or leave the option out")
+
+
+def _check_tuner(model: nn.Module) -> None:
+    _check_model(model, "merge_adapters")
     if not hasattr(model.base_model, "merge_and_unload"):
         raise ConfigError(f"merge_adapters: what {type(model.base_model).__name__} of PEFT trains cannot be merged")
     require(PEFT, {"peft.tuners.tuners_utils": ("BaseTunerLayer.merge", "BaseTunerLayer.get_base_layer")})

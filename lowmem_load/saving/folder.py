@@ -17,15 +17,19 @@ import contextlib
 import ctypes
 import errno
 import glob
+import json
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import save_file
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.saving.writer import FileLayout
@@ -303,3 +307,13 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    """Write the two files of PEFT's `save_pretrained` that engines read, in the place of former ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = folder / f".{_SAVING}{secrets.token_hex(8)}"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staging, metadata={"format": "pt"})
+    staging.replace(folder / "adapter_model.safetensors")
+    staging.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    staging.replace(folder / "adapter_config.json")

@@ -6,9 +6,9 @@ rlhf_weights.md.
 
 from __future__ import annotations
 
-import itertools
 import math
 import tempfile
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,7 @@ def iter_weights(
     dtype: torch.dtype | None = None,
     names: Names | None = None,
     merge_adapters: bool = False,
+    adapters: str | None = None,
 ) -> Generator[Tensors, None, None]:
     """Yield all weights in buckets, `[(name, tensor), ...]`, put together from what the ranks hold.
 
@@ -66,6 +67,8 @@ def iter_weights(
         names: names to yield, or a function that says of a name whether to yield it; equal on all ranks.
         merge_adapters: of a PEFT model, yield what `merge_and_unload` would make, and not the adapters. The layers of
             a bucket are merged when they are put together; the engine does not change.
+        adapters: of a PEFT model, yield what its `save_pretrained` writes of the adapter of this name, such as
+            "default". `adapter_config` returns its configuration.
 
     Collective: all ranks that hold the model. All ranks have to take all buckets, or stop after the same one. There are
         at most `total bytes / bucket_bytes + 1`, each with one collective (on gloo, and for experts on hundreds of
@@ -79,8 +82,24 @@ def iter_weights(
         UnsupportedError: names a tensor that cannot be put together, and why.
         RankError: another rank failed, stopped early, or did not come for the next bucket.
     """
-    arguments = Arguments(bucket_bytes=bucket_bytes, to=to, dtype=dtype, names=names, merge_adapters=merge_adapters)
+    arguments = Arguments(
+        bucket_bytes=bucket_bytes, to=to, dtype=dtype, names=names, merge_adapters=merge_adapters, adapters=adapters
+    )
     yield from plan_weights(engine_or_model, arguments).buckets()
+
+
+def adapter_config(engine_or_model: nn.Module, adapters: str = "default") -> dict[str, Any]:
+    """Return what PEFT's `save_pretrained` writes into `adapter_config.json` of an adapter. Local.
+
+    Raises:
+        ConfigError: no model of PEFT, or it has no adapter of this name.
+    """
+    model = unwrapped(engine_or_model)
+    with load_lock(), tempfile.TemporaryDirectory(prefix="lowmem_load-") as scratch:
+        shards = local_shards(model, 0, masters=False)
+        _describe(model, Arguments(adapters=adapters), {id(shard.tensor): shard.source for shard in shards}, scratch)
+        config: dict[str, Any] = saver.read_adapter_config(Path(scratch))
+        return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +111,7 @@ class Arguments:
     dtype: torch.dtype | None = None
     names: Names | None = None
     merge_adapters: bool = False
+    adapters: str | None = None
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError if one cannot be used."""
@@ -99,6 +119,8 @@ class Arguments:
             raise ConfigError(f"iter_weights: bucket_bytes: {self.bucket_bytes!r} is no positive number of bytes")
         if self.to != "all" and self.to not in range(world_size):
             raise ConfigError(f"iter_weights: to: {self.to!r} is neither 'all' nor a rank below {world_size}")
+        if self.adapters is not None and self.merge_adapters:
+            raise ConfigError("iter_weights: adapters: are sent alone, or merged with merge_adapters, not both")
 
     def choose(self, tensors: Mapping[str, Expression]) -> dict[str, Expression]:
         """Return the tensors to yield."""
@@ -118,15 +140,17 @@ class Plan:
     """What the ranks send of a model. It stays on the model, and is used as long as nothing of that has changed.
 
     Attributes:
-        state: all that decides it on this rank; see `_state_of`.
-        planned, merges: see `Weights`.
+        state, objects: all that decides it on this rank; see `_state_of` and `_objects_of`.
+        planned, merges, config: see `Weights`.
         tensors, rules: digests of what is sent and of how it lies.
         sharing: what each rank sends; None until the ranks have said what they hold, where no rule says it.
     """
 
-    state: list[tuple[Any, ...]]
+    state: list[Any]
+    objects: list[weakref.ref[Any]]
     planned: list[Bucket]
     merges: list[Merge]
+    config: Any
     tensors: str
     rules: str
     sharing: Sharing | None
@@ -169,6 +193,7 @@ def plan_weights(engine: nn.Module, arguments: Arguments) -> Weights:
             to=None if arguments.to == "all" else arguments.to,
             shards={shard.source.name: shard for shard in shards},
             merges=plan.merges,
+            config=plan.config,
             planned=plan.planned,
             sharing=plan.sharing,
             bucket_bytes=arguments.bucket_bytes,
@@ -177,16 +202,18 @@ def plan_weights(engine: nn.Module, arguments: Arguments) -> Weights:
 
 def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], ranks: RankGroup) -> Plan:
     """Return the plan that the model has, or make one and leave it there."""
-    state = _state_of(model, arguments, shards, ranks)
+    state, objects = _state_of(model, arguments, shards, ranks), _objects_of(model, shards)
     plan: Plan | None = vars(model).pop(_KEPT, None)
-    if not isinstance(plan, Plan) or not _are_same(plan.state, state):
-        units, merges = _describe(model, arguments, shards)
+    if not isinstance(plan, Plan) or plan.state != state or not _are_same(plan.objects, objects):
+        units, merges, config = _plan_tensors(model, arguments, shards)
         rules = rules_of(shards, ranks.world_size)
         layouts = layouts_by_rule(shards, rules, ranks.rank, ranks.world_size)
         plan = Plan(
             state=state,
+            objects=[*map(weakref.ref, objects)],
             planned=plan_buckets(units, arguments.bucket_bytes),
             merges=merges,
+            config=config,
             tensors=fingerprint(map(_unit_text, units)),
             rules=digest_of(rules),
             sharing=None if layouts is None else Sharing(layouts, ranks.world_size),
@@ -196,42 +223,58 @@ def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], 
     return plan
 
 
-def _state_of(
-    model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], ranks: RankGroup
-) -> list[tuple[Any, ...]]:
-    """Return all that decides a plan. It has no reference to the model itself, of which it would be a cycle."""
-    configs = [repr(getattr(model, name, None)) for name in ("config", "peft_config")]
-    state: list[tuple[Any, ...]] = [(ranks.group, ranks.rank, ranks.world_size, arguments, configs)]
-    state += [(shard.tensor, shard.source, shard.held, shard.is_master) for shard in shards]
-    for module in itertools.islice(model.modules(), 1, None):
+def _state_of(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], ranks: RankGroup) -> list[Any]:
+    state: list[Any] = [arguments, ranks.group, ranks.rank, ranks.world_size]
+    state += [repr(getattr(model, name, None)) for name in ("config", "peft_config")]
+    state += [(shard.source, shard.held, shard.is_master) for shard in shards]
+    for module in model.modules():
         adapter = repr(getattr(module, "_active_adapter", None))  # PEFT may save or merge another part by it
-        state.append((module, type(module), adapter, {*module._non_persistent_buffers_set}))  # noqa: SLF001
+        state.append((type(module), adapter, {*module._non_persistent_buffers_set}))  # noqa: SLF001
     return state
 
 
-def _are_same(before: Sequence[tuple[Any, ...]], now: Sequence[tuple[Any, ...]]) -> bool:
-    pairs = zip(before, now, strict=False)  # tensors and modules are the same objects; the rest is equal
-    return len(before) == len(now) and all(one[0] is other[0] and one[1:] == other[1:] for one, other in pairs)
+def _objects_of(model: nn.Module, shards: Sequence[LocalShard]) -> list[Any]:
+    """Return what a plan knows by its identity. The plan has weak references: parameters may be replaced, and go."""
+    return [*model.modules(), *(shard.tensor for shard in shards)]
 
 
-def _describe(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard]) -> tuple[list[Unit], list[Merge]]:
+def _are_same(before: Sequence[weakref.ref[Any]], now: Sequence[Any]) -> bool:
+    return len(before) == len(now) and all(one() is other for one, other in zip(before, now, strict=True))
+
+
+def _plan_tensors(
+    model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard]
+) -> tuple[list[Unit], list[Merge], Any]:
     sources = {id(shard.tensor): shard.source for shard in shards}
-    whole, merges = peft.unloaded(model) if arguments.merge_adapters else (model, [])
     with tempfile.TemporaryDirectory(prefix="lowmem_load-") as scratch:
-        files = saver.describe_save(
-            whole,
-            Path(scratch),
-            sources,
-            dtype=arguments.dtype,
-            max_shard_size=_ONE_FILE,
-            kwargs={},
-            has_configs=False,
-        )
+        files, merges = _describe(model, arguments, sources, scratch)
+        config = None if arguments.adapters is None else saver.read_adapter_config(Path(scratch))
     tensors = arguments.choose({name: part for file in files for name, part in file.tensors.items()})
     planned = [
         PlannedTensor(name, part.shape, part.dtype, tuple(proved_copies(name, part))) for name, part in tensors.items()
     ]
-    return list(_plan_units(planned, merges, sources)), merges
+    return list(_plan_units(planned, merges, sources)), merges, config
+
+
+def _describe(
+    model: nn.Module, arguments: Arguments, sources: Mapping[int, Source], scratch: str
+) -> tuple[list[saver.SavedFile], list[Merge]]:
+    """Return the files that a save would write. PEFT writes the configuration of an adapter to `scratch`."""
+    kwargs: dict[str, Any] = {}
+    if arguments.adapters is not None:
+        peft.check_adapter(model, arguments.adapters)
+        kwargs["selected_adapters"] = [arguments.adapters]
+    whole, merges = peft.unloaded(model) if arguments.merge_adapters else (model, [])
+    files = saver.describe_save(
+        whole,
+        Path(scratch),
+        sources,
+        dtype=arguments.dtype,
+        max_shard_size=_ONE_FILE,
+        kwargs=kwargs,
+        has_configs=False,
+    )
+    return files, merges
 
 
 def _plan_units(

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,6 +20,7 @@ from torch import nn
 from lowmem_load.errors import ConfigError
 from lowmem_load.saving.local_shards import unwrapped
 from lowmem_load.saving.save import ranks_of
+from lowmem_load.weights_out.adapters import engine_of, hand_over_adapter
 from lowmem_load.weights_out.buckets import PlannedTensor
 from lowmem_load.weights_out.iter_weights import Arguments, plan_weights
 from lowmem_load.weights_out.send_weights import Tensors, Weights
@@ -29,8 +32,15 @@ _RESETS = "reset_prefix_cache", "flush_cache"
 """Methods that drop what was computed with the old weights."""
 
 
-def push_weights(engine_or_model: nn.Module, client: Any, **keywords: Any) -> None:
-    """Hand all weights of a model to an inference engine, bucket by bucket. See `iter_weights`.
+def push_weights(
+    engine_or_model: nn.Module,
+    client: Any,
+    *,
+    adapters: str | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    **keywords: Any,
+) -> Any:
+    """Hand all weights of a model, or an adapter of PEFT alone, to an inference engine. See `iter_weights`.
 
     Args:
         engine_or_model: as for `iter_weights`.
@@ -39,10 +49,18 @@ def push_weights(engine_or_model: nn.Module, client: Any, **keywords: Any) -> No
             such as its `VLLMClient`; or with SGLang's `update_weights_from_tensor(named_tensors, flush_cache=)`, such
             as its `Engine`. An object's `reset_prefix_cache()` or `flush_cache()` is called at the end, if it has one.
             None on ranks that take no weights. If one rank has a client, the weights are sent to it alone, else to all.
+        adapters: the name of the adapter to hand over alone. The client is then a function, vLLM's `LLM` or `LLMEngine`
+            (with `enable_lora`), or SGLang's `Engine` (`enable_lora`), which load it from a folder in the place of the
+            former one.
+        folder: where to write that folder, for an engine on another machine. By default one in shared memory, as long
+            as this process lives.
         **keywords: bucket_bytes, dtype, names and merge_adapters, as for `iter_weights`.
 
+    Returns:
+        Of an adapter for vLLM, on the rank of its client, the `LoRARequest` to generate with. Else None.
+
     Collective: all ranks that hold the model.
-    Memory: as `iter_weights`, on ranks that are sent the weights.
+    Memory: as `iter_weights`, on ranks that are sent the weights; an adapter's folder.
 
     Raises:
         ConfigError: no rank has a client, or it cannot be used; and as `iter_weights`.
@@ -51,7 +69,10 @@ def push_weights(engine_or_model: nn.Module, client: Any, **keywords: Any) -> No
     ranks = ranks_of(unwrapped(engine_or_model))
     with ranks.step("finding who takes the weights") as step:
         step.payload = True if client is not None else None
-        if client is not None and not callable(client) and _method_of(client) is None:
+        needs_folder = adapters is not None and client is not None and not callable(client)
+        if needs_folder:
+            engine_of(client)
+        elif client is not None and not callable(client) and _method_of(client) is None:
             raise ConfigError(
                 f"push_weights: client: a {type(client).__name__} is no function and has none of {', '.join(_METHODS)}"
             )
@@ -59,9 +80,13 @@ def push_weights(engine_or_model: nn.Module, client: Any, **keywords: Any) -> No
     if not takers:
         raise ConfigError("push_weights: client: no rank has one")
     to: int | Literal["all"] = takers[0] if len(takers) == 1 else "all"
-    weights = plan_weights(engine_or_model, Arguments(to=to, **keywords))
+    weights, request = plan_weights(engine_or_model, Arguments(to=to, adapters=adapters, **keywords)), None
     with handing_out(weights) as buckets:
-        hand_over(client, weights, buckets)
+        if adapters is not None and needs_folder:
+            path = None if folder is None else Path(folder)
+            request = hand_over_adapter(client, adapters, weights.config, path, buckets)
+        else:
+            hand_over(client, weights, buckets)
     with ranks.step("resetting the cache"):
         reset = next((name for name in _RESETS if hasattr(client, name)), None)
         if reset is not None:
@@ -71,6 +96,7 @@ def push_weights(engine_or_model: nn.Module, client: Any, **keywords: Any) -> No
                     f"push_weights: client: {reset} failed, so what was computed with the old weights is used on; end "
                     "all requests of the engine, and reset its cache again"
                 )
+    return request
 
 
 class WeightSource:

@@ -66,13 +66,19 @@ class _Sent:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of a model, planned. `to` is the rank that gets them, or None."""
+    """The weights of a model, planned.
+
+    Attributes:
+        to: the rank that gets them, or None.
+        config: of the adapter, if it is sent alone.
+    """
 
     engine: nn.Module
     ranks: RankGroup
     to: int | None
     shards: Mapping[str, LocalShard]
     merges: Sequence[Merge]
+    config: Any
     planned: Sequence[Bucket]
     sharing: Sharing
     bucket_bytes: int
