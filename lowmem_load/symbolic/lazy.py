@@ -322,7 +322,9 @@ def _cast_or_moved(func: Any, tensor: LazyTensor, kwargs: dict[str, Any]) -> tor
     )
     if device.type == "meta":
         return meta
-    if device.type != "cpu" and device.index is None:
+    if device.type == "cpu":
+        device = torch.device("cpu")  # torch drops the index that accelerate gives it
+    elif device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     return LazyTensor(SharedValue(cast(tensor.expression, dtype), device=device), tensor.read_now, meta)
 

@@ -82,7 +82,8 @@ def test_what_looks_at_no_value_reads_nothing(path: str) -> None:
 
     model = lazily(path)
     weight = model.lm_head.weight
-    model.to(torch.bfloat16).half().float().to("cpu").requires_grad_(requires_grad=False).train()
+    model.to(torch.bfloat16).half().float().to("cpu:1").requires_grad_(requires_grad=False).train()
+    assert weight.device == torch.device("cpu")  # as of real ones, which accelerate moves to "cpu:1" on rank 1
     assert model.lm_head.weight is weight
     copied = copy.deepcopy(model)
     copied.load_state_dict({name: tensor.clone().t().t() for name, tensor in model.state_dict().items()})
