@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.request import Request, agree_on_request, make_load, name_text, path_text, stage_3
+from lowmem_load.api.request import Request, agree_on_request, make_load, name_text, stage_3, weights_folder
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -103,7 +103,7 @@ def load_into(
             nobody knows.
         RankError: another rank failed; the same error is raised on every rank.
     """
-    options = Options(progress=progress, verify=verify, stream=stream, weights=path_text(weights))
+    options = Options(progress=progress, verify=verify, stream=stream, weights=weights_folder(weights, verify=verify))
     if rename is None and transformers_models(model):
         _refuse_of_modules(strict=not strict, initialize=initialize, build=build, ds_config=ds_config)
         return _load_into(model, name, options, dtype, auto_class, leave=leave, **from_pretrained_kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.request import Request, agree_on_request, make_load, name_text, path_text
+from lowmem_load.api.request import Request, agree_on_request, make_load, name_text, weights_folder
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -80,7 +80,7 @@ def load_model(
         UnsupportedError: the combination cannot be streamed.
         RankError: another rank failed; the same error is raised on every rank.
     """
-    options = Options(progress=progress, verify=verify, stream=stream, weights=path_text(weights))
+    options = Options(progress=progress, verify=verify, stream=stream, weights=weights_folder(weights, verify=verify))
     if _is_sharding(ds_config):
         from lowmem_load.api.load_into import load_sharded
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ from lowmem_load.planning.expression import Shape
 
 MAX_METADATA_NBYTES = 256 << 20
 """Bytes of the file: a chunk takes about 190, so this is 1.4 million chunks."""
+
+MAX_KEYS = 16
+"""Dicts and lists within each other in a state dict."""
 
 _PACKAGE = "torch.distributed.checkpoint"
 
@@ -83,16 +87,22 @@ def read_metadata(source: ByteSource) -> DcpMetadata:
     tree = objects(pickled, path, max_opcodes=nbytes, nbytes_per_object=3, compact=compact)
     try:
         state = _state(tree, "Metadata")
-        places = dict(_place(path, *item) for item in state["storage_data"].items())
+        places = _places(path, state["storage_data"])
         keys_of = state.get("planner_data") or {}
-        tensors, others = {}, []
+        tensors, others, num_chunks = {}, [], 0
         for name, entry in state["state_dict_metadata"].items():
+            name.encode()  # a lone surrogate is no name
             if entry.name.endswith(".BytesStorageMetadata"):
                 others.append(name)
-            else:
-                tensors[name] = _tensor(path, name, _keys(keys_of.get(name, name)), entry, places)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: is no metadata of a torch DCP checkpoint: {error!r}") from error
+                continue
+            num_chunks += len(_state(entry, "TensorStorageMetadata")["chunks"])
+            if num_chunks > len(places):  # tensors may share one long list
+                raise CheckpointError(f"{path}: has more chunks than places for them")
+            tensors[name] = _tensor(path, name, _keys(keys_of.get(name, name)), entry, places)
+    except (CheckpointError, UnsupportedError):
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is no metadata of a torch DCP checkpoint: {reprlib.repr(error)}") from error
     return DcpMetadata(tensors, tuple(others), nbytes, hashlib.sha256(pickled).hexdigest()[:16])
 
 
@@ -109,29 +119,44 @@ def _chunk_state(state: Any) -> tuple[Shape, Shape]:
 
 
 def _index_state(state: Any) -> tuple[str, Shape | None]:
-    return state["fqn"], state.get("offset")
+    name, offset = state["fqn"], state.get("offset")
+    if not isinstance(name, str) or not (offset is None or is_shape(offset)):  # other keys may take for ever to compare
+        raise TypeError("an index without a name or an offset")
+    name.encode()  # a lone surrogate is no name
+    return name, offset
 
 
 def _storage_state(state: Any) -> tuple[str, int, int, bool]:
     return state["relative_path"], state["offset"], state["length"], bool(state.get("transform_descriptors"))
 
 
-def _place(path: str, index: Any, info: Any) -> tuple[tuple[str, Shape | None], Place]:
+def _places(path: str, storage_data: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Place]:
+    places: dict[tuple[str, Shape | None], Place] = {}
+    for index, info in storage_data.items():
+        if index.state in places:
+            raise CheckpointError(f"{path}: has two places for the chunk of {index.state[0]:.80} at {index.state[1]}")
+        places[index.state] = _place(path, index, info)
+    return places
+
+
+def _place(path: str, index: Any, info: Any) -> Place:
     file, start, nbytes, is_transformed = info.state
     if not isinstance(file, str) or not file or "/" in file or "\\" in file or file in (".", ".."):
-        raise CheckpointError(f"{path}: names {file!r:.80} as one of its files, which is no name in its folder")
+        raise CheckpointError(f"{path}: names {reprlib.repr(file)} as one of its files, which is no name in its folder")
     if not (type(start) is int and type(nbytes) is int and start >= 0 and nbytes >= 0):
-        raise CheckpointError(f"{path}: {index.state[0]!r:.80} has no bytes in {file}")
+        raise CheckpointError(f"{path}: {index.state[0]:.80} has no bytes in {file}")
     if is_transformed:
         raise UnsupportedError(
-            f"{path}: {index.state[0]!r:.80} was saved with transform_descriptors (compressed or encrypted), which "
+            f"{path}: {index.state[0]:.80} was saved with transform_descriptors (compressed or encrypted), which "
             "cannot be read by ranges; save it again with a FileSystemWriter without extensions"
         )
-    return index.state, Place(file, start, nbytes)
+    return Place(file, start, nbytes)
 
 
 def _keys(keys: Any) -> tuple[str, ...]:
     keys = keys if isinstance(keys, tuple) else (keys,)
+    if len(keys) > MAX_KEYS or not all(isinstance(key, str | int) for key in keys):
+        raise TypeError("keys that are neither text nor numbers, or too many")
     return tuple(map(str, keys))
 
 
@@ -141,12 +166,12 @@ def _tensor(
     state = _state(entry, "TensorStorageMetadata")
     dtype, shape = state["properties"].state[0], state["size"]
     if not isinstance(dtype, torch.dtype) or not is_shape(shape):
-        raise TypeError(f"{name!r:.80} has no dtype or shape")
+        raise TypeError(f"{reprlib.repr(name)} has no dtype or shape")
     chunks = []
     for chunk in state["chunks"]:
         offsets, sizes = chunk.state
         if not is_shape(offsets) or not is_shape(sizes):
-            raise TypeError(f"{name!r:.80} has a chunk without place or size")
+            raise TypeError(f"{reprlib.repr(name)} has a chunk without place or size")
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise CheckpointError(f"{path}: {name}: a chunk of {len(sizes)} dims in a tensor of shape {shape}")
         if (name, offsets) not in places:

@@ -101,7 +101,7 @@ class TorchObjects:
         """Return the zip's checksum of a tensor's data; None if the data hold more than the tensor."""
         entry = self.entries.get(f"{self.prefix}/data/{tensor.storage.key}")
         is_whole = entry is not None and entry.nbytes == math.prod(tensor.size) * tensor.dtype.itemsize
-        return entry.checksum if entry is not None and is_whole else None
+        return (entry.checksum or None) if entry is not None and is_whole else None  # 0: it was not computed
 
     def expression(self, tensor: Tensor, name: str) -> Expression:
         """Return a tensor of the tree, `name` in messages: the bytes that it spans in its storage, permuted."""

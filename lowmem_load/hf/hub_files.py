@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,19 @@ def has_file(name: str, file: str, kwargs: Mapping[str, Any]) -> bool:
     except EntryNotFoundError:  # also raised offline, for a file that is not in the cache
         return False
     return True
+
+
+def files_beside(name: str, files: Sequence[str]) -> list[str]:
+    """Return the paths of those of the files that a folder, or a model on the Hub, has; they are downloaded."""
+    if os.path.isdir(name):
+        return [path for path in (os.path.join(name, file) for file in files) if os.path.isfile(path)]
+    if "/" in name and os.path.isabs(name):
+        return []
+    paths = []
+    for file in files:
+        with contextlib.suppress(EntryNotFoundError):  # also raised offline, for a file that is not in the cache
+            paths.append(huggingface_hub.hf_hub_download(name, file))
+    return paths
 
 
 def cached_folder(name: str, subfolder: str, revision: str | None, cache_dir: str | os.PathLike[str] | None) -> str:

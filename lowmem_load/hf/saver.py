@@ -276,7 +276,8 @@ def plain_file(name: str, tensors: Mapping[str, Source], dtype: torch.dtype | No
     """Return one file of tensors that keep their names; floating-point ones are cast, if a dtype is given."""
 
     def in_file(source: Source) -> Expression:
-        return cast(source, dtype) if dtype is not None and source.dtype.is_floating_point else source
+        is_plain = source.dtype in DTYPES  # fp8 has scales
+        return cast(source, dtype) if dtype is not None and is_plain else source
 
     return SavedFile(name, {key: in_file(source) for key, source in tensors.items()}, {"format": "pt"})
 

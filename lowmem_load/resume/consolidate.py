@@ -17,9 +17,11 @@ from lowmem_load.distributed.nodes import node_name
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.hf import saver
+from lowmem_load.hf.hub_files import files_beside
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import has_caches_apart
+from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.resume.copy_weights import CHUNK_BYTES, Copying, read_chunks, step_of
@@ -31,13 +33,18 @@ from lowmem_load.saving.writer import (
     lay_out_saved,
     plan_writes,
 )
+from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.adapter_config import adapter_config
 from lowmem_load.training_checkpoints.names import advice_on
 from lowmem_load.training_checkpoints.open_model import SavedModel, Values, open_model
 from lowmem_load.training_checkpoints.zero_checkpoint import differences_of
 
-BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*processor_config.json", "chat_template*")
-"""Files beside a configuration that are copied into the folder: what Trainer writes for the tokenizer."""
+BESIDE = (
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "chat_template.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
+"""Files of a tokenizer or processor, which are copied into the folder."""
 
 ADAPTER_FOLDER = "adapter"
 """Folder for the adapters of a checkpoint that has their base model, too."""
@@ -109,9 +116,20 @@ def consolidate(
             files = _describe(model, scratch, executor, config, in_files, max_shard_size)
             writes = plan_writes(files)
             target = folders.find_target(output_folder)
-            step.digest = {"dtype": repr(dtype), "files": digest_of(files)}
-            step.payload = target, node_name(rank)
-        targets, nodes = zip(*(step.payloads or [(target, "")]), strict=True)
+            read = (f"{os.path.basename(file.path)} {file.nbytes} {file.digest}" for file in model.files)
+            step.digest = {"dtype": repr(dtype), "files": digest_of(files), "checkpoint": fingerprint(read)}
+            step.payload = target, node_name(rank), identify_files(model.files)
+        targets, nodes, ids = zip(*(step.payloads or [(target, "", ("", 0))]), strict=True)
+        if ranks is not None:  # of equal names, sizes and shapes are two saves of one run, too
+            agree_on_bytes(
+                ranks,
+                os.fspath(checkpoint_folder),
+                model.files,
+                small_of=lambda _: (),
+                sources=executor.sources,
+                ids=ids,
+                num_threads=executor.num_threads,
+            )
         work = Copying(ranks, files, writes, {**model.tensors, **model.adapter}, report)
         with work.staging(targets) as staging:
             work.write(staging, executor, progress, past_cache=len(set(nodes)) > 1 and has_caches_apart(target))
@@ -122,6 +140,7 @@ def consolidate(
     report.files = {file.name: file.nbytes for file in files}
     report.num_masters = model.num_masters
     report.source = f"a checkpoint of {model.kind}: {len(model.files)} files"
+    report.source += f"; {model.left_out} tensors of optimizers and the like left out" if model.left_out else ""
     return report
 
 
@@ -143,6 +162,11 @@ def _describe(
     config = saved_model.companion("config.json") if config is None else named
     if sources and config:
         saved = _as_saved_by_transformers(saved_model, sources, scratch, executor, config, dtype, max_shard_size)
+    elif sources and not saved_model.has_shapes:
+        raise ConfigError(
+            f"{saved_model.folder}: its files do not say how large the tensors are, so a missing last one would not be "
+            "noticed: name the model by config"
+        )
     elif sources:
         saved = saver.describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)
     if saved_model.adapter:
@@ -177,10 +201,12 @@ def _as_saved_by_transformers(
             model, {id(tensor): of_model[id(tensor)].dtype for _, tensor in named if id(tensor) in of_model}
         )
         saved = saver.describe_save(model, scratch, of_model, dtype=dtype, max_shard_size=max_shard_size, kwargs={})
-    for pattern in BESIDE if os.path.isdir(config) else ():
-        for path in Path(config).glob(pattern):
-            if path.is_file():
-                shutil.copyfile(path, scratch / path.name)
+    # The trained tokenizer is the checkpoint's; where it has none, that of the configuration.
+    for place in (*saved_model.near, os.fspath(config)):
+        if files := files_beside(place, BESIDE):
+            for path in files:
+                shutil.copyfile(path, scratch / os.path.basename(path))
+            break
     return saved
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Sequence
 
-from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.errors import CheckpointError, TruncatedFileError, listed
 from lowmem_load.formats.dcp_metadata import Chunk, SavedTensor, read_metadata
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.formats.zipped_tensor import ZippedTensors
@@ -24,6 +26,8 @@ from lowmem_load.training_checkpoints.tiles import Tile, TiledTensor, assemble
 from lowmem_load.training_checkpoints.weights import SavedState
 
 METADATA = ".metadata"
+
+_SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")
 
 SHARDING_INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys in the header of a safetensors file that holds parts of tensors."""
@@ -59,6 +63,9 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
                     "has written one of them"
                 )
             values[tensor.name, chunk.offsets, chunk.sizes] = found
+    keys = Counter(tensor.keys for tensor in metadata.tensors.values())
+    if twice := [".".join(key) for key, count in keys.items() if count > 1]:
+        raise CheckpointError(f"{path}: has two tensors {listed(twice)}")
     tensors = {
         tensor.keys: assemble(
             f"{folder}: {tensor.name}",
@@ -87,8 +94,7 @@ def _open_file(folder: str, name: str, chunks: Sequence[tuple[SavedTensor, Chunk
 
 def shard_files(folder: str) -> list[str]:
     """Return the names of the safetensors files of a folder if they hold parts of tensors; else none."""
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    return names if any(name.startswith("shard-") for name in names) else []
+    return sorted(name for name in os.listdir(folder) if _SHARD.fullmatch(name))
 
 
 def open_shards(folder: str, executor: Executor) -> SavedState:
@@ -98,8 +104,11 @@ def open_shards(folder: str, executor: Executor) -> SavedState:
         CheckpointError: parts are missing or overlap, or a file does not say where its parts belong.
     """
     tiles: dict[str, list[Tile]] = {}
-    files = []
-    for name in shard_files(folder):
+    files, names = [], shard_files(folder)
+    numbers = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
+    if missing := sorted(set(range(1, max(numbers) + 1)) - numbers):
+        raise CheckpointError(f"{folder}: lacks the shards {listed(list(map(str, missing)))} of {max(numbers)} or more")
+    for name in names:
         path = os.path.join(folder, name)
         with executor.sources.reading(path) as source:
             file = Safetensors().describe(source)
@@ -113,7 +122,7 @@ def open_shards(folder: str, executor: Executor) -> SavedState:
             tiles.setdefault(tensor, []).append(Tile(tuple(first), values))
     tensors: dict[tuple[str, ...], TiledTensor]
     tensors = {(name,): _assemble_parts(folder, name, parts) for name, parts in tiles.items()}
-    return SavedState(folder, "torch DCP in safetensors files", len(files), tensors, (), tuple(files))
+    return SavedState(folder, "torch DCP in safetensors files", len(files), tensors, (), tuple(files), has_shapes=False)
 
 
 def _offsets_in(path: str, text: str | None) -> dict[str, dict[str, object]]:

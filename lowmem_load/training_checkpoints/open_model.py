@@ -14,7 +14,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.planning.expression import Expression, Shape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.training_checkpoints.names import weights_in, without_adapters
+from lowmem_load.training_checkpoints.names import weights_in
 from lowmem_load.training_checkpoints.open_state import is_saved_state, open_state
 from lowmem_load.training_checkpoints.open_zero import open_checkpoint
 from lowmem_load.training_checkpoints.zero_checkpoint import find_folder
@@ -54,6 +54,8 @@ class SavedModel:
         files: all files that were opened.
         adapter: tensors of an adapter, under the names by which PEFT saves them.
         num_masters: of the tensors, those that are the fp32 values of an optimizer, while the model had 16 bits.
+        left_out: number of other tensors in the files, such as an optimizer's.
+        has_shapes: whether the files say how large the tensors are; else a missing last part is not noticed.
     """
 
     folder: str
@@ -62,10 +64,17 @@ class SavedModel:
     files: tuple[PlannedFile, ...]
     adapter: Mapping[str, Values] = field(default_factory=dict)
     num_masters: int = 0
+    left_out: int = 0
+    has_shapes: bool = True
+
+    @property
+    def near(self) -> tuple[str, ...]:
+        """Folders that may have files about the model: the checkpoint's, verl's in it, and the one above it."""
+        return self.folder, os.path.join(self.folder, "huggingface"), os.path.dirname(os.path.abspath(self.folder))
 
     def companion(self, name: str) -> str | None:
         """Return the folder that has a file about the model, such as config.json: the checkpoint's, or one near it."""
-        for folder in (self.folder, os.path.join(self.folder, "huggingface"), os.path.dirname(self.folder)):
+        for folder in self.near:
             if os.path.isfile(os.path.join(folder, name)):
                 return folder
         return None
@@ -89,8 +98,11 @@ def open_model(folder: str, executor: Executor, *, tag: str | None = None, part:
     tagged = None if is_of_torch and is_saved_state(folder) else find_folder(folder, tag)
     if tagged is None:
         state = open_state(folder, executor)
-        tensors, adapter = without_adapters(state.folder, weights_in(state.folder, state.tensors, part))
-        return SavedModel(state.folder, state.kind, tensors, state.files, adapter)
+        tensors, adapter = weights_in(state.folder, state.tensors, part)
+        left_out = len(state.tensors) - len(tensors) - len(adapter)
+        return SavedModel(
+            state.folder, state.kind, tensors, state.files, adapter, left_out=left_out, has_shapes=state.has_shapes
+        )
     if part is not None:
         raise ConfigError(f"{folder}: part={part!r} names a part of torch's state dicts; a ZeRO checkpoint has tags")
     checkpoint = open_checkpoint(tagged, executor)

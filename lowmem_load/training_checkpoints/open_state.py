@@ -53,9 +53,9 @@ def open_state(folder: str, executor: Executor) -> SavedState:
     place = find_state(folder)
     if place is None:
         raise CheckpointError(
-            f"{folder}: is no training checkpoint: it has neither {METADATA} of torch DCP, nor files of ranks "
-            "(model_world_size_*_rank_*.pt), nor shard-*.safetensors, and no file 'latest' of DeepSpeed, without which "
-            f"the tag must be named. It holds "
+            f"{folder}: is no training checkpoint: it has no {METADATA} of torch DCP, no files of ranks "
+            "(model_world_size_*_rank_*.pt), no shard-*.safetensors, and no file 'latest' of DeepSpeed (if it "
+            "has tags, name one; if it is a model, name it as such, not as weights). It holds "
             f"{listed(sorted(os.listdir(folder))) or 'nothing'}"
         )
     if os.path.isfile(os.path.join(place, METADATA)):

@@ -11,16 +11,20 @@ Source: verl 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py`; accelerate 1.1
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
+from lowmem_load.formats.dcp_metadata import MAX_KEYS
 from lowmem_load.formats.inert_pickle import WRAPPER, Foreign, Tensor, is_shape
 from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
-from lowmem_load.io.executor import Executor
+from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.planning.expression import Expression, Shape, slice_dim
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.splits import Split, grid_of
@@ -31,6 +35,9 @@ _NAMES = {
     "FSDP's files of verl": re.compile(r"model_world_size_(?P<count>\d+)_rank_(?P<rank>\d+)\.pt"),
     "FSDP's files of accelerate": re.compile(r"pytorch_model_fsdp_0_rank(?P<rank>\d+)\.bin"),
 }
+
+MAX_COMPARED_NBYTES = 64 << 20
+"""Bytes of a replica that is read to be compared, where its file has no checksum of it."""
 
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 
@@ -83,30 +90,48 @@ def open_rank_files(folder: str, executor: Executor) -> SavedState:
     for name in names:
         with executor.sources.reading(os.path.join(folder, name)) as source:
             files.append(describe_objects(source))
-    tensors, others = put_together(folder, files)
+
+    def are_equal(one: Expression, other: Expression) -> bool:
+        whole = [read_whole(executor, values).reshape(-1).view(torch.uint8) for values in (one, other)]
+        return torch.equal(*whole)
+
+    tensors, others = put_together(folder, files, are_equal)
     planned = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in files)
     return SavedState(folder, kind, len(files), tensors, others, planned)
 
 
 def put_together(
-    folder: str, files: Sequence[TorchObjects]
+    folder: str, files: Sequence[TorchObjects], are_equal: Callable[[Expression, Expression], bool]
 ) -> tuple[dict[tuple[str, ...], TiledTensor], tuple[tuple[str, ...], ...]]:
-    """Return the tensors that the state dicts of all ranks make up, and the names of what is no tensor. Pure."""
-    shards: dict[str, list[_Shard]] = {}
-    others: dict[str, None] = {}
+    """Return the tensors that the state dicts of all ranks make up, and the keys of what is no tensor.
+
+    `are_equal` compares small tensors of which the files have no checksum.
+    """
+    shards: dict[tuple[str, ...], list[_Shard]] = {}
+    others: dict[tuple[str, ...], None] = {}
     for file in files:
         if not isinstance(file.tree, dict):
             raise CheckpointError(f"{file.path}: holds no state dict")
-        for key, value in file.tree.items():
-            mine = list(_shards_in(file, str(key), value))
+        for keys, value in _entries(file, file.tree, ()):
+            mine = list(_shards_in(file, ".".join(keys), value))
             if mine:
-                shards.setdefault(str(key), []).extend(mine)
+                shards.setdefault(keys, []).extend(mine)
             else:
-                others[str(key)] = None
-    tensors: dict[tuple[str, ...], TiledTensor] = {}
-    for name, held in shards.items():
-        tensors[name,] = _whole(folder, name, held)
-    return tensors, tuple((name,) for name in others)
+                others[keys] = None
+    tensors = {keys: _whole(folder, ".".join(keys), held, are_equal) for keys, held in shards.items()}
+    return tensors, tuple(others)
+
+
+def _entries(file: TorchObjects, tree: dict[Any, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the entries of a state dict and of dicts in it, by the keys that lead to them."""
+    for key, value in tree.items():
+        if not isinstance(key, str | int) or len(above) == MAX_KEYS:
+            raise CheckpointError(f"{file.path}: has a key that is neither text nor a number, or dicts without end")
+        keys = (*above, str(key))
+        if isinstance(value, dict):
+            yield from _entries(file, value, keys)
+        else:
+            yield keys, value
 
 
 def _shards_in(file: TorchObjects, name: str, value: Any) -> Iterator[_Shard]:
@@ -121,6 +146,10 @@ def _shards_in(file: TorchObjects, name: str, value: Any) -> Iterator[_Shard]:
         yield _dtensor(file, name, value)
     elif isinstance(value, Foreign) and value.name == _SHARDED_TENSOR:
         yield from _sharded_tensor(file, name, value)
+    elif isinstance(value, Foreign) and value.name.startswith("torch._utils._rebuild"):
+        raise UnsupportedError(
+            f"{file.path}: {name}: is a tensor of a kind that is not read by ranges ({value.name:.80})"
+        )
 
 
 def _dtensor(file: TorchObjects, name: str, value: Foreign) -> _Shard:
@@ -154,20 +183,37 @@ def _sharded_tensor(file: TorchObjects, name: str, value: Foreign) -> Iterator[_
         raise CheckpointError(f"{file.path}: {name}: is no ShardedTensor as torch saves it: {error!r}") from error
 
 
-def _check_replicas(name: str, shards: Sequence[_Shard]) -> None:
-    """Raise where ranks have different values of a tensor that is no DTensor: each may have experts of its own."""
-    first = os.path.basename(shards[0].file.path)
-    for shard in shards[1:]:
-        checksums = {each.file.checksum(each.local) for each in (shards[0], shard)}
-        if len(checksums) > 1 or None in checksums:
-            state = "has other values" if None not in checksums else "cannot be compared"
-            raise CheckpointError(
-                f"{shard.file.path}: {name} is no DTensor, and {state} than in {first}: "
-                "the files do not say what each rank has of it"
-            )
+def _check_replicas(name: str, shards: Sequence[_Shard], are_equal: Callable[[Expression, Expression], bool]) -> None:
+    """Raise where ranks have different values of one part: each may have experts of its own under one name."""
+    by_place: dict[tuple[Sequence[int], Shape | None], _Shard] = {}
+    for shard in shards:
+        first = by_place.setdefault((_place_of(shard), shard.offsets), shard)
+        if first is shard or not math.prod(shard.local.size):
+            continue
+        checksums = {replica.file.checksum(replica.local) for replica in (first, shard)}
+        state = "has other values than"
+        if None in checksums:
+            if math.prod(shard.local.size) * shard.local.dtype.itemsize > MAX_COMPARED_NBYTES:
+                state = "cannot be compared with"
+            elif are_equal(first.file.expression(first.local, name), shard.file.expression(shard.local, name)):
+                continue
+        elif len(checksums) == 1:
+            continue
+        raise CheckpointError(
+            f"{shard.file.path}: {name} {state} the same part in {os.path.basename(first.file.path)}: the files do not "
+            "say what each rank has of it"
+        )
 
 
-def _whole(folder: str, name: str, shards: Sequence[_Shard]) -> TiledTensor:
+def _place_of(shard: _Shard) -> tuple[int, ...]:
+    """Return where in the mesh a rank is, along the dims that cut the tensor: replicas have one place."""
+    cuts = zip(shard.placements, shard.coordinate, strict=True)
+    return tuple(index for placement, index in cuts if not placement.name.endswith(".Replicate"))
+
+
+def _whole(
+    folder: str, name: str, shards: Sequence[_Shard], are_equal: Callable[[Expression, Expression], bool]
+) -> TiledTensor:
     shape, placements = shards[0].shape, [placement.name for placement in shards[0].placements]
     for shard in shards:
         if (shard.shape, [placement.name for placement in shard.placements]) != (shape, placements):
@@ -175,8 +221,7 @@ def _whole(folder: str, name: str, shards: Sequence[_Shard]) -> TiledTensor:
                 f"{shard.file.path}: {name} is of shape {shard.shape} and placed differently than in "
                 f"{os.path.basename(shards[0].file.path)}: the files are of different saves"
             )
-    if not placements and shards[0].offsets is None:
-        _check_replicas(name, shards)
+    _check_replicas(name, shards, are_equal)
     # A mesh dim has as many ranks as coordinates occur along it.
     sizes = [max(along) + 1 for along in zip(*(shard.coordinate for shard in shards), strict=True)]
     tiles = [tile for shard in shards for tile in _tiles(name, shard, sizes)]

@@ -20,6 +20,7 @@ class SavedState:
         tensors: by the keys that lead to them in the state dict that was saved.
         others: entries that are no tensors, in the same form.
         files: all files that were opened.
+        has_shapes: whether the files say how large the tensors are.
     """
 
     folder: str
@@ -28,3 +29,4 @@ class SavedState:
     tensors: Mapping[tuple[str, ...], TiledTensor]
     others: tuple[tuple[str, ...], ...]
     files: tuple[PlannedFile, ...]
+    has_shapes: bool = True

@@ -305,7 +305,9 @@ def dcp_metadata(data: bytes) -> None:
 def rank_file(data: bytes) -> None:
     """The `data.pkl` of one rank's file, of two ranks that saved alike."""
     tree = inert_pickle.objects(data, "x.pt")
-    put_together("folder", [TorchObjects(f"{rank}.pt", len(data), "", "", tree, "x", {}) for rank in range(2)])
+    put_together(
+        "folder", [TorchObjects(f"{rank}.pt", len(data), "", "", tree, "x", {}) for rank in range(2)], lambda *_: True
+    )
 
 
 def pickled(data: bytes) -> None:

@@ -29,7 +29,7 @@ from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError,
 from lowmem_load.formats.dcp_metadata import read_metadata
 from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.io.source import LocalFile
-from lowmem_load.training_checkpoints.names import stripped, weights_in, without_adapters
+from lowmem_load.training_checkpoints.names import weights_in
 from lowmem_load.training_checkpoints.open_state import open_state
 
 TENSORS = {
@@ -59,7 +59,7 @@ def saved(once: Path, tmp_path: Path) -> Path:
 
 def values_in(folder: Path) -> dict[str, torch.Tensor]:
     with Executor() as executor:
-        tensors = weights_in(str(folder), open_state(str(folder), executor).tensors, None)
+        tensors, _ = weights_in(str(folder), open_state(str(folder), executor).tensors, None)
         return {name: read_whole(executor, tensor.whole) for name, tensor in tensors.items()}
 
 
@@ -164,6 +164,34 @@ def test_code_in_the_metadata_is_not_run(saved: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "was-run").exists()
 
 
+class Deep:
+    """Pickles as an object that refers to itself through many containers."""
+
+    def __init__(self, depth: int) -> None:
+        value: Any = ()
+        for _ in range(depth):
+            value = (value, value)
+        self.value = value
+
+
+@pytest.mark.parametrize("place", ["fqn", "planner_data", "relative_path"])
+def test_a_short_file_that_unfolds_without_end_is_refused_at_once(saved: Path, tmp_path: Path, place: str) -> None:
+    def harm(metadata: Metadata) -> None:
+        endless = Deep(60).value
+        if place == "planner_data":
+            metadata.planner_data["model.a.weight"] = (endless,)
+        else:
+            index, info = next(iter(metadata.storage_data.items()))
+            object.__setattr__(index if place == "fqn" else info, place, endless)
+
+    path = saved / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    harm(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"no metadata of a torch DCP|as one of its files|an index without"):
+        consolidate(saved, tmp_path / "made")
+
+
 # -- shards in safetensors files ---------------------------------------------------------------------------------------
 
 
@@ -172,7 +200,9 @@ def shards(folder: Path, info: list[Any]) -> Path:
     folder.mkdir()
     for number, half in enumerate(TENSORS["d"].split(150)):
         metadata = {"DCP_SHARDING_INFO": json.dumps(info[number])} if info[number] is not None else None
-        save_file({"d": half.contiguous()}, folder / f"shard-0000{number}-model-00001-of-00001.safetensors", metadata)
+        save_file(
+            {"d": half.contiguous()}, folder / f"shard-0000{number + 1}-model-00001-of-00001.safetensors", metadata
+        )
     return folder
 
 
@@ -187,6 +217,11 @@ def test_parts_in_safetensors_files(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=text):
             values_in(shards(tmp_path / name, wrong))
+    (tmp_path / "right" / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="lacks the shards 1 of 2"):
+        values_in(tmp_path / "right")
+    with pytest.raises(ConfigError, match="a missing last one would not be noticed: name the model by config"):
+        consolidate(shards(tmp_path / "plain", places), tmp_path / "made")
 
 
 # -- files of ranks ----------------------------------------------------------------------------------------------------
@@ -202,7 +237,21 @@ def test_tensors_that_all_ranks_have(tmp_path: Path) -> None:
         rank_file(tmp_path / "saved", rank, {"a": torch.ones(3), "note": "text"})
     assert torch.equal(values_in(tmp_path / "saved")["a"], torch.ones(3))
     rank_file(tmp_path / "saved", 1, {"a": torch.zeros(3)})
-    with pytest.raises(CheckpointError, match=r"rank_1.pt: a is no DTensor, and has other values than in .*rank_0.pt"):
+    with pytest.raises(CheckpointError, match=r"rank_1\.pt: a has other values than the same part in .*rank_0\.pt"):
+        values_in(tmp_path / "saved")
+
+
+def test_replicas_without_checksums_are_compared(tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        for rank in range(2):
+            rank_file(tmp_path / "saved", rank, {"model": {"a": torch.ones(3)}})
+        assert torch.equal(values_in(tmp_path / "saved")["a"], torch.ones(3))
+        rank_file(tmp_path / "saved", 1, {"model": {"a": torch.zeros(3)}})
+    finally:
+        torch.serialization.set_crc32_options(before)
+    with pytest.raises(CheckpointError, match=r"model\.a has other values than the same part"):
         values_in(tmp_path / "saved")
 
 
@@ -227,40 +276,56 @@ def test_files_that_are_not_one_save_are_named(tmp_path: Path) -> None:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
+def named(*names: str, part: str | None = None) -> tuple[dict[str, int], dict[str, int]]:
+    """What is found in a flat state dict: the number of each name, for the model and for its adapter."""
+    return weights_in("x", {(name,): number for number, name in enumerate(names)}, part)
+
+
 def test_names_lose_what_training_has_put_before_them() -> None:
-    names = ["module.model.layers.0._checkpoint_wrapped_module.w", "module._orig_mod.head"]
-    assert [*stripped("x", dict.fromkeys(names, 0))] == ["model.layers.0.w", "head"]
-    assert [*stripped("x", {"module.a": 0, "b": 1})] == ["module.a", "b"]
-    with pytest.raises(CheckpointError, match=r"b._orig_mod.w and another tensor are both b.w"):
-        stripped("x", {"b.w": 0, "b._orig_mod.w": 1})
+    base, adapter = named("module.model.layers.0._checkpoint_wrapped_module.w", "module._orig_mod.head")
+    assert (base, adapter) == ({"model.layers.0.w": 0, "head": 1}, {})
+    assert named("module.a", "b")[0] == {"module.a": 0, "b": 1}
+    with pytest.raises(CheckpointError, match=r"b\._orig_mod\.w and another tensor are both b\.w"):
+        named("b.w", "b._orig_mod.w")
 
 
 def test_the_part_that_is_the_model_is_found() -> None:
     entries = {("model", "w"): 1, ("ema", "w"): 2, ("optimizer", "state", "w", "exp_avg"): 3}
-    assert weights_in("x", entries, None) == {"w": 1}
-    assert weights_in("x", entries, "ema") == {"w": 2}
-    assert weights_in("x", {("w",): 1, ("state.w.exp_avg",): 2, ("optim", "w"): 3}, None) == {"w": 1}
-    assert weights_in("x", {("app", "model", "w"): 1, ("app", "optim", "w"): 2}, None) == {"w": 1}
+    assert weights_in("x", entries, None)[0] == {"w": 1}
+    assert weights_in("x", entries, "ema")[0] == {"w": 2}
+    assert weights_in("x", {("w",): 1, ("state.w.exp_avg",): 2, ("optim", "w"): 3}, None)[0] == {"w": 1}
+    assert weights_in("x", {("app", "model", "w"): 1, ("app", "optim", "w"): 2}, None)[0] == {"w": 1}
     with pytest.raises(ConfigError, match="parts 'ema', 'student'; say which is the model: part="):
         weights_in("x", {("ema", "w"): 1, ("student", "w"): 2}, None)
-    with pytest.raises(ConfigError, match=r"has no part 'emma'; it has 'ema', 'model', 'optimizer.state.w'"):
+    with pytest.raises(ConfigError, match=r"has no part 'emma'; it has 'ema', 'model', 'optimizer\.state\.w'"):
         weights_in("x", entries, "emma")
+    with pytest.raises(CheckpointError, match="holds no weights of a model"):
+        weights_in("x", {("optimizer", "w"): 1}, None)
 
 
-def test_adapters_are_told_from_their_base() -> None:
-    entries = {
-        "model.q.base_layer.weight": 1,
-        "model.q.lora_A.default.weight": 2,
-        "score.original_module.weight": 3,
-        "score.modules_to_save.default.weight": 4,
-    }
-    base, adapter = without_adapters("x", entries)
-    assert base == {"model.q.weight": 1, "score.weight": 3}
-    assert adapter == {"base_model.model.model.q.lora_A.weight": 2, "base_model.model.score.weight": 4}
-    saved_by_peft = {"model.q.lora_A.weight": 2}
-    assert without_adapters("x", saved_by_peft) == ({}, {"base_model.model.model.q.lora_A.weight": 2})
+def test_weights_that_sound_like_a_training_are_kept() -> None:
+    assert [*named("w", "encoder.scaler.weight", "model.sched_proj.weight")[0]] == [
+        "w",
+        "encoder.scaler.weight",
+        "model.sched_proj.weight",
+    ]
+    assert named("scaler.weight", "w", part="")[0] == {"scaler.weight": 0, "w": 1}
+
+
+def test_an_adapter_is_told_from_its_base() -> None:
+    before = "base_model.model."
+    names = (
+        *("q.base_layer.weight", "q.lora_A.default.weight", "q.lora_magnitude_vector.default.weight"),
+        *("experts.base_layer.base_layer.up", "score.original_module.weight", "score.modules_to_save.default.weight"),
+    )
+    base, adapter = named(*(before + name for name in names))
+    assert base == {"q.weight": 0, "experts.up": 3, "score.weight": 4}
+    saved_by_peft = ("q.lora_A.weight", "q.lora_magnitude_vector", "score.weight")
+    assert adapter == dict(zip((before + name for name in saved_by_peft), (1, 2, 5), strict=True))
+    own = [before + name for name in saved_by_peft]
+    assert named(*own) == ({}, {name: number for number, name in enumerate(own)})
     with pytest.raises(ConfigError, match="holds the adapters a, b"):
-        without_adapters("x", {"q.lora_A.a.weight": 1, "q.lora_A.b.weight": 2})
+        named(f"{before}q.lora_A.a.weight", f"{before}q.lora_A.b.weight")
 
 
 def test_an_adapter_needs_its_configuration(tmp_path: Path) -> None:
