@@ -149,7 +149,7 @@ def describe_objects(source: ByteSource, read: Callable[[bytes, str], Any] = obj
     if byte_order not in (b"", b"little"):
         raise CheckpointError(f"{source.path}: byte order {byte_order!r}, expected little; save it again on x86 or ARM")
     pickled = _read_entry(source, entries[f"{prefix}/data.pkl"], MAX_PICKLE_NBYTES)
-    places = repr(sorted((name, *entry) for name, entry in entries.items()))
+    places = repr(sorted((name, entry.start, entry.nbytes) for name, entry in entries.items()))
     digest = hashlib.sha256(pickled + places.encode()).hexdigest()[:16]
     tree = read(pickled, source.path)
     return TorchObjects(source.path, source.nbytes, digest, version, tree, prefix, entries)

@@ -15,7 +15,7 @@ from tests.compat.install import folder_of, python_of, variables
 from tests.ranks import REPO
 
 SEAMS = ("active", "contract", "ds_config_precision", "ds_engine", "ds_hooks", "initialise", "loader")
-SEAMS += ("loader_handlers", "parameters", "partition", "releases", "replaced", "tensor")
+SEAMS += ("loader_handlers", "parameters", "partition", "replaced", "tensor")
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "seams": ("tests/contracts/", *(f"tests/unit/test_{name}.py" for name in SEAMS)),
