@@ -30,7 +30,12 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     training_args = TrainingArguments(  # before from_pretrained: it asks for FSDP2
         output_dir=options.output,
         fsdp=True,
-        fsdp_config={"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"},
+        fsdp_config={
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "state_dict_type": "FULL_STATE_DICT",
+            "cpu_ram_efficient_loading": True,  # else weights are read one by one while accelerate shards
+        },
         bf16=torch.cuda.is_available(),
         use_cpu=not torch.cuda.is_available(),
         per_device_train_batch_size=2,

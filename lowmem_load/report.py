@@ -143,7 +143,8 @@ class LoadReport(Phases):
         of_all = f"of {size(self.partition_bytes * self.world_size)} partitioned" if self.ds_config else "of shards"
         holds = {f"{size(self.partition_bytes)} {of_all}": self.partition_bytes}
         holds |= {f"{size(self.whole_bytes)} whole on every rank": self.whole_bytes}
-        read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files, {size(self.needed_bytes)} needed"
+        needed = f", {size(self.needed_bytes)} needed" if self.needed_bytes else ""  # not counted: read by themselves
+        read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files{needed}"
         from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
         lists = {**self.loading_info, "slow paths": [path.name for path in self.slow_paths]}
         lists["read by themselves"] = [f"{name} (by {caller})" for name, caller in self.read_early.items()]

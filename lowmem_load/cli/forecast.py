@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +16,11 @@ from lowmem_load.cli.training_memory import (
     ADAM_STATE_BYTES,
     MASTER_BYTES,
     OFFLOADS,
+    TEMPORARY_BYTES,
     Job,
     Model,
     Need,
+    Training,
     activation_bytes,
     fits,
     memory_needs,
@@ -52,10 +54,6 @@ MIN_PLANNING_BYTES = 16 << 20
 """Least memory that the plan itself is taken for. What it takes is measured and differs by 1 MiB from call to call, so
 it is rounded up to a power of two: equal calls have equal answers."""
 
-COLLECTIVE_FACTOR = 3
-"""How often stock ZeRO-3 sends each byte: it broadcasts each parameter, gathers it, and broadcasts its values.
-Source: transformers 5.23 `integrations/deepspeed.py`, deepspeed 0.19.8 `runtime/zero/partition_parameters.py`."""
-
 STATE_BYTES: Mapping[str, int] = {"adagrad": 4, "lion": 4, "muon": 4, "sgd": 4}
 """State of a parameter, for DeepSpeed's optimizers that keep less than Adam. SGD is taken to have momentum."""
 
@@ -67,40 +65,12 @@ COMPARED_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """What is trained: everything, a share of the parameters, or adapters; and how.
-
-    Attributes:
-        lora_rank: of adapters on every Linear but the output layer; 0 for none. They alone are trained.
-        share: of the parameters that are trained, without adapters.
-        is_four_bit: the base is quantized to 4 bits while it loads.
-        tokens: of a rank in a step, for activations; 0 for not counted.
-        is_checkpointed: with gradient checkpointing.
-    """
-
-    lora_rank: int = 0
-    share: float = 1.0
-    is_four_bit: bool = False
-    tokens: int = 0
-    is_checkpointed: bool = False
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every parameter is trained."""
-        return not self.lora_rank and self.share == 1
-
-    def __str__(self) -> str:
-        if self.lora_rank:
-            return f"{'QLoRA' if self.is_four_bit else 'LoRA'} r{self.lora_rank}"
-        return "full training" if self.is_full else f"training of {100 * self.share:.3g}% of the parameters"
-
-
-@dataclass(frozen=True, slots=True)
 class Forecast:
     """What a job will need.
 
     Attributes:
         name: of the checkpoint.
+        training, offload: the way to train, and the key in `OFFLOADS`; "" for an offload of another kind.
         about: the job in words, by topic.
         costs: of rank 0; see `LoadPlan`.
         node_bytes, read_seconds: what a node reads, and its time; None without a rate.
@@ -110,32 +80,19 @@ class Forecast:
     """
 
     name: str
+    training: str
+    offload: str
     about: Mapping[str, str]
     costs: Costs
     node_bytes: int
     read_seconds: float | None
     needs: Sequence[Need]
-    world_size: int | None = None
-    offloads: tuple[str, str] | None = None
+    world_size: int | None
+    offloads: tuple[str, str] | None
 
     @property
     def fits(self) -> bool:
         """Whether the memory suffices for all needs, as far as is known."""
-        return all(need.fits for need in self.needs)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A way to train, in a comparison: what it needs, and the smallest world size that fits."""
-
-    training: str
-    offload: str
-    needs: Sequence[Need]
-    world_size: int | None
-
-    @property
-    def fits(self) -> bool:
-        """Whether the memory suffices for all needs."""
         return all(need.fits for need in self.needs)
 
 
@@ -148,7 +105,7 @@ class Planned:
     model: Model
     job: Job
     about: Mapping[str, str]
-    stock: Mapping[str, int] = field(default_factory=dict)
+    stock: Mapping[str, int]
 
 
 def plan_zero3(
@@ -171,7 +128,8 @@ def plan_zero3(
     if node[0].shareable_bytes and job.offload_param != "nvme":
         node = plan_ranks(checkpoint.folder, ds_config or DS_CONFIG, ranks=range(job.node_size), **options)
     adapters = adapter_elements(config, training, keywords)
-    model = with_activations(model_of(node[0], settings, training, adapters, is_host=job.is_host), config, training)
+    model = model_of(node[0], settings, training, adapters, is_host=job.is_host)
+    model = replace(model, activation_bytes=activation_bytes(config, training))
     optimizer = (settings.ds_config.get("optimizer") or {}).get("type")
     on_devices = "GPUs (cuda)" if kind == "cuda" else f"{kind} devices"
     on_host = "CPUs: all memory is host memory (so says --accelerator or DS_ACCELERATOR)"
@@ -186,7 +144,6 @@ def plan_zero3(
     on_rank = partition_places(model, job, node[0].partition_bytes)[0]
     stock = {
         "whole": max(sizes, default=0),
-        "collectives": COLLECTIVE_FACTOR * sum(sizes) * (job.world_size > 1),
         # Rank 0 maps all files.
         "host": file_bytes(node[0]) + on_rank + (whole_bytes(node[0]) if job.is_host else 0),
     }
@@ -217,6 +174,7 @@ def plan_mesh(
         state_bytes=ADAM_STATE_BYTES,
         gathered_bytes=gathered_elements(config, keywords) * (4 if training.is_full else 2) // sizes["tp_size"],
         whole_bytes=whole_bytes(plan),
+        activation_bytes=activation_bytes(config, training),
         host_bytes=on_host,
         device_bytes=on_device,
     )
@@ -228,8 +186,8 @@ def plan_mesh(
         "optimizer": "Adam in fp32, as are the trained parameters and their gradients; computes in bf16",
     }
     whole = [target.numel * target.dtype.itemsize for target in plan.targets]
-    stock = {"whole": max(whole, default=0), "collectives": sum(whole) * (job.world_size > 1), "host": sum(whole)}
-    return Planned(checkpoint, [plan], with_activations(model, config, training), job, about, stock)
+    stock = {"whole": max(whole, default=0), "host": sum(whole)}
+    return Planned(checkpoint, [plan], model, job, about, stock)
 
 
 def forecast(planned: Planned, training: Training) -> Forecast:
@@ -246,7 +204,11 @@ def forecast(planned: Planned, training: Training) -> Forecast:
         reading["requests to the store"] = f"{num_requests:,} by a node, beside those for small files"
     seconds = None if job.read_rate is None else node_bytes / job.read_rate
     took = "; --read-rate gives the time" if seconds is None else f" in {timedelta(seconds=math.ceil(seconds))}"
-    activations = [] if training.tokens else ["activations (--tokens estimates them)"]
+    not_counted = [] if training.tokens else ["activations (--tokens estimates them)"]
+    not_counted.append("small tensors that stay whole")
+    if not model.step_bytes:
+        not_counted.append("temporary memory of the optimizer")
+    checkpointing = "with" if training.is_checkpointed else "without"
     about = {
         "planned for": planned.about["planned for"],
         "checkpoint": f"{size(file_bytes(plan))} in {len(plan.files)} file{'s' * (len(plan.files) > 1)}",
@@ -254,31 +216,33 @@ def forecast(planned: Planned, training: Training) -> Forecast:
         "job": str(job),
         **planned.about,
         "offload": f"parameters: {job.offload_param}, optimizer: {job.offload_optimizer}",
-        "a step": _step_text(training),
-        "not counted": ", ".join([*activations, "small tensors that stay whole", "temporary memory of the optimizer"]),
+        "a step": f"{training.tokens:,} tokens of a rank, {checkpointing} gradient checkpointing"
+        * bool(training.tokens),
+        "not counted": ", ".join(not_counted),
         "a node reads": size(node_bytes) + took,
         **reading,
     }
+    pair = job.offload_optimizer, job.offload_param
     return Forecast(
-        planned.checkpoint.name,
-        {topic: text for topic, text in about.items() if text},
-        plan.costs,
-        node_bytes,
-        seconds,
+        name=planned.checkpoint.name,
+        training=str(training).removesuffix(" training"),
+        offload=next((word for word, devices in OFFLOADS.items() if devices == pair), ""),
+        about={topic: text for topic, text in about.items() if text},
+        costs=plan.costs,
+        node_bytes=node_bytes,
+        read_seconds=seconds,
         needs=[*load_needs(planned), *memory_needs(model, job)],
         world_size=smallest_world_size(model, job),
         offloads=next((pair for pair in OFFLOADS.values() if fits(model, _offloaded(job, pair))), None),
     )
 
 
-def compare(planned: Planned, training: Training) -> Iterator[Row]:
-    """Yield a row for each way to offload."""
-    for words, pair in OFFLOADS.items():
+def compare(planned: Planned, training: Training) -> Iterator[Forecast]:
+    """Yield a forecast for each way to offload."""
+    for word, pair in OFFLOADS.items():
         # Adapters have little to offload; FSDP2 offloads all or nothing.
-        if words != "optimizer" or (training.is_full and not planned.job.num_shards):
-            job = _offloaded(planned.job, pair)
-            needs = memory_needs(planned.model, job)
-            yield Row(str(training).removesuffix(" training"), words, needs, smallest_world_size(planned.model, job))
+        if word != "optimizer" or (training.is_full and not planned.job.num_shards):
+            yield forecast(replace(planned, job=_offloaded(planned.job, pair)), training)
 
 
 def _offloaded(job: Job, pair: tuple[str, str]) -> Job:
@@ -307,26 +271,24 @@ def model_of(plan: LoadPlan, settings: Settings, training: Training, adapters: i
     # Source: deepspeed 0.19.8 `runtime/zero/config.py`, for the defaults.
     gathered = min(numel, int(zero.get("stage3_max_live_parameters", 1e9)))
     bucket = int(zero.get("reduce_bucket_size", 5e8))
-    gradients = min(bucket, numel) if is_host else bucket  # of host memory only pages in use count
-    gradients += 0 if training.lora_rank else largest  # whole, before it goes into the bucket
+    step_bytes = 0
+    if is_host:
+        # Gradients are reduced from a copy of the bucket, of which only pages in use count. What is gathered or copied
+        # adds to what the step takes, as the allocator keeps freed memory, and a GPU's gives it to the next.
+        bucket = 2 * min(bucket, numel)
+        step_bytes = item_bytes + (0 if optimizer else TEMPORARY_BYTES)  # the gradient in the model's dtype, too
+    gradients = bucket + (0 if training.lora_rank else largest)  # whole, before it goes into the bucket
     return Model(
         parameter_bytes=sum(t.numel * t.dtype.itemsize for t in plan.targets) + adapters * item_bytes,
         num_trained=adapters or int(numel * training.share),
         state_bytes=MASTER_BYTES + STATE_BYTES.get(optimizer, ADAM_STATE_BYTES),
+        step_bytes=step_bytes,
         gathered_bytes=(max(largest, gathered) + gradients) * item_bytes,
         whole_bytes=whole_bytes(plan),
         host_bytes=host_bytes,
         device_bytes=device_bytes,
         swap_bytes=settings.swap_bytes,
     )
-
-
-def with_activations(model: Model, config: Any, training: Training) -> Model:
-    """Return the model with the activations of a step, if the training says how many tokens it has."""
-    if not training.tokens:
-        return model
-    nbytes = activation_bytes(config, training.tokens, is_checkpointed=training.is_checkpointed)
-    return replace(model, activation_bytes=nbytes)
 
 
 def elements(target: TargetPlan) -> int:
@@ -389,8 +351,6 @@ def load_needs(planned: Planned) -> Iterator[Need]:
     yield Need("partition", plan.partition_bytes)
     yield Need("whole on every rank", whole_bytes(plan), stock["whole"])
     yield Need(f"read in {plan.costs.num_reads:,} reads", plan.costs.read_bytes, file_bytes(plan))
-    if stock["collectives"]:
-        yield Need("through collectives", 0, stock["collectives"])
     yield Need("peak of host memory", planned.model.host_bytes + on_host, stock["host"])
 
 
@@ -399,13 +359,6 @@ def _model_text(plan: LoadPlan, dtype: torch.dtype, training: Training, adapters
     total = sum(map(elements, plan.targets))
     trained = f"; {count(adapters or int(total * training.share))} trained" if not training.is_full else ""
     return f"{count(total)} parameters in {name}{trained}"
-
-
-def _step_text(training: Training) -> str:
-    if not training.tokens:
-        return ""
-    checkpointing = "with" if training.is_checkpointed else "without"
-    return f"{training.tokens:,} tokens of a rank, {checkpointing} gradient checkpointing"
 
 
 def read_together(plans: Sequence[LoadPlan]) -> tuple[int, int, int, int] | None:

@@ -17,7 +17,7 @@ from lowmem_load.text import parse_size, size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from lowmem_load.cli.forecast import Forecast, Row, Training
+    from lowmem_load.cli.forecast import Forecast
     from lowmem_load.cli.training_memory import Need
 
 
@@ -71,17 +71,17 @@ def plan(
     """
     mesh = {"fsdp_size": fsdp or 0, "tp_size": tp, "ep_size": ep, "dp_replicate_size": dp_replicate}
     device = accelerator or ("cuda" if fsdp else os.environ.get("DS_ACCELERATOR")) or "cuda"
-    num_ranks = _num_ranks(ds_config, world_size, **mesh)
+    num_ranks = fsdp * tp * dp_replicate if fsdp else world_size or 0
     common.check_revision(name, revision)
-    memory = {"--host-memory": host_memory, "--device-memory": device_memory}
-    host_bytes, device_bytes, rate = (
-        None if text is None else parse_size(text, option)
-        for option, text in {**memory, "--read-rate": read_rate}.items()
-    )
     on_cpus = device.startswith("cpu")
-    is_unknown = host_bytes is None or (device_bytes is None and not on_cpus)
+    is_unknown = host_memory is None or (device_memory is None and not on_cpus)
+    # The user of an option that is not used would expect an answer that goes by it.
     _refuse(
         {
+            "name --world-size for ZeRO-3 (and --ds-config), or --fsdp for FSDP2": not num_ranks
+            or (fsdp and ds_config),
+            "--tp, --ep and --dp-replicate go with --fsdp": not fsdp and max(tp, ep, dp_replicate) > 1,
+            f"--world-size {world_size}: the mesh has {num_ranks} ranks": world_size not in (None, num_ranks),
             "--accelerator: FSDP2 is planned for GPUs; drop it": fsdp and device != "cuda",
             "--device-memory: on CPUs all memory is host memory; drop it, or set --accelerator": device_memory
             and on_cpus,
@@ -98,72 +98,56 @@ def plan(
     )
     os.environ["DS_ACCELERATOR"] = "cpu"  # of this process; the plan is for the job's
     with working():
-        from lowmem_load.cli import forecast as needs
-        from lowmem_load.cli.training_memory import OFFLOADS, Job
+        from lowmem_load.cli.forecast import COMPARED_RANK, forecast, plan_mesh, plan_zero3
+        from lowmem_load.cli.forecast import compare as compared
+        from lowmem_load.cli.training_memory import OFFLOADS, Job, Training
         from lowmem_load.hf.quantizers import dequantizing
         from lowmem_load.hf.remote_names import find_checkpoint
 
         keywords: dict[str, Any] = dict(subfolder=subfolder, auto_class=auto_class, trust_remote_code=trust_remote_code)
-        job = Job(num_ranks, gpus_per_node or min(8, num_ranks), host_bytes, device_bytes, rate)
+        job = Job(
+            num_ranks,
+            gpus_per_node or min(8, num_ranks),
+            host_bytes=_bytes(host_memory, "--host-memory"),
+            device_bytes=_bytes(device_memory, "--device-memory"),
+            read_rate=_bytes(read_rate, "--read-rate"),
+        )
         checkpoint = find_checkpoint(name, subfolder=subfolder, revision=revision)
         if dequantize:
             keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
-        training = needs.Training(lora_rank, _share(trainable), four_bit, tokens, gradient_checkpointing)
         if offload is not None:
             job = replace(job, offload_optimizer=OFFLOADS[offload][0], offload_param=OFFLOADS[offload][1])
-
-        def planned(way: Training) -> needs.Planned:
-            if fsdp:
-                return needs.plan_mesh(checkpoint, mesh, job, way, **keywords)
-            path = None if ds_config is None else str(ds_config)
-            return needs.plan_zero3(checkpoint, path, job, way, accelerator=device, **keywords)
-
+        training = Training(lora_rank, _share(trainable), four_bit, tokens, gradient_checkpointing)
+        ways = [training]
         if compare:
-            rank = lora_rank or needs.COMPARED_RANK
-            ways = [replace(training, lora_rank=0), replace(training, lora_rank=rank)]
-            ways += [] if fsdp else [replace(training, lora_rank=rank, is_four_bit=True)]
-            plans = [(planned(way), way) for way in ways]
-            rows = [row for plan, way in plans for row in needs.compare(plan, way)]
-            about = needs.forecast(*plans[0]).about
-        else:
-            found = needs.forecast(planned(training), training)
+            adapters = replace(training, lora_rank=lora_rank or COMPARED_RANK)
+            ways = [replace(training, lora_rank=0), adapters, replace(adapters, is_four_bit=True)]
+        forecasts: list[Forecast] = []
+        for way in ways[:2] if fsdp else ways:
+            if fsdp:
+                planned = plan_mesh(checkpoint, mesh, job, way, **keywords)
+            else:
+                path = None if ds_config is None else str(ds_config)
+                planned = plan_zero3(checkpoint, path, job, way, accelerator=device, **keywords)
+            forecasts += compared(planned, way) if compare else [forecast(planned, way)]
+    rows = [{**asdict(found), "fits": found.fits} for found in forecasts]
     if compare:
-        answer(as_json, [{**asdict(row), "fits": row.fits} for row in rows], lambda: _show_rows(name, about, rows))
-        fit = any(row.fits for row in rows)
+        answer(as_json, rows, lambda: _show_rows(forecasts))
     else:
-        answer(as_json, {**asdict(found), "fits": found.fits}, lambda: _show(found))
-        fit = found.fits
-    if not fit:
+        answer(as_json, rows[0], lambda: _show(forecasts[0]))
+    if not any(found.fits for found in forecasts):
         raise typer.Exit(NO)
 
 
-def _num_ranks(
-    ds_config: Path | None,
-    world_size: int | None,
-    *,
-    fsdp_size: int,
-    tp_size: int,
-    ep_size: int,
-    dp_replicate_size: int,
-) -> int:
-    """Return the ranks of a job; raise BadParameter unless it is one of ZeRO-3, or one of FSDP2."""
-    if (fsdp_size and ds_config) or not (fsdp_size or world_size):
-        raise typer.BadParameter("name --world-size for ZeRO-3 (and --ds-config), or --fsdp for FSDP2")
-    if not fsdp_size:
-        if max(tp_size, ep_size, dp_replicate_size) > 1:
-            raise typer.BadParameter("--tp, --ep and --dp-replicate go with --fsdp")
-        return world_size or 0
-    num_ranks = fsdp_size * tp_size * dp_replicate_size
-    if world_size not in (None, num_ranks):
-        raise typer.BadParameter(f"--world-size {world_size}: the mesh has {num_ranks} ranks")
-    return num_ranks
-
-
 def _refuse(problems: Mapping[str, object]) -> None:
-    """Raise BadParameter for an option that would not be used: its user expects an answer that goes by it."""
+    """Raise BadParameter for the first problem that is there."""
     for problem, is_there in problems.items():
         if is_there:
             raise typer.BadParameter(problem)
+
+
+def _bytes(text: str | None, option: str) -> int | None:
+    return None if text is None else parse_size(text, option)
 
 
 def _share(text: str | None) -> float:
@@ -191,15 +175,15 @@ def _show(forecast: Forecast) -> Sequence[RenderableType]:
     return [facts(forecast.name, forecast.about), table("", columns, rows, right=columns[1:4]), _verdict(forecast)]
 
 
-def _show_rows(name: str, about: Mapping[str, str], rows: Sequence[Row]) -> Sequence[RenderableType]:
-    kept = {topic: text for topic, text in about.items() if topic not in ("planned for", "optimizer", "offload")}
-    kept = {"planned for": about["planned for"].partition("full training ")[2], **kept}
+def _show_rows(forecasts: Sequence[Forecast]) -> Sequence[RenderableType]:
+    about = {topic: text for topic, text in forecasts[0].about.items() if topic not in ("optimizer", "offload")}
+    about["planned for"] = about["planned for"].removeprefix("full training ")
     columns = ("method", "offload", "GPU load", "GPU train", "node's host", "fits from", "verdict")
     lines = []
-    for row in rows:
+    for row in forecasts:
         smallest = "never" if row.world_size is None else f"{row.world_size} rank{'s' * (row.world_size > 1)}"
         lines.append((row.training, row.offload, *_peaks(row.needs), smallest, _margin(row.needs)))
-    return [facts(name, kept), table("", columns, lines, right=columns[2:6])]
+    return [facts(forecasts[0].name, about), table("", columns, lines, right=columns[2:6])]
 
 
 def _peaks(needs: Sequence[Need]) -> tuple[str, str, str]:

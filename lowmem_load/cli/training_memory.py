@@ -14,6 +14,10 @@ MASTER_BYTES, GRADIENT_BYTES = 4, 4
 ADAM_STATE_BYTES = 8
 """Adam's state of a parameter, in fp32. Assumed if the ds_config names no optimizer or an unknown one."""
 
+TEMPORARY_BYTES = 8
+"""Two values in fp32 that torch's AdamW makes of each element of a partition on CPUs. DeepSpeed's optimizers make none.
+Source: torch 2.13 `optim/adam.py`, `_single_tensor_adam`."""
+
 HOST_FACTOR = 1.5
 """Safety factor of DeepSpeed's estimate for host memory."""
 
@@ -26,6 +30,35 @@ OFFLOADS = {"none": ("none", "none"), "optimizer": ("cpu", "none"), "all": ("cpu
 
 MAX_NODES = 1024
 """Nodes of the largest job that is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What is trained: everything, a share of the parameters, or adapters; and how.
+
+    Attributes:
+        lora_rank: of adapters on every Linear but the output layer; 0 for none. They alone are trained.
+        share: of the parameters that are trained, without adapters.
+        is_four_bit: the base is quantized to 4 bits while it loads.
+        tokens: of a rank in a step, for activations; 0 for not counted.
+        is_checkpointed: with gradient checkpointing.
+    """
+
+    lora_rank: int = 0
+    share: float = 1.0
+    is_four_bit: bool = False
+    tokens: int = 0
+    is_checkpointed: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every parameter is trained."""
+        return not self.lora_rank and self.share == 1
+
+    def __str__(self) -> str:
+        if self.lora_rank:
+            return f"{'QLoRA' if self.is_four_bit else 'LoRA'} r{self.lora_rank}"
+        return "full training" if self.is_full else f"training of {100 * self.share:.3g}% of the parameters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +105,7 @@ class Model:
         parameter_bytes: all partitions together, with those of adapters.
         num_trained: elements that the optimizer updates.
         state_bytes: what the optimizer keeps for each of them, with its fp32 copy.
+        step_bytes: what its step takes for each of them, beside the gradient in fp32.
         gathered_bytes: weights that a rank gathers to compute, and their gradients.
         whole_bytes: what each rank holds whole: scales, buffers.
         activation_bytes: of a rank; 0 for not counted.
@@ -82,6 +116,7 @@ class Model:
     parameter_bytes: int
     num_trained: int
     state_bytes: int = MASTER_BYTES + ADAM_STATE_BYTES
+    step_bytes: int = 0
     gathered_bytes: int = 0
     whole_bytes: int = 0
     activation_bytes: int = 0
@@ -146,7 +181,8 @@ def training_bytes(model: Model, job: Job) -> tuple[int, int, int]:
     by_device[job.offload_param] += model.parameter_bytes
     by_device[job.offload_optimizer] += model.num_trained * model.state_bytes
     # Gradients never go to nvme.
-    by_device["none" if job.offload_optimizer == "none" else "cpu"] += model.num_trained * GRADIENT_BYTES
+    gradient_bytes = GRADIENT_BYTES + model.step_bytes
+    by_device["none" if job.offload_optimizer == "none" else "cpu"] += model.num_trained * gradient_bytes
     num_shards = job.num_shards or job.world_size
     device = by_device["none"] / num_shards + model.gathered_bytes + model.whole_bytes + model.activation_bytes
     device += model.parameter_bytes / job.hpz_ranks if job.hpz_ranks else 0
@@ -154,13 +190,15 @@ def training_bytes(model: Model, job: Job) -> tuple[int, int, int]:
     return int(device), int(host), int(by_device["nvme"] * job.node_size / num_shards)
 
 
-def activation_bytes(config: Any, tokens: int, *, is_checkpointed: bool) -> int:
-    """Return the activations of a step over `tokens` (sequences of a rank, times their length), in 16 bits.
+def activation_bytes(config: Any, training: Training) -> int:
+    """Return the activations of a step over `training.tokens` (sequences of a rank, times their length), in 16 bits.
 
     A layer keeps 24 bytes for each hidden and 8 for each intermediate element of a token, or its input alone with
     gradient checkpointing, which holds one layer whole. The loss takes 12 bytes for each token and vocabulary entry.
     Measured with Llama of transformers 5.24: 21 to 24, 8 and 12. Attention is one that keeps no matrix of scores.
     """
+    if not training.tokens:
+        return 0
     text = config.get_text_config()
     fields = ("hidden_size", "num_hidden_layers", "vocab_size")
     hidden, layers, vocabulary = (getattr(text, name, None) for name in fields)
@@ -169,8 +207,8 @@ def activation_bytes(config: Any, tokens: int, *, is_checkpointed: bool) -> int:
     if not (hidden and layers and vocabulary and width):
         raise UnsupportedError(f"--tokens: the model's config lacks one of {', '.join(fields)}, intermediate_size")
     layer = 24 * hidden + 8 * width * experts
-    kept = 2 * hidden * layers + layer if is_checkpointed else layers * layer
-    return int(tokens * (kept + 12 * vocabulary))
+    kept = 2 * hidden * layers + layer if training.is_checkpointed else layers * layer
+    return int(training.tokens * (kept + 12 * vocabulary))
 
 
 def jobs_of_other_sizes(job: Job) -> Iterator[Job]:

@@ -15,7 +15,6 @@ from lowmem_load.api.plan_model import plan_ranks
 from lowmem_load.cli.forecast import (
     MIN_PLANNING_BYTES,
     OVERHEAD_BYTES,
-    Training,
     load_bytes,
     load_needs,
     model_of,
@@ -27,6 +26,7 @@ from lowmem_load.cli.training_memory import (
     OFFLOADS,
     Job,
     Model,
+    Training,
     activation_bytes,
     fits,
     jobs_of_other_sizes,
@@ -107,7 +107,6 @@ def test_stock_reads_all_files_on_rank_0(tmp_path: Path) -> None:
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert needs[f"read in {plan.costs.num_reads} reads"] == files
     assert needs["peak of host memory"] == files + plan.partition_bytes
-    assert needs["through collectives"] == 3 * 2 * sum(target.numel for target in plan.targets)
     assert needs["whole on every rank"] == 2 * max(target.numel for target in plan.targets)
 
 
@@ -171,6 +170,18 @@ def test_a_job_says_how_many_ranks_each_node_has(world_size: int, words: str) ->
     assert str(Job(world_size, 8)) == words
 
 
+@pytest.mark.parametrize(
+    ("numel", "largest", "measured"),
+    [(60_039_680, 16_384_000, 1572 + 1527), (122_000_000, 0, 5.61 * 1024)],
+)
+def test_the_estimate_on_cpus_is_what_was_measured(numel: int, largest: int, measured: float) -> None:
+    """MiB of anonymous memory of two ranks that trained in bf16 with torch's AdamW, under DeepSpeed 0.19.8."""
+    gathered_bytes = 2 * (3 * numel + largest)
+    model = Model(2 * numel, numel, step_bytes=2 + 8, gathered_bytes=gathered_bytes)
+    need = memory_needs(model, Job(2, 2, is_host=True))[1]
+    assert need.needed_bytes == pytest.approx(measured * MIB, rel=0.1)
+
+
 def test_a_layer_in_fp32_and_a_second_copy_of_parameters_count() -> None:
     assert training(MODEL, 16, 8, hpz_ranks=8)[0] - training(MODEL, 16, 8)[0] == 2 * 8 * B // 8
     in_fp32 = training(IN_FP32, 16, 8)
@@ -187,10 +198,14 @@ def test_a_model_is_read_off_its_plan(optimizer: dict[str, Any], state_bytes: in
     model = model_of(plan, settings, FULL, 0, is_host=True)
     largest = max(target.numel for target in plan.targets)  # no layer here has two parameters
     assert model.num_trained == sum(target.numel for target in plan.targets)
-    assert model.gathered_bytes == 4 * (2 * model.num_trained + largest)  # DeepSpeed may keep so small a model gathered
+    # DeepSpeed may keep so small a model gathered, and reduces its gradients from a copy of the bucket.
+    assert model.gathered_bytes == 4 * (3 * model.num_trained + largest)
+    assert model.step_bytes == (4 if optimizer else 4 + 8)  # a gradient; and what torch's AdamW makes
+    on_device = model_of(plan, settings, FULL, 0, is_host=False)
+    assert (on_device.step_bytes, on_device.gathered_bytes) == (0, 4 * (model.num_trained + int(5e8) + largest))
     few = {"stage": 3, "stage3_max_live_parameters": 0, "reduce_bucket_size": 10}
     gathers_one = read_settings({"zero_optimization": few, "optimizer": optimizer}, world_size=2)
-    assert model_of(plan, gathers_one, FULL, 0, is_host=True).gathered_bytes == 4 * (2 * largest + 10)
+    assert model_of(plan, gathers_one, FULL, 0, is_host=True).gathered_bytes == 4 * (2 * largest + 2 * 10)
     assert (model.parameter_bytes, model.state_bytes) == (2 * model.num_trained, 4 + state_bytes)
     adapters = model_of(plan, settings, Training(lora_rank=2), 1000, is_host=True)
     assert adapters.num_trained == 1000
@@ -220,7 +235,7 @@ def test_activations_are_about_what_autograd_keeps(is_checkpointed: bool) -> Non
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     assert loss.requires_grad
     loss_bytes = 12 * 64 * tokens
-    estimate = activation_bytes(config, tokens, is_checkpointed=is_checkpointed) - loss_bytes
+    estimate = activation_bytes(config, Training(tokens=tokens, is_checkpointed=is_checkpointed)) - loss_bytes
     recomputed = tokens * (24 * 128 + 8 * 256) if is_checkpointed else 0
     assert 0.7 * (estimate - recomputed) < sum(kept.values()) < 1.3 * estimate, layers
 
