@@ -64,8 +64,6 @@ def files_beside(name: str, files: Sequence[str]) -> list[str]:
     """Return the paths of those of the files that a folder, or a model on the Hub, has; they are downloaded."""
     if os.path.isdir(name):
         return [path for path in (os.path.join(name, file) for file in files) if os.path.isfile(path)]
-    if "/" in name and os.path.isabs(name):
-        return []
     paths = []
     for file in files:
         with contextlib.suppress(EntryNotFoundError):  # also raised offline, for a file that is not in the cache

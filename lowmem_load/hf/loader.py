@@ -102,6 +102,8 @@ class Call:
         cls: Any = self._cls
         config = kwargs.get("config")
         if config is None:
+            if not has_file(self.path, "config.json", self.kwargs):  # as of an adapter: transformers takes its default
+                raise CheckpointError(f"{self.name}: has no config.json, which says what model the weights are of")
             config = cls.config_class.from_pretrained(self.path, **hub_keywords(kwargs))
         others = {key: value for key, value in kwargs.items() if key not in (*HUB_KEYWORDS, "config", "subfolder")}
         others |= {"output_loading_info": True, "config": config, "state_dict": dict(weights)}

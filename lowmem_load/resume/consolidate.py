@@ -202,7 +202,7 @@ def _as_saved_by_transformers(
         )
         saved = saver.describe_save(model, scratch, of_model, dtype=dtype, max_shard_size=max_shard_size, kwargs={})
     # The trained tokenizer is the checkpoint's; where it has none, that of the configuration.
-    for place in (*saved_model.near, os.fspath(config)):
+    for place in (*filter(os.path.isdir, saved_model.near), os.fspath(config)):
         if files := files_beside(place, BESIDE):
             for path in files:
                 shutil.copyfile(path, scratch / os.path.basename(path))
