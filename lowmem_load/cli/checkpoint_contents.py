@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +20,14 @@ from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf import names
 from lowmem_load.hf.quantizers import dequantizing, is_four_bit, quantization_method
 from lowmem_load.hf.remote_names import Checkpoint
+from lowmem_load.io.executor import Executor
 from lowmem_load.io.stand_ins import open_file, origins_named
 from lowmem_load.planning import expression as ex
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
+from lowmem_load.text import count, size
+from lowmem_load.training_checkpoints.open_model import Values, open_model
+from lowmem_load.training_checkpoints.open_state import find_state
 
 CHOICES = (
     ("model.safetensors", "model.safetensors.index.json"),
@@ -49,15 +53,13 @@ class Inspection:
     """What a checkpoint holds.
 
     Attributes:
-        name, revision: of the checkpoint; the revision is the commit of a Hub id.
-        architectures, model_type, dtype: as in config.json; dtype without "torch.".
-        quantization: the method in config.json; None without one.
-        base_of_adapter: the base model of an adapter; None for other checkpoints.
+        revision: the commit of a Hub id.
+        architectures, model_type, dtype, quantization: as in config.json; dtype without "torch.".
+        base_of_adapter: the base model of an adapter.
         files: bytes of each weight file.
         tensors: dtype, shape and bytes of each stored tensor; "unknown to this torch" if torch lacks the dtype.
         num_elements: of all distinct parameters of the model; 0 if it was not described.
         tied: names of each parameter that has several.
-        missing_keys, unexpected_keys, mismatched_keys: as transformers reports them.
         conversions: what loading does to the parameters, most bytes first.
         not_described: the reason if the model could not be described; else None.
     """
@@ -82,11 +84,16 @@ class Inspection:
     @property
     def by_dtype(self) -> dict[str, tuple[int, int]]:
         """Number and bytes of the stored tensors of each dtype."""
-        totals: dict[str, tuple[int, int]] = {}
-        for dtype, _, nbytes in self.tensors.values():
-            number, total = totals.get(dtype, (0, 0))
-            totals[dtype] = number + 1, total + nbytes
-        return totals
+        return by_dtype((dtype, nbytes) for dtype, _, nbytes in self.tensors.values())
+
+
+def by_dtype(sizes: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
+    """Return number and bytes of the tensors of each dtype, given those of each tensor."""
+    totals: dict[str, tuple[int, int]] = {}
+    for dtype, nbytes in sizes:
+        number, total = totals.get(dtype, (0, 0))
+        totals[dtype] = number + 1, total + nbytes
+    return totals
 
 
 @origins_named()
@@ -209,3 +216,59 @@ def weight_files(folder: str, subfolder: str = "") -> Sequence[str]:
     if not loose:
         raise CheckpointError(f"{where}: holds no weights: no safetensors files, no pytorch_model*.bin")
     return [os.path.join(where, file) for file in loose]
+
+
+# -- checkpoints of training -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingContents:
+    """A training checkpoint. `by_dtype` has numbers of tensors and bytes; `config` is the folder with config.json."""
+
+    folder: str
+    kind: str
+    num_tensors: int
+    num_elements: int
+    by_dtype: dict[str, tuple[int, int]]
+    num_adapter_tensors: int
+    num_files: int
+    file_bytes: int
+    config: str | None
+
+    def rows(self) -> dict[str, str]:
+        """Return what a table shows."""
+        dtypes = (f"{dtype}: {number:,} of {size(nbytes)}" for dtype, (number, nbytes) in self.by_dtype.items())
+        return {
+            "written by": self.kind,
+            "parameters": count(self.num_elements) if self.num_elements else "",
+            "tensors": f"{self.num_tensors:,}; {', '.join(dtypes)}" if self.num_tensors else "",
+            "of an adapter": f"{self.num_adapter_tensors:,} tensors" if self.num_adapter_tensors else "",
+            "files": f"{size(self.file_bytes)} in {self.num_files:,} file{'s' * (self.num_files != 1)}",
+            "config.json": self.config or "none: name the model by --config when you consolidate it",
+        }
+
+
+def is_of_training(folder: str) -> bool:
+    """Return whether a local folder holds a checkpoint of training, and no model to load by its name."""
+    if not os.path.isdir(folder) or os.path.isfile(os.path.join(folder, "model.safetensors.index.json")):
+        return False
+    return os.path.isfile(os.path.join(folder, "latest")) or find_state(folder) is not None
+
+
+def training_contents(folder: str) -> TrainingContents:
+    """Return what a training checkpoint holds. No weights are read."""
+    with Executor() as executor:
+        model = open_model(folder, executor)
+    distinct: dict[int, Values] = {id(tensor): tensor for tensor in model.tensors.values()}
+    sizes = [(_dtype_text(tensor.dtype), tensor.numel * tensor.dtype.itemsize) for tensor in distinct.values()]
+    return TrainingContents(
+        folder=model.folder,
+        kind=model.kind,
+        num_tensors=len(distinct),
+        num_elements=sum(tensor.numel for tensor in distinct.values()),
+        by_dtype=by_dtype(sizes),
+        num_adapter_tensors=len(model.adapter),
+        num_files=len(model.files),
+        file_bytes=sum(file.nbytes for file in model.files),
+        config=model.companion("config.json"),
+    )

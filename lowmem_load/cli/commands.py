@@ -48,8 +48,7 @@ def inspect(
     lowmem-load inspect deepseek-ai/DeepSeek-V3 --json
     """
     with working():
-        from lowmem_load.cli.checkpoint_contents import inspect_checkpoint
-        from lowmem_load.cli.training_contents import is_of_training, training_contents
+        from lowmem_load.cli.checkpoint_contents import inspect_checkpoint, is_of_training, training_contents
         from lowmem_load.hf.remote_names import find_checkpoint
 
         if is_of_training(name):
@@ -120,44 +119,31 @@ def verify(
 
         common.check_revision(name, revision)
         checks = verify_checkpoint(name, subfolder=subfolder, revision=revision, stream=stream)
-    rows = [
-        (
-            check.path.rpartition("/")[2],
-            size(check.nbytes),
-            "as expected" if check.is_proven else "no checksum",
-            check.origin or "",
-        )
-        for check in checks
-    ]
-    columns = ("file", "size", "result", "checksum from")
     answer(
         as_json,
         [{**asdict(check), "is_proven": check.is_proven} for check in checks],
-        lambda: [table(origin_of(name), columns, rows, right=("size",)), _digests(checks), _verified(checks)],
+        lambda: _checks(origin_of(name), checks),
     )
     if not all(check.is_proven for check in checks):
         raise typer.Exit(NO)
 
 
-def _digests(checks: Sequence[FileCheck]) -> str:
-    """Return the digests as `sha256sum` writes them, to be copied; a comment before those of another algorithm."""
-    lines = (
-        f"{check.found}  {check.path.rpartition('/')[2]}"
-        + (f"  ({check.algorithm})" if check.algorithm != "sha256" else "")
-        for check in checks
-    )
-    return "\n".join([*lines, ""])
-
-
-def _verified(checks: Sequence[FileCheck]) -> str:
-    proven, total = sum(check.is_proven for check in checks), len(checks)
-    files = f"{total} file{'s' * (total != 1)}"
-    if proven == total:
-        return f"All verified: {files}."
-    return (
-        f"{proven} of {files} verified: of the others no checksum is known. If you trust them, run sha256sum "
-        "*.safetensors > SHA256SUMS in their folder."
-    )
+def _checks(name: str, checks: Sequence[FileCheck]) -> Sequence[RenderableType]:
+    """Return a table, the digests as `sha256sum` writes them, to be copied, and a verdict."""
+    rows, digests = [], []
+    for check in checks:
+        file, result = check.path.rpartition("/")[2], "as expected" if check.is_proven else "no checksum"
+        rows.append((file, size(check.nbytes), result, check.origin or ""))
+        digests.append(f"{check.found}  {file}" + f"  ({check.algorithm})" * (check.algorithm != "sha256"))
+    proven, files = sum(check.is_proven for check in checks), f"{len(checks)} file{'s' * (len(checks) != 1)}"
+    verdict = f"All verified: {files}."
+    if proven < len(checks):
+        verdict = (
+            f"{proven} of {files} verified: of the others no checksum is known. If you trust them, run sha256sum "
+            "*.safetensors > SHA256SUMS in their folder."
+        )
+    columns = ("file", "size", "result", "checksum from")
+    return [table(name, columns, rows, right=("size",)), "\n".join([*digests, ""]), verdict]
 
 
 def consolidate(

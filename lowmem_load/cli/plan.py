@@ -127,14 +127,10 @@ def plan(
             if fsdp:
                 planned = plan_mesh(checkpoint, mesh, job, way, **keywords)
             else:
-                path = None if ds_config is None else str(ds_config)
-                planned = plan_zero3(checkpoint, path, job, way, accelerator=device, **keywords)
+                planned = plan_zero3(checkpoint, ds_config and str(ds_config), job, way, accelerator=device, **keywords)
             forecasts += compared(planned, way) if compare else [forecast(planned, way)]
-    rows = [{**asdict(found), "fits": found.fits} for found in forecasts]
-    if compare:
-        answer(as_json, rows, lambda: _show_rows(forecasts))
-    else:
-        answer(as_json, rows[0], lambda: _show(forecasts[0]))
+    values = [{**asdict(found), "fits": found.fits} for found in forecasts]
+    answer(as_json, values if compare else values[0], lambda: (_show_rows if compare else _show)(forecasts))
     if not any(found.fits for found in forecasts):
         raise typer.Exit(NO)
 
@@ -163,7 +159,8 @@ def _share(text: str | None) -> float:
     return share
 
 
-def _show(forecast: Forecast) -> Sequence[RenderableType]:
+def _show(forecasts: Sequence[Forecast]) -> Sequence[RenderableType]:
+    (forecast,) = forecasts
     columns = ("a rank", "needed", "stock, at least", "available", "verdict")
     rows = []
     for need in forecast.needs:
@@ -203,10 +200,10 @@ def _margin(needs: Sequence[Need]) -> str:
 
 
 def _verdict(forecast: Forecast) -> str:
-    memory = {"--device-memory": "device memory of", "--host-memory": "host memory of"}
-    needs = {option: [need for need in forecast.needs if need.what.startswith(what)] for option, what in memory.items()}
-    unknown = [option for option in memory if any(need.available_bytes is None for need in needs[option])]
-    if len(unknown) == sum(map(bool, needs.values())):
+    limits = {"device": "--device-memory", "host": "--host-memory"}
+    memory = {need.what.partition(" memory of a ")[0]: need for need in forecast.needs if " memory of a " in need.what}
+    unknown = [option for kind, option in limits.items() if kind in memory and memory[kind].available_bytes is None]
+    if len(unknown) == len(memory):
         return f"No verdict: name {' and '.join(unknown)}."
     fits = "Fits" if forecast.fits else "Does not fit"
     if unknown and forecast.fits:
