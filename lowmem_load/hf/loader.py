@@ -99,6 +99,11 @@ class Call:
         self, weights: Mapping[str, torch.Tensor], kwargs: Mapping[str, Any]
     ) -> tuple[nn.Module, dict[str, Any]]:
         """Run it on these weights; raise CheckpointError unless they are those of the model, and all of them."""
+        if transformers.__version__.startswith("4."):
+            raise UnsupportedError(
+                f"weights= needs transformers 5, this is {transformers.__version__}; make a folder by consolidate, and "
+                "load that"
+            )
         cls: Any = self._cls
         config = kwargs.get("config")
         if config is None:
