@@ -43,6 +43,7 @@ BITSANDBYTES = Releases("bitsandbytes", oldest="0.48.2", newest="0.50.2")
 ACCELERATE = Releases("accelerate", oldest="1.4.0", newest="1.15.0")
 TRL = Releases("trl", oldest="0.28.0", newest="1.16.0")
 LLAMAFACTORY = Releases("llamafactory", oldest="0.9.5", newest="0.9.5")
+DIFFUSERS = Releases("diffusers", oldest="0.42.0", newest="0.42.1")
 AXOLOTL = Releases("axolotl", oldest="0.19.0", newest="0.19.0")
 
 

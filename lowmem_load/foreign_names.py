@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from lowmem_load import contract
-from lowmem_load.contract import ACCELERATE, DEEPSPEED, PEFT, TORCH, TRANSFORMERS, TRL, Releases
+from lowmem_load.contract import ACCELERATE, DEEPSPEED, DIFFUSERS, PEFT, TORCH, TRANSFORMERS, TRL, Releases
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +189,20 @@ SHARED_STATE = ForeignName(
 SAVE_MODEL = _accelerator("Accelerator.save_model", _HERE, loss=_SAVES)
 GET_STATE_DICT = _accelerator("Accelerator.get_state_dict", _HERE, loss=_SAVES)
 SAVE = _accelerator("Accelerator.save", _HERE, loss=_SAVES)
+
+# -- diffusers ---------------------------------------------------------------------------------------------------------
+
+_diffusers = partial(ForeignName, DIFFUSERS, handlers="families.diffusion")
+_in_models = partial(_diffusers, "diffusers.models.modeling_utils")
+_in_loading = partial(_diffusers, "diffusers.models.model_loading_utils")
+
+DIFFUSERS_FROM_PRETRAINED = _in_models("ModelMixin.from_pretrained", loss="every rank loads diffusers' models whole")
+DIFFUSERS_LOAD = _in_models("ModelMixin._load_pretrained_model")
+DIFFUSERS_STATE_DICTS = (_in_models("load_state_dict"), _in_loading("load_state_dict"))
+DIFFUSERS_SHARD_FILES = _in_models("_get_checkpoint_shard_files")
+DIFFUSERS_SET_TENSOR = _in_loading("set_module_tensor_to_device")
+DIFFUSERS_EMPTY_WEIGHTS = _diffusers("accelerate", "init_empty_weights")
+DIFFUSERS_WRITE = _diffusers("safetensors.torch", "save_file")
 
 # -- TRL and LLaMA-Factory ---------------------------------------------------------------------------------------------
 

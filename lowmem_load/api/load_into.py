@@ -20,6 +20,7 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, reshard, shard_fully
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, plain_name
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
+from lowmem_load.families import diffusion
 from lowmem_load.families.files import Rename
 from lowmem_load.families.modules import Build, ModuleCall, snapshot, stand_in_for
 from lowmem_load.hf import loader, model_folder, names
@@ -143,10 +144,15 @@ def _into_shards(
         call = make_call(lambda _: stand_in_for(model, names.plain_class), is_stand_in=True)
         load = Load(settings, ranks, lambda _, described: Sharded(sharded, described), options)
         loaded, _ = loader.run_load(load, call)
-        with ranks.step("filling buffers"), torch.no_grad():
-            sharded.fill_buffers(loaded)
-            modules = {plain_name(name): module for name, module in model.named_modules()}
-            hand_over_attributes(loaded, modules, next(model.parameters()).device)
+        return _fill_buffers(ranks, model, sharded, loaded)
+
+
+def _fill_buffers(ranks: RankGroup, model: nn.Module, sharded: ShardedModel, loaded: nn.Module) -> LoadReport:
+    """Give a sharded model all that a load leaves beside parameters; return the report."""
+    with ranks.step("filling buffers"), torch.no_grad():
+        sharded.fill_buffers(loaded)
+        modules = {plain_name(name): module for name, module in model.named_modules()}
+        hand_over_attributes(loaded, modules, next(model.parameters()).device)
     report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
     setattr(model, REPORT_ATTRIBUTE, report)
     return report
@@ -285,11 +291,16 @@ def load_sharded(
     with load_lock(), (ranks := DistributedInterface()).session("the load"):
         with ranks.step("checking the arguments") as step:
             where, kwargs = find_folder(name_text(name), kwargs)
+            if (of_diffusers := diffusion.model_class(where, auto_class, kwargs)) is not None and not has_mesh:
+                raise ConfigError("a DistributedConfig shards transformers models; pass a DeviceMesh")
+            step.digest = {"as sharding": str(sharding), "policy": str(sorted(map(str, policy_of_mesh)))}
+        if of_diffusers is not None:
+            return _diffusers_over_mesh(of_diffusers, where, sharding, options, dtype, policy_of_mesh, kwargs)
+        with ranks.step("reading the configuration"):
             config = names.model_config(where, kwargs)
             cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
             if policy is not None and not has_mesh:
                 raise ConfigError("policy: goes with a DeviceMesh; a DistributedConfig has its own")
-            step.digest = {"as sharding": str(sharding), "policy": str(sorted(map(str, policy_of_mesh)))}
 
         def shard(model: nn.Module) -> None:
             if has_mesh:
@@ -299,6 +310,34 @@ def load_sharded(
             kwargs["distributed_config"] = sharding
         with shards_filled(where, kwargs, options, shard, is_offloaded=offloads(policy_of_mesh)):
             return rename_loaded(cls.from_pretrained(where, **{names.DTYPE_KEYWORD: dtype}, **kwargs))
+
+
+def _diffusers_over_mesh(
+    cls: Any,
+    name: str,
+    mesh: Any,
+    options: Options,
+    dtype: str | torch.dtype | None,
+    policy: Mapping[str, Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Return a model of diffusers that `fully_shard` has sharded, in fp32 unless there is a dtype."""
+    if dtype not in (None, "auto"):
+        kwargs["torch_dtype"] = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype))
+    ranks, constructor = RankGroup(None), Constructor()
+    with ranks.step("building the model", name=name):
+        model = diffusion.skeleton(cls, name, kwargs, constructor.building())
+        shard_fully(model, mesh, blocks(model), policy)
+        device = torch.device("cpu") if offloads(policy) else mesh_device(model)
+        allocate_shards(model, device)
+        constructor.finish(model, device)
+        sharded = ShardedModel(model)
+    settings = stage_3(torch.float32, ranks.world_size)
+    load = Load(settings, ranks, lambda _, described: Sharded(sharded, described), options)
+    with diffusion.intercepted(load):
+        loaded = cls.from_pretrained(name, **kwargs)
+    _fill_buffers(ranks, model, sharded, loaded)
+    return model
 
 
 @contextmanager

@@ -23,6 +23,8 @@ from lowmem_load.errors import (
     UnsupportedError,
     outside_level,
 )
+from lowmem_load.families import diffusion
+from lowmem_load.families.call import Call
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, deepspeed_config, note_load, was_dropped
 from lowmem_load.hf.load_lock import load_lock
@@ -102,7 +104,8 @@ def load_request(make_request: Callable[[], tuple[Request, Settings]], ranks: Ra
     """Do what `load_model` does with what `make_request` returns. Collective, under `load_lock`."""
     with ranks.session("the load"):
         checked = agree_on_request(ranks, make_request)
-        with loader.intercepted(make_load(ranks, checked.settings, options)):
+        load = make_load(ranks, checked.settings, options)
+        with loader.intercepted(load), diffusion.intercepted(load):
             return checked.from_pretrained()
 
 
@@ -154,6 +157,7 @@ def streaming_by_config(
         urls_as_names(),
         deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
         loader.intercepted(make_load(ranks, settings, options)),
+        diffusion.intercepted(make_load(ranks, settings, options)),
         _sharded_calls(options),
     ):
         try:
@@ -168,14 +172,8 @@ def streaming_by_config(
 def streaming_by_active_config(options: Options, *, everywhere: bool = False) -> Iterator[None]:
     """Do what `streaming()` does without a ds_config: for all threads with `everywhere`."""
 
-    def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
-        ds_config = active_zero3_config()
-        assert ds_config is not None  # asked a moment ago, by _zero3_is_active
-        ranks = DistributedInterface()
-        with ranks.step("checking the active ds_config") as step:
-            settings = read_settings(ds_config, world_size=ranks.world_size, is_active=True)
-            step.digest = settings.compared
-        return make_load(ranks, settings, options)(call)
+    def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
+        return load_by_active_config(call, options)
 
     with (
         urls_as_names(everywhere=everywhere),
@@ -183,6 +181,17 @@ def streaming_by_active_config(options: Options, *, everywhere: bool = False) ->
         _sharded_calls(options, everywhere=everywhere),
     ):
         yield
+
+
+def load_by_active_config(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]]:
+    """Run a call by the ds_config that is active in transformers. Collective."""
+    ds_config = active_zero3_config()
+    assert ds_config is not None  # asked a moment ago
+    ranks = DistributedInterface()
+    with ranks.step("checking the active ds_config") as step:
+        settings = read_settings(ds_config, world_size=ranks.world_size, is_active=True)
+        step.digest = settings.compared
+    return make_load(ranks, settings, options)(call)
 
 
 def _sharded_calls(options: Options, *, everywhere: bool = False) -> contextlib.AbstractContextManager[None]:

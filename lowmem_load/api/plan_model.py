@@ -18,9 +18,12 @@ from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.live_group import fake_group
 from lowmem_load.ds.zero3_target import TargetMaker, target_maker, zero_init_disabled
 from lowmem_load.dtensor.mesh import mesh_device
-from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
+from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, plain_name
 from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.families import diffusion
 from lowmem_load.families.call import Call
+from lowmem_load.families.files import Rename
+from lowmem_load.families.modules import Build, ModuleCall
 from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import on_host, ordinary_path
 from lowmem_load.hf.load_lock import load_lock
@@ -35,6 +38,7 @@ from lowmem_load.pipeline.describe import Described, describe
 from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.pipeline.shared_reads import shares_reads
 from lowmem_load.planning.load_plan import HeldValue, LoadPlan
+from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import INITIALISED
 
 T = TypeVar("T")
@@ -49,6 +53,8 @@ def plan(
     auto_class: str | type | None = None,
     dtype: str | torch.dtype | None = "auto",
     partition: Partition | None = None,
+    build: Build | None = None,
+    rename: Rename | None = None,
     **from_pretrained_kwargs: Any,
 ) -> LoadPlan:
     """Return the plan that `load_model` executes on one rank, without loading.
@@ -59,7 +65,8 @@ def plan(
     weight); `LoadPlan.read_to_describe` names these.
 
     `rank` is one of the `world_size` ranks among which parameters are partitioned. Other arguments are those of
-    `load_model`, except a `DeviceMesh`, which needs the processes of its ranks.
+    `load_model`, except a `DeviceMesh`, which needs the processes of its ranks. With `build`, a function that builds a
+    module, it is the plan of `load_into` with a ds_config; see there for `rename`.
 
     Memory: the description of the model; no parameter is allocated, except where its value decides.
 
@@ -70,6 +77,12 @@ def plan(
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
+    if build is not None:
+        settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
+        call = ModuleCall(name_text(name), _built(build), from_pretrained_kwargs, plain_name=plain_name, rename=rename)
+        maker = functools.partial(target_maker, device=_accelerator())
+        with load_lock():
+            return plan_only(call, settings, maker, [rank])[0]
     if is_distributed_config(ds_config):
         if partition is not None:
             raise ConfigError("partition belongs to ZeRO, not to a DistributedConfig")
@@ -77,6 +90,14 @@ def plan(
         return plan_sharded(name, ds_config, **options, **from_pretrained_kwargs)
     options = {"device": _accelerator(), "auto_class": auto_class, "dtype": dtype, "partition": partition}
     return plan_ranks(name, ds_config, ranks=[rank], world_size=world_size, **options, **from_pretrained_kwargs)[0]
+
+
+def _built(build: Build) -> Callable[[Context], nn.Module]:
+    def make(context: Context) -> nn.Module:
+        with context.constructor.building():
+            return build()
+
+    return make
 
 
 @origins_named()
@@ -155,7 +176,7 @@ def _instead_of_loading(checked: Checked, act: Callable[[Call], T]) -> T:
     def handler(call: Call) -> NoReturn:
         raise _Done(act(call))
 
-    with load_lock(), loader.intercepted(handler):
+    with load_lock(), loader.intercepted(handler), diffusion.intercepted(handler):
         result: T = _result(checked.cls, checked.from_pretrained)
     return result
 

@@ -14,6 +14,7 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.ds.zero3_target import target_maker
 from lowmem_load.errors import ConfigError
+from lowmem_load.families import diffusion
 from lowmem_load.hf import model_folder, names
 from lowmem_load.hf.hub_files import commit_of, find_adapter_as_asked
 from lowmem_load.hf.quantizers import refuse_quantized
@@ -46,6 +47,9 @@ class Request(NamedTuple):
         storage = _storage_dtype(dtype, settings.dtype, must_agree=is_partitioned and settings.partition is None)
         kwargs[names.DTYPE_KEYWORD] = storage
         model_folder.check_name(self.name, kwargs.get("subfolder", ""))
+        if (cls := diffusion.model_class(self.name, self.auto_class, kwargs)) is not None:
+            kwargs["torch_dtype"] = kwargs.pop(names.DTYPE_KEYWORD)
+            return Checked(self.name, settings.for_model(None), cls, kwargs)
         if is_partitioned and self.has_weights:
             model_folder.check_weights(self.name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
         config = names.model_config(self.name, kwargs)

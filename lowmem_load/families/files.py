@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from lowmem_load.formats.torch_zip import NestedTorchZip
 from lowmem_load.hf.model_folder import is_training_state, no_folder
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor
+
+T = TypeVar("T")
 
 Rename: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str]
 """Turns the name of a tensor in the files into its name in the module, None or "" for one that is left out: a function,
@@ -103,15 +105,13 @@ def _symbols(file: CheckpointFile, context: Context) -> Iterator[tuple[str, torc
     yield from ((name, shared[id(node)]) for name, node in expressions.items())
 
 
-def renamed(
-    tensors: Mapping[str, torch.Tensor], rename: Rename | None, children: Collection[str]
-) -> dict[str, torch.Tensor]:
+def renamed(tensors: Mapping[str, T], rename: Rename | None, children: Collection[str]) -> dict[str, T]:
     """Return tensors under the names of the module. Without `rename`, what training code puts before all is dropped.
 
     `children` are the first parts of the module's names. Raises ConfigError if two tensors get one name.
     """
     new_name = _outer_dropped(tensors, children) if rename is None else _as_function(rename)
-    named: dict[str, torch.Tensor] = {}
+    named: dict[str, T] = {}
     old_names: dict[str, str] = {}
     for old, tensor in tensors.items():
         new = new_name(old)

@@ -50,13 +50,18 @@ def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
 
 def config_values(config: Any) -> dict[str, str]:
     """Return the values of a configuration as JSON, by key, without those of this machine, such as the folder."""
+    return json_values(config.to_dict())
+
+
+def json_values(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return values as JSON, by key, without private ones."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {str(key): plain(item) for key, item in value.items() if not str(key).startswith("_")}
         return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
-    values = plain(config.to_dict())
+    values = plain(config)
     return {key: json.dumps(values[key], sort_keys=True, default=lambda value: type(value).__name__) for key in values}
 
 

@@ -73,7 +73,8 @@ def describe_save(
     `tensors` has the source of each parameter and buffer of the model, by `id`. With a dtype of None they keep theirs.
     Without `has_configs` the configurations of transformers are neither checked nor written.
     """
-    _refuse(model, dtype, kwargs)
+    refuse_arguments(dtype, kwargs)
+    _refuse(model)
     files: list[SavedFile] = []
 
     def record(
@@ -97,7 +98,7 @@ def describe_save(
         for name in (foreign_names.SAVE_CONFIG, foreign_names.SAVE_GENERATION_CONFIG):
             handlers[name] = lambda *_, **__: None
     # What transformers logs of files names `scratch`, not the folder of the user.
-    with replaced(handlers), quiet(logging.WARNING), _as_plain_model(model):
+    with replaced(handlers), quiet(logging.WARNING), as_plain_model(model):
         save: Any = model.save_pretrained
         save(scratch, **arguments)
     if dtype is not None and has_configs:
@@ -108,7 +109,7 @@ def describe_save(
 
 
 @contextlib.contextmanager
-def _as_plain_model(model: nn.Module) -> Iterator[None]:
+def as_plain_model(model: nn.Module) -> Iterator[None]:
     """Let `save_pretrained` take a sharded model for one that is not: it would gather it, and name FSDP's class."""
     config: Any = getattr(model, "config", None)
     sharding = vars(config).pop("distributed_config", None) if config is not None else None
@@ -124,12 +125,16 @@ def _as_plain_model(model: nn.Module) -> Iterator[None]:
             config.distributed_config = sharding
 
 
-def _refuse(model: nn.Module, dtype: torch.dtype | None, kwargs: Mapping[str, Any]) -> None:
+def refuse_arguments(dtype: torch.dtype | None, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a dtype that would destroy weights, and for keywords that are not passed on."""
     wrong = sorted({*kwargs}.intersection(OURS))
     if wrong:
         raise ConfigError(f"save_model: {', '.join(wrong)}: not among the keywords that are passed on; drop it")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"save_model: dtype: {dtype!r} would destroy the weights; name one of {DTYPES}, or none")
+
+
+def _refuse(model: nn.Module) -> None:
     _refuse_unknown(model)
     if isinstance(model, transformers.PreTrainedModel) and getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedError(

@@ -30,6 +30,7 @@ from lowmem_load.api.request import stage_3
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import has_group
 from lowmem_load.errors import UnsupportedError
+from lowmem_load.families.call import Call
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, draws_no_missing
 from lowmem_load.hf.skeleton import ties_kept
@@ -57,6 +58,18 @@ _NOT_LAZY = (
 def lazy_loads(options: Options, *, everywhere: bool) -> Iterator[None]:
     """Inside, models for accelerate's FSDP2 are lazy until they are sharded: in this thread or task, or in all."""
 
+    def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
+        return load_lazily(call, options)
+
+    # With `everywhere`, names that are missing are noticed when accelerate or axolotl is imported.
+    hooked = _hooks() if everywhere else contextlib.nullcontext()
+    with hooked, loader.intercepted(load, is_for_fsdp2, everywhere=everywhere):
+        yield
+
+
+def load_lazily(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]]:
+    """Run a call; return a model that is lazy until accelerate shards it. Collective."""
+
     def hand_out_hooked(*args: Any) -> None:
         from lowmem_load.lazy_weights.lazy_model import (
             hand_out,  # most jobs have no FSDP2, and need not import all this
@@ -65,27 +78,21 @@ def lazy_loads(options: Options, *, everywhere: bool) -> Iterator[None]:
         reader = hand_out(*args, progress=options.progress, on_load=options.on_load)
         reader.closing.enter_context(_hooks())  # also after the block
 
-    def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
-        call.kwargs.pop("device_map", None)
-        ranks = RankGroup(None)
-        load_lazily = Load(
-            settings=stage_3(torch.float32, ranks.world_size),
-            ranks=ranks,
-            make_target=_unquantized,
-            options=options,
-            stock="stock FSDP2",
-            hand_out=hand_out_hooked,
-        )
-        state = torch.get_rng_state()
-        model, info = load_lazily(call)
-        if draws_no_missing() and not hasattr(model, LEFT_ATTRIBUTE):
-            torch.set_rng_state(state)
-        return model, info
-
-    # With `everywhere`, names that are missing are noticed when accelerate or axolotl is imported.
-    hooked = _hooks() if everywhere else contextlib.nullcontext()
-    with hooked, loader.intercepted(load, _is_fsdp2, everywhere=everywhere):
-        yield
+    call.kwargs.pop("device_map", None)
+    ranks = RankGroup(None)
+    load = Load(
+        settings=stage_3(torch.float32, ranks.world_size),
+        ranks=ranks,
+        make_target=_unquantized,
+        options=options,
+        stock="stock FSDP2",
+        hand_out=hand_out_hooked,
+    )
+    state = torch.get_rng_state()
+    model, info = load(call)
+    if draws_no_missing() and not hasattr(model, LEFT_ATTRIBUTE):
+        torch.set_rng_state(state)
+    return model, info
 
 
 def _hooks() -> contextlib.ExitStack:
@@ -93,7 +100,7 @@ def _hooks() -> contextlib.ExitStack:
     return replaced_once_imported(_FSDP2_HANDLERS, lambda: _FSDP2_HANDLERS)
 
 
-def _is_fsdp2(kwargs: Mapping[str, Any]) -> bool:
+def is_for_fsdp2(kwargs: Mapping[str, Any]) -> bool:
     """Return whether accelerate may shard a model by FSDP2 that is loaded with these keywords now."""
     place = kwargs.get("device_map")
     place = place.get("") if isinstance(place, Mapping) else place

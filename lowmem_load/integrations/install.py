@@ -60,7 +60,11 @@ def streaming(
         return
     if partition is not None or data_parallel_group is not None:
         raise ConfigError("streaming() without a ds_config takes neither partition nor data_parallel_group")
-    with streaming_by_active_config(options), _lazy_loads(options, everywhere=False):
+    with (
+        streaming_by_active_config(options),
+        _lazy_loads(options, everywhere=False),
+        _diffusers_loads(options, everywhere=False),
+    ):
         yield
 
 
@@ -68,6 +72,12 @@ def _lazy_loads(options: Options, *, everywhere: bool) -> contextlib.AbstractCon
     from lowmem_load.integrations.accelerate import lazy_loads  # a load by a ds_config needs none of it
 
     return lazy_loads(options, everywhere=everywhere)
+
+
+def _diffusers_loads(options: Options, *, everywhere: bool) -> contextlib.AbstractContextManager[object]:
+    from lowmem_load.integrations.diffusion import diffusers_loads
+
+    return diffusers_loads(options, everywhere=everywhere)
 
 
 _installed: list[contextlib.ExitStack] = []  # what to undo: at most one
@@ -124,6 +134,7 @@ def install(
     with contextlib.ExitStack() as stack:
         stack.enter_context(streaming_by_active_config(options, everywhere=True))
         stack.enter_context(_lazy_loads(options, everywhere=True))
+        stack.enter_context(_diffusers_loads(options, everywhere=True))
         stack.enter_context(
             replaced_once_imported([foreign_names.LLAMAFACTORY_LOAD], lambda: _llamafactory_handlers(options))
         )

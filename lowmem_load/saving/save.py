@@ -21,7 +21,9 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.nodes import node_name
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.errors import PlanError, UnsupportedError, listed
+from lowmem_load.errors import ConfigError, PlanError, UnsupportedError, listed
+from lowmem_load.families import diffusion
+from lowmem_load.families.files import renamed
 from lowmem_load.frameworks import peft
 from lowmem_load.frameworks.peft import Merge
 from lowmem_load.hf import saver
@@ -69,8 +71,9 @@ def save_model(
     done. Until then, and after any failure, the former folder stays. Files that a save does not write stay too.
 
     Args:
-        model: of transformers or PEFT (whose adapters are written), or an engine, DDP or what torch.compile returned
-            that holds one. These are known by their classes.
+        model: of transformers, diffusers or PEFT (whose adapters are written), or an engine, DDP or what torch.compile
+            returned that holds one. These are known by their classes. A module without a `save_pretrained` is written
+            under the names of its tensors, or what `rename=` (see `load_into`) makes of them.
         folder: on a file system that all ranks share; nodes may have it under different paths. Made if it is not there.
         max_shard_size: bytes, or text such as "5GB", as for `save_pretrained`.
         dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: that of the model. With
@@ -97,7 +100,7 @@ def save_model(
     options = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": save_pretrained_kwargs}
     describe = functools.partial(_describe, model, merge_adapters, options)
     arguments = {"max_shard_size": max_shard_size, "dtype": dtype, "merge_adapters": merge_adapters}
-    arguments |= save_pretrained_kwargs
+    arguments |= {key: value for key, value in save_pretrained_kwargs.items() if key != "rename"}  # a function
     return save_described(model, folder, describe, arguments, masters=uses_masters, also=processors, progress=progress)
 
 
@@ -105,7 +108,37 @@ def _describe(
     model: nn.Module, merge_adapters: bool, options: Mapping[str, Any], scratch: Path, sources: Mapping[int, Source]
 ) -> tuple[list[saver.SavedFile], list[Merge]]:
     whole, merges = peft.unloaded(model) if merge_adapters else (model, [])
+    if diffusion.is_model(whole):
+        return diffusion.describe_save(whole, scratch, sources, **options), merges
+    if not hasattr(whole, "save_pretrained"):
+        return _describe_by_names(whole, scratch, sources, **options), merges
     return saver.describe_save(whole, scratch, sources, **options), merges
+
+
+def _describe_by_names(
+    model: nn.Module,
+    scratch: Path,
+    sources: Mapping[int, Source],
+    *,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    kwargs: Mapping[str, Any],
+) -> list[saver.SavedFile]:
+    """Return the files of a module that has no way to save of its own: a tied weight once, by its first name."""
+    from lowmem_load.dtensor.sharded_target import plain_name
+
+    kwargs = dict(kwargs)
+    rename = kwargs.pop("rename", None)
+    saver.refuse_arguments(dtype, kwargs)
+    if kwargs:
+        raise ConfigError(f"save_model: {', '.join(sorted(kwargs))}: this module has no save_pretrained to take it")
+    names: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in sources:
+            raise UnsupportedError(f"{name}: is neither a parameter nor a buffer, so it cannot be saved in safetensors")
+        names.setdefault(id(tensor), plain_name(name))
+    tensors = renamed({name: sources[key] for key, name in names.items()}, rename or {}, ())
+    return saver.describe_plain(tensors, scratch, dtype=dtype, max_shard_size=max_shard_size)
 
 
 def save_described(

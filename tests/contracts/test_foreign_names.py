@@ -30,6 +30,7 @@ OF_FOREIGN_MODULES = {
 
 PASSED_ON = {
     "integrations.install": vars(foreign_names),
+    "integrations.diffusion": ("DIFFUSERS_FROM_PRETRAINED",),
     "ds.hooks": ("INITIALIZE", "LOAD_CHECKPOINT", "ENGINE_SAVE"),
 }
 """Names that modules use with handlers of other modules."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lowmem_load import CheckpointError, RankError, load_into, load_report
+from lowmem_load import CheckpointError, RankError, load_into, load_report, plan, save_model
 from tests.ranks import run_ranks
 from tests.unit.test_modules import Net, state
 
@@ -88,6 +89,17 @@ def fill_all(folder: str) -> None:
     assert model.scale.mark == "no decay"
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in expected.parameters()]
 
+    # A save has the names of the module, a tied weight once; `rename` turns them back.
+    save_model(model, f"{folder}/saved", max_shard_size="8KB")
+    save_model(model, f"{folder}/renamed", rename=lambda name: f"net.{name}")
+    for saved, rename in (("saved", None), ("renamed", {"^net[.]": ""})):
+        model = sharded()
+        load_into(model, f"{folder}/{saved}", build=Wide, rename=rename)
+        assert not differing(model, expected)
+    assert os.path.isfile(f"{folder}/saved/model.safetensors.index.json")
+    again = plan(f"{folder}/saved", Z3, rank=rank, world_size=2, build=Wide)
+    assert again.costs.read_bytes == load_into(on_meta(), f"{folder}/saved", Z3, build=Wide).read_bytes
+
     # What no file has is initialised as rank 0 would, whatever the state of the others is.
     torch.manual_seed(rank)
     values = []
@@ -124,4 +136,4 @@ def test_values_are_those_of_the_plain_load(tmp_path: Path) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if "wide" in name}, tmp_path / "wide.safetensors")
 
     save_file({name: tensor for name, tensor in tensors.items() if "wide" not in name}, tmp_path / "rest.safetensors")
-    run_ranks(fill_all, str(tmp_path), timeout_s=120)
+    run_ranks(fill_all, str(tmp_path), timeout_s=240)

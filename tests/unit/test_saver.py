@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging as hf_logging
 
-from lowmem_load import DistributedInterface, UnsupportedError, save_model
+from lowmem_load import ConfigError, DistributedInterface, UnsupportedError, save_model
+from lowmem_load.hf.saver import describe_save
 from tests import builders
 
 
@@ -55,7 +58,21 @@ def test_what_transformers_does_not_know_is_refused(checkpoints: Path, tmp_path:
     }
     for text, model in refused.items():
         with pytest.raises(UnsupportedError, match=text):
-            save_model(model, tmp_path / "saved")
+            describe_save(model, tmp_path, {}, dtype=None, max_shard_size="5GB", kwargs={})
+    with pytest.raises(UnsupportedError, match="takes no state_dict"):
+        save_model(SavesItself(2, 2), tmp_path / "saved")
+
+
+def test_a_module_without_a_save_of_its_own_is_saved_by_names(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
+    model[1].weight = nn.Parameter(model[0].weight.detach().t().contiguous())
+    model.append(model[1])
+    save_model(model, tmp_path / "saved", rename={"^1[.]": "one."}, dtype=torch.float16)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == {"0.weight", "0.bias", "one.weight", "one.bias"}
+    assert torch.equal(saved["one.weight"], model[1].weight.half())
+    with pytest.raises(ConfigError, match="variant: this module has no save_pretrained"):
+        save_model(model, tmp_path / "saved", variant="fp16")
 
 
 def test_the_class_is_that_of_before_it_was_sharded(checkpoints: Path, tmp_path: Path) -> None:

@@ -1,0 +1,150 @@
+"""Models of diffusers: shards and partitions equal its plain load, files equal its plain save."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.multi_rank.test_own_modules import Z3, differing
+from tests.ranks import run_ranks
+
+diffusers = pytest.importorskip("diffusers")
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "FluxTransformer2DModel": {
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 32,
+        "pooled_projection_dim": 32,
+        "in_channels": 16,
+        "axes_dims_rope": (4, 6, 6),
+    },
+    "WanTransformer3DModel": {  # keeps modules in fp32, and a table that its constructor computes
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "text_dim": 32,
+        "freq_dim": 64,
+        "ffn_dim": 96,
+        "num_layers": 2,
+        "in_channels": 4,
+        "out_channels": 4,
+        "rope_max_seq_len": 32,
+    },
+    "AutoencoderKL": {"block_out_channels": (32,), "norm_num_groups": 8, "latent_channels": 2},
+}
+BF16 = {**Z3, "bf16": {"enabled": True}}
+
+
+def write(folder: Path) -> None:
+    for name, settings in SETTINGS.items():
+        torch.manual_seed(0)
+        model = getattr(diffusers, name)(**settings)
+        for parameter in model.parameters():
+            parameter.data.normal_()
+        size = "200KB" if name.startswith("Flux") else "10GB"
+        model.to(torch.bfloat16 if name.startswith("Flux") else torch.float32)
+        model.save_pretrained(folder / name, max_shard_size=size)
+
+
+def assert_saved(model: nn.Module, reference: Any, folder: Path) -> None:
+    """Assert that a save is byte for byte that of diffusers. Collective."""
+    import torch.distributed as dist
+
+    from lowmem_load import save_model
+
+    save_model(model, folder / "ours", max_shard_size="100KB")
+    if dist.get_rank() == 0:
+        reference.save_pretrained(folder / "stock", max_shard_size="100KB")
+        names = sorted(path.name for path in (folder / "stock").iterdir())
+        assert sorted(path.name for path in (folder / "ours").iterdir()) == names
+        for name in names:
+            assert (folder / "ours" / name).read_bytes() == (folder / "stock" / name).read_bytes(), name
+    dist.barrier()
+
+
+def load_by_name(folder: Path) -> None:
+    """Rank function: load_model by a ds_config and over a mesh, plan, save_model."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lowmem_load import CheckpointError, DistributedInterface, load_model, plan
+
+    rank = DistributedInterface().rank
+    mesh = init_device_mesh("cpu", (2,))
+    for name in ("FluxTransformer2DModel", "WanTransformer3DModel"):
+        cls = getattr(diffusers, name)
+        whole = cls.from_pretrained(folder / name, torch_dtype=torch.bfloat16)
+        model = load_model(folder / name, mesh, dtype="bfloat16")
+        assert {n: p.dtype for n, p in model.named_parameters()} == {n: p.dtype for n, p in whole.named_parameters()}
+        assert not differing(model, whole)
+        all_bytes = sum(file.stat().st_size for file in (folder / name).glob("*.safetensors"))
+        assert model.lowmem_load_report.read_bytes < 0.55 * all_bytes
+        assert not model.training
+        assert_saved(model, whole, folder / f"{name} mesh")
+
+        model = load_model(folder / name, BF16)
+        assert not differing(model, whole.bfloat16() if name.startswith("Flux") else _all_in_bf16(folder / name, cls))
+        report = model.lowmem_load_report
+        assert report.read_bytes < 0.55 * all_bytes
+        assert plan(folder / name, BF16, rank=rank, world_size=2).costs.read_bytes == report.read_bytes
+        if name.startswith("Flux"):
+            assert_saved(model, whole, folder / f"{name} zero3")
+    (folder / "broken").mkdir(exist_ok=True)
+    with pytest.raises(CheckpointError, match="the folder is empty"):
+        load_model(folder / "broken", BF16)
+
+
+def _all_in_bf16(path: Path, cls: Any) -> nn.Module:
+    """ZeRO-3 has one dtype for all parameters, as in stock."""
+    model = cls.from_pretrained(path)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def load_in_script(folder: Path) -> None:
+    """Rank function: from_pretrained of scripts, for ZeRO-3 and for accelerate's FSDP2."""
+    import deepspeed
+    from torch.distributed.fsdp import fully_shard
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from lowmem_load import DistributedInterface, install, streaming
+    from lowmem_load.integrations.install import uninstall
+    from lowmem_load.symbolic.lazy import is_unread
+
+    del deepspeed
+    DistributedInterface()
+    flux, vae = diffusers.FluxTransformer2DModel, diffusers.AutoencoderKL
+    whole = flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16)
+    install(strict=True)
+    for block in (contextlib.nullcontext(), streaming()):
+        alive = HfDeepSpeedConfig(BF16)
+        with block:
+            model = flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16)
+            left = vae.from_pretrained(folder / "AutoencoderKL")
+        del alive
+        assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
+        assert not differing(model, whole)
+        assert not any(hasattr(parameter, "ds_id") for parameter in left.parameters())
+        uninstall()
+    os.environ |= {"ACCELERATE_USE_FSDP": "1", "FSDP_VERSION": "2"}
+    with streaming():
+        model = flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16)
+    assert all(map(is_unread, model.parameters()))
+    for block in model.transformer_blocks:
+        fully_shard(block)
+    fully_shard(model)
+    assert not differing(model, whole)
+
+
+@pytest.mark.parametrize("act", [load_by_name, load_in_script])
+def test_values_and_files_are_those_of_diffusers(act: Any, tmp_path: Path) -> None:
+    write(tmp_path)
+    run_ranks(act, tmp_path, timeout_s=300)
