@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-ALREADY_THERE = {"peft", "certifi", "diffusers"}
+ALREADY_THERE = {"peft", "certifi", "diffusers", "vllm"}
 """What is imported only for objects that it has made, or if it is there."""
 
 
