@@ -297,7 +297,7 @@ def _client(proxy: str | None) -> urllib3.PoolManager:
     ca_certs = os.environ.get("SSL_CERT_FILE") or os.environ.get("REQUESTS_CA_BUNDLE")
     if not ca_certs:
         with contextlib.suppress(ImportError):
-            import certifi  # type: ignore[import-not-found]  # huggingface_hub's client brings and trusts it
+            import certifi  # huggingface_hub's client brings and trusts it
 
             ca_certs = certifi.where()
     if proxy is None:
