@@ -89,13 +89,15 @@ class Copying:
         paths = [staging.path / file.name for file in self.files]
         bar = progress_bar(total, "Consolidating", show_progress, report.rank)
         with bar as update, Writer(paths, on_bytes, past_cache=past_cache) as writer:
-            with step_of(self.ranks, "writing", report, progress), report.phase("write"):
-                buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
-                for name, writes in mine.items():
-                    for memory, first in read_chunks(self.tensors[name], executor, buffer, spans[name]):
-                        writer.write_parts(writes, memory, first)
-                executor.sources.check_unchanged()
-                writer.sync()
+            with step_of(self.ranks, "writing", report, progress):
+                with report.phase("write"):
+                    buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+                    for name, writes in mine.items():
+                        for memory, first in read_chunks(self.tensors[name], executor, buffer, spans[name]):
+                            writer.write_parts(writes, memory, first)
+                    executor.sources.check_unchanged()
+                with report.phase("sync"):
+                    writer.sync()
             report.written_bytes, report.staged_bytes = writer.written_bytes, writer.staged_bytes
         if writer.written_bytes != total:
             raise PlanError(f"{report.folder}: wrote {writer.written_bytes} bytes, expected {total}")
