@@ -255,6 +255,7 @@ def push_adapters(path: str, out: str) -> None:
     import sys
 
     from lowmem_load import DistributedInterface, adapter_config, iter_weights, push_weights
+    from lowmem_load.weights_out.adapters import _shared_folder
 
     rank = DistributedInterface().rank
     sys.modules |= {"vllm": Request(), "vllm.lora": Request(), "vllm.lora.request": Request(LoRARequest=Request)}
@@ -292,6 +293,7 @@ def push_adapters(path: str, out: str) -> None:
         push_weights(model, found.extend, adapters="default", merge_adapters=True)
     with pytest.raises(ConfigError, match="is no PeftModel"):
         push_weights(model.get_base_model(), found.extend, adapters="default")
+    _shared_folder().cleanup()  # ranks of tests are killed, and leave it
 
 
 def test_engines_get_what_peft_saves(checkpoints: Path, tmp_path: Path) -> None:
