@@ -16,8 +16,8 @@ from safetensors import safe_open
 from benchmarks.frameworks.run import LOG, OUTPUT, RANKS
 
 NUM_RANKS = 2
-STREAMED = re.compile(r"^.*lowmem_load: .*: rank 0 of \d+: read .* in the files", re.MULTILINE)
-"""The line of a load that was streamed, see `LoadReport.summary`."""
+STREAMED = re.compile(r"^.*lowmem_load: .*: rank 0 of \d+$", re.MULTILINE)
+"""The first line of the report of a load that was streamed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from lowmem_load.errors import (
 from lowmem_load.families.files import tensors_in
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.formats.index import check_index, check_model_config, read_json
-from lowmem_load.hf import saver
 from lowmem_load.hf.hub_files import config_file
 from lowmem_load.hf.load_lock import is_loading
 from lowmem_load.hf.loader import run_load
@@ -37,6 +36,9 @@ from lowmem_load.io.stand_ins import origin_of
 from lowmem_load.planning.expression import Source
 from lowmem_load.replaced import Handler, Handlers, replaced
 from lowmem_load.symbolic.context import Context
+
+if TYPE_CHECKING:
+    from lowmem_load.hf.saver import SavedFile
 
 MODULE = "diffusers.models.modeling_utils"
 """Defines the class of all models."""
@@ -212,12 +214,14 @@ def describe_save(
     dtype: torch.dtype | None,
     max_shard_size: int | str,
     kwargs: Mapping[str, Any],
-) -> list[saver.SavedFile]:
+) -> list[SavedFile]:
     """Do what `hf.saver.describe_save` does."""
+    from lowmem_load.hf import saver  # no load needs it
+
     saver.refuse_arguments(dtype, kwargs)
     if getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedError("a quantized model of diffusers cannot be saved from its shards; save its adapter")
-    files: list[saver.SavedFile] = []
+    files: list[SavedFile] = []
 
     def record(_: Any, weights: Mapping[str, Any], path: str, metadata: Any = None) -> None:
         files.append(saver.recorded(scratch, weights, path, metadata or {}))

@@ -10,10 +10,9 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from lowmem_load.errors import CheckpointError, ConfigError, listed
-from lowmem_load.formats.format import CheckpointFile
+from lowmem_load.formats.format import CheckpointFile, CheckpointFormat
 from lowmem_load.formats.index import check_index, read_json
 from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.formats.torch_zip import NestedTorchZip
 from lowmem_load.hf.model_folder import is_training_state, no_folder
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -89,7 +88,7 @@ def tensors_in(paths: Iterable[str], context: Context) -> dict[str, torch.Tensor
     homes: dict[str, str] = {}
     for path in paths:
         is_safe = path.endswith(".safetensors")
-        file = context.file(path, Safetensors() if is_safe else NestedTorchZip())
+        file = context.file(path, Safetensors() if is_safe else _torch_zip())
         for name, tensor in _symbols(file, context):
             if name in tensors:
                 raise CheckpointError(
@@ -145,3 +144,9 @@ def _as_function(rename: Rename) -> Callable[[str], str | None]:
         return name
 
     return substitute
+
+
+def _torch_zip() -> CheckpointFormat:
+    from lowmem_load.formats.torch_zip import NestedTorchZip  # few loads need it
+
+    return NestedTorchZip()

@@ -109,7 +109,7 @@ def test_a_plan_that_parts_gates_from_what_they_gate_is_refused(tp_size: int, st
         (["model.safetensors", "pytorch_model.bin"], False, None),
         (["model.safetensors"], False, "use_safetensors=False, but it holds only safetensors"),
         (["pytorch_model.bin"], True, "use_safetensors=True, but it holds only pytorch_model"),
-        (["config.json", "training_args.bin"], None, "holds no weights at all"),
+        (["config.json", "training_args.bin"], None, "holds the state of a training run"),
         (["x-q4.gguf"], None, 'it holds x-q4.gguf. Convert once with .*gguf_file="x-q4.gguf"'),
         (["tf_model.h5"], None, "it holds tf_model.h5. Convert once with .*from_tf=True"),
         (["model.ckpt.index"], None, "from_tf=True"),

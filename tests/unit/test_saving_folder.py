@@ -234,11 +234,11 @@ def test_a_folder_that_other_ranks_do_not_see_is_refused(tmp_path: Path) -> None
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"needs \d+ bytes, but \d+ are free"):
+    with pytest.raises(ConfigError, match=r"needs [\d.]+ TiB, but [\d.]+ \w+ are free"):
         folders.make_staging([folders.find_target(tmp_path / "model")], [FileLayout("f", b"", 1 << 60, {})])
     assert list(tmp_path.iterdir()) == []
     save(tmp_path / "model", "old")
-    with pytest.raises(ConfigError, match=r"needs \d+ bytes beside the former files, .* but \d+ are free"):
+    with pytest.raises(ConfigError, match=r"needs [\d.]+ TiB beside the former files, .* but [\d.]+ \w+ are free"):
         folders.make_staging([folders.find_target(tmp_path / "model")], [FileLayout("f", b"", 1 << 60, {})])
     assert loaded(tmp_path / "model") == {"old"} and beside(tmp_path / "model") == []
 

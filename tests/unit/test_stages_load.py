@@ -190,7 +190,7 @@ def test_shards_need_host_memory_until_they_have_pages(tmp_path: Path, monkeypat
     model.to_empty(device="cpu")
     monkeypatch.setattr(checks, "free_heap_bytes", lambda: 0)
     monkeypatch.setattr(checks, "rooms", lambda _: [Room("this node", "", 8 << 20)])
-    with pytest.raises(MemoryShortageError, match=r"need [67]\d\.\d MiB, and 8\.00 MiB are free \(this node\)"):
+    with pytest.raises(MemoryShortageError, match=r"need \d+\.\d MiB, and 8\.00 MiB are free \(this node\)"):
         load_into(model, tmp_path)
     monkeypatch.setattr(checks, "rooms", lambda _: [Room("address space", "", 8 << 20, is_mapped=True)])
     load_into(model, tmp_path)

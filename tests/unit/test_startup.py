@@ -41,7 +41,8 @@ def install(*, on_load, strict=False, stream=False):
     print("install runs" + " strictly" * strict)
     ordinary = PreTrainedModel.__dict__["from_pretrained"].__func__
     def from_pretrained(cls, name):
-        report = type("Report", (), {"rank": int(__import__("os").environ.get("RANK", 0)), "summary": lambda: "saved"})
+        rank = int(__import__("os").environ.get("RANK", 0))
+        report = type("Report", (), {"rank": rank, "__str__": lambda _: "saved"})()
         on_load(report)
         return "streamed " + ordinary(cls, name)
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
