@@ -58,10 +58,9 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """What `.metadata` says. `objects` are the names of entries that are no tensors: settings of an optimizer."""
+    """What `.metadata` says of tensors. Entries of other kinds, such as an optimizer's settings, are left out."""
 
     tensors: Mapping[str, SavedTensor]
-    objects: tuple[str, ...]
     nbytes: int
     digest: str
 
@@ -89,11 +88,10 @@ def read_metadata(source: ByteSource) -> DcpMetadata:
         state = _state(tree, "Metadata")
         places = _places(path, state["storage_data"])
         keys_of = state.get("planner_data") or {}
-        tensors, others, num_chunks = {}, [], 0
+        tensors, num_chunks = {}, 0
         for name, entry in state["state_dict_metadata"].items():
             name.encode()  # a lone surrogate is no name
             if entry.name.endswith(".BytesStorageMetadata"):
-                others.append(name)
                 continue
             num_chunks += len(_state(entry, "TensorStorageMetadata")["chunks"])
             if num_chunks > len(places):  # tensors may share one long list
@@ -103,7 +101,7 @@ def read_metadata(source: ByteSource) -> DcpMetadata:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: is no metadata of a torch DCP checkpoint: {reprlib.repr(error)}") from error
-    return DcpMetadata(tensors, tuple(others), nbytes, hashlib.sha256(pickled).hexdigest()[:16])
+    return DcpMetadata(tensors, nbytes, hashlib.sha256(pickled).hexdigest()[:16])
 
 
 def _state(value: Any, kind: str) -> dict[str, Any]:

@@ -24,15 +24,10 @@ from lowmem_load.io.mounts import has_caches_apart
 from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.resume.copy_weights import CHUNK_BYTES, Copying, read_chunks, step_of
+from lowmem_load.resume.copy_weights import CHUNK_BYTES, Copying, read_chunks
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.writer import (
-    FileLayout,
-    SaveReport,
-    digest_of,
-    lay_out_saved,
-    plan_writes,
-)
+from lowmem_load.saving.save import shared_staging, step_of
+from lowmem_load.saving.writer import FileLayout, SaveReport, digest_of, lay_out_saved, plan_writes
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.adapter_config import adapter_config
 from lowmem_load.training_checkpoints.names import advice_on
@@ -131,7 +126,7 @@ def consolidate(
                 num_threads=executor.num_threads,
             )
         work = Copying(ranks, files, writes, {**model.tensors, **model.adapter}, report)
-        with work.staging(targets) as staging:
+        with shared_staging(ranks, report, files, targets) as staging:
             work.write(staging, executor, progress, past_cache=len(set(nodes)) > 1 and has_caches_apart(target))
             with step_of(ranks, "renaming", report), report.phase("rename"):
                 if rank == 0:
@@ -197,9 +192,7 @@ def _as_saved_by_transformers(
         _check_ties(model, saved_model.tensors, config, executor)
         named = (*model.named_parameters(), *model.named_buffers())
         of_model = {id(tensor): sources[name] for name, tensor in named if name in sources}
-        saver.give_dtypes(
-            model, {id(tensor): of_model[id(tensor)].dtype for _, tensor in named if id(tensor) in of_model}
-        )
+        saver.give_dtypes(model, {key: source.dtype for key, source in of_model.items()})
         saved = saver.describe_save(model, scratch, of_model, dtype=dtype, max_shard_size=max_shard_size, kwargs={})
     # The trained tokenizer is the checkpoint's; where it has none, that of the configuration.
     for place in (*filter(os.path.isdir, saved_model.near), os.fspath(config)):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from lowmem_load.distributed.group import RankGroup, Step
+from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import PlanError
 from lowmem_load.io.executor import Executor
@@ -18,19 +16,13 @@ from lowmem_load.phases import progress_bar
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.saving import folder as folders
+from lowmem_load.saving.save import step_of
 from lowmem_load.saving.writer import FileLayout, SaveReport, Write, Writer, own_writes, total_bytes
 from lowmem_load.text import share
 from lowmem_load.training_checkpoints.open_model import Values
 
 CHUNK_BYTES = 32 << 20
 """Most bytes of a parameter that are in memory at a time."""
-
-
-def step_of(
-    ranks: RankGroup | None, title: str, report: SaveReport, progress: Callable[[], Progress] | None = None
-) -> contextlib.AbstractContextManager[Step]:
-    """Return a step of all processes; of this one alone where there are no others."""
-    return contextlib.nullcontext(Step()) if ranks is None else ranks.step(title, name=report.folder, progress=progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +34,6 @@ class Copying:
     writes: Sequence[Write]
     tensors: Mapping[str, Values]
     report: SaveReport
-
-    @contextlib.contextmanager
-    def staging(self, targets: Sequence[str]) -> Iterator[folders.Staging]:
-        """Make the folder on rank 0 for the block; remove it if the block fails on any rank."""
-        made: folders.Staging | None = None
-        try:
-            with step_of(self.ranks, "making the folder", self.report) as step:
-                if self.report.rank == 0:
-                    made = folders.make_staging(targets, self.files)
-                    step.payload = str(made.path), made.token, made.is_inside
-            if self.ranks is None:
-                assert made is not None
-                yield made
-                return
-            path, token, is_inside = step.payloads[0]
-            staging = folders.Staging(Path(targets[self.ranks.rank]), token, is_inside)
-            with step_of(self.ranks, "reaching the folder", self.report):
-                folders.check_seen(staging, path)
-            yield staging
-        except BaseException:
-            if made is not None:
-                folders.discard(made)
-            raise
 
     def write(
         self, staging: folders.Staging, executor: Executor, show_progress: bool | None, *, past_cache: bool
@@ -78,7 +47,8 @@ class Copying:
         total = total_bytes(itertools.chain.from_iterable(mine.values()))
 
         def progress() -> Progress:
-            return Progress(writer.written_bytes, f"{share(writer.written_bytes, total)} written")
+            written = f"{share(writer.written_bytes, total)} written"
+            return Progress(writer.written_bytes + writer.num_synced, f"{written}, {writer.num_synced} files synced")
 
         def on_bytes(num_bytes: int) -> None:
             update(num_bytes)

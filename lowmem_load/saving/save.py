@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.group import RankGroup, Step
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.nodes import node_name
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -175,7 +175,7 @@ def save_described(
                     f"{save.folder}: the ranks hold {sum(nbytes)} bytes of {planned.all_bytes} that are to be written "
                     f"(by rank: {', '.join(map(str, nbytes))}); were all ranks of the model called?"
                 )
-            with save.staging(planned, targets) as staging:
+            with shared_staging(ranks, report, planned.files, targets) as staging:
                 past_cache = len(set(nodes)) > 1 and has_caches_apart(target)
                 save.write(planned, staging, progress, past_cache=past_cache)
                 with ranks.step("renaming", name=save.folder), report.phase("rename"):
@@ -193,6 +193,38 @@ def ranks_of(model: nn.Module) -> RankGroup:
     if len(groups) > 1:
         raise UnsupportedError(f"the model's parameters are partitioned among {len(groups)} different groups of ranks")
     return RankGroup(groups[0]) if groups else DistributedInterface()
+
+
+def step_of(
+    ranks: RankGroup | None, title: str, report: SaveReport, progress: Callable[[], Progress] | None = None
+) -> contextlib.AbstractContextManager[Step]:
+    """Return a step of all processes; of this one alone where there are no others."""
+    return contextlib.nullcontext(Step()) if ranks is None else ranks.step(title, name=report.folder, progress=progress)
+
+
+@contextlib.contextmanager
+def shared_staging(
+    ranks: RankGroup | None, report: SaveReport, files: Sequence[FileLayout], targets: Sequence[str]
+) -> Iterator[folders.Staging]:
+    """Have rank 0 make the staging folder for the block; it is removed if the block fails on any rank. Collective.
+
+    `targets` are the folder as each rank knows it. Without `ranks` there is this process alone.
+    """
+    made: folders.Staging | None = None
+    try:
+        with step_of(ranks, "making the folder", report) as step:
+            if report.rank == 0:
+                made = folders.make_staging(targets, files)
+                step.payload = str(made.path), made.token, made.is_inside
+        path, token, is_inside = step.payloads[0] if ranks is not None else step.payload
+        staging = folders.Staging(Path(targets[report.rank]), token, is_inside)
+        with step_of(ranks, "reaching the folder", report):
+            folders.check_seen(staging, path)
+        yield staging
+    except BaseException:  # on any rank: by now all have stopped writing
+        if made is not None:
+            folders.discard(made)
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,24 +257,6 @@ class _Save:
         own_bytes = total_bytes(itertools.chain.from_iterable(mine.values()))
         named = {shard.source.name: shard for shard in shards}
         return _Planned(files, named, mine, own_bytes, total_bytes(writes), merges)
-
-    @contextlib.contextmanager
-    def staging(self, planned: _Planned, targets: Sequence[str]) -> Iterator[folders.Staging]:
-        made: folders.Staging | None = None
-        try:
-            with self.ranks.step("making the folder", name=self.folder) as step:
-                if self.ranks.rank == 0:
-                    made = folders.make_staging(targets, planned.files)
-                    step.payload = str(made.path), made.token, made.is_inside
-            path, token, is_inside = step.payloads[0]
-            staging = folders.Staging(Path(targets[self.ranks.rank]), token, is_inside)
-            with self.ranks.step("reaching the folder", name=self.folder):
-                folders.check_seen(staging, path)
-            yield staging
-        except BaseException:  # on any rank: by now all have stopped writing
-            if made is not None:
-                folders.discard(made)
-            raise
 
     def write(
         self, planned: _Planned, staging: folders.Staging, show_progress: bool | None, *, past_cache: bool

@@ -74,8 +74,7 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
         )
         for tensor in metadata.tensors.values()
     }
-    others = tuple((name,) for name in metadata.objects)
-    return SavedState(folder, "torch DCP", len(by_file), tensors, others, tuple(files))
+    return SavedState(folder, "torch DCP", tensors, tuple(files))
 
 
 def _open_file(folder: str, name: str, chunks: Sequence[tuple[SavedTensor, Chunk]], executor: Executor) -> PlannedFile:
@@ -122,7 +121,7 @@ def open_shards(folder: str, executor: Executor) -> SavedState:
             tiles.setdefault(tensor, []).append(Tile(tuple(first), values))
     tensors: dict[tuple[str, ...], TiledTensor]
     tensors = {(name,): _assemble_parts(folder, name, parts) for name, parts in tiles.items()}
-    return SavedState(folder, "torch DCP in safetensors files", len(files), tensors, (), tuple(files), has_shapes=False)
+    return SavedState(folder, "torch DCP in safetensors files", tensors, tuple(files), has_shapes=False)
 
 
 def _offsets_in(path: str, text: str | None) -> dict[str, dict[str, object]]:

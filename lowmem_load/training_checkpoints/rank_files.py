@@ -95,31 +95,26 @@ def open_rank_files(folder: str, executor: Executor) -> SavedState:
         whole = [read_whole(executor, values).reshape(-1).view(torch.uint8) for values in (one, other)]
         return torch.equal(*whole)
 
-    tensors, others = put_together(folder, files, are_equal)
+    tensors = put_together(folder, files, are_equal)
     planned = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in files)
-    return SavedState(folder, kind, len(files), tensors, others, planned)
+    return SavedState(folder, kind, tensors, planned)
 
 
 def put_together(
     folder: str, files: Sequence[TorchObjects], are_equal: Callable[[Expression, Expression], bool]
-) -> tuple[dict[tuple[str, ...], TiledTensor], tuple[tuple[str, ...], ...]]:
-    """Return the tensors that the state dicts of all ranks make up, and the keys of what is no tensor.
+) -> dict[tuple[str, ...], TiledTensor]:
+    """Return the tensors that the state dicts of all ranks make up, by the keys that lead to them.
 
     `are_equal` compares small tensors of which the files have no checksum.
     """
     shards: dict[tuple[str, ...], list[_Shard]] = {}
-    others: dict[tuple[str, ...], None] = {}
     for file in files:
         if not isinstance(file.tree, dict):
             raise CheckpointError(f"{file.path}: holds no state dict")
         for keys, value in _entries(file, file.tree, ()):
-            mine = list(_shards_in(file, ".".join(keys), value))
-            if mine:
-                shards.setdefault(keys, []).extend(mine)
-            else:
-                others[keys] = None
-    tensors = {keys: _whole(folder, ".".join(keys), held, are_equal) for keys, held in shards.items()}
-    return tensors, tuple(others)
+            for shard in _shards_in(file, ".".join(keys), value):
+                shards.setdefault(keys, []).append(shard)
+    return {keys: _whole(folder, ".".join(keys), parts, are_equal) for keys, parts in shards.items()}
 
 
 def _entries(file: TorchObjects, tree: dict[Any, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

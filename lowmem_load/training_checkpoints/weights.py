@@ -16,17 +16,13 @@ class SavedState:
     Attributes:
         folder: where the files are.
         kind: who writes such files, for messages.
-        num_files: with weights.
         tensors: by the keys that lead to them in the state dict that was saved.
-        others: entries that are no tensors, in the same form.
         files: all files that were opened.
         has_shapes: whether the files say how large the tensors are.
     """
 
     folder: str
     kind: str
-    num_files: int
     tensors: Mapping[tuple[str, ...], TiledTensor]
-    others: tuple[tuple[str, ...], ...]
     files: tuple[PlannedFile, ...]
     has_shapes: bool = True
