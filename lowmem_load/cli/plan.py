@@ -129,9 +129,9 @@ def plan(
             else:
                 planned = plan_zero3(checkpoint, ds_config and str(ds_config), job, way, accelerator=device, **keywords)
             forecasts += compared(planned, way) if compare else [forecast(planned, way)]
-    values = [{**asdict(found), "fits": found.fits} for found in forecasts]
+    values = [{**asdict(row), "fits": row.fits} for row in forecasts]
     answer(as_json, values if compare else values[0], lambda: (_show_rows if compare else _show)(forecasts))
-    if not any(found.fits for found in forecasts):
+    if not any(row.fits for row in forecasts):
         raise typer.Exit(NO)
 
 

@@ -50,7 +50,7 @@ def _is_switched_off() -> bool:
     Source: accelerate 1.15 `utils/dataclasses.py`, `DeepSpeedPlugin.zero3_init_context_manager`.
     """
     state: Any = sys.modules.get("accelerate.state")
-    if state is None or not state.AcceleratorState._shared_state:  # noqa: SLF001  whether there is an Accelerator
+    if state is None or not state.is_initialized():
         return False
     plugin = getattr(state.AcceleratorState(), "deepspeed_plugin", None)
     return plugin is not None and not plugin.zero3_init_flag

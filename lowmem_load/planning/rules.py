@@ -49,11 +49,11 @@ class Mesh:
 
     def coordinate(self, place: int) -> list[int]:
         """Return the coordinate of `ranks[place]`."""
-        found: list[int] = []
+        indices: list[int] = []
         for size in reversed(self.shape):
             place, index = divmod(place, size)
-            found.insert(0, index)
-        return found
+            indices.insert(0, index)
+        return indices
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,14 +55,14 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
         files.append(_open_file(folder, name, chunks, executor))
         for tensor, chunk in chunks:
             with executor.sources.reading(files[-1].path) as source:
-                found = zips.find(source, chunk.place.start, chunk.place.nbytes, tensor.name)
-            if (found.shape, found.dtype) != (chunk.sizes, tensor.dtype):
+                expression = zips.find(source, chunk.place.start, chunk.place.nbytes, tensor.name)
+            if (expression.shape, expression.dtype) != (chunk.sizes, tensor.dtype):
                 raise CheckpointError(
-                    f"{files[-1].path}: {tensor.name}: is {found.dtype} of shape {found.shape} at byte "
+                    f"{files[-1].path}: {tensor.name}: is {expression.dtype} of shape {expression.shape} at byte "
                     f"{chunk.place.start}, where .metadata says {tensor.dtype} of shape {chunk.sizes}: another save "
                     "has written one of them"
                 )
-            values[tensor.name, chunk.offsets, chunk.sizes] = found
+            values[tensor.name, chunk.offsets, chunk.sizes] = expression
     keys = Counter(tensor.keys for tensor in metadata.tensors.values())
     if twice := [".".join(key) for key, count in keys.items() if count > 1]:
         raise CheckpointError(f"{path}: has two tensors {listed(twice)}")

@@ -109,10 +109,10 @@ def _renamed(where: str, entries: Mapping[str, T], names: Mapping[str, str]) -> 
 
 def _parted(where: str, weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
     """Return the weights of the base model and those of the adapter, given those of a model that PEFT has wrapped."""
-    found = {match[1] or match[2] for match in map(_ADAPTER_NAME.search, weights) if match} - {"weight"}
-    if len(found) > 1:
-        raise ConfigError(f"{where}: holds the adapters {listed(sorted(found))}; only one can be written")
-    (adapter_name,) = found or {"default"}
+    adapter_names = {match[1] or match[2] for match in map(_ADAPTER_NAME.search, weights) if match} - {"weight"}
+    if len(adapter_names) > 1:
+        raise ConfigError(f"{where}: holds the adapters {listed(sorted(adapter_names))}; only one can be written")
+    (adapter_name,) = adapter_names or {"default"}
     names: dict[str, str] = {}
     for name in weights:
         if _ADAPTER.search(name):
