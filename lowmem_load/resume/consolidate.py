@@ -86,7 +86,7 @@ def consolidate(
     Returns:
         What was written, by this process.
 
-    Memory: 40 MiB, and the description of the checkpoint.
+    Memory: buffers of 40 MiB, and the description of the checkpoint: some MiB; 1.5 GiB for 512,000 chunks.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, malformed or truncated, or of another model than `config`.
