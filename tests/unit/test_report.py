@@ -151,12 +151,12 @@ def test_peaks_are_the_most_that_was_seen_above_the_start(monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(not phases_module.STATM.exists(), reason="the system has no /proc")
 def test_the_start_is_when_the_report_is_made() -> None:
-    gc.collect()  # what earlier tests have left would go meanwhile
+    gc.collect()
     report = LoadReport("model")
-    block = torch.ones(64 * MIB, dtype=torch.uint8)
+    block = torch.ones(512 * MIB, dtype=torch.uint8)  # earlier tests' threads may free some 32 MiB meanwhile
     report.sample_memory()
-    assert 56 * MIB < report.peak_memory.anonymous_bytes < 128 * MIB
-    assert block.numel() == 64 * MIB
+    assert 384 * MIB < report.peak_memory.anonymous_bytes < 640 * MIB
+    assert block.numel() == 512 * MIB
 
 
 def test_host_memory_is_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
