@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lowmem_load.cli.checkpoint_contents import weight_files
+from lowmem_load.api.inspect_checkpoint import weight_files
 
 # The shape of the model is chosen from these widths; depth fills up to the wanted parameter count.
 HIDDEN_SIZES = (256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 8192)

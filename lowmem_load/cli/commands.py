@@ -19,7 +19,7 @@ from lowmem_load.text import count, size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from lowmem_load.cli.checkpoint_contents import Inspection
+    from lowmem_load.api.inspect_checkpoint import Inspection
     from lowmem_load.pipeline.verify_checkpoint import FileCheck
     from lowmem_load.report import Joined
 
@@ -48,7 +48,7 @@ def inspect(
     lowmem-load inspect deepseek-ai/DeepSeek-V3 --json
     """
     with working():
-        from lowmem_load.cli.checkpoint_contents import inspect_checkpoint, is_of_training, training_contents
+        from lowmem_load.api.inspect_checkpoint import inspect_checkpoint, is_of_training, training_contents
         from lowmem_load.hf.remote_names import find_checkpoint
 
         if is_of_training(name):

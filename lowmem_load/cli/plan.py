@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,45 +12,66 @@ import typer
 
 from lowmem_load.cli import common
 from lowmem_load.cli.common import NO, Json, Name, Revision, Subfolder, answer, facts, table, working
+from lowmem_load.planning.training_memory import OFFLOADS, Job, Need, Training
 from lowmem_load.text import parse_size, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from lowmem_load.cli.forecast import Forecast
-    from lowmem_load.cli.training_memory import Need
+    from lowmem_load.api.forecast import Forecast
+    from lowmem_load.hf.remote_names import Checkpoint
+
+
+def _size(option: str, help_text: str) -> Any:
+    return typer.Option(option, metavar="SIZE", help=help_text, parser=lambda text: parse_size(text, option))
+
+
+DsConfig = Annotated[
+    Path | None, typer.Option(help="JSON file, for ZeRO-3; stage 3 in bf16 by default.", exists=True, dir_okay=False)
+]
+WorldSize = Annotated[int | None, typer.Option(min=1, help="Ranks of the job, for ZeRO-3.")]
+Fsdp = Annotated[int | None, typer.Option(min=1, help="For FSDP2: ranks that share a parameter.")]
+Tp = Annotated[int, typer.Option(min=1, help="With --fsdp: ranks of tensor parallelism.")]
+Ep = Annotated[int, typer.Option(min=1, help="With --fsdp: ranks of expert parallelism.")]
+DpReplicate = Annotated[int, typer.Option(min=1, help="With --fsdp: replicas (HSDP).")]
+LoraRank = Annotated[int, typer.Option(min=0, help="Train adapters of this rank on every Linear, as PEFT.")]
+Trainable = Annotated[str | None, typer.Option(metavar="SHARE", help="Share that is trained: 5%.")]
+FourBit = Annotated[bool, typer.Option("--four-bit", help="Quantize the base to 4 bits (QLoRA).")]
+Offload = Annotated[str | None, typer.Option(help="To the CPU: none, optimizer or all; the ds_config's by default.")]
+Tokens = Annotated[int, typer.Option(min=0, help="Of a rank in a step, to estimate activations.")]
+GradientCheckpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="With --tokens.")]
+Compare = Annotated[bool, typer.Option("--compare", help="Full training, LoRA, QLoRA and offload in a table.")]
+GpusPerNode = Annotated[int | None, typer.Option(min=1, help="Ranks of a node; at most 8 by default.")]
+HostMemory = Annotated[int | None, _size("--host-memory", "Of a node, such as 512GiB.")]
+DeviceMemory = Annotated[int | None, _size("--device-memory", "Of a GPU, such as 80GiB.")]
+ReadRate = Annotated[int | None, _size("--read-rate", "Of a node, such as 2GB/s.")]
+AcceleratorName = Annotated[
+    str | None, typer.Option("--accelerator", help="Of the job, for ZeRO-3; DS_ACCELERATOR's or cuda by default.")
+]
+Dequantize = Annotated[bool, typer.Option(help="Dequantize a checkpoint in fp8 or mxfp4.")]
 
 
 def plan(
     name: Name,
-    ds_config: Annotated[
-        Path | None,
-        typer.Option(help="JSON file, for ZeRO-3; stage 3 in bf16 by default.", exists=True, dir_okay=False),
-    ] = None,
-    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks of the job, for ZeRO-3.")] = None,
-    fsdp: Annotated[int | None, typer.Option(min=1, help="For FSDP2: ranks that share a parameter.")] = None,
-    tp: Annotated[int, typer.Option(min=1, help="With --fsdp: ranks of tensor parallelism.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="With --fsdp: ranks of expert parallelism.")] = 1,
-    dp_replicate: Annotated[int, typer.Option(min=1, help="With --fsdp: replicas (HSDP).")] = 1,
-    lora_rank: Annotated[int, typer.Option(min=0, help="Train adapters of this rank on every Linear, as PEFT.")] = 0,
-    trainable: Annotated[str | None, typer.Option(metavar="SHARE", help="Share that is trained: 5%.")] = None,
-    four_bit: Annotated[bool, typer.Option("--four-bit", help="Quantize the base to 4 bits (QLoRA).")] = False,
-    offload: Annotated[
-        str | None, typer.Option(help="To the CPU: none, optimizer or all; the ds_config's by default.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=0, help="Of a rank in a step, to estimate activations.")] = 0,
-    gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="With --tokens.")] = False,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Full training, LoRA, QLoRA and offload in a table.")
-    ] = False,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of a node; at most 8 by default.")] = None,
-    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of a node, such as 512GiB.")] = None,
-    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of a GPU, such as 80GiB.")] = None,
-    read_rate: Annotated[str | None, typer.Option(metavar="SIZE", help="Of a node, such as 2GB/s.")] = None,
-    accelerator: Annotated[
-        str | None, typer.Option(help="Of the job, for ZeRO-3; DS_ACCELERATOR's or cuda by default.")
-    ] = None,
-    dequantize: Annotated[bool, typer.Option(help="Dequantize a checkpoint in fp8 or mxfp4.")] = False,
+    ds_config: DsConfig = None,
+    world_size: WorldSize = None,
+    fsdp: Fsdp = None,
+    tp: Tp = 1,
+    ep: Ep = 1,
+    dp_replicate: DpReplicate = 1,
+    lora_rank: LoraRank = 0,
+    trainable: Trainable = None,
+    four_bit: FourBit = False,
+    offload: Offload = None,
+    tokens: Tokens = 0,
+    gradient_checkpointing: GradientCheckpointing = False,
+    compare: Compare = False,
+    gpus_per_node: GpusPerNode = None,
+    host_memory: HostMemory = None,
+    device_memory: DeviceMemory = None,
+    read_rate: ReadRate = None,
+    accelerator: AcceleratorName = None,
+    dequantize: Dequantize = False,
     subfolder: Subfolder = "",
     revision: Revision = None,
     auto_class: common.AutoClass = None,
@@ -64,75 +85,111 @@ def plan(
 
     \b
     lowmem-load plan /models/Llama-3.1-70B --world-size 8 --device-memory 80GiB --host-memory 512GiB --compare
-    lowmem-load plan /models/Llama-3.1-70B --ds-config ds_z3.json --world-size 16 \\
-        --device-memory 80GiB --host-memory 1TiB --read-rate 5GB/s
     lowmem-load plan /models/Llama-3.1-70B --world-size 8 --lora-rank 16 --four-bit --tokens 4096
     lowmem-load plan /models/Llama-3.1-70B --fsdp 64 --tp 8 --device-memory 80GiB
     """
-    mesh = {"fsdp_size": fsdp or 0, "tp_size": tp, "ep_size": ep, "dp_replicate_size": dp_replicate}
-    device = accelerator or ("cuda" if fsdp else os.environ.get("DS_ACCELERATOR")) or "cuda"
+    mesh = {"fsdp_size": fsdp, "tp_size": tp, "ep_size": ep, "dp_replicate_size": dp_replicate} if fsdp else {}
     num_ranks = fsdp * tp * dp_replicate if fsdp else world_size or 0
-    common.check_revision(name, revision)
-    on_cpus = device.startswith("cpu")
-    is_unknown = host_memory is None or (device_memory is None and not on_cpus)
-    # The user of an option that is not used would expect an answer that goes by it.
+    device = accelerator or ("cuda" if fsdp else os.environ.get("DS_ACCELERATOR")) or "cuda"
+    job = Job(
+        num_ranks,
+        gpus_per_node or min(8, num_ranks),
+        host_bytes=host_memory,
+        device_bytes=device_memory,
+        read_rate=read_rate,
+        is_host=device.startswith("cpu"),
+    )
+    job = _offloaded(job, offload)
+    training = Training(lora_rank, _share(trainable), four_bit, tokens, gradient_checkpointing)
+    engine = Engine(mesh, str(ds_config) if ds_config else None, device)
+    _check_ranks(engine, job, world_size, has_axes=max(tp, ep, dp_replicate) > 1)
+    _check_training(engine, job, training, trainable, offload, is_compared=compare)
+    keywords = dict[str, Any](subfolder=subfolder, auto_class=auto_class, trust_remote_code=trust_remote_code)
+    with working():
+        checkpoint, keywords = _find(name, revision, dequantize, keywords)
+        forecasts = _forecasts(checkpoint, engine, job, training, keywords, is_compared=compare)
+    _answer(forecasts, as_json, is_compared=compare)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """FSDP2 by the sizes of its mesh, or ZeRO-3 by a ds_config; on accelerators of this type."""
+
+    mesh: Mapping[str, int]
+    ds_config: str | None
+    device: str
+
+
+def _check_ranks(engine: Engine, job: Job, world_size: int | None, *, has_axes: bool) -> None:
+    """Refuse options of the job that contradict each other, or would not be used."""
+    fsdp = bool(engine.mesh)
     _refuse(
         {
-            "name --world-size for ZeRO-3 (and --ds-config), or --fsdp for FSDP2": not num_ranks
-            or (fsdp and ds_config),
-            "--tp, --ep and --dp-replicate go with --fsdp": not fsdp and max(tp, ep, dp_replicate) > 1,
-            f"--world-size {world_size}: the mesh has {num_ranks} ranks": world_size not in (None, num_ranks),
-            "--accelerator: FSDP2 is planned for GPUs; drop it": fsdp and device != "cuda",
-            "--device-memory: on CPUs all memory is host memory; drop it, or set --accelerator": device_memory
-            and on_cpus,
+            "name --world-size for ZeRO-3 (and --ds-config), or --fsdp for FSDP2": not job.world_size
+            or (fsdp and engine.ds_config),
+            "--tp, --ep and --dp-replicate go with --fsdp": has_axes and not fsdp,
+            f"--world-size {world_size}: the mesh has {job.world_size} ranks": world_size not in (None, job.world_size),
+            "--accelerator: FSDP2 is planned for GPUs; drop it": fsdp and engine.device != "cuda",
+            "--device-memory: on CPUs all memory is host memory; drop it, or set --accelerator": job.is_host
+            and job.device_bytes is not None,
+        }
+    )
+
+
+def _check_training(
+    engine: Engine, job: Job, training: Training, trainable: str | None, offload: str | None, *, is_compared: bool
+) -> None:
+    """Refuse options of the training that contradict each other, or would not be used."""
+    fsdp, four_bit = bool(engine.mesh), training.is_four_bit
+    is_unknown = job.host_bytes is None or (job.device_bytes is None and not job.is_host)
+    _refuse(
+        {
             "--four-bit: FSDP2 leaves quantized weights to transformers; drop it": fsdp and four_bit,
-            "--four-bit: only adapters can be trained on it; name --lora-rank": four_bit and not lora_rank,
-            "--trainable: with --lora-rank the adapters are trained; drop one": trainable and lora_rank,
-            "--compare: has rows for these; drop --trainable, --four-bit, --offload": compare
+            "--four-bit: only adapters can be trained on it; name --lora-rank": four_bit and not training.lora_rank,
+            "--trainable: with --lora-rank the adapters are trained; drop one": trainable and training.lora_rank,
+            "--compare: has rows for these; drop --trainable, --four-bit, --offload": is_compared
             and (trainable or four_bit or offload),
-            "--compare: name --host-memory, and --device-memory for GPUs": compare and is_unknown,
-            "--gradient-checkpointing: changes activations; name --tokens": gradient_checkpointing and not tokens,
-            "--offload: expected none, optimizer or all": offload not in (None, "none", "optimizer", "all"),
+            "--compare: name --host-memory, and --device-memory for GPUs": is_compared and is_unknown,
+            "--gradient-checkpointing: changes activations; name --tokens": training.is_checkpointed
+            and not training.tokens,
             "--offload: FSDP2 offloads all or none": fsdp and offload == "optimizer",
         }
     )
-    os.environ["DS_ACCELERATOR"] = "cpu"  # of this process; the plan is for the job's
-    with working():
-        from lowmem_load.cli.forecast import COMPARED_RANK, forecast, plan_mesh, plan_zero3
-        from lowmem_load.cli.forecast import compare as compared
-        from lowmem_load.cli.training_memory import OFFLOADS, Job, Training
-        from lowmem_load.hf.quantizers import dequantizing
-        from lowmem_load.hf.remote_names import find_checkpoint
 
-        keywords: dict[str, Any] = dict(subfolder=subfolder, auto_class=auto_class, trust_remote_code=trust_remote_code)
-        job = Job(
-            num_ranks,
-            gpus_per_node or min(8, num_ranks),
-            host_bytes=_bytes(host_memory, "--host-memory"),
-            device_bytes=_bytes(device_memory, "--device-memory"),
-            read_rate=_bytes(read_rate, "--read-rate"),
-        )
-        checkpoint = find_checkpoint(name, subfolder=subfolder, revision=revision)
-        if dequantize:
-            keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
-        if offload is not None:
-            job = replace(job, offload_optimizer=OFFLOADS[offload][0], offload_param=OFFLOADS[offload][1])
-        training = Training(lora_rank, _share(trainable), four_bit, tokens, gradient_checkpointing)
-        ways = [training]
-        if compare:
-            adapters = replace(training, lora_rank=lora_rank or COMPARED_RANK)
-            ways = [replace(training, lora_rank=0), adapters, replace(adapters, is_four_bit=True)]
-        forecasts: list[Forecast] = []
-        for way in ways[:2] if fsdp else ways:
-            if fsdp:
-                planned = plan_mesh(checkpoint, mesh, job, way, **keywords)
-            else:
-                planned = plan_zero3(checkpoint, ds_config and str(ds_config), job, way, accelerator=device, **keywords)
-            forecasts += compared(planned, way) if compare else [forecast(planned, way)]
-    values = [{**asdict(row), "fits": row.fits} for row in forecasts]
-    answer(as_json, values if compare else values[0], lambda: (_show_rows if compare else _show)(forecasts))
-    if not any(row.fits for row in forecasts):
-        raise typer.Exit(NO)
+
+def _find(
+    name: str, revision: str | None, dequantize: bool, keywords: dict[str, Any]
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """Return the checkpoint, and the keywords of `from_pretrained`."""
+    common.check_revision(name, revision)
+    os.environ["DS_ACCELERATOR"] = "cpu"  # of this process; the plan is for the job's
+    from lowmem_load.hf.quantizers import dequantizing
+    from lowmem_load.hf.remote_names import find_checkpoint
+
+    checkpoint = find_checkpoint(name, subfolder=keywords["subfolder"], revision=revision)
+    if dequantize:
+        keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
+    return checkpoint, keywords
+
+
+def _forecasts(
+    checkpoint: Checkpoint, engine: Engine, job: Job, training: Training, keywords: dict[str, Any], *, is_compared: bool
+) -> list[Forecast]:
+    """Return the forecast of the job, or those of each way to train and to offload."""
+    from lowmem_load.api.forecast import COMPARED_RANK, compare, forecast, plan_mesh, plan_zero3
+
+    ways = [training]
+    if is_compared:
+        adapters = replace(training, lora_rank=training.lora_rank or COMPARED_RANK)
+        ways = [replace(training, lora_rank=0), adapters, replace(adapters, is_four_bit=True)]
+    forecasts: list[Forecast] = []
+    for way in ways[:2] if engine.mesh else ways:
+        if engine.mesh:
+            planned = plan_mesh(checkpoint, engine.mesh, job, way, **keywords)
+        else:
+            planned = plan_zero3(checkpoint, engine.ds_config, job, way, accelerator=engine.device, **keywords)
+        forecasts += compare(planned, way) if is_compared else [forecast(planned, way)]
+    return forecasts
 
 
 def _refuse(problems: Mapping[str, object]) -> None:
@@ -140,10 +197,6 @@ def _refuse(problems: Mapping[str, object]) -> None:
     for problem, is_there in problems.items():
         if is_there:
             raise typer.BadParameter(problem)
-
-
-def _bytes(text: str | None, option: str) -> int | None:
-    return None if text is None else parse_size(text, option)
 
 
 def _share(text: str | None) -> float:
@@ -157,6 +210,20 @@ def _share(text: str | None) -> float:
     if not 0 < share <= 1:
         raise typer.BadParameter(f"--trainable: expected a share such as 5% or 0.05, got {text!r}")
     return share
+
+
+def _offloaded(job: Job, word: str | None) -> Job:
+    if word not in (None, *OFFLOADS):
+        raise typer.BadParameter(f"--offload: expected none, optimizer or all, got {word!r}")
+    optimizer, parameters = OFFLOADS[word or "none"]
+    return replace(job, offload_optimizer=optimizer, offload_param=parameters)
+
+
+def _answer(forecasts: Sequence[Forecast], as_json: bool, *, is_compared: bool) -> None:
+    values = [{**asdict(row), "fits": row.fits} for row in forecasts]
+    answer(as_json, values if is_compared else values[0], lambda: (_show_rows if is_compared else _show)(forecasts))
+    if not any(row.fits for row in forecasts):
+        raise typer.Exit(NO)
 
 
 def _show(forecasts: Sequence[Forecast]) -> Sequence[RenderableType]:

@@ -11,8 +11,7 @@ import torch
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lowmem_load.api.plan_model import plan_ranks
-from lowmem_load.cli.forecast import (
+from lowmem_load.api.forecast import (
     MIN_PLANNING_BYTES,
     OVERHEAD_BYTES,
     load_bytes,
@@ -22,7 +21,13 @@ from lowmem_load.cli.forecast import (
     read_together,
     whole_bytes,
 )
-from lowmem_load.cli.training_memory import (
+from lowmem_load.api.plan_model import plan_ranks
+from lowmem_load.config.settings import Settings, read_settings
+from lowmem_load.hf.remote_names import Checkpoint
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.planning.reads import ReadCost
+from lowmem_load.planning.training_memory import (
     OFFLOADS,
     Job,
     Model,
@@ -35,11 +40,6 @@ from lowmem_load.cli.training_memory import (
     smallest_world_size,
     training_bytes,
 )
-from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.hf.remote_names import Checkpoint
-from lowmem_load.planning import expression as ex
-from lowmem_load.planning.load_plan import LoadPlan
-from lowmem_load.planning.reads import ReadCost
 from tests.builders import tiny_llama, tiny_mixtral
 from tests.together import plan_of
 

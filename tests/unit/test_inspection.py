@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowmem_load.cli.checkpoint_contents import Inspection, inspect_checkpoint, weight_files
+from lowmem_load.api.inspect_checkpoint import Inspection, inspect_checkpoint, weight_files
 from lowmem_load.errors import CheckpointError
 from lowmem_load.hf.remote_names import find_checkpoint
 from tests import builders

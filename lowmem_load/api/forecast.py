@@ -12,21 +12,6 @@ import torch
 from torch import nn
 
 from lowmem_load.api.plan_model import device_named, plan_ranks, plan_sharded
-from lowmem_load.cli.training_memory import (
-    ADAM_STATE_BYTES,
-    MASTER_BYTES,
-    OFFLOADS,
-    TEMPORARY_BYTES,
-    Job,
-    Model,
-    Need,
-    Training,
-    activation_bytes,
-    fits,
-    memory_needs,
-    partition_places,
-    smallest_world_size,
-)
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.names import model_class, model_config
@@ -44,6 +29,21 @@ from lowmem_load.planning.sharing import (
     node_schedule,
     shared_reads,
     touched_bytes,
+)
+from lowmem_load.planning.training_memory import (
+    ADAM_STATE_BYTES,
+    MASTER_BYTES,
+    OFFLOADS,
+    TEMPORARY_BYTES,
+    Job,
+    Model,
+    Need,
+    Training,
+    activation_bytes,
+    fits,
+    memory_needs,
+    partition_places,
+    smallest_world_size,
 )
 from lowmem_load.text import count, size
 
