@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from lowmem_load.api.forecast import Forecast
     from lowmem_load.hf.remote_names import Checkpoint
 
-
-def _size(option: str, help_text: str) -> Any:
-    return typer.Option(option, metavar="SIZE", help=help_text, parser=lambda text: parse_size(text, option))
-
-
 DsConfig = Annotated[
     Path | None, typer.Option(help="JSON file, for ZeRO-3; stage 3 in bf16 by default.", exists=True, dir_okay=False)
 ]
@@ -42,9 +37,9 @@ Tokens = Annotated[int, typer.Option(min=0, help="Of a rank in a step, to estima
 GradientCheckpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="With --tokens.")]
 Compare = Annotated[bool, typer.Option("--compare", help="Full training, LoRA, QLoRA and offload in a table.")]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, help="Ranks of a node; at most 8 by default.")]
-HostMemory = Annotated[int | None, _size("--host-memory", "Of a node, such as 512GiB.")]
-DeviceMemory = Annotated[int | None, _size("--device-memory", "Of a GPU, such as 80GiB.")]
-ReadRate = Annotated[int | None, _size("--read-rate", "Of a node, such as 2GB/s.")]
+HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of a node, such as 512GiB.")]
+DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of a GPU, such as 80GiB.")]
+ReadRate = Annotated[str | None, typer.Option(metavar="SIZE", help="Of a node, such as 2GB/s.")]
 AcceleratorName = Annotated[
     str | None, typer.Option("--accelerator", help="Of the job, for ZeRO-3; DS_ACCELERATOR's or cuda by default.")
 ]
@@ -94,9 +89,9 @@ def plan(
     job = Job(
         num_ranks,
         gpus_per_node or min(8, num_ranks),
-        host_bytes=host_memory,
-        device_bytes=device_memory,
-        read_rate=read_rate,
+        host_bytes=_bytes(host_memory, "--host-memory"),
+        device_bytes=_bytes(device_memory, "--device-memory"),
+        read_rate=_bytes(read_rate, "--read-rate"),
         is_host=device.startswith("cpu"),
     )
     job = _offloaded(job, offload)
@@ -197,6 +192,10 @@ def _refuse(problems: Mapping[str, object]) -> None:
     for problem, is_there in problems.items():
         if is_there:
             raise typer.BadParameter(problem)
+
+
+def _bytes(text: str | None, option: str) -> int | None:
+    return None if text is None else parse_size(text, option)
 
 
 def _share(text: str | None) -> float:
