@@ -134,7 +134,7 @@ def _checks(name: str, checks: Sequence[FileCheck]) -> Sequence[RenderableType]:
     for check in checks:
         file, result = check.path.rpartition("/")[2], "as expected" if check.is_proven else "no checksum"
         rows.append((file, size(check.nbytes), result, check.origin or ""))
-        digests.append(f"{check.found}  {file}" + f"  ({check.algorithm})" * (check.algorithm != "sha256"))
+        digests.append(f"{check.digest}  {file}" + f"  ({check.algorithm})" * (check.algorithm != "sha256"))
     proven, files = sum(check.is_proven for check in checks), f"{len(checks)} file{'s' * (len(checks) != 1)}"
     verdict = f"All verified: {files}."
     if proven < len(checks):

@@ -39,7 +39,7 @@ class Finding:
 
     area: str
     level: str
-    found: str
+    text: str
     advice: str = ""
 
 
@@ -65,7 +65,7 @@ def doctor(
         findings = list(check_all(folder))
     num_problems = sum(finding.level == PROBLEM for finding in findings)
     shown = [finding for finding in findings if not (quiet and finding.level == OK)]
-    rows = [(finding.level, finding.area, finding.found, finding.advice) for finding in shown]
+    rows = [(finding.level, finding.area, finding.text, finding.advice) for finding in shown]
     summary = f"{num_problems} problem{'s' * (num_problems > 1)}" if num_problems else "No problem in what was checked."
     answer(
         as_json,

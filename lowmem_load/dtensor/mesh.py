@@ -196,7 +196,7 @@ def cuts_of(name: str, tensor: Any, world_size: int, meshes: dict[Any, Mesh]) ->
         return None
     if root not in meshes:
         meshes[root] = Mesh(tuple(root.mesh.flatten().tolist()), tuple(root.mesh.shape))
-    dims = range(mesh.ndim) if mesh is root else [root_names.index(each) for each in names]
+    dims = range(mesh.ndim) if mesh is root else [root_names.index(name) for name in names]
     cuts = tuple((dims[mesh_dim], split) for mesh_dim, split in _splits(name, tensor))
     return Cuts(tuple(tensor.shape), meshes[root], cuts)
 

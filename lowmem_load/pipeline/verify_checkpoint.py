@@ -41,7 +41,7 @@ class FileCheck:
         nbytes: its size.
         algorithm: "sha256", or "git's sha1" for small files of the Hub.
         expected: the hex digest that it should have; None if there is none.
-        found: the hex digest that it has.
+        digest: the hex digest that it has.
         origin: where `expected` is written.
     """
 
@@ -49,19 +49,19 @@ class FileCheck:
     nbytes: int
     algorithm: str
     expected: str | None
-    found: str
+    digest: str
     origin: str | None
 
     @property
     def is_proven(self) -> bool:
         """Whether there was a checksum, and it is equal."""
-        return self.expected == self.found
+        return self.expected == self.digest
 
     @property
     def problem(self) -> str | None:
         """What is wrong; None if nothing is, or there is no checksum."""
         if self.expected is not None and not self.is_proven:
-            return f"{self.path}: its {self.algorithm} is {self.found}, expected {self.expected} (from {self.origin})"
+            return f"{self.path}: its {self.algorithm} is {self.digest}, expected {self.expected} (from {self.origin})"
         return None
 
 

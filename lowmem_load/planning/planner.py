@@ -89,7 +89,7 @@ class Planner:
         elif isinstance(leaf, Computed):
             yield Move(self._computed(name, leaf), copy.nest)
         else:
-            yield Move(self._held(leaf), _within(name, leaf, copy.nest.shifted(source=-leaf.first)))
+            yield Move(self._held_value(leaf), _within(name, leaf, copy.nest.shifted(source=-leaf.first)))
 
     def _apply(self, name: str, leaf: Elementwise, copy: Copy) -> Apply:
         nbytes_each = _piece_bytes(leaf.dtype, [part.dtype for part in leaf.parts])
@@ -101,7 +101,7 @@ class Planner:
             pieces.append(Piece(size, tuple(self.plan_fill(name, part, span) for part in leaf.parts), nest))
         return Apply(leaf.operation, self._function(leaf.compute), leaf.dtype, tuple(pieces))
 
-    def _held(self, leaf: Held) -> int:
+    def _held_value(self, leaf: Held) -> int:
         # Several parameters may be made of one value, which is then held, or computed, under one number.
         number = self._numbers.get(id(leaf))
         if number is None:

@@ -103,5 +103,7 @@ class Layout:
         for rank, region in enumerate(self.regions):
             if region.numel:
                 ranks.setdefault(region, []).append(rank)
-        holders = [Holders(region, bounding_range(region, self.shape), each) for region, each in ranks.items()]
-        object.__setattr__(self, "holders", holders)
+        all_holders = [
+            Holders(region, bounding_range(region, self.shape), of_region) for region, of_region in ranks.items()
+        ]
+        object.__setattr__(self, "holders", all_holders)

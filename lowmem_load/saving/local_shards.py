@@ -30,14 +30,14 @@ class LocalShard:
     Attributes:
         source: the whole tensor in the plan: its first name, its shape, and the dtype of its memory.
         tensor: the parameter or buffer.
-        held: elements that are in its memory, of a whole tensor on rank 0 alone. Only a DTensor has a grid.
+        local_region: elements that are in its memory, of a whole tensor on rank 0 alone. Only a DTensor has a grid.
         region: elements that this rank writes: those that it holds, if it is the first of the ranks that hold them.
         is_partitioned, is_master: whether it is a ZeRO-3 parameter, and whether its fp32 values are written.
     """
 
     source: Source
     tensor: torch.Tensor
-    held: Region
+    local_region: Region
     region: Region
     is_partitioned: bool
     is_master: bool
@@ -202,10 +202,10 @@ def local_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool)
                 raise UnsupportedError(f"{name}: is {tensor.dtype}, but its partitions hold {stored}, quantized")
             is_master = masters and tensor.dtype != torch.float32 and parameters.has_master(tensor)
             dtype = torch.float32 if is_master else tensor.dtype
-            held = parameters.held_range(tensor)
-            region = held if parameters.is_first_replica(tensor) else _NOTHING
+            local_region = parameters.held_range(tensor)
+            region = local_region if parameters.is_first_replica(tensor) else _NOTHING
             whole = Source("", name, 0, parameters.full_shape(tensor), dtype)
-            return LocalShard(whole, tensor, held, region, True, is_master)
+            return LocalShard(whole, tensor, local_region, region, True, is_master)
     source = Source("", name, 0, tuple(tensor.shape), tensor.dtype)
     if is_dtensor(tensor):
         from lowmem_load.dtensor.mesh import is_first_replica, local_shard

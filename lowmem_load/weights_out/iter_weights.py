@@ -226,7 +226,7 @@ def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], 
 def _state_of(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], ranks: RankGroup) -> list[Any]:
     state: list[Any] = [arguments, ranks.group, ranks.rank, ranks.world_size]
     state += [repr(getattr(model, name, None)) for name in ("config", "peft_config")]
-    state += [(shard.source, shard.held, shard.is_master) for shard in shards]
+    state += [(shard.source, shard.local_region, shard.is_master) for shard in shards]
     for module in model.modules():
         adapter = repr(getattr(module, "_active_adapter", None))  # PEFT may save or merge another part by it
         state.append((type(module), adapter, {*module._non_persistent_buffers_set}))  # noqa: SLF001

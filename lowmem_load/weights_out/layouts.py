@@ -51,7 +51,7 @@ def layouts_by_rule(
         if rule not in layouts:
             layouts[rule] = Layout(rule.regions(world_size), shard.source.shape)
         layout = named[shard.source.name] = layouts[rule]
-        if layout.regions[rank] != shard.held and layout.regions[rank].numel + shard.held.numel:
+        if layout.regions[rank] != shard.local_region and layout.regions[rank].numel + shard.local_region.numel:
             return None
     return named
 
@@ -63,7 +63,7 @@ Regions = tuple[list[Any], list[int]]
 def encoded(shards: Sequence[LocalShard]) -> Regions:
     """Return the regions that this rank holds."""
     numbers: dict[Region, int] = {}
-    chosen = [numbers.setdefault(shard.held, len(numbers)) for shard in shards]
+    chosen = [numbers.setdefault(shard.local_region, len(numbers)) for shard in shards]
     return [[r.start, r.end] if isinstance(r, FlatRange) else [r.runs] for r in numbers], chosen
 
 
@@ -75,8 +75,8 @@ def layouts_of(payloads: Sequence[Regions], shards: Sequence[LocalShard]) -> Map
     for shard, numbers in zip(shards, zip(*(chosen for _, chosen in payloads), strict=True), strict=True):
         key = shard.source.shape, numbers
         if key not in layouts:
-            held = [regions[rank][number] for rank, number in enumerate(numbers)]
-            layouts[key] = Layout(held, shard.source.shape)
+            of_ranks = [regions[rank][number] for rank, number in enumerate(numbers)]
+            layouts[key] = Layout(of_ranks, shard.source.shape)
         named[shard.source.name] = layouts[key]
     return named
 

@@ -20,7 +20,7 @@ OLD = {"python": "3.10.2", "torch": "2.6.0", "deepspeed": "0.16.4", "transformer
 
 
 def about(findings: list[Finding], text: str) -> list[str]:
-    return [finding.level for finding in findings if text in finding.found]
+    return [finding.level for finding in findings if text in finding.text]
 
 
 def test_releases_are_compared_with_tested_ones() -> None:
@@ -64,9 +64,9 @@ def test_the_file_system_of_a_folder_is_judged(
     )
     monkeypatch.setattr(mounts, "MOUNTS", mountinfo)
     finding = doctor.check_storage(str(folder))
-    assert (finding.level, found in finding.found, advice in finding.advice) == (level, True, True)
+    assert (finding.level, found in finding.text, advice in finding.advice) == (level, True, True)
     mountinfo.unlink()
-    assert doctor.check_storage(str(folder)).found.endswith("file system not known")
+    assert doctor.check_storage(str(folder)).text.endswith("file system not known")
     assert about([doctor.check_storage(str(folder / "gone"))], "no such folder") == [PROBLEM]
 
 
@@ -115,7 +115,7 @@ def test_the_command_ends_with_1_where_there_is_a_problem(
     assert "broken [x]" in told and "mend it" in told and "fine" not in told
     found.pop()
     assert not app(["doctor", "--json"], standalone_mode=False)
-    assert json.loads(capsys.readouterr().out) == [{"area": "a", "level": "ok", "found": "fine", "advice": ""}]
+    assert json.loads(capsys.readouterr().out) == [{"area": "a", "level": "ok", "text": "fine", "advice": ""}]
 
 
 def test_all_checks_run_here(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def sha256sum(folder: Path, *arguments: str) -> str:
 def test_the_cache_names_blobs_by_their_digests(cache: Path) -> None:
     config, weights = verify_checkpoint("org/model", cache_dir=cache)
     assert (config.algorithm, config.expected, config.is_proven) == ("git's sha1", git_hash(CONFIG), True)
-    assert (weights.algorithm, weights.expected, weights.found) == ("sha256", SHA, SHA)
+    assert (weights.algorithm, weights.expected, weights.digest) == ("sha256", SHA, SHA)
     assert (weights.nbytes, weights.is_proven, weights.origin) == (
         len(DATA),
         True,
@@ -151,7 +151,7 @@ def test_a_digest_alone_belongs_to_the_file_it_is_named_after(folder: Path) -> N
 def test_lines_about_something_else_tell_nothing(folder: Path, line: str) -> None:
     (folder / "SHA256SUMS").write_text(f"{line}\n", encoding="latin-1")
     (check,) = verify_checkpoint(folder)
-    assert (check.expected, check.origin, check.found, check.is_proven) == (None, None, SHA, False)
+    assert (check.expected, check.origin, check.digest, check.is_proven) == (None, None, SHA, False)
 
 
 def test_two_digests_for_a_file_are_refused(folder: Path) -> None:
