@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import gc
+import importlib
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +19,7 @@ from lowmem_load.foreign_names import TABLE, ForeignName
 from lowmem_load.replaced import usable_names
 from tests import builders
 from tests.foreign_names_page import PAGE, page
-from tests.ranks import REPO
+from tests.ranks import REPO, run_ranks
 
 PACKAGE = REPO / "lowmem_load"
 MODULES = [path for path in PACKAGE.rglob("*.py") if path.name != "foreign_names.py"]
@@ -100,23 +103,13 @@ def test_the_page_shows_the_table() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.foreign_names_page"
 
 
-LOADS = """
-import contextlib, gc, importlib, sys
-import accelerate, deepspeed, torch, transformers
-for optional in ("peft", "trl", "transformers.trainer", "bitsandbytes"):
-    with contextlib.suppress(Exception):
-        importlib.import_module(optional)
-import lowmem_load
-from lowmem_load import replaced
-from lowmem_load.integrations.install import uninstall
-from transformers import LlamaForCausalLM
-from transformers.integrations import deepspeed as integration
-
 PACKAGES = {"accelerate", "bitsandbytes", "deepspeed", "peft", "safetensors", "torch", "transformers", "trl"}
 ZERO_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
 
-def functions():
-    seen = {}
+
+def functions() -> dict[str, Any]:
+    """All functions of modules and classes of the packages that are imported."""
+    seen: dict[str, Any] = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in PACKAGES:
             continue
@@ -128,37 +121,50 @@ def functions():
                 seen[f"{name}.{key}"] = value
     return {name: function for name, function in seen.items() if callable(function)}
 
-def dispatchers():
-    ours = replaced.__file__
-    return [name for name, f in functions().items() if getattr(getattr(f, "__code__", None), "co_filename", "") == ours]
 
-def is_streamed():
-    return hasattr(LlamaForCausalLM.from_pretrained(sys.argv[1]), "lowmem_load_report")
+def dispatchers() -> list[str]:
+    """Those of them that are replaced."""
+    from lowmem_load import replaced
 
-before = functions()
-lowmem_load.load_model(sys.argv[1], ZERO_3)
-lazy = lowmem_load.lazy(sys.argv[1])
-lowmem_load.install()
-kept = integration.HfDeepSpeedConfig(ZERO_3)
-assert is_streamed()
-assert "transformers.modeling_utils.PreTrainedModel.save_pretrained" in dispatchers()
-uninstall()
-integration.unset_hf_deepspeed_config()
-assert not is_streamed()
-del lazy
-gc.collect()
-lowmem_load.load_model(sys.argv[1], ZERO_3)
-after = functions()
-print("replaced:", *dispatchers(), *filter(None, [integration._hf_deepspeed_config_weak_ref]))
-print("changed:", *(name for name, function in before.items() if name in after and after[name] is not function))
-"""
+    codes = {name: getattr(function, "__code__", None) for name, function in functions().items()}
+    return [name for name, code in codes.items() if getattr(code, "co_filename", "") == replaced.__file__]
+
+
+def load_install_and_load(path: str) -> tuple[list[str], set[str]]:
+    """Rank function: what is replaced at the end, and what is another function than at the start."""
+    from transformers import LlamaForCausalLM
+    from transformers.integrations import deepspeed as integration
+
+    import lowmem_load
+    from lowmem_load.integrations.install import uninstall
+
+    for optional in ("peft", "trl", "transformers.trainer", "bitsandbytes"):
+        with contextlib.suppress(Exception):
+            importlib.import_module(optional)
+
+    def is_streamed() -> bool:
+        return hasattr(LlamaForCausalLM.from_pretrained(path), "lowmem_load_report")
+
+    before = functions()
+    lowmem_load.load_model(path, ZERO_3)
+    lazy = lowmem_load.lazy(path)
+    lowmem_load.install()
+    kept = integration.HfDeepSpeedConfig(ZERO_3)
+    assert is_streamed()
+    assert "transformers.modeling_utils.PreTrainedModel.save_pretrained" in dispatchers()
+    uninstall()
+    integration.unset_hf_deepspeed_config()
+    assert not is_streamed()
+    del lazy, kept
+    gc.collect()
+    lowmem_load.load_model(path, ZERO_3)
+    after = functions()
+    assert integration._hf_deepspeed_config_weak_ref is None
+    return dispatchers(), {name for name, function in before.items() if name in after and after[name] is not function}
 
 
 def test_nothing_stays_replaced_after_loads_and_an_installation(checkpoints: Path) -> None:
     """Of what changed, DeepSpeed's is torch's `linear`, under memory_efficient_linear."""
-    command = [sys.executable, "-c", LOADS, str(builders.tiny_llama(checkpoints))]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert run.returncode == 0, run.stderr
-    *_, replaced, changed = run.stdout.splitlines()
-    assert replaced.split() == ["replaced:"]
-    assert set(changed.split()[1:]) <= {"torch.nn.functional.linear"}
+    [(replaced, changed)] = run_ranks(load_install_and_load, str(builders.tiny_llama(checkpoints)), world_size=1)
+    assert replaced == []
+    assert changed <= {"torch.nn.functional.linear"}

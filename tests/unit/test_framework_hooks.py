@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -13,11 +12,13 @@ from typing import Any
 
 import pytest
 
+import lowmem_load
 from lowmem_load import NotStreamedWarning, install
 from lowmem_load import foreign_names as names
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations.install import uninstall
 from lowmem_load.replaced import warn_of_missing
+from tests import ranks
 
 AT_IMPORT = (
     (names.SYNC_WEIGHTS, names.ITER_NAMED_PARAMS),
@@ -111,20 +112,20 @@ def test_a_package_without_metadata_has_its_own_release(monkeypatch: pytest.Monk
     warn_of_missing([names.AXOLOTL_FILL])  # it had no such function yet
 
 
-def test_an_import_of_deepspeed_goes_on_without_its_private_names(tmp_path: Path) -> None:
-    program = f"""
-import sys, warnings
-import deepspeed
-del deepspeed.DeepSpeedEngine._zero3_consolidated_16bit_state_dict
-import lowmem_load
-with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    lowmem_load.install()
-[text] = [str(each.message) for each in seen if each.category is lowmem_load.NotStreamedWarning]
-assert "lacks deepspeed.DeepSpeedEngine._zero3_consolidated_16bit_state_dict" in text, text
-assert {names.INITIALIZE.loss!r} in text, text
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
+def install_without_a_name() -> None:
+    """Rank function."""
+    import deepspeed
+
+    del deepspeed.DeepSpeedEngine._zero3_consolidated_16bit_state_dict
+    with pytest.warns(NotStreamedWarning, match=r"lacks deepspeed\.DeepSpeedEngine\._zero3_consolidated_16") as seen:
+        lowmem_load.install()
+    [text] = [str(warning.message) for warning in seen if warning.category is NotStreamedWarning]
+    assert names.INITIALIZE.loss in text, text
+
+
+@pytest.mark.ranks
+def test_an_import_of_deepspeed_goes_on_without_its_private_names() -> None:
+    ranks.run_ranks(install_without_a_name, world_size=1)
 
 
 @pytest.mark.parametrize("name", [names.SAVE_MODEL, names.TRAINER_SAVE], ids=str)

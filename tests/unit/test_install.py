@@ -170,19 +170,6 @@ def test_install_inside_a_streaming_block_holds_after_it(llama: str) -> None:
     assert not is_streamed(llama)
 
 
-WITHOUT_DEEPSPEED = """
-import sys, lowmem_load, transformers
-lowmem_load.install()
-assert "deepspeed" not in sys.modules
-import deepspeed
-assert deepspeed.initialize.__code__.co_filename == lowmem_load.replaced.__file__
-"""
-
-
-def test_deepspeed_is_hooked_once_a_program_imports_it() -> None:
-    subprocess.run([sys.executable, "-c", WITHOUT_DEEPSPEED], check=True)
-
-
 def test_a_process_with_fsdp2_ends_without_a_word(llama: str, tmp_path: Path) -> None:
     """Python takes down what imports are awaited by before the hooks that await them."""
     source = f"""

@@ -9,8 +9,6 @@ import io
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from torch import nn
 
 from lowmem_load import CheckpointError, ConfigError, UnsupportedError, lazy, load_report
 from lowmem_load.symbolic.lazy import LazyTensor
-from tests import builders
+from tests import builders, ranks
 
 TOKENS = torch.arange(1, 9)[None]
 
@@ -363,18 +361,21 @@ def test_any_sequence_of_changes_gives_the_values_of_an_ordinary_load(path: str,
     assert_equal(ours, theirs)
 
 
+def load_lazily_and_forget(path: str) -> None:
+    """Rank function."""
+    from torch.distributed.tensor import placement_types
+
+    scatter = placement_types.mesh_scatter
+    model = lazily(path)
+    assert "data" in vars(nn.Parameter) and placement_types.mesh_scatter is not scatter
+    del model
+    gc.collect()
+    assert "data" not in vars(nn.Parameter) and placement_types.mesh_scatter is scatter
+
+
+@pytest.mark.ranks
 def test_torch_is_as_before_when_the_last_lazy_weight_is_gone(path: str) -> None:
-    program = f"""
-import gc, torch, lowmem_load
-from torch.distributed.tensor import placement_types
-ordinary = placement_types.mesh_scatter
-model = lowmem_load.lazy({path!r})
-assert "data" in vars(torch.nn.Parameter) and placement_types.mesh_scatter is not ordinary
-del model
-gc.collect()
-assert "data" not in vars(torch.nn.Parameter) and placement_types.mesh_scatter is ordinary
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
+    ranks.run_ranks(load_lazily_and_forget, path, world_size=1)
 
 
 # -- what looks below torch --------------------------------------------------------------------------------------------

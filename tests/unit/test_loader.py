@@ -23,6 +23,7 @@ from lowmem_load.io.source import LocalFile
 from lowmem_load.planning.expression import Expression, hold
 from lowmem_load.symbolic.lazy import assigned_data_is_real
 from lowmem_load.symbolic.tensor import SymbolicTensor
+from tests import builders
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
 X = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
@@ -106,11 +107,28 @@ NEEDED_BY_SOME = (
 )
 
 
-def test_a_plain_load_imports_only_what_it_needs() -> None:
-    """Each module costs every process that loads a model."""
-    code = "import sys, lowmem_load as l; l.load_model, l.streaming; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    ours = {name for name in run.stdout.split() if name.startswith("lowmem_load.")}
+PROGRAM = """
+import sys, lowmem_load
+lowmem_load.load_model, lowmem_load.streaming
+print(*sys.modules)
+import torch
+lowmem_load.model_digest(torch.nn.Linear(2, 3))
+planned = lowmem_load.plan(sys.argv[1], {"zero_optimization": {"stage": 3}}, rank=511, world_size=512)
+assert planned.costs.read_bytes == planned.costs.needed_bytes < 1000
+lowmem_load.install()
+assert "deepspeed" not in sys.modules, "deepspeed was imported"
+assert not torch.distributed.is_initialized()
+import deepspeed
+assert deepspeed.initialize.__code__.co_filename == lowmem_load.replaced.__file__, "deepspeed is not hooked"
+"""
+
+
+def test_a_plain_process_imports_only_what_it_needs(tmp_path: Path) -> None:
+    """Each module costs every process that loads a model. Digests and plans need no DeepSpeed and no group."""
+    command = [sys.executable, "-c", PROGRAM, str(builders.tiny_llama(tmp_path))]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert run.returncode == 0, run.stderr
+    ours = {name for name in run.stdout.splitlines()[0].split() if name.startswith("lowmem_load.")}
     assert not ours & {f"lowmem_load.{name}" for name in NEEDED_BY_SOME}
     assert len(ours) <= 86  # 75 before buffers of constructors, host memory and absent ranks were looked after
 
