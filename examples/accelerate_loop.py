@@ -1,6 +1,6 @@
 """Fine-tune with a plain training loop and accelerate under ZeRO-3; --lora trains a PEFT adapter.
 
-torchrun --nproc_per_node 2 examples/accelerate_loop.py --model /tmp/tiny --output /tmp/out
+torchrun --nproc-per-node 2 examples/accelerate_loop.py --model /tmp/tiny --output /tmp/out
 """
 
 from __future__ import annotations

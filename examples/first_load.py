@@ -1,6 +1,6 @@
 """Load a model into ZeRO-3 partitions, train it for three steps, save it.
 
-torchrun --nproc_per_node 2 examples/first_load.py MODEL OUT
+torchrun --nproc-per-node 2 examples/first_load.py MODEL OUT
 """
 
 import sys

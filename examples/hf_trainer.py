@@ -1,6 +1,6 @@
 """Fine-tune with the Hugging Face Trainer under ZeRO-3: all parameters, or (--lora) a PEFT adapter.
 
-torchrun --nproc_per_node 2 examples/hf_trainer.py --model /tmp/tiny --output /tmp/out
+torchrun --nproc-per-node 2 examples/hf_trainer.py --model /tmp/tiny --output /tmp/out
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train on a device mesh as torchtitan and verl do: build on meta, parallelize, then `load_into`; DCP resumes.
 
-torchrun --nproc_per_node 2 examples/mesh_loop.py --model /tmp/tiny --output /tmp/out [--tp 2] [--resume] [--lora]
+torchrun --nproc-per-node 2 examples/mesh_loop.py --model /tmp/tiny --output /tmp/out [--tp 2] [--resume] [--lora]
 """
 
 from __future__ import annotations

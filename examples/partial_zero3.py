@@ -1,6 +1,6 @@
 """ZeRO-3 on part of a model: one language model, a picture and an audio encoder, ranks that run different ones.
 
-    torchrun --nproc_per_node 2 examples/partial_zero3.py
+    torchrun --nproc-per-node 2 examples/partial_zero3.py
 
 Makes three small random checkpoints, loads the language model into ZeRO-3 partitions and the encoders whole, and trains
 them on pictures and sounds of ten classes whose captions name the class. In every step each rank draws a kind of

@@ -1,6 +1,6 @@
 """Four models as RLHF has them, under three DeepSpeed configurations, in one process per rank.
 
-torchrun --nproc_per_node 2 examples/rlhf.py [--model FOLDER] [--steps 5]
+torchrun --nproc-per-node 2 examples/rlhf.py [--model FOLDER] [--steps 5]
 
 Actor and critic are trained under ZeRO-3, each by an engine of its own. The reference only runs: ZeRO-3 with its
 partitions in host memory. The reward model is whole on every rank. Each `load_model` follows the configuration that it

@@ -2,7 +2,7 @@
 
 With --lora there is no second model: the reference is the model with its adapter switched off.
 
-torchrun --nproc_per_node 2 examples/trl_dpo.py --model /tmp/tiny --output /tmp/out
+torchrun --nproc-per-node 2 examples/trl_dpo.py --model /tmp/tiny --output /tmp/out
 """
 
 from __future__ import annotations

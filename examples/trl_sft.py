@@ -1,6 +1,6 @@
 """Supervised fine-tuning with TRL's SFTTrainer under ZeRO-3; --lora trains a PEFT adapter.
 
-torchrun --nproc_per_node 2 examples/trl_sft.py --model /tmp/tiny --output /tmp/out
+torchrun --nproc-per-node 2 examples/trl_sft.py --model /tmp/tiny --output /tmp/out
 """
 
 from __future__ import annotations

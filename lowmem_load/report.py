@@ -139,7 +139,7 @@ class LoadReport(Phases):
 
     def _rows(self) -> dict[str, str]:
         of_dtype = f", {self.dtype.removeprefix('torch.')}" if self.dtype else ""
-        quantized = f"; {self.num_quantized} parameters are quantized" if self.num_quantized else ""
+        quantized = f"; {self.num_quantized} tensors are quantized" if self.num_quantized else ""
         of_all = f"of {size(self.partition_bytes * self.world_size)} partitioned" if self.ds_config else "of shards"
         holds = {f"{size(self.partition_bytes)} {of_all}": self.partition_bytes}
         holds |= {f"{size(self.whole_bytes)} whole on every rank": self.whole_bytes}
@@ -148,15 +148,15 @@ class LoadReport(Phases):
         from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
         lists = {**self.loading_info, "slow paths": [path.name for path in self.slow_paths]}
         lists["read by themselves"] = [f"{name} (by {caller})" for name, caller in self.read_early.items()]
-        on_device = f"{size(self.peak_device_bytes)} above the start at the peak" if self.peak_device_bytes else ""
+        on_device = f"peak {size(self.peak_device_bytes)} above the start" if self.peak_device_bytes else ""
         rows = {
-            "model": f"{self.num_parameters} parameters, {count(self.num_elements)} elements{of_dtype}{quantized}",
+            "model": f"{self.num_parameters} tensors, {count(self.num_elements)} parameters{of_dtype}{quantized}",
             "holds": ", ".join(text for text, nbytes in holds.items() if nbytes),
             "read": from_files,
-            "not read yet": f"{self.num_unread} parameters" if self.num_unread else "",
+            "not read yet": f"{self.num_unread} tensors" if self.num_unread else "",
             "requests": self._requests_text(),
             "shared reads": self._sharing_text(),
-            "host memory": f"{size(self.peak_memory.total_bytes)} above the start at the peak",
+            "host memory": f"peak {size(self.peak_memory.total_bytes)} above the start",
             "device memory": on_device,
             "seconds": ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items()),
             **{label.replace("_", " "): listed(list(map(str, values))) for label, values in lists.items()},

@@ -1,6 +1,6 @@
 """A complete pipeline in LLaMA-Factory v1's shape: YAML -> DistributedInterface -> ModelEngine -> SFTTrainer.
 
-torchrun --nproc_per_node 2 examples/llamafactory_style/train.py examples/llamafactory_style/train.yaml \
+torchrun --nproc-per-node 2 examples/llamafactory_style/train.py examples/llamafactory_style/train.yaml \
     model=/tmp/tiny output_dir=/tmp/out max_steps=12
 """
 

@@ -135,7 +135,7 @@ def plan_zero3(
     on_host = "CPUs: all memory is host memory (so says --accelerator or DS_ACCELERATOR)"
     about = {
         "planned for": f"{training} under ZeRO-3, on {on_host if job.is_host else on_devices}",
-        "ds_config": "" if ds_config else "none is named: stage 3 in bf16",
+        "ds_config": "" if ds_config else "none given: stage 3, bf16",
         "model": _model_text(node[0], settings.dtype, training, adapters),
         "optimizer": f"{optimizer or 'none in the ds_config: taken for Adam'}, {model.state_bytes} bytes for each "
         "trained parameter, with its fp32 copy",

@@ -180,7 +180,7 @@ def conversion_of(all_names: Sequence[str], parameter: torch.Tensor) -> tuple[st
         parts += [f"cast from {_dtype_text(dtype)} to {_dtype_text(parameter.dtype)}" for dtype in others]
     if isinstance(parameter, QuantizedTensor):
         parts.append("packed")
-    return ", ".join(dict.fromkeys(parts)) or "as it lies", list(dict.fromkeys(source.name for source in sources))
+    return ", ".join(dict.fromkeys(parts)) or "unchanged", list(dict.fromkeys(source.name for source in sources))
 
 
 def _nodes(parameter: torch.Tensor) -> list[ex.Expression]:

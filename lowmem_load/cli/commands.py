@@ -61,7 +61,7 @@ def inspect(
             checkpoint, auto_class, subfolder=subfolder, trust_remote_code=trust_remote_code
         )
     rows = [(way.kind, f"{way.num_parameters:,}", size(way.nbytes), way.example) for way in inspection.conversions]
-    columns = ("done on load", "parameters", "size", "example")
+    columns = ("done on load", "tensors", "size", "example")
     answer(
         as_json,
         {**asdict(inspection), "by_dtype": inspection.by_dtype},
@@ -74,7 +74,7 @@ def inspect(
 
 def _contents(inspection: Inspection) -> dict[str, str]:
     stored = ", ".join(
-        f"{dtype}: {number:,} of {size(nbytes)}" for dtype, (number, nbytes) in inspection.by_dtype.items()
+        f"{number:,} {dtype} tensors, {size(nbytes)}" for dtype, (number, nbytes) in inspection.by_dtype.items()
     )
     return {
         "commit": inspection.revision or "",
@@ -85,7 +85,7 @@ def _contents(inspection: Inspection) -> dict[str, str]:
         "quantization": inspection.quantization or "none",
         "adapter of": inspection.base_of_adapter or "",
         "stored": f"{size(sum(inspection.files.values()))} in {len(inspection.files)} "
-        f"file{'s' * (len(inspection.files) != 1)}; tensors: {stored}",
+        f"file{'s' * (len(inspection.files) != 1)}; {stored}",
         "tied": listed([" = ".join(names) for names in inspection.tied], 3),
         "missing": listed(inspection.missing_keys, 3),
         "unexpected": listed(inspection.unexpected_keys, 3),

@@ -274,9 +274,9 @@ def _verdict(forecast: Forecast) -> str:
     fits = "Fits" if forecast.fits else "Does not fit"
     if unknown and forecast.fits:
         fits = f"Fits what is known ({unknown[0]} is not named)"
-    smallest = "no world size fits with these settings"
+    smallest = "with these settings it fits on no number of ranks"
     if forecast.world_size is not None:
-        smallest = f"the smallest world size that fits with these settings is {forecast.world_size}"
+        smallest = f"with these settings it fits from {forecast.world_size} rank{'s' * (forecast.world_size > 1)}"
     if forecast.fits:
         return f"{fits}; {smallest}."
     offload = "no offload to the CPU makes it fit at this world size"

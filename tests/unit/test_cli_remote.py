@@ -84,7 +84,7 @@ def test_inspect_says_of_a_url_what_it_says_of_a_folder(
     assert {**found, "name": ""} == {**answer("inspect", checkpoint, "--json")[1], "name": ""}
     assert found["num_elements"] > 0 and found["not_described"] is None
     code, text = answer("inspect", url)
-    assert code == 0 and text.startswith(url) and "as it lies" in text
+    assert code == 0 and text.startswith(url) and "unchanged" in text
     assert sent(server) == heads(checkpoint)
 
 

@@ -49,11 +49,11 @@ def test_files_and_parameters_are_counted(build: Callable[[Path], Path], tmp_pat
     ("build", "expected"),
     [
         # Of each of two layers: w1 and w3 of four experts in one, w2 of four in another; and the router.
-        (builders.tiny_mixtral, {"made of 8 tensors": 2, "made of 4 tensors": 2, "renamed": 2, "as it lies": 15}),
-        (builders.tiny_qwen3_vl_moe, {"rearranged": 4, "as it lies": 48}),  # gate_up and down of two layers, transposed
+        (builders.tiny_mixtral, {"made of 8 tensors": 2, "made of 4 tensors": 2, "renamed": 2, "unchanged": 15}),
+        (builders.tiny_qwen3_vl_moe, {"rearranged": 4, "unchanged": 48}),  # gate_up and down of two layers, transposed
         (builders.tiny_llava, {"renamed": 64}),
         # seven projections in each of two layers have values and scales
-        (lambda root: with_fp8(root, root)[0], {"made of 2 tensors, aten.mul.Tensor on ranges": 14, "as it lies": 7}),
+        (lambda root: with_fp8(root, root)[0], {"made of 2 tensors, aten.mul.Tensor on ranges": 14, "unchanged": 7}),
     ],
     ids=["experts", "transposed", "renamed", "fp8"],
 )
@@ -72,7 +72,7 @@ def test_a_cast_is_named(tmp_path: Path) -> None:
 
 def test_missing_and_tied_parameters_are_named(tmp_path: Path) -> None:
     found = inspected(builders.tiny_llama(tmp_path), "AutoModelForSequenceClassification")
-    assert kinds(found) == {"as it lies": 20, "initialised on this rank": 1}
+    assert kinds(found) == {"unchanged": 20, "initialised on this rank": 1}
     assert (found.missing_keys, found.unexpected_keys) == (["score.weight"], ["lm_head.weight"])
     (missing,) = (each for each in found.conversions if each.kind == "initialised on this rank")
     assert missing.example == "score.weight <- nothing in the files"

@@ -220,10 +220,10 @@ def test_the_text_holds_the_figures() -> None:
     )
     assert str(report).splitlines() == [
         "some/model: rank 3 of 8",
-        "  model: 291 parameters, 6.74 B elements, bfloat16",
+        "  model: 291 tensors, 6.74 B parameters, bfloat16",
         "  holds: 1.50 MiB of 12.0 MiB partitioned",
         "  read: 2.50 MiB of 12.0 MiB in the files, 1.00 MiB needed, 17 reads",
-        "  host memory: 5.00 MiB above the start at the peak",
+        "  host memory: peak 5.00 MiB above the start",
         "  seconds: describe 1.23, plan 0.50",
     ]
 
@@ -249,12 +249,12 @@ def test_what_only_some_loads_have_is_said_of_those() -> None:
     report.slow_paths = [SlowPath("slow.weight", "why")]
     assert str(report).splitlines() == [
         "model: rank 0 of 1",
-        "  model: 0 parameters, 0 elements; 14 parameters are quantized",
+        "  model: 0 tensors, 0 parameters; 14 tensors are quantized",
         "  holds: 1.00 MiB whole on every rank",
         "  read: nothing: built from its configuration",
         "  shared reads: 2.00 MiB by 2 ranks together instead of 3.00 MiB, 1.00 MiB of it by this rank",
-        "  host memory: 0 B above the start at the peak",
-        "  device memory: 5.00 MiB above the start at the peak",
+        "  host memory: peak 0 B above the start",
+        "  device memory: peak 5.00 MiB above the start",
         "  missing keys: a, b",
         "  unexpected keys: r, s, t, u, v, w, x, y, ... (9 in all)",
         "  slow paths: slow.weight",
