@@ -17,11 +17,18 @@ import torch.distributed
 import transformers.integrations.deepspeed
 import transformers.modeling_utils
 import transformers.models.auto.modeling_auto
-import transformers.models.llama.modeling_llama  # noqa: F401
+import transformers.models.llama.modeling_llama
+import transformers.models.mixtral.modeling_mixtral
+import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 from _pytest.assertion import util as assertion
 
+import lowmem_load.ds.swapping
+import lowmem_load.saving.save
+import lowmem_load.weights_out.iter_weights  # noqa: F401
 from benchmarks.methods import wait_for_all_gathers
+from lowmem_load.api.load_model import load_model  # noqa: F401
 from lowmem_load.ds.ops import load_shm_comm
+from tests import builders  # noqa: F401
 from tests.dtype_keyword import accept_dtype
 from tests.own_configs import copy_configs
 
@@ -38,6 +45,10 @@ load_shm_comm()
 wait_for_all_gathers()
 accept_dtype()
 copy_configs()
+with contextlib.suppress(ImportError):  # not in older releases; a thousand patterns, which each rank would compile
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("llama")
 with contextlib.suppress(ImportError):  # not in deepspeed 0.16
     from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401  seconds: each engine asks for it
 with contextlib.suppress(ImportError, RuntimeError):  # TRL's lazy imports raise the latter, on older transformers

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import struct
-import subprocess
-import sys
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,18 +21,10 @@ from lowmem_load.io.http_files import HttpObject
 from lowmem_load.io.remote_file import HEAD_BYTES, RemoteFile
 from lowmem_load.io.source import LocalFile
 from tests.builders import as_torch_bin, tiny_mixtral
-from tests.ranks import REPO
+from tests.hub import pointed_at
 from tests.remote.hub_front import COMMIT, HubServer
 
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
-
-SCRIPT = """
-import sys
-from lowmem_load.cli.start import app
-for name in ("org/safe", "org/bin"):
-    app(["inspect", name, "--json"], standalone_mode=False)
-app(["plan", "org/safe", "--ds-config", sys.argv[1], "--world-size", "3", "--json"], standalone_mode=False)
-"""
 
 
 def source(server: HubServer, file: Path) -> RemoteFile:
@@ -90,29 +80,14 @@ def _header_nbytes(path: Path) -> int:
     return 8 + int(struct.unpack("<Q", path.read_bytes()[:8])[0])
 
 
-def test_of_weights_on_the_hub_only_headers_are_fetched(tmp_path: Path) -> None:
+def test_of_weights_on_the_hub_only_headers_are_fetched(tmp_path: Path, answer: Callable[..., tuple[int, Any]]) -> None:
     safe = tiny_mixtral(tmp_path)
     folders = {"org/safe": safe, "org/bin": as_torch_bin(safe)}
     config = tmp_path / "ds.json"
     config.write_text(json.dumps(DS_CONFIG))
-    with hub(folders) as server:
-        env = {**os.environ, "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
-        found = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(config)],
-            cwd=REPO,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-    assert found.returncode == 0, found.stderr
-    decoder, text, answers = json.JSONDecoder(), found.stdout, []
-    while text.strip():
-        answer, end = decoder.raw_decode(text.lstrip())
-        text = text.lstrip()[end:]
-        answers.append(answer)
-    inspected, of_bin, planned = answers
+    with hub(folders) as server, pointed_at(server.url, str(tmp_path / "home")):
+        (_, inspected), (_, of_bin) = (answer("inspect", name, "--json") for name in folders)
+        _, planned = answer("plan", "org/safe", "--ds-config", config, "--world-size", 3, "--json")
     shards = sorted(folders["org/safe"].glob("*.safetensors"))
     heads = [min(HEAD_BYTES, path.stat().st_size) for path in shards]
     assert inspected["revision"] == COMMIT

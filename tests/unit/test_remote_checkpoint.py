@@ -9,8 +9,6 @@ import re
 import shutil
 import stat
 import struct
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,8 +27,8 @@ from lowmem_load.io.remote_checkpoint import ON_HTTP, folder_of_model, folder_of
 from lowmem_load.io.remote_file import HEAD_BYTES
 from lowmem_load.io.source import LocalFile, read_bytes
 from lowmem_load.io.stand_ins import is_stand_in, open_file, origin_of, origins_named, remote_object
+from tests import ranks
 from tests.hub import pointed_at
-from tests.ranks import REPO
 from tests.remote.hub_front import COMMIT, HubServer, hub_front
 from tests.remote.range_server import RangeServer, range_server
 from tests.unit.test_http_files import answering, assert_no_secrets, with_login
@@ -559,40 +557,19 @@ def test_finding_files_ends_when_another_rank_fails(server: RangeServer) -> None
     assert time.monotonic() - start_s < 3
 
 
-OPEN = """
-import sys
-from lowmem_load.io.remote_checkpoint import folder_of_url
-print("ready", flush=True)
-sys.stdin.readline()
-print(folder_of_url(sys.argv[1]))
-"""
+def open_folder(url: str, temporary: str) -> str:
+    """Rank function: all at once."""
+    from lowmem_load import DistributedInterface
+
+    tempfile.tempdir = temporary
+    DistributedInterface().barrier()
+    return folder_of_url(url)
 
 
+@pytest.mark.ranks
 def test_two_processes_fetch_small_files_once(server: RangeServer, temporary: Path) -> None:
     server.set(latency_ms=20)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", OPEN, url_of(server)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPO,
-            env={**os.environ, "TMPDIR": str(temporary)},
-        )
-        for _ in range(2)
-    ]
-    try:
-        for process in processes:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        folders = [process.communicate(timeout=60)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    folders = ranks.run_ranks(open_folder, url_of(server), str(temporary))
     assert folders[0] == folders[1] != ""
     fetched = Counter(line.split(" ")[1].rpartition("/")[2] for line in server.stats()["asked"] if "GET" in line)
     assert fetched["model-0.safetensors"] == fetched["model-1.safetensors"] == 1
