@@ -26,6 +26,7 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     Qwen2Config,
+    Qwen3MoeConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -84,6 +85,10 @@ tiny_qwen2_tied = _builder("qwen2", _FROM_CONFIG, Qwen2Config, {**_DECODER, "tie
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
 tiny_mixtral = _builder("mixtral", _FROM_CONFIG, MixtralConfig, {**_DECODER, **_EXPERTS})
 """One tensor per expert in the file, which transformers 5 fuses."""
+
+_FUSED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False}
+tiny_qwen3_moe = _builder("qwen3_moe", _FROM_CONFIG, Qwen3MoeConfig, {**_DECODER, **_FUSED})
+"""The same, of another family."""
 
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 128}
 tiny_gpt2 = _builder("gpt2", _FROM_CONFIG, GPT2Config, {**_GPT2, "bos_token_id": 1, "eos_token_id": 2})

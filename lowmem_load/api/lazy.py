@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.request import name_text, stage_3
+from lowmem_load.api.request import name_text, refuse_placing, stage_3
 from lowmem_load.distributed import environment
 from lowmem_load.ds.zero3_target import zero_init_disabled
 from lowmem_load.dtensor.sharded_target import Unfilled
-from lowmem_load.errors import ConfigError
 from lowmem_load.families.call import Call
 from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import on_host
@@ -21,7 +20,8 @@ from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.stand_ins import open_file
 from lowmem_load.lazy_weights.lazy_model import hand_out
-from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS, check_described
+from lowmem_load.pipeline.checks import check_described
+from lowmem_load.pipeline.companions import combine_companions
 from lowmem_load.pipeline.describe import describe
 from lowmem_load.pipeline.load import MAX_THREADS
 from lowmem_load.pipeline.make_plan import make_plan
@@ -50,7 +50,7 @@ def lazy(
 
     With `by_module` a forward reads the parameters of each module when that module is called, and so never those of
     modules that it skips; else all parameters first, in the order of the files. Other arguments are those of
-    `load_model`, without keywords of `from_pretrained` that place, shard or quantize.
+    `load_model`, without keywords of `from_pretrained` that place, shard or quantize (but in 4 bits).
 
     Local: a plain process, or one rank of many.
     Memory: the modules, buffers, and what was read to describe the model; later what looks at it holds, and a staging
@@ -59,11 +59,9 @@ def lazy(
     Raises:
         ConfigError: an argument cannot be used.
         CheckpointError: the files cannot be used. Later: they cannot be read, or have changed.
-        UnsupportedError: the weights are quantized ones that stay packed.
+        UnsupportedError: the weights stay quantized, other than by bitsandbytes in 4 bits.
     """
-    for keyword in (*PLACED_BY_STOCK, *SHARDS):
-        if from_pretrained_kwargs.get(keyword) is not None:
-            raise ConfigError(f"lazy: remove {keyword}; place, shard or quantize the model that lazy() returns")
+    refuse_placing(from_pretrained_kwargs, "lazy: remove {}; place, shard or quantize the model that lazy() returns")
     where, kwargs = find_folder(name_text(name), from_pretrained_kwargs, stream=stream)
     model_folder.check_name(where, kwargs.get("subfolder", ""))
     config = names.model_config(where, kwargs)
@@ -96,5 +94,6 @@ def describe_lazily(
         with report.phase("verify"):
             check_planned(described.files, executor.sources, num_threads=executor.num_threads)
     report.take_plan(planned.plan, {})
+    combine_companions(planned, executor)
     hand_out(described, planned, executor, report, by_module=by_module)
     return described.model, described.info

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.request import Request, agree_on_request, make_load, name_text, stage_3, weights_folder
+from lowmem_load.api.request import (
+    Request,
+    agree_on_request,
+    make_load,
+    name_text,
+    refuse_placing,
+    stage_3,
+    weights_folder,
+)
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -23,13 +31,13 @@ from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.families import diffusion
 from lowmem_load.families.files import Rename
 from lowmem_load.families.modules import Build, ModuleCall, snapshot, stand_in_for
-from lowmem_load.hf import loader, model_folder, names
+from lowmem_load.frameworks import bitsandbytes
+from lowmem_load.hf import loader, model_folder, names, quantizers
 from lowmem_load.hf.active import ordinary_path, transformers_models
 from lowmem_load.hf.load_lock import load_lock, outermost
 from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.hf.skeleton import blocks, file_keywords, filled_by, hand_over, is_kept_on_host, refuse_parted
 from lowmem_load.lazy_weights.fill import allocate_shards
-from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load, Options
 from lowmem_load.report import LoadReport
 from lowmem_load.symbolic.attributes import hand_over_attributes
@@ -215,6 +223,8 @@ def _load_into(
             sharded.fill_buffers(loaded)
             hand_over(loaded, plain)
             modules = {plain_name(name): module for name, module in plain.named_modules()}
+            if quantizers.is_four_bit_model(loaded):
+                bitsandbytes.hand_over_states(loaded, modules)
             hand_over_attributes(loaded, modules, next(plain.parameters()).device)
     report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
     setattr(model, REPORT_ATTRIBUTE, report)
@@ -260,15 +270,17 @@ def ordinary_load(
     world_size: int,
 ) -> tuple[Request, Settings]:
     """Return the ordinary load that has the values of a sharded model, and its settings. See `load_into`."""
-    for keyword in (*PLACED_BY_STOCK, *SHARDS):
-        if kwargs.get(keyword) is not None:
-            raise ConfigError(f"load_into: remove {keyword}; the model says where its parameters go")
+    refuse_placing(kwargs, "load_into: remove {}; the model says where its parameters go")
     if transformers_models(model):
         config: Any = copy.deepcopy(model.config)
         vars(config).pop("distributed_config", None)
         quantization: Any = getattr(config, "quantization_config", None)
         if hasattr(quantization, "to_dict"):
             config.quantization_config = quantization.to_dict()  # as in config.json, for another load
+        quantizer: Any = getattr(model, "hf_quantizer", None)
+        if quantizer is not None and not quantizer.pre_quantized:  # the files are not quantized
+            kwargs = {"quantization_config": quantizer.quantization_config, **kwargs}
+            vars(config).pop("quantization_config", None)
         auto_class, kwargs = auto_class or names.plain_class(model), {"config": config, **kwargs}
     floating = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
     if dtype is None:
@@ -354,6 +366,8 @@ def shards_filled(
 
     def fill(model: nn.Module, dtype: torch.dtype) -> Mapping[str, Any]:
         refuse_parted(model)
+        if quantizers.is_four_bit_model(model):
+            bitsandbytes.pack_skeleton(model)
         shard(model)
         device = torch.device("cpu") if is_offloaded or is_kept_on_host(model) else mesh_device(model)
         allocate_shards(model, device)

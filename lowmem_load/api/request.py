@@ -17,9 +17,10 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.families import diffusion
 from lowmem_load.hf import model_folder, names
 from lowmem_load.hf.hub_files import commit_of, find_adapter_as_asked
-from lowmem_load.hf.quantizers import refuse_quantized
+from lowmem_load.hf.quantizers import is_four_bit, refuse_quantized
 from lowmem_load.hf.remote_names import find_folder, rename_loaded, urls_as_names
 from lowmem_load.io.stand_ins import is_stand_in, origins_named
+from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
 from lowmem_load.pipeline.load import Load, Options
 from lowmem_load.replaced import replaced
 
@@ -108,6 +109,14 @@ def stage_3(dtype: str | torch.dtype, world_size: int) -> Settings:
     precision = str(dtype).removeprefix("torch.")
     sections = {"bf16": {"enabled": precision == "bfloat16"}, "fp16": {"enabled": precision == "float16"}}
     return read_settings({"zero_optimization": {"stage": 3}, **sections}, world_size=world_size)
+
+
+def refuse_placing(kwargs: Mapping[str, Any], text: str) -> None:
+    """Raise ConfigError for keywords of `from_pretrained` that place, shard or quantize, other than in 4 bits."""
+    for keyword in (*PLACED_BY_STOCK, *SHARDS):
+        value = kwargs.get(keyword)
+        if value is not None and not (keyword == "quantization_config" and is_four_bit(value)):
+            raise ConfigError(text.format(keyword))
 
 
 def make_load(ranks: RankGroup, settings: Settings, options: Options) -> Load:

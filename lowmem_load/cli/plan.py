@@ -139,7 +139,7 @@ def _check_training(
     is_unknown = job.host_bytes is None or (job.device_bytes is None and not job.is_host)
     _refuse(
         {
-            "--four-bit: FSDP2 leaves quantized weights to transformers; drop it": fsdp and four_bit,
+            "--four-bit: is planned under ZeRO-3; drop --fsdp": fsdp and four_bit,
             "--four-bit: only adapters can be trained on it; name --lora-rank": four_bit and not training.lora_rank,
             "--trainable: with --lora-rank the adapters are trained; drop one": trainable and training.lora_rank,
             "--compare: has rows for these; drop --trainable, --four-bit, --offload": is_compared

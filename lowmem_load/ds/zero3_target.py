@@ -21,6 +21,7 @@ from torch import nn
 from lowmem_load.config.settings import Choice, Partition, Settings, choices_of
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError, listed
+from lowmem_load.frameworks.bitsandbytes import check_packed
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
 from lowmem_load.target import HostBytes, Layout, Replicated, Target
@@ -81,6 +82,7 @@ class Zero3(Target):
 
     def check(self, model: nn.Module, /) -> None:
         """See `Target`."""
+        check_packed(model, self._settings)
         check_ties(model, {name: model.get_submodule(name) for name in self._modules})
 
     def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:

@@ -68,6 +68,16 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def dtypes_of_computation(model: nn.Module) -> set[torch.dtype]:
+    """Return the dtypes to which FSDP2 casts what it gathers.
+
+    Source: torch 2.13 `distributed/fsdp/_fully_shard/_fsdp_state.py`, `FSDPState._mp_policy`.
+    """
+    modules = (module for module in model.modules() if isinstance(module, FSDPModule))
+    policies = (module._get_fsdp_state()._mp_policy for module in modules)  # noqa: SLF001
+    return {policy.param_dtype for policy in policies if policy.param_dtype is not None}
+
+
 def mesh_device(model: nn.Module) -> torch.device:
     """Return the device of the mesh over which a model is sharded."""
     kind = next((p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor)), "cpu")

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 from torch import nn
 
-from lowmem_load.dtensor.mesh import local_shard, refuse_fsdp1
-from lowmem_load.errors import CheckpointError, UnsupportedError, listed
+from lowmem_load.dtensor.mesh import dtypes_of_computation, local_shard, refuse_fsdp1
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.io.memory import untouched_bytes
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
 from lowmem_load.planning.ranges import FlatRange, Grid
+from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.target import HostBytes, Layout, Target
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_module")
@@ -36,6 +37,7 @@ class ShardedModel:
         refuse_fsdp1(model)
         self.left, self.planned_device = {plain_name(name) for name in left}, planned_device
         self._skeleton = model if is_skeleton else None
+        self.casts = dtypes_of_computation(model)
         self.parameters, self.buffers = _parameters(model, self.left), _buffers(model, self.left)
         self._shards = {
             id(tensor): local_shard(name, tensor, needs_memory=planned_device is None)
@@ -144,6 +146,7 @@ class Sharded(Target):
 
     def check(self, model: nn.Module) -> None:
         """See `Target`. From here on parameters are tied."""
+        _check_packed(model, self._sharded)
         self._sharded.check_names(model)
         first: dict[int, str] = {}  # the name by which a plan knows a tied parameter
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -169,6 +172,27 @@ class Sharded(Target):
         parameters = self._sharded.parameters
         distinct = {id(parameters[name]): parameters[name] for name in map(plain_name, names) if name in parameters}
         yield from distinct.values()
+
+
+def _check_packed(described: nn.Module, sharded: ShardedModel) -> None:
+    """Raise for packed weights that the sharded model cannot hold, or that FSDP2 would cast as if they were numbers."""
+    for name, parameter in described.named_parameters():
+        own = sharded.parameters.get(plain_name(name))
+        if not isinstance(parameter, QuantizedTensor) or own is None:
+            continue
+        shape = tuple(parameter.shape)
+        if tuple(own.shape) != shape or own.dtype != parameter.dtype:
+            raise UnsupportedError(
+                f"{name}: is held in 4 bits as {shape} of {parameter.dtype}, and the model has {tuple(own.shape)} of "
+                f"{own.dtype}; before you shard the model set it to nn.Parameter(torch.empty({shape}, "
+                f'dtype={parameter.dtype}, device="meta"), requires_grad=False)'
+            )
+        if casts := sharded.casts - {parameter.dtype}:
+            raise ConfigError(
+                f"{name}: its 4-bit values are stored as {parameter.dtype}, and FSDP2 would cast them to {casts.pop()} "
+                "as if they were numbers (mp_policy); use that dtype as bnb_4bit_quant_storage, with a checkpoint that "
+                "is packed already by packing it anew"
+            )
 
 
 class Unfilled(Target):

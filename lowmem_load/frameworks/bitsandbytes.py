@@ -1,7 +1,7 @@
 """bitsandbytes: describes 4-bit weights. Written for bitsandbytes 0.48.2 to 0.50.2.
 
-A weight that is packed in the file is read by ranges. Any other is read and packed whole on every rank, as in stock:
-double quantization subtracts the mean of all scales. It is done in pieces: the CPU kernels take 15 bytes per element.
+A weight that is packed in the file is read by ranges. Any other is packed by ranges: each block depends on its own
+weights alone. Its scales are whole on every rank, and double quantization subtracts the mean of all of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lowmem_load import foreign_names
 from lowmem_load.config.settings import Settings
 from lowmem_load.contract import BITSANDBYTES, require
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, UnsupportedError
-from lowmem_load.io.memory import trim_heap
-from lowmem_load.planning.expression import Computed, Shape
+from lowmem_load.planning.expression import Elementwise, Shape
 from lowmem_load.replaced import Handlers
+from lowmem_load.symbolic.lazy import LazyTensor, pose
 from lowmem_load.symbolic.quantized import Companion, Quantized, QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
@@ -29,8 +29,8 @@ _NESTED_BLOCK = 256
 _CODES, _NESTED_CODES = 16, 256
 """Entries of the code books of 4-bit values and of 8-bit scales."""
 
-_PIECE = 1 << 20
-"""Elements that are packed at a time, a multiple of every block size."""
+_SCALES, _STATE = "scales", "state"
+"""Names of the scales in fp32 before they are quantized, and of the quantization state that has them."""
 
 _LOSSY = {
     "zero_quantized_weights": "quantizes what it gathers",
@@ -72,6 +72,13 @@ def unpacked(model: nn.Module) -> list[str]:
     ]
 
 
+def check_packable(model: nn.Module) -> None:
+    """Refuse weights that cannot be packed."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, QuantizedTensor) and parameter.quantized.problem is not None:
+            raise UnsupportedError(f"{name}: {parameter.quantized.problem}")
+
+
 def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Stand in for `Params4bit.__new__`."""
     if not isinstance(data, SymbolicTensor):
@@ -86,50 +93,58 @@ def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: 
             f"of shape {tuple(data.shape)}, it takes {num_bytes} bytes in 4 bits, which bnb_4bit_quant_storage "
             f"{storage} does not divide; use torch.uint8, or leave its module out (llm_int8_skip_modules)"
         )
-    states: list[Any] = []
+    shape, dtype, blocksize = data.shape, data.dtype, int(template.blocksize)
 
     def pack(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        values, state = _packed(inputs[0], template)
-        states[:] = [state]
-        trim_heap()
-        return values.view(storage)
+        return _quantize(inputs[0], template)[0].view(-1).view(storage)
 
-    def restore(name: str, made: nn.Parameter, _: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        state = states.pop()
+    def scale(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        scales: torch.Tensor = _quantize(inputs[0], template)[1].absmax
+        return scales
+
+    def combine(read: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return {_STATE: _state(read[_SCALES], shape, dtype, template)}
+
+    def restore(name: str, made: nn.Parameter, read: Mapping[str, Any], device: torch.device) -> None:
+        state = read[_STATE]
         if _tensors_of(state) != expected:
             raise IncompatibleVersionError(
                 f"{name}: bitsandbytes made {_tensors_of(state)} beside the packed values, the plan has {expected}"
             )
         _become(made, {**vars(template), "quant_state": state, "bnb_quantized": True}, device)
 
-    expected = _statistics(data.numel(), template.blocksize, double=double)
-    method = f"bitsandbytes {template.quant_type}, blocks of {template.blocksize}{', scales quantized' * double}"
-    expression = Computed(method, pack, (data.expression,), (num_bytes // storage.itemsize, 1), storage)
-    companions = {key: Companion(shape, dtype, None) for key, (shape, dtype) in expected.items()}
-    return QuantizedTensor.of(data, expression, Quantized(method, companions, restore, problem), **vars(template))
+    expected = _statistics(data.numel(), blocksize, double=double)
+    method = f"bitsandbytes {template.quant_type}, blocks of {blocksize}{', scales quantized' * double}"
+    weight, num_blocks = (data.expression,), -(-data.numel() // blocksize)
+    group = blocksize // 2 // storage.itemsize
+    packed = Elementwise(method, pack, weight, (num_bytes // storage.itemsize, 1), storage, group, blocksize)
+    scales = Elementwise(f"scales of {method}", scale, weight, (num_blocks,), torch.float32, 1, blocksize)
+    companions = {key: Companion(*kind, None) for key, kind in expected.items()}
+    companions[_SCALES] = Companion(scales.shape, scales.dtype, scales, in_parts=True)
+    quantized = Quantized(method, companions, restore, problem, combine)
+    return QuantizedTensor.of(data, packed, quantized, **vars(template))
 
 
-def _packed(weight: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
-    functional = importlib.import_module("bitsandbytes.functional")
+def _quantize(weights: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
+    """Return the packed bytes of whole blocks, and their quantization state, with scales in fp32."""
     # Where an ordinary load packs: transformers' `update_device_map`.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    # On the host, where computed values have to be. Copying a piece waits for the kernel that packed it.
-    values = torch.empty(-(-weight.numel() // 2), dtype=torch.uint8, device="cpu")
-    states, start = [], 0
-    for piece in torch.split(weight.reshape(-1), _PIECE):
-        packed, state = functional.quantize_4bit(
-            piece.to(device), blocksize=settings.blocksize, quant_type=settings.quant_type
-        )
-        values[start : start + packed.numel()] = packed.view(-1)
-        start += packed.numel()
-        states.append(state)
-    state = states[0]
-    state.shape, state.absmax = weight.shape, torch.cat([part.absmax for part in states])
+    packed, state = importlib.import_module("bitsandbytes.functional").quantize_4bit(
+        weights.to(device), blocksize=settings.blocksize, quant_type=settings.quant_type
+    )
+    return packed, state
+
+
+def _state(scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype, settings: Any) -> Any:
+    """Return the quantization state of a weight with these scales, as `quantize_4bit` makes it."""
+    state = _quantize(torch.zeros(settings.blocksize, dtype=dtype), settings)[1]
+    state.shape, state.absmax = shape, scales.to(state.absmax.device)
     if settings.compress_statistics:
+        functional = importlib.import_module("bitsandbytes.functional")
         state.offset = state.absmax.mean()
         state.absmax, state.state2 = functional.quantize_blockwise(state.absmax - state.offset, blocksize=_NESTED_BLOCK)
         state.nested = True
-    return values, state
+    return state
 
 
 def _of_packed(
@@ -149,7 +164,7 @@ def _of_packed(
         key: Companion(tuple(value.shape), value.dtype, value.expression) for key, value in quantized_stats.items()
     }
 
-    def restore(name: str, made: nn.Parameter, read: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    def restore(name: str, made: nn.Parameter, read: Mapping[str, Any], device: torch.device) -> None:
         empty = torch.empty(0, dtype=data.dtype)
         try:
             template = ordinary(cls, empty, dict(read), device=torch.device("cpu"), module=None)
@@ -170,13 +185,38 @@ def _of_packed(
 
 
 def _become(made: nn.Parameter, attributes: Mapping[str, Any], device: torch.device) -> None:
-    # In place: DeepSpeed's methods are bound to the object.
-    made.__class__ = importlib.import_module("bitsandbytes").nn.Params4bit
-    vars(made).update(attributes)
+    if type(made) is nn.Parameter or isinstance(made, LazyTensor):  # a DTensor stays one: its module has the state
+        # In place: DeepSpeed's methods are bound to the object.
+        pose(made, importlib.import_module("bitsandbytes").nn.Params4bit, attributes)
     state, module = attributes["quant_state"], attributes["module"]
     state.to(device)
     if module is not None:
         module.quant_state = state
+
+
+def pack_skeleton(model: nn.Module) -> None:
+    """Give the 4-bit modules of a model on the meta device weights of the shape and dtype of packed ones."""
+    kinds = importlib.import_module("bitsandbytes").nn
+    for name, module in model.named_modules():
+        if isinstance(module, kinds.Linear4bit):
+            if not isinstance(module.weight, kinds.Params4bit):
+                raise UnsupportedError(
+                    f"{name}.weight: was sharded before it is packed in 4 bits; pass a DeviceMesh, not a "
+                    "DistributedConfig"
+                )
+            storage: torch.dtype = module.quant_storage
+            num_elements = -(-module.out_features * module.in_features // (2 * storage.itemsize))
+            packed = torch.empty(num_elements, 1, dtype=storage, device="meta")
+            module.weight = nn.Parameter(packed, requires_grad=False)
+
+
+def hand_over_states(loaded: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Give 4-bit modules, by their names in a loaded model, the quantization states of its own."""
+    linear: Any = importlib.import_module("bitsandbytes").nn.Linear4bit
+    for name, module in loaded.named_modules():
+        if isinstance(module, linear) and (own := modules.get(name)) is not None and module.quant_state is not None:
+            own.quant_state = module.quant_state
+            own.quant_state.to(next(own.parameters()).device)
 
 
 def _check_statistics(state: Any, packed: torch.Tensor, module: Any) -> None:
@@ -219,9 +259,9 @@ def _tensors_of(state: Any) -> Tensors:
 
 
 def check_packed(model: nn.Module, settings: Settings) -> None:
-    """Refuse weights that cannot be packed, and settings under which DeepSpeed computes with packed weights."""
+    """Refuse settings under which DeepSpeed computes with packed weights."""
     packed = {name: weight for name, weight in model.named_parameters() if isinstance(weight, QuantizedTensor)}
-    if packed and settings.stage == 3:
+    if packed:
         for setting, does in _LOSSY.items():
             if settings.ds_config["zero_optimization"].get(setting):
                 raise ConfigError(f"{setting}: DeepSpeed {does}, and packed 4-bit weights are no numbers; remove it")
@@ -229,9 +269,6 @@ def check_packed(model: nn.Module, settings: Settings) -> None:
             raise UnsupportedError("partition= with 4-bit weights has not been tried; load all of it into ZeRO-3")
         for name, parameter in packed.items():
             _check_storage(name, parameter.dtype, settings)
-    for name, parameter in packed.items():
-        if parameter.quantized.problem is not None:
-            raise UnsupportedError(f"{name}: {parameter.quantized.problem}")
 
 
 def _check_storage(name: str, storage: torch.dtype, settings: Settings) -> None:

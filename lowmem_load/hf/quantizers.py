@@ -33,6 +33,12 @@ def is_four_bit(quantization: Any) -> bool:
     return any(_fields(quantization).get(key) for key in ("load_in_4bit", "_load_in_4bit"))  # a property of the object
 
 
+def is_four_bit_model(model: Any) -> bool:
+    """Return whether the weights of a transformers model are held in 4 bits by bitsandbytes."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    return quantizer is not None and is_four_bit(quantizer.quantization_config)
+
+
 def _fields(quantization: Any) -> Mapping[str, Any]:
     return quantization if isinstance(quantization, Mapping) else vars(quantization)
 

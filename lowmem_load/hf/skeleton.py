@@ -51,6 +51,8 @@ def filled_by(fill: Fill) -> Iterator[None]:
             )
         building.close()  # the load that fills it builds a model of its own
         _set_dtypes(model, load_config.dtype_plan or {})
+        if load_config.hf_quantizer is not None:
+            model.hf_quantizer = load_config.hf_quantizer  # as `from_pretrained` does later
         is_filling = True
         try:
             info = fill(model, load_config.dtype)

@@ -33,6 +33,7 @@ from lowmem_load.errors import UnsupportedError
 from lowmem_load.families.call import Call
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, draws_no_missing
+from lowmem_load.hf.quantizers import is_four_bit
 from lowmem_load.hf.skeleton import ties_kept
 from lowmem_load.integrations.hooks import replaced_once_imported
 from lowmem_load.pipeline.checks import SHARDS
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from lowmem_load.planning.expression import Source
 
 _NOT_LAZY = (
-    *("quantization_config", "gguf_file"),
+    "gguf_file",
     *SHARDS,
     "state_dict",  # of a from_config, too, whose random values are drawn in another order than missing ones
 )
@@ -83,7 +84,7 @@ def load_lazily(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]
     load = Load(
         settings=stage_3(torch.float32, ranks.world_size),
         ranks=ranks,
-        make_target=_unquantized,
+        make_target=_lazy_target,
         options=options,
         stock="stock FSDP2",
         hand_out=hand_out_hooked,
@@ -108,6 +109,8 @@ def is_for_fsdp2(kwargs: Mapping[str, Any]) -> bool:
         return False
     if not has_group() or any(kwargs.get(keyword) is not None for keyword in _NOT_LAZY):
         return False
+    if (quantization := kwargs.get("quantization_config")) is not None and not is_four_bit(quantization):
+        return False
     return _fsdp_version() != "1" and active_zero3_config() is None
 
 
@@ -125,11 +128,12 @@ def _fsdp_version() -> str:
     return "unknown" if "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ else "1"
 
 
-def _unquantized(_: Any, model: Any) -> Target:
+def _lazy_target(_: Any, model: Any) -> Target:
     from lowmem_load.dtensor.sharded_target import Unfilled
 
-    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
-        raise UnsupportedError(f"{type(model).__name__}: quantized weights cannot be lazy")
+    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
+    if quantization is not None and not is_four_bit(quantization):
+        raise UnsupportedError(f"{type(model).__name__}: not lazy where quantized, but in 4 bits")
     return Unfilled()
 
 

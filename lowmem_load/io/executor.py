@@ -280,17 +280,19 @@ class Executor:
     def _apply(self, put: Put, step: Apply, piece: Piece, known: Constants) -> None:
         def write(memory: torch.Tensor) -> None:
             with self._temporaries.frame() as take:
-                compute_into(memory, known.functions[step.function], self._inputs(piece, known, take))
+                inputs = self._inputs(piece, known, take)
+                compute_into(memory, known.functions[step.function], inputs, step.group, step.part_group)
 
         put(piece.nest, piece.numel, step.dtype, write)
 
     def _apply_on_host(self, destination: torch.Tensor, step: Apply, piece: Piece, known: Constants) -> None:
         with self._temporaries.frame() as take:
             inputs = self._inputs(piece, known, take)
-            result = next((memory for memory in inputs if memory.dtype == step.dtype), None)
-            if result is None:
+            if step.overwrites:
+                result = next(memory for memory in inputs if memory.dtype == step.dtype)
+            else:
                 result = take(piece.numel, step.dtype)
-            compute_into(result, known.functions[step.function], inputs)
+            compute_into(result, known.functions[step.function], inputs, step.group, step.part_group)
             scatter_elements(piece.nest, result, destination)
 
     def _inputs(self, piece: Piece, known: Constants, take: Take) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 
 from lowmem_load.errors import MemoryShortageError
 from lowmem_load.planning.nest import Nest
-from lowmem_load.planning.reads import BLOCK_NUMEL
+from lowmem_load.planning.reads import BLOCK_NUMEL, GROUPED_NUMEL
 from lowmem_load.text import size
 
 MANY_BYTES = 1 << 20
@@ -43,12 +43,21 @@ def source_elements(nest: Nest, source: torch.Tensor) -> torch.Tensor:
 
 
 def compute_into(
-    result: torch.Tensor, compute: Callable[[Sequence[torch.Tensor]], torch.Tensor], inputs: Sequence[torch.Tensor]
+    result: torch.Tensor,
+    compute: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    group: int = 1,
+    part_group: int = 1,
 ) -> None:
-    """Fill `result` with an elementwise operation, block by block. `result` may be one of the inputs."""
-    for start in range(0, result.numel(), BLOCK_NUMEL):
-        block = slice(start, start + BLOCK_NUMEL)
-        result[block].copy_(compute([flat[block] for flat in inputs]))
+    """Fill `result` with an elementwise operation, block by block. `result` may be one of the inputs.
+
+    For groups, see `Elementwise`.
+    """
+    num_groups = BLOCK_NUMEL if part_group == 1 else GROUPED_NUMEL // part_group
+    for first in range(0, -(-result.numel() // group), num_groups):
+        end = first + num_groups
+        parts = [flat[first * part_group : end * part_group] for flat in inputs]
+        result[first * group : end * group].copy_(compute(parts))
 
 
 class Temporaries(threading.local):

@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from lowmem_load.dtensor.mesh import local_tensor, made_real
-from lowmem_load.errors import UnsupportedError, listed
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import transformers_class
 from lowmem_load.hf.saver import files_written_by
 from lowmem_load.io.executor import Executor, Tasks, read_whole
 from lowmem_load.pipeline.describe import Described
-from lowmem_load.pipeline.execute import fill_buffers
+from lowmem_load.pipeline.execute import fill_buffers, restore_later
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.expression import Expression, Source, cast, leaves
@@ -157,12 +156,12 @@ def hand_out(
     """Give a described model lazy parameters and ordinary buffers; return what reads them, as long as one is there.
 
     A forward reads all parameters below its module first; with `by_module`, each module reads its own.
-    `options` are those of `LazyReader`. Raises UnsupportedError for quantized parameters, which cannot be lazy.
+    `options` are those of `LazyReader`.
     """
-    if quantized := [name for name, parameter in planned.parameters.items() if isinstance(parameter, QuantizedTensor)]:
-        raise UnsupportedError(f"{described.name}: quantized weights cannot be lazy: {listed(quantized)}")
     fill_buffers(planned, described.target, executor)
     executor.finish()
+    plans = {part.name: part for part in planned.plan.targets}
+    restores: list[Callable[[], None]] = []
     reader = LazyReader(executor, described, report, **options)
     for name, parameter in planned.parameters.items():
         if isinstance(parameter, SymbolicTensor):
@@ -172,6 +171,12 @@ def hand_out(
             for module, last in planned.places[name]:
                 setattr(module, last, made)
             parameter.value.forget()
+            packed: Any = parameter
+            if isinstance(packed, QuantizedTensor):
+                restores.append(restore_later(plans[name], packed, made, planned, described.target, executor))
+    executor.finish()
+    for restore in restores:
+        restore()
     described.constructor.finish(described.model, described.target.device)
     for module in described.model.modules():
         setattr(module, _WAS_LAZY, True)

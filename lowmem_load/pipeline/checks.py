@@ -84,7 +84,7 @@ def _check_quantized(described: Described, quantization: Any) -> None:
             f"{described.name}: {listed(unpacked)} are to be held in 4 bits, but "
             "the files have no values for them, or packed ones without their quantization state"
         )
-    bitsandbytes.check_packed(described.model, described.settings)
+    bitsandbytes.check_packable(described.model)
 
 
 def check_around(init: Any, described: Described) -> None:
@@ -109,10 +109,7 @@ def memory_uses(rank: int, plan: LoadPlan, described: Described, num_threads: in
     """Return the host memory that a load will need on this rank at least, with what is free of all that bounds it."""
     target = described.target
     need = target.host_bytes(plan.targets)
-    companions = sum(
-        part.nbytes for target_plan in plan.targets for part in target_plan.companions if part.fill is not None
-    )
-    new_bytes = need.new + plan.costs.largest_temporary_bytes + companions - free_heap_bytes()
+    new_bytes = need.new + plan.costs.largest_temporary_bytes + plan.companion_bytes - free_heap_bytes()
     if target.device.type == "cpu":
         buffers = [buffer for buffer in plan.buffers if buffer.fill is not None]  # others are in memory already
         new_bytes += sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)

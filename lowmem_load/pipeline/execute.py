@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -61,7 +61,7 @@ def execute(
                 executor.fill(fill, memory_of, plan.values, planned.constants)
         copies += _copies(part, memory)
         if isinstance(parameter, QuantizedTensor):
-            restores.append(_restore(part, parameter, made, planned, target, executor))
+            restores.append(restore_later(part, parameter, made, planned, target, executor))
         for number in uses[position]:
             if last_use[number] == position:
                 planned.constants.tensors.pop(number, None)
@@ -105,7 +105,7 @@ def _check_dtypes(plan: TargetPlan, tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _restore(
+def restore_later(
     part: TargetPlan,
     parameter: QuantizedTensor,
     made: nn.Parameter,
@@ -114,9 +114,9 @@ def _restore(
     executor: Executor,
 ) -> Callable[[], None]:
     """Start reading what goes with packed values; return a function that then makes the quantized parameter."""
-    read: dict[str, torch.Tensor] = {}
+    read: dict[str, Any] = dict(planned.combined.pop(part.name, {}))
     for companion in part.companions:
-        if companion.fill is not None:
+        if companion.fill is not None and not companion.in_parts:
             flat = torch.empty(companion.fill.numel, dtype=companion.dtype, device="cpu")
             executor.fill(companion.fill, flat, planned.plan.values, planned.constants)
             read[companion.name] = flat.view(companion.shape)

@@ -46,6 +46,7 @@ from lowmem_load.pipeline.checks import (
     memory_uses,
     refuse_device_map,
 )
+from lowmem_load.pipeline.companions import combine_companions
 from lowmem_load.pipeline.describe import Described, describe, random_state_of
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
@@ -151,6 +152,7 @@ class Load:
             self._check_files(described, executor, ids, report)
             if self.hand_out is not None:
                 with self.ranks.step("reading buffers", name=described.name):
+                    combine_companions(planned, executor, self.ranks)
                     self.hand_out(described, planned, executor, report)
                 executor.sources.on_wait = int
                 files.pop_all()  # they stay open for the model
@@ -343,6 +345,7 @@ class Load:
         bar = progress_bar(needed_bytes, "Loading partitions", self.options.progress, self.ranks.rank)
         with reading, report.phase("read"), bar as update:
             executor.on_bytes = on_bytes
+            combine_companions(planned, executor, self.ranks)
             report.shared = execute(planned, described.target, executor, on_parameter, together)
             described.constructor.finish(described.model, described.target.device)
 

@@ -18,7 +18,7 @@ from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
 from lowmem_load.planning.sharing import shared_reads
 from lowmem_load.symbolic.initialise import INITIALISED, UNINITIALISED
-from lowmem_load.symbolic.quantized import QuantizedTensor
+from lowmem_load.symbolic.quantized import QuantizedTensor, part_of_rank
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.target import Layout
 from lowmem_load.text import fingerprint
@@ -35,6 +35,7 @@ class Planned:
         constants: what the plan's steps refer to by number.
         places: all places of each parameter and buffer.
         shared: the reads that the ranks of the node may do together.
+        combined: what is made of the companions in parts of quantized parameters, once `combine_companions` has run.
     """
 
     plan: LoadPlan
@@ -43,6 +44,7 @@ class Planned:
     places: dict[str, list[Place]] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     shared: tuple[Read, ...] = ()
+    combined: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def make_plan(described: Described, rank: int, cost: ReadCost | None = None, shares_reads: bool = True) -> Planned:
@@ -54,7 +56,10 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None, sha
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters, places, names_of = _distinct(modules, model.named_parameters(remove_duplicate=False))
     targets = [
-        _plan_target(planner, names_of[name], parameter, target.layout(name, parameter))
+        replace(
+            _plan_target(planner, names_of[name], parameter, target.layout(name, parameter)),
+            companions=tuple(_companions(planner, name, parameter, rank, described.settings.world_size)),
+        )
         for name, parameter in parameters.items()
     ]
     targets.sort(key=lambda plan: plan.sort_key)  # so that files are read front to back
@@ -126,7 +131,6 @@ def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, l
         is_uninitialised=any(isinstance(leaf, ex.Computed) and leaf.operation == UNINITIALISED for leaf in leaves),
         slow_paths=slow_paths,
         fingerprint=digest,
-        companions=tuple(_companions(planner, name, parameter)),
     )
 
 
@@ -152,16 +156,19 @@ def _holder(regions: Sequence[Region], number: int) -> tuple[int, int] | None:
     return None
 
 
-def _companions(planner: Planner, name: str, parameter: nn.Parameter) -> Iterator[CompanionPlan]:
+def _companions(
+    planner: Planner, name: str, parameter: nn.Parameter, rank: int, world_size: int
+) -> Iterator[CompanionPlan]:
     """Yield the plans of what goes with the packed values of a quantized parameter."""
     if not isinstance(parameter, QuantizedTensor):
         return
     for key, companion in parameter.quantized.companions.items():
         fill = None
         if companion.expression is not None:
-            whole = FlatRange(0, ex.numel(companion.expression))
-            fill = planner.plan_fill(f"{name}.{key}", companion.expression, whole)
-        yield CompanionPlan(key, companion.shape, companion.dtype, fill)
+            place = (rank, world_size) if companion.in_parts else (0, 1)
+            part = part_of_rank(ex.numel(companion.expression), *place)
+            fill = planner.plan_fill(f"{name}.{key}", companion.expression, part)
+        yield CompanionPlan(key, companion.shape, companion.dtype, fill, companion.in_parts)
 
 
 def _described(name: str, parameter: torch.Tensor) -> ex.Expression:

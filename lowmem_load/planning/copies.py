@@ -194,7 +194,8 @@ def _copy_of_leaf(leaf: Leaf, shape: Shape, nest: _Loops) -> Copy:
     flat = _combined(0, row_major_strides(shape), nest.index, nest)
     axes = tuple(map(Axis, nest.sizes, flat.coefficients, nest.strides))
     moved = Nest(flat.base, nest.start, axes, nest.casts).merged()
-    if isinstance(leaf, Elementwise) and [axis.source for axis in moved.axes] != [1]:
+    is_scattered = [axis.source for axis in moved.axes] != [1]
+    if isinstance(leaf, Elementwise) and leaf.part_group == 1 and is_scattered:
         return _copy_of_picked(leaf, shape, nest, flat.coefficients)
     return Copy(leaf, moved)
 

@@ -58,7 +58,9 @@ class Computed:
 class Elementwise:
     """The result of an operation whose element `i` depends only on element `i` of each part. All have one shape.
 
-    `compute` gets the same flat range of each part, and returns that range of the result.
+    `compute` gets the same flat range of each part, and returns that range of the result. With groups, `group` elements
+    of the result come of `part_group` elements of each part, as with weights that are packed in blocks. The last group
+    may be smaller.
     """
 
     operation: str
@@ -66,6 +68,8 @@ class Elementwise:
     parts: tuple[Expression, ...]
     shape: Shape
     dtype: torch.dtype
+    group: int = 1
+    part_group: int = 1
 
 
 @dataclass(frozen=True, eq=False)

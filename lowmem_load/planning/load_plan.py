@@ -93,7 +93,8 @@ class CompanionPlan(NamedTuple):
     name: str  # as the quantization method calls it
     shape: Shape
     dtype: torch.dtype
-    fill: Fill | None  # None if packing the parameter makes it
+    fill: Fill | None  # None if it is made of others
+    in_parts: bool = False  # of which the fill is this rank's; it only makes others, and is not kept
 
     @property
     def nbytes(self) -> int:
@@ -220,7 +221,7 @@ class LoadPlan:
     @property
     def companion_bytes(self) -> int:
         """Bytes of the tensors that belong to quantized parameters. Every rank holds all of them."""
-        return sum(companion.nbytes for target in self.targets for companion in target.companions)
+        return sum(part.nbytes for target in self.targets for part in target.companions if not part.in_parts)
 
     @property
     def slow_paths(self) -> list[SlowPath]:

@@ -92,14 +92,21 @@ class Planner:
             yield Move(self._held_value(leaf), _within(name, leaf, copy.nest.shifted(source=-leaf.first)))
 
     def _apply(self, name: str, leaf: Elementwise, copy: Copy) -> Apply:
-        nbytes_each = _piece_bytes(leaf.dtype, [part.dtype for part in leaf.parts])
+        part_bytes = leaf.part_group * sum(part.dtype.itemsize for part in leaf.parts)
+        overwrites = leaf.part_group == 1 and leaf.dtype in [part.dtype for part in leaf.parts]
+        nbytes_each = -(-part_bytes // leaf.group) + (0 if overwrites else leaf.dtype.itemsize)
         pieces: list[Piece] = []
         for first, size, nest in plan_pieces(copy, nbytes_each, self._limits):
             if len(pieces) == MAX_COPIES:
                 raise PlanError(f"{name}: {leaf.operation} would run on more than {MAX_COPIES} scattered pieces")
-            span = FlatRange(first, first + size)
-            pieces.append(Piece(size, tuple(self.plan_fill(name, part, span) for part in leaf.parts), nest))
-        return Apply(leaf.operation, self._function(leaf.compute), leaf.dtype, tuple(pieces))
+            start, end = first // leaf.group, -(-(first + size) // leaf.group)  # whole groups
+            inputs = tuple(
+                self.plan_fill(name, part, _groups(start, end, leaf.part_group, numel(part))) for part in leaf.parts
+            )
+            computed = _groups(start, end, leaf.group, numel(leaf))
+            pieces.append(Piece(computed.numel, inputs, nest.shifted(source=first - computed.start)))
+        function = self._function(leaf.compute)
+        return Apply(leaf.operation, function, leaf.dtype, tuple(pieces), leaf.group, leaf.part_group)
 
     def _held_value(self, leaf: Held) -> int:
         # Several parameters may be made of one value, which is then held, or computed, under one number.
@@ -154,7 +161,8 @@ class Planner:
         return of_pieces.plus(Costs(needed, read, num_reads, staging))
 
     def _piece_costs(self, step: Apply, piece: Piece) -> Costs:
-        piece_bytes = piece.numel * _piece_bytes(step.dtype, [fill.dtype for fill in piece.inputs])
+        piece_bytes = sum(fill.numel * fill.dtype.itemsize for fill in piece.inputs)
+        piece_bytes += 0 if step.overwrites else piece.numel * step.dtype.itemsize
         # All inputs are filled before the first block is computed, so the two never need memory at the same time.
         block = min(piece.numel, BLOCK_NUMEL) * step.dtype.itemsize
         inputs = Costs()
@@ -176,9 +184,8 @@ class Planner:
         return self._costs[number]
 
 
-def _piece_bytes(dtype: torch.dtype, inputs: Sequence[torch.dtype]) -> int:
-    # The result overwrites an input of the same dtype, if there is one.
-    return sum(input_dtype.itemsize for input_dtype in inputs) + (0 if dtype in inputs else dtype.itemsize)
+def _groups(first: int, end: int, size: int, num_elements: int) -> FlatRange:
+    return FlatRange(first * size, min(end * size, num_elements))
 
 
 def _selected(name: str, expression: Expression, region: Region) -> tuple[Expression, FlatRange]:

@@ -58,6 +58,9 @@ class ReadLimits(NamedTuple):
 BLOCK_NUMEL = 1 << 16
 """Elements of an elementwise operation that are computed at a time. So many stay in the processor's cache."""
 
+GROUPED_NUMEL = 1 << 18
+"""Elements of a part, with groups: bitsandbytes takes 15 bytes for each on the CPU, and a GPU wants many at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Read:
@@ -102,7 +105,7 @@ class Move(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One call of an elementwise operation on `numel` elements; `inputs` fill the same range of each input."""
+    """One call of an elementwise operation that gives `numel` elements; `inputs` fill the same range of each input."""
 
     numel: int
     inputs: tuple[Fill, ...]
@@ -112,13 +115,21 @@ class Piece(NamedTuple):
 class Apply(NamedTuple):
     """An elementwise operation: function number `function` of the constants, applied piece by piece.
 
-    The result of a piece overwrites an input of the same dtype, if there is one.
+    The result of a piece overwrites an input of the same dtype, if there is one. For groups, see `Elementwise`.
     """
 
     operation: str
     function: int
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
+    group: int = 1
+    part_group: int = 1
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the result of a piece overwrites an input."""
+        dtypes = [fill.dtype for fill in self.pieces[0].inputs] if self.pieces else []
+        return self.part_group == 1 and self.dtype in dtypes
 
 
 Step = Read | Move | Apply

@@ -12,8 +12,9 @@ tensors, and through writes of such values. Everything else meets real values:
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -30,7 +31,7 @@ from lowmem_load.symbolic.tensor import FACTORIES, SymbolicTensor, with_strides
 
 aten = torch.ops.aten
 
-_OWN = frozenset({"value", "views", "meta", "read_now", "_is_param"})
+_OWN = frozenset({"value", "views", "meta", "read_now", "_is_param", "kind"})
 """Attributes that a lazy parameter has and an ordinary one does not."""
 
 _RESHAPES = frozenset({aten.set_, aten.resize_, aten.resize_as_})
@@ -198,6 +199,42 @@ class LazyTensor(SymbolicTensor):
 LazyTensor.family = LazyTensor
 
 
+class PosingTensor(LazyTensor):
+    """A lazy parameter of packed values. Code that asks for its class sees `kind`, which it has once it is read."""
+
+    kind: type
+
+    @property
+    def __class__(self) -> Any:
+        return self.kind
+
+    @__class__.setter
+    def __class__(self, cls: type) -> None:
+        object.__dict__["__class__"].__set__(self, cls)
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Move the state that goes with the values, too, as the class does."""
+        moved: torch.Tensor = LazyTensor.to(self, *args, **kwargs)
+        if not moved.is_meta:
+            self.quant_state.to(moved.device)
+        return moved
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = LazyTensor.__deepcopy__(self, memo)
+        copied.quant_state = copy.deepcopy(self.quant_state, memo)
+        return copied
+
+
+def pose(parameter: torch.Tensor, kind: type, attributes: Mapping[str, Any]) -> None:
+    """Have a parameter of packed values be of a class; a lazy one says so, and is once it is read."""
+    vars(parameter).update(attributes)
+    if isinstance(parameter, LazyTensor):
+        parameter.__class__ = PosingTensor
+        vars(parameter)["kind"] = kind
+    else:
+        parameter.__class__ = kind
+
+
 class _Storage:
     """The storage of a value that is not in memory: an address and a size, which tell ties."""
 
@@ -272,7 +309,7 @@ def become(tensor: LazyTensor, other: torch.Tensor) -> None:
     is_alike = (other.shape, other.dtype, other.device) == (tensor.shape, tensor.dtype, tensor.device)
     if tensor._use_count() == 1 or (not is_alike and _only_a_graph_refers_to(tensor)):
         # As `torch.utils.swap_tensors`, which refuses weak references: those to this object go on to mean it.
-        tensor.__class__, made.__class__ = made.__class__, tensor.__class__  # type: ignore[assignment]
+        tensor.__class__, made.__class__ = type(made), type(tensor)  # type: ignore[assignment]
         tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
         torch._C._swap_tensor_impl(tensor, made)
         tensor.grad = gradient
@@ -311,7 +348,11 @@ def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return a parameter if `tensor` is one, with other values and with the attributes that code has put on it."""
     is_parameter = isinstance(tensor, nn.Parameter)
     made = nn.Parameter(values, tensor.requires_grad) if is_parameter else values.requires_grad_(tensor.requires_grad)
-    vars(made).update({name: value for name, value in vars(tensor).items() if name not in _OWN})
+    attributes = {name: value for name, value in vars(tensor).items() if name not in _OWN}
+    if is_parameter and isinstance(tensor, PosingTensor):
+        pose(made, tensor.kind, attributes)
+    else:
+        vars(made).update(attributes)
     return made
 
 

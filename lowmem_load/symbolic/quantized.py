@@ -10,19 +10,28 @@ import torch
 from torch import nn
 
 from lowmem_load.planning.expression import Expression, Shape
+from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Companion:
-    """A tensor that goes with packed values, such as scales; without an expression it is made when they are packed.
+    """A tensor that goes with packed values, such as scales; without an expression it is made of those that have one.
 
-    Every rank has it in full, since any rank may gather the weight.
+    Every rank has it in full, since any rank may gather the weight. One `in_parts` only makes others: each rank
+    computes a part of it, see `part_of_rank`.
     """
 
     shape: Shape
     dtype: torch.dtype
     expression: Expression | None
+    in_parts: bool = False
+
+
+def part_of_rank(num_elements: int, rank: int, world_size: int) -> FlatRange:
+    """Return which elements of a companion in parts a rank computes."""
+    size = -(-num_elements // world_size)
+    return FlatRange(min(rank * size, num_elements), min((rank + 1) * size, num_elements))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,14 +42,16 @@ class Quantized:
         method: the method with its settings, for reports and for the agreement of the ranks.
         companions: by the name that the method gives them.
         restore: called with the name of the parameter, the parameter that holds the packed values, the companions that
-            have an expression, and the device of the model.
+            have an expression and what is combined of those in parts, and the device of the model.
+        combine: called with the companions in parts, whole.
         problem: why it cannot be packed. It is raised later: transformers catches errors where it is found.
     """
 
     method: str
     companions: Mapping[str, Companion]
-    restore: Callable[[str, nn.Parameter, Mapping[str, torch.Tensor], torch.device], None]
+    restore: Callable[[str, nn.Parameter, Mapping[str, Any], torch.device], None]
     problem: str | None = None
+    combine: Callable[[Mapping[str, torch.Tensor]], Mapping[str, Any]] = dict
 
 
 class QuantizedTensor(SymbolicTensor):

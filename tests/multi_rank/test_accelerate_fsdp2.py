@@ -421,45 +421,6 @@ def test_training_arguments_alone_ask_for_fsdp2(checkpoints: Path, tmp_path: Pat
     run_ranks(load_for_trainer, str(builders.tiny_llama(checkpoints)), str(tmp_path))
 
 
-def train_qlora(path: str, folder: str) -> None:
-    """Rank function: 4-bit weights, packed by the load or before, are left to stock, and train as there."""
-    import peft
-
-    start()
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
-    bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.bfloat16)
-
-    def train(name: str, **kwargs: Any) -> list[float]:
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, **kwargs)
-        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-        return losses(prepare(adapted, efficient=True, mixed_precision="bf16"), 2)
-
-    if torch.distributed.get_rank() == 0:
-        os.environ["ACCELERATE_USE_FSDP"] = "false"
-        transformers.AutoModelForCausalLM.from_pretrained(path, quantization_config=bits).save_pretrained(folder)
-        os.environ["ACCELERATE_USE_FSDP"] = "true"
-    torch.distributed.barrier()
-    expected = train(path, quantization_config=bits)
-    lowmem_load.install()
-    assert train(path, quantization_config=bits) == expected
-    with pytest.warns(NotStreamedWarning, match="left to stock FSDP2: .*quantized weights cannot be lazy"):
-        packed = train(folder)
-    lowmem_load.integrations.install.uninstall()
-    assert packed == train(folder)
-    lowmem_load.install(verify=True)
-    with pytest.raises(UnsupportedError, match="quantized weights cannot be lazy"):  # stock would not verify
-        train(folder)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_qlora_is_left_to_stock(checkpoints: Path, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    run_ranks(
-        train_qlora, str(builders.tiny_llama(checkpoints)), str(tmp_path / "packed"), env=ENVIRONMENT, timeout_s=120
-    )
-
-
 def shard_as_trl(path: str) -> None:
     """Rank function: TRL shards a reference model by `fully_shard` itself."""
     start()

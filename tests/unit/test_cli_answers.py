@@ -149,7 +149,7 @@ def test_plan_refuses(options: list[str], message: str, answer: Answer, llama: P
         (["--fsdp", 2, "--ds-config", "ds.json"], "or --fsdp for FSDP2"),
         (["--fsdp", 2, "--tp", 2, "--world-size", 2], "--world-size 2: the mesh has 4 ranks"),
         *((["--ds-config", "ds.json", "--world-size", 2, name, 2], "go with --fsdp") for name in OF_MESHES),
-        (["--fsdp", 2, "--four-bit", "--lora-rank", 4], "--four-bit: FSDP2 leaves quantized weights"),
+        (["--fsdp", 2, "--four-bit", "--lora-rank", 4], "--four-bit: is planned under ZeRO-3"),
         (["--fsdp", 2, "--offload", "optimizer"], "--offload: FSDP2 offloads all or none"),
         (["--world-size", 2, "--four-bit"], "name --lora-rank"),
         (["--world-size", 2, "--offload", "disk"], "--offload: expected none, optimizer or all"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.io import executor as executor_module
+from lowmem_load.io import memory as memory_module
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.memory import Take, Temporaries
 from lowmem_load.io.source import LocalFile
@@ -232,6 +233,26 @@ def test_operations_within_operations_equal_torch_and_take_the_memory_that_is_pl
     for taken in most_taken.values():
         assert taken <= planned
         assert num_threads > 1 or taken >= planned - BLOCK_NUMEL * 4
+
+
+@pytest.mark.parametrize("span", [(0, 180), (0, 1), (7, 8), (3, 179), (64, 96), (178, 180), (5, 5)])
+def test_groups_are_computed_whole_of_what_they_need_alone(
+    file: Path, span: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three elements of a result come of twelve, which are summed up four at a time: the last three are of ten."""
+    monkeypatch.setattr(memory_module, "GROUPED_NUMEL", 48)
+
+    def sums(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        parts = torch.split(values[0], 4)
+        within = [index % 3 for index in range(len(parts))]
+        return torch.stack([part.sum() + place for part, place in zip(parts, within, strict=True)])
+
+    tensor = ex.Source(str(file), "w", OFFSET, (718,), torch.float32)
+    node = ex.Elementwise("sums", sums, (tensor,), (180, 1), torch.float32, group=3, part_group=12)
+    found, executor = read(node, FlatRange(*span), limits=ReadLimits(staging_bytes=400))
+    assert torch.equal(found, sums([VALUES.view(-1)[:718]])[span[0] : span[1]])
+    groups = -(-span[1] // 3) - span[0] // 3 if span[1] > span[0] else 0
+    assert executor.stats.read_bytes <= groups * 48 * 1.5
 
 
 @pytest.mark.parametrize("destination", [torch.zeros(99), torch.zeros(200)[::2]], ids=["short", "strided"])

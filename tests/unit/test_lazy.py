@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
+import functools
 import gc
 import io
 import os
@@ -22,8 +23,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lowmem_load import CheckpointError, ConfigError, UnsupportedError, lazy, load_report
-from lowmem_load.symbolic.lazy import LazyTensor
+from lowmem_load import CheckpointError, ConfigError, lazy, load_report
+from lowmem_load.symbolic.lazy import LazyTensor, is_unread
 from tests import builders, ranks
 
 TOKENS = torch.arange(1, 9)[None]
@@ -519,9 +520,23 @@ def test_files_are_verified_first(path: str, tmp_path: Path) -> None:
         lazily(str(folder), verify=True)
 
 
-def test_packed_weights_are_refused(path: str, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    bits = transformers.BitsAndBytesConfig(load_in_4bit=True)
-    transformers.AutoModelForCausalLM.from_pretrained(path, quantization_config=bits).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedError, match="quantized weights cannot be lazy"):
-        lazy(tmp_path)
+def test_packed_weights_are_lazy(path: str, tmp_path: Path) -> None:
+    kind = pytest.importorskip("bitsandbytes").nn.Params4bit
+    bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+    stock = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.bfloat16)
+    stock(path, quantization_config=bits).save_pretrained(tmp_path)
+    tokens = torch.arange(10)[None]
+    for name, kwargs in ((path, {"quantization_config": bits}), (str(tmp_path), {})):
+        model, expected = lazy(name, dtype=torch.bfloat16, **kwargs).train(), stock(name, **kwargs).train()
+        packed = [parameter for parameter in model.parameters() if isinstance(parameter, kind)]
+        assert packed and all(map(is_unread, packed)) and {weight.__class__ for weight in packed} == {kind}
+        copied = copy.deepcopy(model)
+        assert all(map(is_unread, packed))
+        for ours in (copied, model):
+            assert torch.equal(ours(tokens).logits, expected(tokens).logits)
+            found = ours.state_dict()
+            assert found.keys() == expected.state_dict().keys()
+            assert all(torch.equal(found[key], value) for key, value in expected.state_dict().items())
+        assert {type(weight) for weight in packed} == {kind}
+    with pytest.raises(ConfigError, match="lazy: remove quantization_config"):
+        lazy(path, quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True))

@@ -1,0 +1,95 @@
+"""Companions of packed weights that the ranks make together: each computes the scales of its blocks, and sends them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from lowmem_load.distributed.exchange import Exchange, has_fast_gather
+from lowmem_load.distributed.group import RankGroup
+from lowmem_load.io.executor import Executor
+from lowmem_load.pipeline.make_plan import Planned
+from lowmem_load.planning.load_plan import CompanionPlan
+from lowmem_load.symbolic.quantized import QuantizedTensor, part_of_rank
+
+BATCH_BYTES = 16 << 20
+"""Bytes of companions that are exchanged at a time. A larger one goes by itself."""
+
+
+class _Shared(NamedTuple):
+    name: str
+    companion: CompanionPlan
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.companion.shape
+
+
+def combine_companions(planned: Planned, executor: Executor, ranks: RankGroup | None = None) -> None:
+    """Make what companions that are filled in parts are for; see `Planned.combined`.
+
+    Collective, within a step of the ranks; local without `ranks`. Memory: `BATCH_BYTES`, or twice the largest one.
+    """
+    shared = [
+        _Shared(target.name, companion)
+        for target in sorted(planned.plan.targets, key=lambda target: target.name)  # ranks plan in orders of their own
+        for companion in target.companions
+        if companion.in_parts
+    ]
+    for batch in _batches(shared):
+        if ranks is None or ranks.world_size == 1 or ranks.is_fake:
+            values = _filled(batch, planned, executor)
+        else:
+            values = _exchanged(batch, planned, executor, ranks)
+        for (name, companion), whole in zip(batch, values, strict=True):
+            parameter = planned.parameters[name]
+            assert isinstance(parameter, QuantizedTensor)
+            planned.combined[name] = parameter.quantized.combine({companion.name: whole})
+
+
+def _batches(shared: Sequence[_Shared]) -> Iterator[list[_Shared]]:
+    batch: list[_Shared] = []
+    for part in shared:
+        if batch and sum(other.companion.nbytes for other in batch) + part.companion.nbytes > BATCH_BYTES:
+            yield batch
+            batch = []
+        batch.append(part)
+    if batch:
+        yield batch
+
+
+def _filled(batch: Sequence[_Shared], planned: Planned, executor: Executor) -> list[torch.Tensor]:
+    values = [torch.zeros(math.prod(part.shape), dtype=part.companion.dtype, device="cpu") for part in batch]
+    _fill(batch, values, planned, executor)
+    return values
+
+
+def _exchanged(batch: Sequence[_Shared], planned: Planned, executor: Executor, ranks: RankGroup) -> list[torch.Tensor]:
+    world_size = ranks.world_size
+    sizes = [part_of_rank(math.prod(part.shape), 0, world_size).numel for part in batch]  # the first is the largest
+    own = [torch.zeros(size, dtype=part.companion.dtype, device="cpu") for part, size in zip(batch, sizes, strict=True)]
+    _fill(batch, own, planned, executor)
+    message = torch.cat([values.view(torch.uint8) for values in own])
+    exchange = Exchange(ranks, [message.numel()] * world_size, to=None, gathers=has_fast_gather(ranks))
+    assert exchange.mine is not None  # all ranks send
+    exchange.mine.copy_(message)
+    exchange.start()
+    exchange.finish(ranks.check)
+    received = [exchange.received[rank].cpu() for rank in range(world_size)]
+    whole, first = [], 0
+    for part, values in zip(batch, own, strict=True):
+        span = slice(first, first + values.nbytes)
+        whole.append(torch.cat([sent[span].view(values.dtype) for sent in received])[: math.prod(part.shape)])
+        first += values.nbytes
+    return whole
+
+
+def _fill(batch: Sequence[_Shared], values: Sequence[torch.Tensor], planned: Planned, executor: Executor) -> None:
+    for part, flat in zip(batch, values, strict=True):
+        assert part.companion.fill is not None
+        fill = part.companion.fill
+        executor.fill(fill, flat[: fill.numel], planned.plan.values, planned.constants)
+    executor.finish()

@@ -1,0 +1,212 @@
+"""QLoRA under FSDP2: shards of packed weights, their quantization states, and training, as in stock.
+
+Stock packs or holds whole weights on every rank until `fully_shard` cuts them up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from lowmem_load.symbolic.lazy import is_unread
+from tests import builders
+from tests.multi_rank.test_accelerate_fsdp2 import ENVIRONMENT, prepare
+from tests.multi_rank.test_load_into import TRAINS_ON_CPU, shard_fully, start
+from tests.ranks import run_ranks
+
+bnb = pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.skipif(not TRAINS_ON_CPU, reason="torch's FSDP2 does not train on CPUs")
+
+SIZES = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8, "hidden_size": 30, "intermediate_size": 74}
+"""None of the weights does 2, 4 or 64 divide when packed."""
+
+
+def quantization(kind: str = "nf4", *, double: bool = True, storage: torch.dtype = torch.bfloat16) -> Any:
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_quant_storage=storage,
+    )
+
+
+def stock(path: str, **kwargs: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **kwargs)
+
+
+def assert_same(model: nn.Module, expected: nn.Module, what: object) -> int:
+    """All parameters of a sharded model, packed ones included, and all quantization states equal those of another."""
+    ours, theirs = whole(model), whole(expected)
+    assert ours.keys() == theirs.keys(), what
+    for name, values in theirs.items():
+        assert ours[name].dtype == values.dtype, (what, name)
+        assert torch.equal(ours[name].view(torch.uint8), values.view(torch.uint8)), (what, name)
+    states = {name: module.quant_state for name, module in expected.named_modules() if hasattr(module, "quant_state")}
+    for name, state in states.items():
+        left, right = model.get_submodule(name).quant_state.as_dict(), state.as_dict()
+        assert left.keys() == right.keys(), (what, name)
+        for key, value in right.items():
+            same = torch.equal(left[key], value) if isinstance(value, torch.Tensor) else left[key] == value
+            assert same, (what, name, key)
+    return len(states)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    from torch.distributed.tensor import DTensor
+
+    named = model.named_parameters()
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p.data).contiguous() for name, p in named}
+
+
+def losses(model: nn.Module, steps: int = 5) -> list[float]:
+    """Of training what is not packed."""
+    trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    found = []
+    for step in range(steps):
+        seed = 10 * step + torch.distributed.get_rank()
+        tokens = torch.randint(3, 100, (2, 10), generator=torch.Generator().manual_seed(seed))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    assert len(set(found)) == steps
+    return found
+
+
+def owned(path: str, mesh: Any, **kwargs: Any) -> nn.Module:
+    """Do what docs/situations/fsdp2.md says of a model that its owner shards."""
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+    import lowmem_load
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    replace_with_bnb_linear(model, ["lm_head"], kwargs["quantization_config"])
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            numel = module.weight.numel() // 2 // module.quant_storage.itemsize
+            packed = torch.empty(numel, 1, dtype=module.quant_storage, device="meta")
+            module.weight = nn.Parameter(packed, requires_grad=False)
+    shard_fully(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    lowmem_load.load_into(model, path, **kwargs)
+    return model
+
+
+def compare(path: str, packed: str) -> None:
+    """Rank function: models over a mesh, packed at load and in the file."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lowmem_load import DistributedInterface, load_model, load_report
+
+    world_size = DistributedInterface().world_size
+    mesh = init_device_mesh("cpu", (world_size,))
+    kinds = [{"kind": kind, "double": double} for kind, double in itertools.product(("nf4", "fp4"), (True, False))]
+    loads = [(path, {"quantization_config": quantization(**kind)}) for kind in kinds] + [(packed, {})]
+    for number, (name, kwargs) in enumerate(loads):
+        expected = stock(name, **kwargs)
+        model = load_model(name, mesh, dtype=torch.bfloat16, **kwargs)
+        num_states = assert_same(model, expected, kwargs)
+        report = load_report(model)
+        assert report.num_quantized == num_states > 0
+        assert model.is_loaded_in_4bit and model.hf_quantizer.pre_quantized == (name == packed)
+        assert report.slow_paths == []
+        if number == 0:
+            assert_same(owned(name, mesh, **kwargs), expected, "load_into")
+        if number in (0, 3, 4):
+            shard_fully(expected, mesh=mesh)
+            assert losses(model) == losses(expected), kwargs
+
+
+def pack(path: str, folder: str) -> None:
+    """Rank function: makes the packed checkpoint."""
+    stock(path, quantization_config=quantization(double=True)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(("family", "world_size"), [("llama", 4), ("qwen3_moe", 2)])
+def test_shards_and_training_equal_stock(family: str, world_size: int, checkpoints: Path) -> None:
+    if family == "llama":
+        path = str(builders.tiny_llama(checkpoints, **SIZES))
+    else:  # a kernel of its experts needs rows of whole 16 bytes
+        path = str(builders.tiny_qwen3_moe(checkpoints, **{**SIZES, "hidden_size": 40}))
+    packed = str(checkpoints / f"packed_{family}")
+    run_ranks(pack, path, packed, world_size=1)
+    run_ranks(compare, path, packed, world_size=world_size, timeout_s=180)
+
+
+def compare_prepared(path: str, packed: str) -> None:
+    """Rank function: adapters on models that accelerate shards, under `install` and without."""
+    import peft
+
+    import lowmem_load
+
+    def adapted(name: str, **kwargs: Any) -> nn.Module:
+        model = peft.prepare_model_for_kbit_training(stock(name, **kwargs), use_gradient_checkpointing=False)
+        torch.manual_seed(0)
+        lora = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian")
+        return peft.get_peft_model(model, lora)
+
+    start()
+    warnings.simplefilter("error", lowmem_load.NotStreamedWarning)
+    loads = [
+        (path, {"quantization_config": quantization("nf4", double=True)}),
+        (path, {"quantization_config": quantization("fp4", double=False)}),
+        (path, {"quantization_config": quantization(storage=torch.uint8)}),  # accelerate leaves these whole
+        (packed, {}),
+    ]
+    for name, kwargs in loads:
+        expected = prepare(adapted(name, **kwargs), efficient=True, mixed_precision="bf16")
+        lowmem_load.install()
+        ours = adapted(name, **kwargs)
+        bits = [parameter for parameter in ours.parameters() if isinstance(parameter, bnb.nn.Params4bit)]
+        assert len(bits) == 14 and all(map(is_unread, bits)), kwargs
+        ours = prepare(ours, efficient=True, mixed_precision="bf16")
+        lowmem_load.integrations.install.uninstall()
+        assert_same(ours, expected, kwargs)
+        assert losses(ours) == losses(expected), kwargs
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_accelerate_prepares_equals_stock(checkpoints: Path) -> None:
+    path, packed = str(builders.tiny_llama(checkpoints, **SIZES)), str(checkpoints / "packed_for_accelerate")
+    run_ranks(pack, path, packed, world_size=1)
+    run_ranks(compare_prepared, path, packed, world_size=2, env=ENVIRONMENT, timeout_s=180)
+
+
+def refuse(path: str, even: str, odd: str) -> None:
+    """Rank function: what the bytes would not survive."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from lowmem_load import ConfigError, DistributedInterface, UnsupportedError, load_into, load_model
+
+    mesh = init_device_mesh("cpu", (DistributedInterface().world_size,))
+    policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    bits = quantization(storage=torch.float32)
+    with pytest.raises(ConfigError, match=r"q_proj.weight: .* as torch.float32, and FSDP2 would cast them to torch.b"):
+        load_model(even, mesh, dtype=torch.float32, policy=policy, quantization_config=bits)
+    with pytest.raises(UnsupportedError, match=r"q_proj.weight: of shape \(18, 15\), it takes 135 bytes in 4 bits"):
+        load_model(odd, mesh, dtype=torch.bfloat16, quantization_config=quantization())
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    shard_fully(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    with pytest.raises(UnsupportedError, match=r"q_proj.weight: is held in 4 bits as \(180, 1\) of torch.bfloat16"):
+        load_into(model, path, quantization_config=quantization())
+
+
+def test_what_fsdp2_would_spoil_is_refused(checkpoints: Path) -> None:
+    paths = [builders.tiny_llama(checkpoints, **sizes) for sizes in (SIZES, {}, builders.ODD_SIZES)]
+    run_ranks(refuse, *map(str, paths), world_size=2)
