@@ -23,7 +23,7 @@ MODEL_METHODS = ("stock", "lowmem")
 SHOWN = {
     "stock": "stock ZeRO-3",
     "lowmem": "**lowmem_load**",
-    "floor": "plain floor",
+    "floor": "plain read",
 }
 """Names of the methods in documents."""
 

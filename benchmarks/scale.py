@@ -39,7 +39,18 @@ LIMIT_S = 300.0
 
 MIB = 1 << 20
 
-COLUMNS = ("model", "tensors", "rank/world", "describe", "plan", "read", "over", "partition", "reads", "read/needed")
+COLUMNS = (
+    "model",
+    "tensors",
+    "rank/world",
+    "describe, s",
+    "plan, s",
+    "read, s",
+    "over, MiB",
+    "partition, MiB",
+    "reads",
+    "bytes read/needed",
+)
 
 DEFINITIONS = f"""\
 Simulated: sparse checkpoints with true headers and holes for data; one process is the rank, and has one core.

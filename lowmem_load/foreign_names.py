@@ -66,8 +66,8 @@ LOAD_STATE_DICT = _modeling("load_state_dict", "hf.collecting")
 SHARD_FILES = _modeling("get_checkpoint_shard_files", "hf.loader")
 LOAD_IN_THREADS = _modeling("load_shard_files_with_threadpool", "hf.collecting", since="4.53.0", until="4.57.99")
 
-_MOUNTS = "files on a mount of the Hub are read whole while a model is described"
-_EXPERTS = "a model of many experts takes twice the time and memory to be described"
+_MOUNTS = "files on a mount of the Hub are read whole before the load"
+_EXPERTS = "planning a model of many experts takes twice the time and memory"
 _collecting = partial(_transformers, "transformers.core_model_loading", since="5.0.0")
 
 IS_ON_HF_MOUNT = _modeling("_is_on_hf_mount", "hf.collecting", loss=_MOUNTS, since="5.6.0")

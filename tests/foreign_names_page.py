@@ -11,11 +11,10 @@ PAGE = REPO / "docs" / "reference" / "foreign_names.md"
 
 HEAD = """# Foreign names
 
-Functions and attributes of other packages that lowmem_load replaces during a load or save, or from `install()` until
-`uninstall()`; then they are back in their places. Before a load, a save or `install()` replaces anything, it checks its
-names. Where a release lacks a *required* name, it raises `IncompatibleVersionError`. Where it lacks another, it warns,
-and the user loses what the table says. "Until 4.57": the last release that has the name. Written by `python -m
-tests.foreign_names_page`; the table itself is `lowmem_load/foreign_names.py`.
+lowmem_load replaces these functions and attributes of other packages during a load or save, or from `install()` on, and
+then puts them back. Before it replaces anything, it checks that they exist. Where a release lacks a *required* one, it
+raises `IncompatibleVersionError`; for any other it warns, and the table says what is lost. "Until 4.57": the last
+release that has it. Written by `python -m tests.foreign_names_page` from `lowmem_load/foreign_names.py`.
 """
 
 
@@ -27,16 +26,21 @@ def page() -> str:
 def _tables() -> Iterator[str]:
     for releases in dict.fromkeys(name.releases for name in TABLE):
         yield f"## {releases.package}\n\nSupported from {releases.oldest}; last checked with {releases.newest}.\n"
-        yield "| name | replaced by | missing, the user loses |\n|---|---|---|"
-        yield from (_row(name) for name in TABLE if name.releases == releases)
-        yield ""
+        names = [name for name in TABLE if name.releases == releases]
+        if required := [f"{name}{_releases(name)}" for name in names if not name.loss]:
+            yield "\n".join(["Required:\n", "```text", *required, "```\n"])
+        if losses := dict.fromkeys(name.loss for name in names if name.loss):
+            yield "| name | without it |\n|---|---|"
+            for loss in losses:
+                yield f"| {', '.join(f'`{name}`{_releases(name)}' for name in names if name.loss == loss)} | {loss} |"
+            yield ""
 
 
-def _row(name: ForeignName) -> str:
-    since = f", since {name.since}" if name.since else ""
-    until = f", until {name.until.replace('.99', '')}" if name.until else ""
-    handlers = ", ".join(f"`{handler}`" for handler in name.handlers.split(", "))
-    return f"| `{name}`{since}{until} | {handlers} | {name.loss or '*required*'} |"
+def _releases(name: ForeignName) -> str:
+    """Return which releases have the name, where not all have it."""
+    since = f"since {name.since}" if name.since else ""
+    until = f"until {name.until.replace('.99', '')}" if name.until else ""
+    return f" ({', '.join(filter(None, (since, until)))})" if since or until else ""
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def first_difference(stock: Sequence[Sequence[float]], ours: Sequence[Sequence[f
             return f"rank {rank}: {len(found)} losses instead of {len(expected)}"
         for step, (one, other) in enumerate(zip(expected, found, strict=True), 1):
             if one != other:
-                return f"rank {rank}, step {step}: {other!r} instead of {one!r}"
+                return f"rank {rank}, step {step}: {other:.9g} instead of {one:.9g}"
     return ""
 
 

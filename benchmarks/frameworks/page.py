@@ -14,7 +14,7 @@ from tests.ranks import REPO
 
 FILE = REPO / "docs" / "pipelines" / "frameworks.md"
 MARKED = re.compile(r"(<!-- written by benchmarks/frameworks -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-COLUMNS = ("framework", "case", "model", "losses and saved tensors", "load peak: stock, lowmem_load")
+COLUMNS = ("framework", "case", "model", "losses and saved tensors", "load peak, stock", "lowmem_load")
 _UNTOLD = ("python", "peft", "datasets")
 """Packages whose releases only results.json has."""
 
@@ -36,8 +36,7 @@ def table(cases: Sequence[Case], results: Results) -> str:
     for case in cases:
         result = results.get(case.name, {})
         stock, ours = result.get("peaks", {}).get("load", ["", ""])
-        peaks = ", ".join(filter(None, (_mib(stock), _mib(ours))))
-        rows.append([case.framework, case.what, case.model, verdict(result), peaks])
+        rows.append([case.framework, case.what, case.model, verdict(result), _mib(stock), _mib(ours)])
     return markdown(rows)
 
 

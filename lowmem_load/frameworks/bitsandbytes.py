@@ -36,6 +36,7 @@ _LOSSY = {
     "zero_quantized_weights": "quantizes what it gathers",
     "zero_quantized_nontrainable_weights": "quantizes frozen weights",
     "use_all_reduce_for_fetch_params": "adds up what it gathers",
+    "stage3_use_all_reduce_for_fetch_params": "adds up what it gathers",  # DeepSpeed takes both names
 }
 """Settings of zero_optimization under which DeepSpeed computes with weights when it gathers them."""
 

@@ -15,6 +15,12 @@ from tests.ranks import REPO
 FILE = REPO / "docs" / "compatibility.md"
 AXES = {"python": "Python", "torch": "torch", "deepspeed": "deepspeed", "transformers": "transformers"}
 MORE = ("accelerate", "peft", "trl", "datasets")
+WHO = {
+    "ours": "ours against ordinary",
+    "stock": "stock against ordinary",
+    "ours to stock": "ours against stock",
+}
+"""What a comparison of `tests.compat.compare` is called on the page."""
 
 Results = Sequence[Mapping[str, Any]]
 
@@ -79,7 +85,7 @@ def environments_table(results: Results) -> str:
         for environment in read_environments()
         if environment.name not in done
     ]
-    return table(["environment", *AXES.values(), "and", "why, and when it ran"], rows)
+    return table(["environment", *AXES.values(), "and", "why; when it ran"], rows)
 
 
 def count(group: Mapping[str, Any] | None) -> str:
@@ -91,9 +97,10 @@ def count(group: Mapping[str, Any] | None) -> str:
 
 
 def groups_table(results: Results) -> str:
-    """Returns the counts of each group of tests in each environment."""
-    rows = [[result["name"], *(count(result["groups"].get(group)) for group in GROUPS)] for result in results]
-    return table(["environment", *GROUPS], rows)
+    """Returns the counts of each group of tests that ran, in each environment."""
+    ran = [group for group in GROUPS if any(group in result["groups"] for result in results)]
+    rows = [[result["name"], *(count(result["groups"].get(group)) for group in ran)] for result in results]
+    return table(["environment", *ran], rows)
 
 
 def exceptions_list(results: Results) -> str:
@@ -156,7 +163,7 @@ def comparison_table(results: Results) -> str:
     for (model, way, topic), (told, names) in sorted(rows.items()):
         cells = alike_rows.setdefault((way, topic, ", ".join(names)), ["", told])
         cells[0] = f"{cells[0]}, {model}".removeprefix(", ")
-    lines = [[models, way, topic, told, names] for (way, topic, names), (models, told) in alike_rows.items()]
+    lines = [[models, WHO[way], topic, told, names] for (way, topic, names), (models, told) in alike_rows.items()]
     text = [table(["models", "who", "differs in", "such as", "environments"], lines)] if lines else []
     text += [f"No difference at all: {', '.join(alike)}."] if alike else []
     text += [f"Not compared: {', '.join(unknown)}."] if unknown else []
@@ -164,7 +171,7 @@ def comparison_table(results: Results) -> str:
 
 
 def _told(entries: Sequence[str]) -> str:
-    rest = f"; {len(entries) - 1} more" if len(entries) > 1 else ""
+    rest = f"; {len(entries) - 1} more such" if len(entries) > 1 else ""
     return entries[0].replace("|", "\\|") + rest
 
 

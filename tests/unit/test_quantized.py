@@ -109,7 +109,7 @@ def test_the_report_says_so(file: Path) -> None:
     plan = planned(file, build())
     report.take_plan(plan, {})
     assert (report.num_quantized, report.whole_bytes) == (1, plan.replicated_bytes + 28)
-    assert "1 parameters are quantized" in str(report)
+    assert "1 tensors are quantized" in str(report)
     plain = LoadReport("model")
     plain.take_plan(planned(file, lambda t, _: module(w=t["x"])), {})
     assert "quantized" not in str(plain)
@@ -150,6 +150,10 @@ def packed_as(file: Path, dtype: torch.dtype) -> nn.Module:
         (
             *(zero(use_all_reduce_for_fetch_params=True), {}, torch.uint8, ConfigError),
             "^use_all_reduce_for_fetch_params: ",
+        ),
+        (
+            *(zero(stage3_use_all_reduce_for_fetch_params=True), {}, torch.uint8, ConfigError),
+            "^stage3_use_all_reduce_for_fetch_params: ",
         ),
         ({}, {"partition": "w"}, torch.bfloat16, UnsupportedError, "^partition= with 4-bit weights"),
         (NVME, {}, torch.uint8, UnsupportedError, "writes to nvme are of torch.bfloat16"),
