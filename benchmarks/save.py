@@ -30,7 +30,8 @@ from benchmarks.memory import MemorySampler
 from benchmarks.methods import zero3_config
 from benchmarks.results import MIB, show_table
 
-METHODS = ("stock", "lowmem", "floor")
+METHODS = {"stock": "stock", "lowmem": "lowmem_load", "floor": "plain writes"}
+"""What tables call them."""
 TURNS = (("stock", "lowmem", "floor", "floor", "lowmem"), ("stock", "floor", "lowmem", "lowmem", "floor"))
 """Orders, in turn: what writes after another method finds the pages that this one has freed."""
 COLUMNS = ("ranks", "method", "seconds", "peak anonymous, MiB", "peak file-backed, MiB", "in collectives, MiB")
@@ -133,7 +134,7 @@ def _cells(world_size: int, method: str, ranks: list[list[Result]]) -> list[str]
     peak_anon, peak_file = max(r.peak_anon for r in every), max(r.peak_file for r in every)
     network = max(r.collective_bytes for r in every)
     sizes = (f"{size / MIB:.0f}" for size in (peak_anon, peak_file, network))
-    return [str(world_size), method, f"{seconds:.1f}", *sizes]
+    return [str(world_size), METHODS[method], f"{seconds:.1f}", *sizes]
 
 
 def main() -> None:

@@ -25,7 +25,8 @@ from benchmarks.launch import run_on_ranks
 from benchmarks.methods import zero3_config
 from benchmarks.results import show_table
 
-WAYS = ("stock", "lowmem")
+WAYS = {"stock": "stock", "lowmem": "lowmem_load"}
+"""What tables call them."""
 COLUMNS = ("model", "ranks", "wait ms", "way", "seconds", "reads of a rank", "read MiB", "read / needed")
 MOUNT_TIMEOUT_S = 20.0
 
@@ -144,7 +145,7 @@ def load(way: str, path: str, config_folder: str) -> dict[str, Any]:
 def measure(model: str, folder: Path, wait_ms: float, way: str, num_ranks: int) -> list[str]:
     with mounted(folder, wait_ms / 1e3) as path, tempfile.TemporaryDirectory() as out:
         found = run_on_ranks(load, way, str(path), str(folder), out=Path(out), world_size=num_ranks)
-    row = [model, str(num_ranks), f"{wait_ms:g}", way, f"{max(each['seconds'] for each in found):.1f}"]
+    row = [model, str(num_ranks), f"{wait_ms:g}", WAYS[way], f"{max(each['seconds'] for each in found):.1f}"]
     if way == "stock":
         return [*row, "", "", ""]
     read, needed, reads = (sum(each[name] for each in found) for name in ("read_bytes", "needed_bytes", "num_reads"))
