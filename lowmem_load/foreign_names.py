@@ -197,6 +197,17 @@ _in_models = partial(_diffusers, "diffusers.models.modeling_utils")
 _in_loading = partial(_diffusers, "diffusers.models.model_loading_utils")
 
 DIFFUSERS_FROM_PRETRAINED = _in_models("ModelMixin.from_pretrained", loss="every rank loads diffusers' models whole")
+DIFFUSERS_SINGLE_FILE = _diffusers(
+    "diffusers.loaders.single_file_model",
+    "FromOriginalModelMixin.from_single_file",
+    handlers="integrations.diffusion",
+    loss="nothing warns that from_single_file loads whole models on every rank",
+)
+DIFFUSERS_SAVE = _in_models(
+    "ModelMixin.save_pretrained",
+    handlers="integrations.diffusion",
+    loss="save_pretrained of diffusers writes empty parameters under ZeRO-3, and fails under FSDP2",
+)
 DIFFUSERS_LOAD = _in_models("ModelMixin._load_pretrained_model")
 DIFFUSERS_STATE_DICTS = (_in_models("load_state_dict"), _in_loading("load_state_dict"))
 DIFFUSERS_SHARD_FILES = _in_models("_get_checkpoint_shard_files")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,16 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.request import (
-    Request,
-    agree_on_request,
-    make_load,
-    name_text,
-    refuse_placing,
-    stage_3,
-    weights_folder,
-)
-from lowmem_load.config.settings import Partition, Settings, read_settings
+from lowmem_load.api.parts import parts_call
+from lowmem_load.api.request import agree_on_request, make_load, name_text, ordinary_load, stage_3, weights_folder
+from lowmem_load.config.settings import Partition, read_settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, reshard, shard_fully
@@ -31,6 +23,7 @@ from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.families import diffusion
 from lowmem_load.families.files import Rename
 from lowmem_load.families.modules import Build, ModuleCall, snapshot, stand_in_for
+from lowmem_load.families.parts import PartsCall
 from lowmem_load.frameworks import bitsandbytes
 from lowmem_load.hf import loader, model_folder, names, quantizers
 from lowmem_load.hf.active import ordinary_path, transformers_models
@@ -42,11 +35,15 @@ from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load, Options
 from lowmem_load.report import LoadReport
 from lowmem_load.symbolic.attributes import hand_over_attributes
 from lowmem_load.symbolic.constructor import Constructor
+from lowmem_load.symbolic.context import Context
+
+MakeCall = Callable[..., ModuleCall | PartsCall]
+"""Makes a load, given the ranks and what makes the module that is described; `is_stand_in`: see `ModuleCall`."""
 
 
 def load_into(
     model: nn.Module,
-    name: str | os.PathLike[str],
+    name: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]],
     ds_config: Any = None,
     *,
     rename: Rename | None = None,
@@ -72,6 +69,10 @@ def load_into(
     **A transformers model**, or a module that holds one beside what `leave` names (PEFT, torch.compile, activation
     checkpointing, one of your own), gets the values of an ordinary `from_pretrained`; parameters that no file has get
     those that rank 0's random state gives. `dtype` and `auto_class` are those of that load; None: those of the model.
+    With a ds_config, what is beside it may also be initialised or computed.
+
+    **Several checkpoints**, a mapping of prefixes of submodules to names: a submodule that holds one transformers model
+    is loaded as that, any other by names; "" is the name for all else. `rename` and `strict` are for loads by names.
 
     **Any other module**, or with `rename` (which may be {}) also such a one, gets the tensors that have the names of
     its parameters and buffers, cast to their dtypes. `name` is a folder, a file or an index: safetensors, or files of
@@ -80,7 +81,7 @@ def load_into(
 
     Args:
         model: the module. Ties, dtypes, `requires_grad` and attributes of parameters stay.
-        name: of the checkpoint. For a transformers model, see `load_model`.
+        name: of the checkpoint, or a mapping. For a transformers model, see `load_model`.
         ds_config: see `load_model`.
         rename: turns names of tensors in files into those of the module: a function (None leaves a tensor out), or a
             mapping of regular expressions. None drops "model.", "module." and "state_dict." where all names begin so.
@@ -113,34 +114,57 @@ def load_into(
         RankError: another rank failed; the same error is raised on every rank.
     """
     options = Options(progress=progress, verify=verify, stream=stream, weights=weights_folder(weights, verify=verify))
-    if rename is None and transformers_models(model):
-        _refuse_of_modules(strict=not strict, initialize=initialize, build=build, ds_config=ds_config)
+    how: dict[str, Any] = {"rename": rename, "strict": strict, "initialize": initialize, "leave": leave, "build": build}
+    is_transformers = rename is None and bool(transformers_models(model))
+    if isinstance(name, Mapping) or (is_transformers and ds_config is not None):
+        names = name if isinstance(name, Mapping) else {"": name}
+        _refuse_of_parts(auto_class=auto_class, weights=weights, **(from_pretrained_kwargs if names is name else {}))
+        how |= {"dtype": dtype, "kwargs": from_pretrained_kwargs, "stream": stream}
+        make_call: MakeCall = functools.partial(parts_call, model, names, **how)
+        options = replace(options, stream=False)
+    elif is_transformers:
+        _refuse_of_modules(strict=not strict, initialize=initialize, build=build)
         return _load_into(model, name, options, dtype, auto_class, leave=leave, **from_pretrained_kwargs)
-    if unknown := from_pretrained_kwargs.keys() - {"subfolder", "variant"}:
+    else:
+        path = _named_files(name, from_pretrained_kwargs, dtype=dtype, auto_class=auto_class)
+        how |= {"kwargs": from_pretrained_kwargs, "plain_name": plain_name}
+        make_call = functools.partial(_by_names, path, **how)
+        options = replace(options, stream=stream and not os.path.exists(path))
+    if ds_config is not None:
+        return _into_partitions(model, make_call, options, ds_config, partition)
+    return _into_shards(model, make_call, options, leave)
+
+
+def _by_names(path: str, _: RankGroup, make: Callable[[Context], nn.Module], **how: Any) -> ModuleCall:
+    return ModuleCall(path, make, **how)
+
+
+def _named_files(name: Any, keywords: Mapping[str, Any], *, dtype: Any, auto_class: Any) -> str:
+    """Return the name of the checkpoint of a module as text. Raise ConfigError for what a load by names cannot use."""
+    if unknown := keywords.keys() - {"subfolder", "variant", "revision", "token", "cache_dir"}:
         raise ConfigError(f"load_into: {', '.join(sorted(unknown))}: no keyword of a load by names")
     if dtype is not None or auto_class is not None:
         raise ConfigError("load_into: dtype and auto_class are for transformers models; a module has its own dtypes")
-    path = name_text(name)
-    if os.path.exists(path):
-        options = replace(options, stream=False)
-    how: dict[str, Any] = {"rename": rename, "strict": strict, "initialize": initialize, "leave": leave, "build": build}
-    call = functools.partial(ModuleCall, path, kwargs=from_pretrained_kwargs, plain_name=plain_name, **how)
-    if ds_config is not None:
-        return _into_partitions(model, call, options, ds_config, partition)
-    return _into_shards(model, call, options, leave)
+    return name_text(name)
 
 
 def _refuse_of_modules(**values: Any) -> None:
     if named := [name for name, value in values.items() if value]:
         raise ConfigError(
             f"load_into: {', '.join(named)}: for modules that are loaded by names; transformers models are loaded by "
-            "transformers' rules (load_model takes a ds_config). Pass rename={} to load this one by names"
+            "transformers' rules. Pass rename={} to load this one by names, or name it by its prefix: {'llm': ...}"
         )
 
 
-def _into_shards(
-    model: nn.Module, make_call: Callable[..., ModuleCall], options: Options, leave: Collection[str]
-) -> LoadReport:
+def _refuse_of_parts(**values: Any) -> None:
+    if named := [name for name, value in values.items() if value is not None]:
+        raise ConfigError(
+            f"load_into: {', '.join(named)}: not for a module of several checkpoints, nor a transformers model with a "
+            "ds_config; load_model takes them"
+        )
+
+
+def _into_shards(model: nn.Module, make_call: MakeCall, options: Options, leave: Collection[str]) -> LoadReport:
     """Fill the DTensors of a module, and what it holds in full, by names."""
     ranks = RankGroup(None)
     # In inference mode the local tensor of a DTensor cannot be detached.
@@ -149,7 +173,7 @@ def _into_shards(
             reshard(model)
             sharded = ShardedModel(model, leave)
             settings = stage_3(torch.float32, ranks.world_size)
-        call = make_call(lambda _: stand_in_for(model, names.plain_class), is_stand_in=True)
+        call = make_call(ranks, lambda _: stand_in_for(model, names.plain_class), is_stand_in=True)
         load = Load(settings, ranks, lambda _, described: Sharded(sharded, described), options)
         loaded, _ = loader.run_load(load, call)
         return _fill_buffers(ranks, model, sharded, loaded)
@@ -159,6 +183,8 @@ def _fill_buffers(ranks: RankGroup, model: nn.Module, sharded: ShardedModel, loa
     """Give a sharded model all that a load leaves beside parameters; return the report."""
     with ranks.step("filling buffers"), torch.no_grad():
         sharded.fill_buffers(loaded)
+        for one, other in zip(transformers_models(loaded), transformers_models(model), strict=True):
+            hand_over(one, other)
         modules = {plain_name(name): module for name, module in model.named_modules()}
         hand_over_attributes(loaded, modules, next(model.parameters()).device)
     report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
@@ -168,7 +194,7 @@ def _fill_buffers(ranks: RankGroup, model: nn.Module, sharded: ShardedModel, loa
 
 def _into_partitions(
     model: nn.Module,
-    make_call: Callable[..., ModuleCall],
+    make_call: MakeCall,
     options: Options,
     ds_config: Any,
     partition: Partition | None,
@@ -180,7 +206,7 @@ def _into_partitions(
             step.digest = settings.compared
         before = list(snapshot(model))
         try:
-            loader.run_load(make_load(ranks, settings, options), make_call(lambda _: model))
+            loader.run_load(make_load(ranks, settings, options), make_call(ranks, lambda _: model))
         except BaseException:
             for tensors, key, tensor in before:
                 tensors[key] = tensor
@@ -259,33 +285,6 @@ def _left(model: nn.Module, plain: nn.Module, leave: Collection[str]) -> set[str
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-def ordinary_load(
-    model: nn.Module,
-    name: str | os.PathLike[str],
-    dtype: str | torch.dtype | None,
-    auto_class: str | type | None,
-    kwargs: Mapping[str, Any],
-    world_size: int,
-) -> tuple[Request, Settings]:
-    """Return the ordinary load that has the values of a sharded model, and its settings. See `load_into`."""
-    refuse_placing(kwargs, "load_into: remove {}; the model says where its parameters go")
-    if transformers_models(model):
-        config: Any = copy.deepcopy(model.config)
-        vars(config).pop("distributed_config", None)
-        quantization: Any = getattr(config, "quantization_config", None)
-        if hasattr(quantization, "to_dict"):
-            config.quantization_config = quantization.to_dict()  # as in config.json, for another load
-        quantizer: Any = getattr(model, "hf_quantizer", None)
-        if quantizer is not None and not quantizer.pre_quantized:  # the files are not quantized
-            kwargs = {"quantization_config": quantizer.quantization_config, **kwargs}
-            vars(config).pop("quantization_config", None)
-        auto_class, kwargs = auto_class or names.plain_class(model), {"config": config, **kwargs}
-    floating = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
-    if dtype is None:
-        dtype = next(iter(floating)) if len(floating) == 1 else torch.float32
-    return Request(name_text(name), auto_class, "auto", kwargs), stage_3(dtype, world_size)
 
 
 def load_sharded(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
-from lowmem_load.api.load_into import ordinary_load
-from lowmem_load.api.request import Checked, Request, name_text, stage_3
+from lowmem_load.api.parts import parts_call
+from lowmem_load.api.request import Checked, Request, name_text, ordinary_load, stage_3
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.live_group import fake_group
 from lowmem_load.ds.zero3_target import TargetMaker, target_maker, zero_init_disabled
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 def plan(
-    name: str | os.PathLike[str],
+    name: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]],
     ds_config: Any,
     *,
     rank: int,
@@ -66,7 +66,7 @@ def plan(
 
     `rank` is one of the `world_size` ranks among which parameters are partitioned. Other arguments are those of
     `load_model`, except a `DeviceMesh`, which needs the processes of its ranks. With `build`, a function that builds a
-    module, it is the plan of `load_into` with a ds_config; see there for `rename`.
+    module, it is the plan of `load_into` with a ds_config; see there for `rename`, and for a mapping as `name`.
 
     Memory: the description of the model; no parameter is allocated, except where its value decides.
 
@@ -79,10 +79,12 @@ def plan(
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
     if build is not None:
         settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
-        call = ModuleCall(name_text(name), _built(build), from_pretrained_kwargs, plain_name=plain_name, rename=rename)
         maker = functools.partial(target_maker, device=_accelerator())
         with load_lock():
+            call = _call_of_module(name, build, rename, from_pretrained_kwargs)
             return plan_only(call, settings, maker, [rank])[0]
+    if isinstance(name, Mapping):
+        raise ConfigError("name: several checkpoints are those of a module; pass build=, a function that builds it")
     if is_distributed_config(ds_config):
         if partition is not None:
             raise ConfigError("partition belongs to ZeRO, not to a DistributedConfig")
@@ -92,12 +94,23 @@ def plan(
     return plan_ranks(name, ds_config, ranks=[rank], world_size=world_size, **options, **from_pretrained_kwargs)[0]
 
 
-def _built(build: Build) -> Callable[[Context], nn.Module]:
+def _call_of_module(
+    name: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]],
+    build: Build,
+    rename: Rename | None,
+    kwargs: dict[str, Any],
+) -> Call:
+    """Return the load that `load_into` does with the module that `build` builds."""
+
     def make(context: Context) -> nn.Module:
         with context.constructor.building():
             return build()
 
-    return make
+    if isinstance(name, Mapping):
+        with torch.device("meta"):
+            model = build()
+        return parts_call(model, name, None, make, rename=rename, kwargs=kwargs)
+    return ModuleCall(name_text(name), make, kwargs, plain_name=plain_name, rename=rename)
 
 
 @origins_named()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.distributed.group import RankGroup
@@ -16,6 +18,7 @@ from lowmem_load.ds.zero3_target import target_maker
 from lowmem_load.errors import ConfigError
 from lowmem_load.families import diffusion
 from lowmem_load.hf import model_folder, names
+from lowmem_load.hf.active import transformers_models
 from lowmem_load.hf.hub_files import commit_of, find_adapter_as_asked
 from lowmem_load.hf.quantizers import is_four_bit, refuse_quantized
 from lowmem_load.hf.remote_names import find_folder, rename_loaded, urls_as_names
@@ -117,6 +120,33 @@ def refuse_placing(kwargs: Mapping[str, Any], text: str) -> None:
         value = kwargs.get(keyword)
         if value is not None and not (keyword == "quantization_config" and is_four_bit(value)):
             raise ConfigError(text.format(keyword))
+
+
+def ordinary_load(
+    model: nn.Module,
+    name: str | os.PathLike[str],
+    dtype: str | torch.dtype | None,
+    auto_class: str | type | None,
+    kwargs: Mapping[str, Any],
+    world_size: int,
+) -> tuple[Request, Settings]:
+    """Return the ordinary load that has the values of a sharded model, and its settings. See `load_into`."""
+    refuse_placing(kwargs, "load_into: remove {}; the model says where its parameters go")
+    if transformers_models(model):
+        config: Any = copy.deepcopy(model.config)
+        vars(config).pop("distributed_config", None)
+        quantization: Any = getattr(config, "quantization_config", None)
+        if hasattr(quantization, "to_dict"):
+            config.quantization_config = quantization.to_dict()  # as in config.json, for another load
+        quantizer: Any = getattr(model, "hf_quantizer", None)
+        if quantizer is not None and not quantizer.pre_quantized:  # the files are not quantized
+            kwargs = {"quantization_config": quantizer.quantization_config, **kwargs}
+            vars(config).pop("quantization_config", None)
+        auto_class, kwargs = auto_class or names.plain_class(model), {"config": config, **kwargs}
+    floating = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
+    if dtype is None:
+        dtype = next(iter(floating)) if len(floating) == 1 else torch.float32
+    return Request(name_text(name), auto_class, "auto", kwargs), stage_3(dtype, world_size)
 
 
 def make_load(ranks: RankGroup, settings: Settings, options: Options) -> Load:

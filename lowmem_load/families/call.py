@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from lowmem_load.symbolic.context import Context
@@ -32,18 +30,8 @@ class Call(Protocol):
     def run(self) -> tuple[nn.Module, dict[str, Any]]:
         """Load as without lowmem_load; return the model and the loading info."""
 
-    def describe(
-        self,
-        context: Context,
-        *,
-        is_partitioned: bool,
-        weights: Mapping[str, torch.Tensor] | None = None,
-        is_quiet: bool = False,
-    ) -> tuple[nn.Module, dict[str, Any]]:
-        """Return a model of expressions and the loading info. `run` may be called after.
-
-        `weights` take the place of those in its files. With `is_quiet`, a loader of others says errors alone.
-        """
+    def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
+        """Return a model of expressions and the loading info. `run` may be called after."""
 
     def configuration(self, model: nn.Module) -> dict[str, str]:
         """Return what must be equal on all ranks beside parameters and files, as text by topic."""

@@ -76,19 +76,11 @@ class DiffusersCall:
     def log_zero_init(self, model: nn.Module) -> None:
         """See `Call`."""
 
-    def describe(
-        self,
-        context: Context,
-        *,
-        is_partitioned: bool,
-        weights: Mapping[str, torch.Tensor] | None = None,
-        is_quiet: bool = False,
-    ) -> tuple[nn.Module, dict[str, Any]]:
+    def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
-        del is_partitioned
         if left := [keyword for keyword in _LEFT if self.kwargs.get(keyword)]:
             raise UnsupportedError(f"{self.name}: {', '.join(left)}: diffusers itself places or converts these weights")
-        if weights is not None:
+        if context.weights is not None:
             raise UnsupportedError(f"{self.name}: weights= is for transformers models and modules that load by names")
         kwargs = {**self.kwargs, "low_cpu_mem_usage": True, "output_loading_info": True}
         handlers: dict[ForeignName, Handler] = {
@@ -98,7 +90,7 @@ class DiffusersCall:
             foreign_names.DIFFUSERS_SHARD_FILES: _check_index,
             foreign_names.DIFFUSERS_LOAD: _load(context),
         }
-        with replaced(handlers), _quiet(is_quiet):
+        with replaced(handlers), _quiet(context.is_quiet):
             try:
                 model, info = self._ordinary(self._cls, self.path, **kwargs)
             except (LowMemLoadError, OSError):
@@ -251,6 +243,11 @@ def model_class(name: str, auto_class: str | type | None, kwargs: Mapping[str, A
     if isinstance(auto_class, type):
         module: Any = sys.modules.get(MODULE)
         return auto_class if module is not None and issubclass(auto_class, module.ModelMixin) else None
+    if not kwargs.get("subfolder") and os.path.isfile(os.path.join(name, "model_index.json")):
+        raise ConfigError(
+            f"{name}: is a pipeline of diffusers; load each model to shard by itself, with subfolder=, and pass it "
+            "to DiffusionPipeline.from_pretrained(folder, transformer=model), which loads the others"
+        )
     file = config_file(name, kwargs) if auto_class is None else None
     config = None if file is None else read_json(file)
     if not isinstance(config, dict) or not {"_class_name", "_diffusers_version"} <= config.keys():

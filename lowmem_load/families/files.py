@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import posixpath
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+import huggingface_hub
 import torch
 
 from lowmem_load.errors import CheckpointError, ConfigError, listed
@@ -30,27 +33,57 @@ _OUTER = ("state_dict.", "model.", "module.")
 """What training code puts before all names of a module."""
 
 
-def files_of(path: str, subfolder: str, variant: str | None) -> list[str]:
-    """Return the files of weights that a file, an index or a folder stands for.
+def files_of(path: str, subfolder: str = "", variant: str | None = None, **of_hub: Any) -> list[str]:
+    """Return the files of weights that a file, an index, a folder or a Hub id stands for. `of_hub`: see `_download`.
 
     Raises CheckpointError if there are none, or several that may be meant.
     """
     if os.path.isfile(path):
         return _named_by(path) if path.endswith(".json") else [path]
+    if not os.path.isdir(path):
+        path = _download(path, subfolder, variant, **of_hub)
     folder = os.path.join(path, subfolder)
     if not os.path.isdir(folder):
         raise CheckpointError(no_folder(folder))
-    names = sorted(name for name in os.listdir(folder) if not is_training_state(name))
+    paths = [os.path.join(folder, name) for name in _chosen(folder, os.listdir(folder), variant)]
+    return _named_by(paths[0]) if paths[0].endswith(".json") else paths
+
+
+def _download(name: str, subfolder: str, variant: str | None, **keywords: Any) -> str:
+    """Return the folder of a model in the Hub's cache, with its files of weights. Offline: what is in the cache.
+
+    `keywords` are revision, token and cache_dir.
+    """
+    offline = huggingface_hub.constants.HF_HUB_OFFLINE
+    download = functools.partial(huggingface_hub.snapshot_download, name, local_files_only=offline, **keywords)
+    folder = posixpath.join(subfolder.strip("/"), "")
+    try:
+        if offline:
+            return str(download())
+        asked = {key: value for key, value in keywords.items() if key != "cache_dir"}
+        listed_names = huggingface_hub.HfApi().list_repo_files(name, **asked)
+        names = [file.removeprefix(folder) for file in listed_names if posixpath.dirname(file) == folder.rstrip("/")]
+        files = [folder + file for file in _chosen(f"{name}/{folder}", names, variant)]
+        path = str(download(allow_patterns=files))
+        if files[0].endswith(".json"):
+            named = read_json(os.path.join(path, files[0]))["weight_map"].values()
+            download(allow_patterns=[folder + file for file in named])
+        return path
+    except (OSError, ValueError) as error:  # errors of the Hub are one of these
+        raise CheckpointError(f"{no_folder(name)}, and the Hub has none of this name: {error}") from error
+
+
+def _chosen(folder: str, names: Iterable[str], variant: str | None) -> list[str]:
+    """Return the names of the files of weights of a folder, or of the one index."""
+    names = sorted(name for name in names if not is_training_state(name))
     for ends in _KINDS:
         files = _of_variant([name for name in names if name.endswith(ends)], variant)
         indexes = [name for end in ends for name in names if re.search(rf"\{end}\.index\b.*\.json\Z", name)]
         indexes = _of_variant(indexes, variant)
         if len(indexes) > 1:
             raise CheckpointError(f"{folder}: holds the indexes {listed(indexes)}; name one by its path")
-        if indexes:
-            return _named_by(os.path.join(folder, indexes[0]))
-        if files:
-            return [os.path.join(folder, name) for name in files]
+        if indexes or files:
+            return indexes or files
     asked = f" of the variant {variant!r}" if variant else ""
     raise CheckpointError(
         f"{folder}: holds no weights{asked} (.safetensors, .bin, .pt, .pth); {listed(names)} are there"

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from lowmem_load.ds.zero3_target import is_below
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.families.files import Rename, files_of, renamed, tensors_in
 from lowmem_load.io.stand_ins import origin_of
@@ -26,14 +27,14 @@ Build = Callable[[], nn.Module]
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
+class Slot:
     """One parameter or buffer of a module: all of its names and places."""
 
     tensor: torch.Tensor
     is_parameter: bool
     is_persistent: bool = False
     names: list[str] = field(default_factory=list)
-    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # of these names, in this order
 
     def put(self, value: torch.Tensor | None) -> None:
         """Put a value into all places; it has the dtype of the module."""
@@ -47,7 +48,8 @@ class ModuleCall:
     """A load of a module by names. See `load_into` for `rename`, `strict`, `initialize`, `leave` and `build`.
 
     `make` returns the module that is described. `is_stand_in`: it is not the caller's, and what is left has no place.
-    `plain_name` turns the name of a tensor into that without wrappers.
+    `plain_name` turns the name of a tensor into that without wrappers. Submodules `done` have their values already.
+    Without a path there are no files: all else is left, computed or initialised.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class ModuleCall:
         leave: Collection[str] = (),
         build: Build | None = None,
         is_stand_in: bool = False,
+        done: Collection[str] = (),
     ) -> None:
+        self._done = done
         self.path, self.name, self.kwargs = path, origin_of(path), kwargs
         self._make, self._plain_name, self._rename, self._build = make, plain_name, rename, build
         self._strict, self._initialize, self._leave = strict, initialize, set(leave)
@@ -84,25 +88,20 @@ class ModuleCall:
     def log_zero_init(self, model: nn.Module) -> None:
         """See `Call`."""
 
-    def describe(
-        self,
-        context: Context,
-        *,
-        is_partitioned: bool,
-        weights: Mapping[str, torch.Tensor] | None = None,
-        is_quiet: bool = False,
-    ) -> tuple[nn.Module, dict[str, Any]]:
+    def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
-        del is_partitioned, is_quiet
         model = self._make(context)
         context.check_built(model)
-        slots = _slots(model, self._plain_name)
+        slots = slots_of(model, self._plain_name)
+        weights = context.weights
         if weights is None:
-            files = files_of(self.path, self.kwargs.get("subfolder") or "", self.kwargs.get("variant"))
-            weights = tensors_in(files, context)
+            weights = tensors_in(files_of(self.path, **self.kwargs), context) if self.path else {}
         children = {name.partition(".")[0] for slot in slots for name in slot.names}
         tensors = renamed(weights, self._rename, children)
-        left, others = self._split(slots)
+        tensors = {name: tensor for name, tensor in tensors.items() if not is_below(name, self._done)}
+        left, others = self._split(
+            [slot for slot in slots if not any(is_below(name, self._done) for name in slot.names)]
+        )
         missing, mismatched, used = _match(others, tensors, self.name)
         unexpected = tensors.keys() - used - {name for slot in left for name in slot.names}
         self._check(model, missing, mismatched, unexpected)
@@ -119,7 +118,7 @@ class ModuleCall:
         }
         return model, info
 
-    def _split(self, slots: list[_Slot]) -> tuple[list[_Slot], list[_Slot]]:
+    def _split(self, slots: list[Slot]) -> tuple[list[Slot], list[Slot]]:
         """Return those that the caller fills, and the others."""
         left = [slot for slot in slots if not self._leave.isdisjoint(slot.names)]
         if unknown := self._leave - {name for slot in left for name in slot.names}:
@@ -131,8 +130,8 @@ class ModuleCall:
     def _check(
         self,
         model: nn.Module,
-        missing: list[_Slot],
-        mismatched: list[tuple[_Slot, tuple[int, ...]]],
+        missing: list[Slot],
+        mismatched: list[tuple[Slot, tuple[int, ...]]],
         unexpected: Collection[str],
     ) -> None:
         """Raise one CheckpointError that lists all keys that do not match."""
@@ -151,7 +150,7 @@ class ModuleCall:
             )
 
     def _compute_buffers(
-        self, model: nn.Module, slots: list[_Slot], tensors: Mapping[str, torch.Tensor], context: Context
+        self, model: nn.Module, slots: list[Slot], tensors: Mapping[str, torch.Tensor], context: Context
     ) -> None:
         """Give buffers that no file has the values that `build` computes; refuse those without."""
         bare = [
@@ -181,29 +180,29 @@ class ModuleCall:
             )
 
 
-def _slots(model: nn.Module, plain_name: Callable[[str], str]) -> list[_Slot]:
+def slots_of(model: nn.Module, plain_name: Callable[[str], str]) -> list[Slot]:
     """Return the distinct parameters and buffers of a module, in its order."""
-    slots: dict[int, _Slot] = {}
+    slots: dict[int, Slot] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for tensors, is_parameter in zip(_own(module), (True, False), strict=True):
+        for tensors, is_parameter in zip(own_tensors(module), (True, False), strict=True):
             for key, tensor in tensors.items():
                 if tensor is None:
                     continue
-                slot = slots.setdefault(id(tensor), _Slot(tensor, is_parameter))
+                slot = slots.setdefault(id(tensor), Slot(tensor, is_parameter))
                 slot.is_persistent |= is_parameter or key not in vars(module)["_non_persistent_buffers_set"]
                 slot.names.append(plain_name(f"{prefix}.{key}" if prefix else key))
                 slot.places.append((tensors, key))
     return list(slots.values())
 
 
-def _own(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+def own_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the parameters and the buffers that a module itself has; None stands for an absent one."""
     return vars(module)["_parameters"], vars(module)["_buffers"]
 
 
 def _match(
-    slots: list[_Slot], tensors: Mapping[str, torch.Tensor], where: str
-) -> tuple[list[_Slot], list[tuple[_Slot, tuple[int, ...]]], set[str]]:
+    slots: list[Slot], tensors: Mapping[str, torch.Tensor], where: str
+) -> tuple[list[Slot], list[tuple[Slot, tuple[int, ...]]], set[str]]:
     """Return what no file has, what has another shape there (and which), and the names of tensors that are used."""
     missing, mismatched, used = [], [], set[str]()
     for slot in slots:
@@ -223,7 +222,7 @@ def _match(
     return missing, mismatched, used
 
 
-def _fill(slots: list[_Slot], tensors: Mapping[str, torch.Tensor], empty: Collection[_Slot]) -> None:
+def _fill(slots: list[Slot], tensors: Mapping[str, torch.Tensor], empty: Collection[Slot]) -> None:
     for slot in slots:
         name = next((name for name in slot.names if name in tensors), None)
         if name is not None and slot not in empty:
@@ -233,7 +232,7 @@ def _fill(slots: list[_Slot], tensors: Mapping[str, torch.Tensor], empty: Collec
 # -- what no file has --------------------------------------------------------------------------------------------------
 
 
-def _initialise(model: nn.Module, empty: list[_Slot], context: Context) -> None:
+def _initialise(model: nn.Module, empty: list[Slot], context: Context) -> None:
     """Have modules initialise what is empty, by their `reset_parameters` or the model's `_init_weights`.
 
     A module writes into all that it owns, so what the files have gives way meanwhile.
@@ -242,7 +241,7 @@ def _initialise(model: nn.Module, empty: list[_Slot], context: Context) -> None:
     keeps = context.keeps_of(model) if places else None
     undone: list[str] = []
     for name, module in list(model.named_modules()):
-        own = [(tensors, key) for tensors in _own(module) for key in tensors]
+        own = [(tensors, key) for tensors in own_tensors(module) for key in tensors]
         own = [(tensors, key) for tensors, key in own if tensors[key] is not None]
         if places.isdisjoint((id(tensors), key) for tensors, key in own):
             continue
@@ -286,7 +285,7 @@ def _is_written(tensor: torch.Tensor) -> bool:
     )
 
 
-def _share(slots: list[_Slot]) -> None:
+def _share(slots: list[Slot]) -> None:
     """Tie again what several places hold: the value that was written last counts."""
     for slot in slots:
         last, key = slot.places[-1]
@@ -316,7 +315,7 @@ def stand_in_for(model: nn.Module, plain_class: Callable[[nn.Module], type]) -> 
             made: nn.Module = object.__new__(plain_class(module))
             modules[id(module)] = made
             vars(made).update(vars(module))
-            parameters, buffers = _own(module)
+            parameters, buffers = own_tensors(module)
             vars(made)["_parameters"] = {key: bare(value) for key, value in parameters.items()}
             vars(made)["_buffers"] = {key: bare(value) for key, value in buffers.items()}
             vars(made)["_modules"] = {
@@ -330,5 +329,5 @@ def stand_in_for(model: nn.Module, plain_class: Callable[[nn.Module], type]) -> 
 def snapshot(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
     """Yield all parameters and buffers of a module with their places."""
     for module in model.modules():
-        for tensors in _own(module):
+        for tensors in own_tensors(module):
             yield from ((tensors, key, tensor) for key, tensor in tensors.items() if tensor is not None)

@@ -122,19 +122,8 @@ class Call:
             )
         return model, info
 
-    def describe(
-        self,
-        context: Context,
-        *,
-        is_partitioned: bool,
-        weights: Mapping[str, torch.Tensor] | None = None,
-        is_quiet: bool = False,
-    ) -> tuple[nn.Module, dict[str, Any]]:
-        """Run it on symbolic tensors: return a model of expressions and the loading info. `run` may be called after.
-
-        `weights` take the place of those in its files. With `is_quiet`, transformers says errors alone: its report of a
-        load is the same on all ranks.
-        """
+    def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
+        """Run it on symbolic tensors: return a model of expressions and the loading info. `run` may be called after."""
         refuse_foreign(self.name, self.kwargs)
         subfolder = self.kwargs.get("subfolder") or ""
         if self._from_config is None and self.kwargs.get("config") is None:
@@ -152,14 +141,14 @@ class Call:
         }
         with (
             ordinary_path(),
-            quiet(logging.ERROR if is_quiet or self._from_config is not None else logging.NOTSET),
+            quiet(logging.ERROR if context.is_quiet or self._from_config is not None else logging.NOTSET),
             _modules_counted(self.name),
-            described_quantizers(is_partitioned=is_partitioned),
+            described_quantizers(is_partitioned=context.is_partitioned),
             replaced(handlers),
             files_explained(self.path, subfolder),
         ):
             try:
-                return self._run(kwargs) if weights is None else self._run_on(weights, kwargs)
+                return self._run(kwargs) if context.weights is None else self._run_on(context.weights, kwargs)
             except RuntimeError as error:
                 # Source: transformers 5.23 `loading_report.py`, 4.57 `modeling_utils.py`.
                 if re.search("ignore_mismatched_sizes|size mismatch for ", str(error)) is None:

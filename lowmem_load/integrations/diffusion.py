@@ -7,14 +7,17 @@ diffusers' scripts switch it off around models that no engine will train, whose 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from lowmem_load import foreign_names
 from lowmem_load.api.load_model import load_by_active_config
+from lowmem_load.errors import NotStreamedWarning, UnsupportedError, outside_level
 from lowmem_load.families import diffusion
 from lowmem_load.families.call import Call
 from lowmem_load.hf.active import active_zero3_config
@@ -33,15 +36,25 @@ def diffusers_loads(options: Options, *, everywhere: bool) -> contextlib.Abstrac
 
     if not everywhere:
         return diffusion.intercepted(load, _is_wanted)
-    return replaced_once_imported(
-        [foreign_names.DIFFUSERS_FROM_PRETRAINED], lambda: diffusion.handlers(load, _is_wanted)
-    )
+    names = (foreign_names.DIFFUSERS_FROM_PRETRAINED, foreign_names.DIFFUSERS_SINGLE_FILE)
+    single_file = {foreign_names.DIFFUSERS_SINGLE_FILE: _load_single_file}
+    return replaced_once_imported(names, lambda: {**diffusion.handlers(load, _is_wanted), **single_file})
 
 
 def _is_wanted(cls: type, kwargs: Mapping[str, Any]) -> bool:
     if active_zero3_config() is None:
         return is_for_fsdp2(kwargs)
     return not (diffusion.is_autoencoder(cls) or _is_switched_off())
+
+
+def _load_single_file(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+    if _is_wanted(cls, kwargs):
+        text = (
+            f"{cls.__name__}.from_single_file: not streamed, but left to diffusers, which loads a whole model on each "
+            "rank; save it once by save_pretrained, and load that folder"
+        )
+        warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())
+    return ordinary(cls, *args, **kwargs)
 
 
 def _is_switched_off() -> bool:
@@ -54,3 +67,38 @@ def _is_switched_off() -> bool:
         return False
     plugin = getattr(state.AcceleratorState(), "deepspeed_plugin", None)
     return plugin is not None and not plugin.zero3_init_flag
+
+
+# -- saves -------------------------------------------------------------------------------------------------------------
+
+
+def diffusers_saves() -> contextlib.AbstractContextManager[object]:
+    """Inside, `save_pretrained` of a sharded or partitioned model of diffusers does what `save_model` does."""
+    return replaced_once_imported(
+        [foreign_names.DIFFUSERS_SAVE], lambda: {foreign_names.DIFFUSERS_SAVE: _save_pretrained}
+    )
+
+
+def _save_pretrained(ordinary: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Do what `ModelMixin.save_pretrained` does. Of a model in parts: collective, all ranks that hold one."""
+    from lowmem_load.saving.local_shards import group_of  # not all who load also save
+    from lowmem_load.saving.save import ranks_of, save_model
+
+    bound = inspect.signature(ordinary).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments: dict[str, Any] = {**bound.arguments}
+    model, folder = arguments.pop("self"), arguments.pop("save_directory")
+    is_described = "state_dict" in vars(model)  # by `describe_save`
+    if is_described or all(group_of(parameter) is None for parameter in model.parameters()):
+        ordinary(*args, **kwargs)
+        return
+    wrong = [key for key in ("push_to_hub", "save_function") if arguments.get(key)]
+    if wrong or not arguments["safe_serialization"]:
+        raise UnsupportedError(
+            f"save_pretrained: {', '.join(wrong) or 'safe_serialization=False'}: the weights of this model lie on many "
+            "ranks, which write safetensors files; leave it out"
+        )
+    title = "save_pretrained of a model in parts, to be called on all ranks and not by the main one alone"
+    with ranks_of(model).step(title, is_prompt=True):
+        pass  # wait for all ranks
+    save_model(model, folder, max_shard_size=arguments["max_shard_size"], variant=arguments["variant"])

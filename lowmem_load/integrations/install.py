@@ -80,6 +80,12 @@ def _diffusers_loads(options: Options, *, everywhere: bool) -> contextlib.Abstra
     return diffusers_loads(options, everywhere=everywhere)
 
 
+def _diffusers_saves() -> contextlib.AbstractContextManager[object]:
+    from lowmem_load.integrations.diffusion import diffusers_saves
+
+    return diffusers_saves()
+
+
 _installed: list[contextlib.ExitStack] = []  # what to undo: at most one
 
 
@@ -141,6 +147,7 @@ def install(
         stack.enter_context(replaced_once_imported(_TRL, _trl_handlers))
         stack.enter_context(entered_once_imported(_ENGINES, lambda _: _engines_hooked(saves=saves)))
         if saves:
+            stack.enter_context(_diffusers_saves())
             for names in _SAVES:
                 stack.enter_context(replaced_once_imported(names, _save_handlers))
         _installed.append(stack.pop_all())

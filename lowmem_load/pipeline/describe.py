@@ -93,8 +93,9 @@ def describe(
 
     initialiser = Initialiser(reads.now, None if holds_values else reads.note)
     context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading)
-    of_training = {} if weights is None else {"weights": _training_weights(weights, executor, context)}
-    model, info = call.describe(context, is_partitioned=settings.stage == 3, is_quiet=is_quiet, **of_training)
+    context.is_partitioned, context.is_quiet = settings.stage == 3, is_quiet
+    context.weights = None if weights is None else _training_weights(weights, executor, context)
+    model, info = call.describe(context)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     descriptions = {file.path: file for file in context.files.values()}
     _, resolved, target = prepare(model)

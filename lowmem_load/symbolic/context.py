@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -30,6 +30,9 @@ class Context:
         check_built: called with the model as soon as it is built; raises for one that cannot be described.
         reading: opens a file of the checkpoint for a block; the file may stay open afterwards.
         constructor: the values that the model's constructor computes.
+        is_partitioned: whether the load is one of ZeRO-3, or of shards.
+        weights: take the place of those in the files.
+        is_quiet: whether a loader of others says errors alone: its report of a load is the same on all ranks.
     """
 
     read_now: ReadNow
@@ -39,6 +42,9 @@ class Context:
     reading: Callable[[str], AbstractContextManager[ByteSource]]
     files: dict[str, CheckpointFile] = field(default_factory=dict)
     constructor: Constructor = field(default_factory=Constructor)
+    is_partitioned: bool = True
+    weights: Mapping[str, torch.Tensor] | None = None
+    is_quiet: bool = False
 
     def file(self, path: str, checkpoint_format: CheckpointFormat) -> CheckpointFile:
         """Return the description of a file, which is read once."""

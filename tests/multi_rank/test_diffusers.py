@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from lowmem_load import NotStreamedWarning, UnsupportedError, install
+from lowmem_load.integrations.install import uninstall
 from tests.multi_rank.test_own_modules import Z3, differing
 from tests.ranks import run_ranks
 
@@ -56,11 +59,40 @@ def write(folder: Path) -> None:
 
 def assert_saved(model: nn.Module, reference: Any, folder: Path) -> None:
     """Assert that a save is byte for byte that of diffusers. Collective."""
-    import torch.distributed as dist
-
     from lowmem_load import save_model
 
     save_model(model, folder / "ours", max_shard_size="100KB")
+    assert_files_equal(reference, folder)
+
+
+def assert_own_save(model: Any, reference: Any, folder: Path) -> None:
+    """Assert that under `install` diffusers' own save of a model in parts is that of the whole one. Collective."""
+    model.save_pretrained(folder / "ours", max_shard_size="100KB")
+    assert_files_equal(reference, folder)
+    with pytest.raises(UnsupportedError, match="safe_serialization=False"):
+        model.save_pretrained(folder / "ours", safe_serialization=False)
+
+
+def assert_left_to_stock(path: Path) -> None:
+    """Assert that there is a warning of loads that diffusers does by itself; here they fail then."""
+    flux, bnb = diffusers.FluxTransformer2DModel, diffusers.BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.warns(NotStreamedWarning, match="from_single_file: not streamed"), pytest.raises(Exception):  # noqa: B017, PT011
+        flux.from_single_file(str(path / "diffusion_pytorch_model.safetensors"))
+    with pytest.warns(NotStreamedWarning, match="quantization_config"), pytest.raises(Exception):  # noqa: B017, PT011
+        flux.from_pretrained(path, quantization_config=bnb)
+
+
+def adapted(model: Any) -> Any:
+    from peft import LoraConfig
+
+    torch.manual_seed(0)
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k"], init_lora_weights="gaussian"))
+    return model
+
+
+def assert_files_equal(reference: Any, folder: Path) -> None:
+    import torch.distributed as dist
+
     if dist.get_rank() == 0:
         reference.save_pretrained(folder / "stock", max_shard_size="100KB")
         names = sorted(path.name for path in (folder / "stock").iterdir())
@@ -88,6 +120,9 @@ def load_by_name(folder: Path) -> None:
         assert model.lowmem_load_report.read_bytes < 0.55 * all_bytes
         assert not model.training
         assert_saved(model, whole, folder / f"{name} mesh")
+        install()
+        assert_own_save(model, whole, folder / f"{name} own")
+        uninstall()
 
         model = load_model(folder / name, BF16)
         assert not differing(model, whole.bfloat16() if name.startswith("Flux") else _all_in_bf16(folder / name, cls))
@@ -96,9 +131,32 @@ def load_by_name(folder: Path) -> None:
         assert plan(folder / name, BF16, rank=rank, world_size=2).costs.read_bytes == report.read_bytes
         if name.startswith("Flux"):
             assert_saved(model, whole, folder / f"{name} zero3")
+    assert_pipeline(folder, mesh)
     (folder / "broken").mkdir(exist_ok=True)
     with pytest.raises(CheckpointError, match="the folder is empty"):
         load_model(folder / "broken", BF16)
+
+
+def assert_pipeline(folder: Path, mesh: Any) -> None:
+    """Of a pipeline the named models are sharded, and diffusers loads the others."""
+    import torch.distributed as dist
+
+    from lowmem_load import ConfigError, load_model
+
+    pipe = folder / "pipe"
+    scheduler, cls = diffusers.FlowMatchEulerDiscreteScheduler(), diffusers.FluxPipeline
+    flux, vae = (
+        getattr(diffusers, name).from_pretrained(folder / name) for name in ("FluxTransformer2DModel", "AutoencoderKL")
+    )
+    others = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+    if dist.get_rank() == 0:
+        cls(scheduler=scheduler, vae=vae, transformer=flux, **others).save_pretrained(pipe)
+    dist.barrier()
+    with pytest.raises(ConfigError, match="is a pipeline of diffusers"):
+        load_model(pipe, mesh)
+    loaded = cls.from_pretrained(pipe, transformer=load_model(pipe, mesh, subfolder="transformer"), **others)
+    assert not differing(loaded.transformer, flux)
+    assert not differing(loaded.vae, vae)
 
 
 def _all_in_bf16(path: Path, cls: Any) -> nn.Module:
@@ -115,33 +173,37 @@ def load_in_script(folder: Path) -> None:
     from torch.distributed.fsdp import fully_shard
     from transformers.integrations import HfDeepSpeedConfig
 
-    from lowmem_load import DistributedInterface, install, streaming
-    from lowmem_load.integrations.install import uninstall
+    from lowmem_load import DistributedInterface, streaming
     from lowmem_load.symbolic.lazy import is_unread
 
     del deepspeed
     DistributedInterface()
     flux, vae = diffusers.FluxTransformer2DModel, diffusers.AutoencoderKL
     whole = flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16)
-    install(strict=True)
+    install()
     for block in (contextlib.nullcontext(), streaming()):
         alive = HfDeepSpeedConfig(BF16)
         with block:
             model = flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16)
             left = vae.from_pretrained(folder / "AutoencoderKL")
-        del alive
         assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
         assert not differing(model, whole)
         assert not any(hasattr(parameter, "ds_id") for parameter in left.parameters())
+        if isinstance(block, contextlib.nullcontext):  # under `install`
+            assert_own_save(model, whole, folder / "zero3")
+            assert_left_to_stock(folder / "FluxTransformer2DModel")
+        del alive
         uninstall()
+        assert not differing(adapted(model), adapted(copy.deepcopy(whole)))
     os.environ |= {"ACCELERATE_USE_FSDP": "1", "FSDP_VERSION": "2"}
     with streaming():
         model = flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16)
     assert all(map(is_unread, model.parameters()))
+    adapted(model)
     for block in model.transformer_blocks:
         fully_shard(block)
     fully_shard(model)
-    assert not differing(model, whole)
+    assert not differing(model, adapted(whole))
 
 
 @pytest.mark.parametrize("act", [load_by_name, load_in_script])

@@ -22,6 +22,7 @@ from lowmem_load.pipeline.describe import describe
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import make_plan
 from tests.described import whole
+from tests.hub import hub
 
 
 class Net(nn.Module):
@@ -112,6 +113,20 @@ def in_torch_file(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 def test_values_are_those_of_the_files_wherever_they_lie(write: Any, tmp_path: Path) -> None:
     expected = reference()
     assert_equal(load(write(tmp_path, state(expected))), expected)
+
+
+def test_a_hub_id_stands_for_the_files_that_are_chosen_there(tmp_path: Path) -> None:
+    expected = reference()
+    (tmp_path / "below").mkdir()
+    in_shards(tmp_path / "below", state(expected))
+    save_file({}, tmp_path / "below" / "other.fp16.safetensors")
+    with hub(tmp_path, "maker/net") as asked:
+        assert_equal(load(Path("maker/net"), subfolder="below"), expected)
+        fetched = {line.split()[1] for line in asked}
+        assert {"open_clip_model-0.safetensors", "open_clip_model-1.safetensors"} <= fetched
+        assert not {"other.fp16.safetensors", "another.safetensors"} & fetched
+        with pytest.raises(CheckpointError, match=r"maker/none.*the Hub"):
+            load(Path("maker/none"))
 
 
 def test_an_index_is_named_by_its_path_and_a_subfolder_by_a_keyword(tmp_path: Path) -> None:

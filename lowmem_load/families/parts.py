@@ -1,0 +1,176 @@
+"""One module of several checkpoints: submodules by prefix, transformers' models in it by transformers' own loader.
+
+A transformers model is described as an object of its own, whose tensors then take the places in the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from lowmem_load.ds.zero3_target import is_below
+from lowmem_load.errors import CheckpointError, UnsupportedError, listed
+from lowmem_load.families.call import Call
+from lowmem_load.families.modules import ModuleCall, own_tensors, slots_of
+from lowmem_load.hf import loader
+from lowmem_load.hf.active import transformers_class
+from lowmem_load.hf.skeleton import hand_over
+from lowmem_load.io.stand_ins import is_stand_in
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.symbolic.attributes import hand_over_attributes
+from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.initialise import CPU
+
+Part = Callable[[nn.Module], Call]
+"""Makes the load that fills a submodule, given that."""
+
+
+class InnerCall(loader.Call):
+    """A load of a transformers model that is `inside` of a module. For other arguments see `ModuleCall`.
+
+    `left` has the names of tensors, within that model, that the caller fills.
+    """
+
+    def __init__(
+        self,
+        inside: nn.Module,
+        cls: Any,
+        name: str,
+        kwargs: dict[str, Any],
+        *,
+        plain_name: Callable[[str], str],
+        left: Collection[str],
+        is_stand_in: bool,
+    ) -> None:
+        ordinary = transformers_class().from_pretrained.__func__
+        if cls.from_pretrained.__func__ is not ordinary:
+            raise UnsupportedError(
+                f"{cls.__name__}: has a from_pretrained of its own; load that model by itself, and name it in leave="
+            )
+        super().__init__(ordinary, cls, (name,), kwargs)
+        self._inside, self._plain_name, self._left, self._is_stand_in = inside, plain_name, left, is_stand_in
+
+    def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
+        """See `Call`."""
+        described, info = super().describe(context)
+        if getattr(described, "hf_quantizer", None) is not None:
+            raise UnsupportedError(f"{self.name}: quantized weights of a part of a module; call load_into for it alone")
+        self._put(described)
+        hand_over(described, self._inside)
+        modules = {self._plain_name(name): module for name, module in self._inside.named_modules()}
+        hand_over_attributes(described, modules, CPU)
+        return described, info
+
+    def _put(self, described: nn.Module) -> None:
+        """Give the model inside the tensors of the described one, with its ties, and the flags that it had."""
+        values: dict[str, torch.Tensor] = dict(described.named_parameters(remove_duplicate=False))
+        values |= described.named_buffers(remove_duplicate=False)
+        lacking, others, used = [], [], set[str]()
+        for prefix, module in self._inside.named_modules(remove_duplicate=False):
+            for tensors in own_tensors(module):
+                for key, tensor in tensors.items():
+                    name = self._plain_name(f"{prefix}.{key}" if prefix else key)
+                    used.add(name)
+                    if tensor is None:
+                        continue
+                    if name in self._left:
+                        tensors[key] = None if self._is_stand_in else tensor
+                    elif name not in values:
+                        lacking.append(name)
+                    elif values[name].shape != tensor.shape:
+                        others.append(f"{name} {tuple(values[name].shape)} instead of {tuple(tensor.shape)}")
+                    else:
+                        tensors[key] = values[name].requires_grad_(tensor.requires_grad)
+        problems = {
+            "missing": lacking,
+            "unexpected": sorted(values.keys() - used),
+            "mismatched": others,
+        }
+        if texts := [f"{kind}: {listed(names)}" for kind, names in problems.items() if names]:
+            raise CheckpointError(
+                f"{self.name}: its tensors are not those of the {type(self._inside).__name__} in the module. "
+                f"{'; '.join(texts)}. Build that from the configuration of the checkpoint, and name in leave= what you "
+                "have added to it, and fill yourself"
+            )
+
+
+def _keep_all(parameter: torch.Tensor) -> FlatRange:
+    return FlatRange(0, parameter.numel())
+
+
+class PartsCall:
+    """Loads of submodules, by prefix, and of the rest of a module. `make_rest` is given what `make` has made."""
+
+    def __init__(
+        self,
+        make: Callable[[Context], nn.Module],
+        parts: Mapping[str, Part],
+        make_rest: Callable[[nn.Module], ModuleCall],
+        paths: Collection[str],
+        plain_name: Callable[[str], str],
+    ) -> None:
+        self.path = next(filter(is_stand_in, paths), next(iter(paths)))
+        self.name, self.kwargs = ", ".join(paths), dict[str, Any]()
+        self._make, self._parts, self._make_rest, self._plain_name = make, parts, make_rest, plain_name
+        self._calls: dict[str, Call] = {}
+
+    def move(self, folder: str, _: dict[str, Any]) -> NoReturn:
+        """See `Call`."""
+        raise UnsupportedError(f"{folder}: a module of several checkpoints is found before its load")
+
+    def run(self) -> NoReturn:
+        """See `Call`."""
+        raise UnsupportedError(f"{self.name}: nothing but lowmem_load fills a module of several checkpoints")
+
+    def configuration(self, model: nn.Module) -> dict[str, str]:
+        """See `Call`."""
+        texts = {"class of the module": type(model).__name__}
+        for prefix, call in self._calls.items():
+            inside = model.get_submodule(prefix)
+            texts |= {f"{prefix}: {key}": text for key, text in call.configuration(inside).items()}
+        return texts
+
+    def log_zero_init(self, model: nn.Module) -> None:
+        """See `Call`."""
+
+    def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
+        """See `Call`."""
+        model = self._make(context)
+        # The target knows the names of the whole module, so what no file of a part has is kept whole until the plan.
+        inside = replace(context, keeps_of=lambda _: _keep_all)
+        slots = slots_of(model, self._plain_name)
+        infos: dict[str, dict[str, Any]] = {}
+        for prefix, part in self._parts.items():
+            self._calls[prefix] = part(model.get_submodule(prefix))
+            _, infos[prefix] = self._calls[prefix].describe(inside)
+        for slot in slots:
+            places = [place for name, place in zip(slot.names, slot.places, strict=True) if is_below(name, self._parts)]
+            values = {id(tensors[key]): tensors[key] for tensors, key in places}
+            if not values:
+                continue
+            first, *others = values.values()
+            if any(not torch.equal(first, other) for other in others):
+                raise CheckpointError(
+                    f"{', '.join(slot.names)}: the module has one parameter for these, and the checkpoints differ"
+                )
+            if others or len(places) < len(slot.places):
+                slot.put(first)
+        rest = self._make_rest(model)
+        rest.name = rest.name or self.name
+        _, infos[""] = rest.describe(context)
+        return model, _joined(infos)
+
+
+def _joined(infos: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the loading info of a module out of those of its parts."""
+    joined: dict[str, Any] = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": []}
+    for prefix, info in infos.items():
+        start = f"{prefix}." if prefix else ""
+        for kind in ("missing_keys", "unexpected_keys"):
+            joined[kind] |= {start + name for name in info[kind]}
+        joined["mismatched_keys"] += [(start + name, *shapes) for name, *shapes in info["mismatched_keys"]]
+    return joined

@@ -1,0 +1,172 @@
+"""One module of several checkpoints: two transformers models and a projector, sharded and partitioned, and trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from lowmem_load import CheckpointError, ConfigError, initialize, load_into, plan
+from tests import builders
+from tests.multi_rank.test_own_modules import Z3, differing
+from tests.ranks import run_ranks
+
+LR = 1e-3
+CONFIG: dict[str, Any] = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
+}
+
+
+class Seeing(nn.Module):
+    """Patches of a picture come before the words."""
+
+    def __init__(self, vision: nn.Module, llm: nn.Module) -> None:
+        super().__init__()
+        self.vision, self.llm = vision, llm
+        self.projector = nn.Linear(vision.config.hidden_size, llm.config.hidden_size)
+
+    def forward(self, pixels: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+        seen = self.projector(self.vision(pixel_values=pixels).last_hidden_state)
+        embeds = torch.cat([seen, self.llm.get_input_embeddings()(input_ids)], dim=1)
+        labels = torch.cat([torch.full(seen.shape[:2], -100), input_ids], dim=1)
+        return self.llm(inputs_embeds=embeds, labels=labels).loss
+
+
+def stock(paths: dict[str, str]) -> nn.Module:
+    from transformers import AutoModelForCausalLM, CLIPVisionModel
+
+    model = Seeing(
+        CLIPVisionModel.from_pretrained(paths["vision"]),
+        AutoModelForCausalLM.from_pretrained(paths["llm"], dtype=torch.float32),
+    )
+    torch.manual_seed(0)
+    model.projector.reset_parameters()
+    return model
+
+
+def built(paths: dict[str, str]) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM, CLIPVisionConfig, CLIPVisionModel
+
+    llm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(paths["llm"]), dtype=torch.float32)
+    return Seeing(CLIPVisionModel(CLIPVisionConfig.from_pretrained(paths["vision"])), llm)
+
+
+def on_meta(paths: dict[str, str]) -> nn.Module:
+    with torch.device("meta"):
+        model = built(paths)
+    model.vision.requires_grad_(False)
+    return model
+
+
+def sharded(paths: dict[str, str]) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    model = on_meta(paths)
+    for layer in model.llm.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    return model
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(2, 3, 8, 8, generator=generator), torch.randint(3, 99, (2, 5), generator=generator)
+
+
+def fill(paths: dict[str, str], folder: str) -> None:
+    """Rank function."""
+    import torch.distributed as dist
+
+    from lowmem_load import DistributedInterface
+    from lowmem_load.ds.parameters import is_partitioned
+
+    rank = DistributedInterface().rank
+    expected = stock(paths)
+    for make, how in ((sharded, {}), (on_meta, {"ds_config": Z3})):
+        model = make(paths)
+        with pytest.raises(CheckpointError, match=r"missing: projector\.bias, projector\.weight"):
+            load_into(model, paths, **how)
+        model = make(paths)
+        torch.manual_seed(rank)
+        report = load_into(model, paths, initialize=True, **how)
+        assert not differing(model, expected)
+        assert not any(parameter.requires_grad for parameter in model.vision.parameters())
+        assert report.read_bytes < 0.6 * sum(parameter.nbytes for parameter in expected.parameters())
+        # All else has a checkpoint of its own: "".
+        load_into(make(paths), {**paths, "": f"{folder}/projector.safetensors"}, **how)
+        with pytest.raises(ConfigError, match="'eyes' is no submodule of"):
+            load_into(model, {"eyes": paths["vision"]}, **how)
+        model = make(paths)
+        model.vision.extra = nn.Linear(2, 2, device="meta" if how else "cpu")
+        with pytest.raises(CheckpointError, match=r"missing: extra\.weight, extra\.bias\. Build that from"):
+            load_into(model, paths, initialize=True, **how)
+    rest = {**paths, "": f"{folder}/projector.safetensors"}
+    load_plan = plan(rest, Z3, rank=rank, world_size=2, build=lambda: built(paths))
+    assert load_plan.costs.read_bytes == load_into(on_meta(paths), rest, Z3).read_bytes
+
+    # ZeRO-3 on the language model alone, and the rest whole on each rank.
+    model = on_meta(paths)
+    torch.manual_seed(rank)
+    load_into(model, paths, CONFIG, partition="llm", initialize=True)
+    assert {name.split(".")[0] for name, p in model.named_parameters() if is_partitioned(p)} == {"llm"}
+    assert not differing(model, expected)
+    engine = initialize(model.train(), CONFIG)
+    expected.vision.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in expected.parameters() if p.requires_grad], lr=LR)
+    for step in range(3):
+        loss = engine(*batch(step, rank))
+        engine.backward(loss)
+        engine.step()
+        optimizer.zero_grad()
+        losses = [expected(*batch(step, other)) for other in range(2)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        assert abs(loss.item() - losses[rank].item()) < 1e-5, step
+    dist.barrier()
+
+
+def fill_transformers(path: str) -> None:
+    """Rank function: a transformers model into ZeRO-3 partitions, alone and inside of a module."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lowmem_load import DistributedInterface
+
+    DistributedInterface()
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        wrapper = nn.Module()
+        wrapper.policy, wrapper.value = AutoModelForCausalLM.from_config(config, dtype=torch.float32), nn.Linear(32, 1)
+    load_into(model, path, Z3)
+    assert not differing(model, expected)
+    load_into(wrapper, path, Z3, initialize=True)
+    assert not differing(wrapper.policy, expected)
+
+
+def write(folder: Path, checkpoints: Path) -> dict[str, str]:
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "image_size": 8, "patch_size": 4}
+    CLIPVisionModel(CLIPVisionConfig(num_hidden_layers=2, **sizes)).save_pretrained(folder / "vision")
+    llm = builders.tiny_llama(checkpoints, torch.float32)
+    save_file(
+        {"projector.weight": torch.rand(32, 32), "projector.bias": torch.rand(32)}, folder / "projector.safetensors"
+    )
+    return {"llm": str(llm), "vision": str(folder / "vision")}
+
+
+def test_a_module_of_two_models_equals_stock_and_trains_as_one_process(tmp_path: Path, checkpoints: Path) -> None:
+    run_ranks(fill, write(tmp_path, checkpoints), str(tmp_path), timeout_s=240)
+
+
+@pytest.mark.parametrize("build", [builders.tiny_mixtral, builders.tiny_qwen2_tied])
+def test_transformers_models_take_a_ds_config(build: Any, checkpoints: Path) -> None:
+    run_ranks(fill_transformers, str(build(checkpoints)), timeout_s=120)
