@@ -19,6 +19,7 @@ import typer
 from packaging.version import Version
 
 from lowmem_load.cli.common import NO, Json, answer, table, working
+from lowmem_load.ds.build_locks import lock_text, old_locks
 from lowmem_load.text import size
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -159,6 +160,8 @@ def check_devices() -> Iterator[Finding]:
     else:
         yield Finding("devices", NOTE, "ranks would run on the CPU")
         yield from check_compiler()
+    for lock, age_s in old_locks():
+        yield Finding("devices", PROBLEM, lock_text(lock, age_s), "delete it if nobody builds there")
     try:
         import lowmem_load.ds.partition  # noqa: F401  imports DeepSpeed
     except ImportError as error:

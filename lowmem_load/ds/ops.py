@@ -9,13 +9,18 @@ import contextlib
 import errno
 import logging
 import os
+import time
 from datetime import timedelta
 from typing import Any
 
 from lowmem_load.contract import DEEPSPEED, TORCH, require
+from lowmem_load.ds.build_locks import lock_text
 from lowmem_load.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+PATIENCE_S = 30.0
+"""Seconds that another process's build may take without a word."""
 
 _GROUPS = (
     *("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP"),
@@ -82,7 +87,7 @@ def load_op(builder: Any) -> Any:
     """Return the module of one of DeepSpeed's ops, compiled first if need be. Raises what the compiler raises."""
     try:
         if builder.name not in builder._loaded_ops:
-            _warn_of_lock(builder.name)
+            _await_lock(builder.name)
         return builder.load(verbose=False)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -94,13 +99,19 @@ def load_op(builder: Any) -> Any:
         ) from error
 
 
-def _warn_of_lock(name: str) -> None:
-    """Name the lock of another build: to 2.13, torch waits for ever for that of a build that was killed."""
+def _await_lock(name: str) -> None:
+    """Wait for the build of another process; name its lock after `PATIENCE_S`, as torch waits for ever to 2.13."""
     from torch.utils import cpp_extension
 
     require(TORCH, {"torch.utils.cpp_extension": ("_get_build_directory",)})
+    if not hasattr(cpp_extension, "FileBaton"):  # the file of torch 2.15 stays, unlocked
+        return
     # It makes the folder, which an op that DeepSpeed was installed with needs not.
     with contextlib.suppress(OSError):
-        lock = os.path.join(cpp_extension._get_build_directory(name, verbose=False), "lock")
-        if os.path.exists(lock) and hasattr(cpp_extension, "FileBaton"):  # the file of torch 2.15 stays, unlocked
-            logger.warning("%s: torch waits for the build that made it; delete it if nobody builds there", lock)
+        lock, start = os.path.join(cpp_extension._get_build_directory(name, verbose=False), "lock"), time.monotonic()
+        while os.path.exists(lock):
+            if time.monotonic() - start >= PATIENCE_S:
+                text = lock_text(lock, time.time() - os.path.getmtime(lock))
+                logger.warning("%s; if nobody builds there, delete it: this load goes on then", text)
+                return
+            time.sleep(0.1)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,12 +17,15 @@ from typing import Any
 from lowmem_load import foreign_names
 from lowmem_load.api.load_model import streaming_by_active_config, streaming_by_config
 from lowmem_load.config.settings import Partition
+from lowmem_load.ds.build_locks import lock_text, old_locks
 from lowmem_load.errors import ConfigError
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations.hooks import enter_if_usable, entered_once_imported, replaced_once_imported
 from lowmem_load.pipeline.load import Options
 from lowmem_load.replaced import Handlers
 from lowmem_load.report import OnLoad
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -136,6 +141,9 @@ def install(
     """
     if _installed:
         return
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for lock, age_s in old_locks():  # DeepSpeed may wait there before anything of ours runs
+            logger.warning("%s: delete it if nobody builds there", lock_text(lock, age_s))
     options = Options(progress=progress, verify=verify, stream=stream, is_lenient=not strict, on_load=on_load)
     with contextlib.ExitStack() as stack:
         stack.enter_context(streaming_by_active_config(options, everywhere=True))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.utils import cpp_extension
 
+from lowmem_load.ds import ops
+from lowmem_load.ds.build_locks import old_locks
 from lowmem_load.ds.ops import load_op
 from lowmem_load.errors import ConfigError
 
@@ -34,11 +38,23 @@ def test_the_lock_of_a_build_is_named(
     """But not of an op that is loaded, nor of torch 2.15, whose lock stays after every build."""
     assert load_op(op(_loaded_ops={"op": "loaded"})) == "loaded" and not caplog.text
     monkeypatch.setattr(cpp_extension, "FileBaton", object, raising=False)
+    monkeypatch.setattr(ops, "PATIENCE_S", 0.0)
+    os.utime(lock, (time.time() - 7200,) * 2)
     assert load_op(op()) == "loaded"
-    assert f"{lock}: torch waits for the build that made it; delete it if nobody builds there" in caplog.text
+    assert f"{lock}: is 120 minutes old. torch waits without a word" in caplog.text
+    assert old_locks() == [(str(lock), pytest.approx(7200, abs=60))]
     caplog.clear()
     monkeypatch.delattr(cpp_extension, "FileBaton")
     assert load_op(op()) == "loaded" and not caplog.text
+
+
+def test_a_build_that_ends_is_no_news(
+    lock: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpp_extension, "FileBaton", object, raising=False)
+    assert not old_locks()
+    Timer(0.3, lock.unlink).start()
+    assert load_op(op()) == "loaded" and not caplog.text and not lock.exists()
 
 
 def test_a_folder_that_cannot_be_written_is_named(lock: Path) -> None:
