@@ -121,7 +121,8 @@ class LoadReport(Phases):
         }
         self.slow_paths = plan.slow_paths
         if recast := [target.name for target in plan.targets if target.is_recast]:
-            self.notes.append(f"stored in {self.dtype}, where an ordinary load keeps another dtype: {listed(recast)}")
+            trained = f"in {self.dtype}, the dtype that this ds_config trains in; an ordinary load keeps another"
+            self.notes.append(f"{trained}: {listed(recast)}")
 
     def sample_memory(self) -> None:
         """Raise the peaks to the memory in use now, where that is more."""

@@ -13,7 +13,8 @@ from torch import nn
 
 from lowmem_load.api.plan_model import device_named, plan_ranks, plan_sharded
 from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.errors import UnsupportedError
+from lowmem_load.ds.partition import check_by_deepspeed
+from lowmem_load.errors import UnsupportedError, listed
 from lowmem_load.hf.names import model_class, model_config
 from lowmem_load.hf.quantizers import four_bit_config
 from lowmem_load.hf.remote_names import Checkpoint
@@ -119,6 +120,7 @@ def plan_zero3(
         raise UnsupportedError(
             f"zero_optimization.{what}: needs are estimated for stage 3 with partitions over all ranks only"
         )
+    check_by_deepspeed(settings.ds_config, job.world_size)
     job = _configured_job(job, settings, is_host=kind == "cpu")
     device = torch.device("cpu" if job.is_host else "cuda")  # any other accelerator is planned for alike
     if training.is_four_bit:
@@ -219,6 +221,7 @@ def forecast(planned: Planned, training: Training) -> Forecast:
         "a step": f"{training.tokens:,} tokens of a rank, {checkpointing} gradient checkpointing"
         * bool(training.tokens),
         "not counted": ", ".join(not_counted),
+        "in no file": _missing_text(plan),
         "a node reads": size(node_bytes) + took,
         **reading,
     }
@@ -352,6 +355,13 @@ def load_needs(planned: Planned) -> Iterator[Need]:
     yield Need("whole on every rank", whole_bytes(plan), stock["whole"])
     yield Need(f"read in {plan.costs.num_reads:,} reads", plan.costs.read_bytes, file_bytes(plan))
     yield Need("peak of host memory", planned.model.host_bytes + on_host, stock["host"])
+
+
+def _missing_text(plan: LoadPlan) -> str:
+    if not plan.missing_keys:
+        return ""
+    missing = f"{len(plan.missing_keys)} of {len(plan.targets)} tensors: {listed(plan.missing_keys, 3)}"
+    return f"{missing}. Is the model's class right (--auto-class)?"
 
 
 def _model_text(plan: LoadPlan, dtype: torch.dtype, training: Training, adapters: int) -> str:

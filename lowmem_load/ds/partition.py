@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.util
+import logging
 import mmap
 import re
 import weakref
@@ -29,6 +30,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed import DeepSpeedConfig
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import constants
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import groups
 from pydantic import ValidationError
@@ -39,6 +41,8 @@ from lowmem_load.ds import swapping
 from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.ds.swapping import Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
+
+logger = logging.getLogger(__name__)
 
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
 
@@ -90,9 +94,8 @@ class Partitioner:
     def __init__(self, ds_config: Mapping[str, Any], group: Any = None) -> None:
         refuse_what_is_absent(ds_config)
         mpu = None
-        if group is not None:  # all that DeepSpeedConfig asks of a model-parallel unit
-            world_size = dist.get_world_size(group) // ds_config.get("sequence_parallel_size", 1)
-            mpu = SimpleNamespace(get_data_parallel_world_size=lambda: world_size)
+        if group is not None:
+            mpu = _unit_of(dist.get_world_size(group) // ds_config.get("sequence_parallel_size", 1))
         _check_by_deepspeed(ds_config, mpu)
         swap_folder = swapping.folder_of(ds_config)
         if swap_folder is not None:
@@ -199,7 +202,22 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     yield module
 
 
+def check_by_deepspeed(ds_config: Mapping[str, Any], world_size: int) -> None:
+    """Refuse, without ranks, what DeepSpeed would refuse in a job of this many."""
+    _check_by_deepspeed(ds_config, _unit_of(world_size))
+
+
+def _unit_of(world_size: int) -> Any:
+    """Return all that DeepSpeedConfig asks of a model-parallel unit."""
+    return SimpleNamespace(get_data_parallel_world_size=lambda: world_size)
+
+
 def _check_by_deepspeed(ds_config: Mapping[str, Any], mpu: Any) -> None:
+    # DeepSpeed ignores sections and values that it does not know. Those of other programs resemble none of its own.
+    known = {"zero_optimization", *(value for value in vars(constants).values() if isinstance(value, str))}
+    for key in ds_config.keys() - known:
+        if near := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
+            logger.warning("ds_config: DeepSpeed has no key %s, and ignores it; did you mean %s?", key, near[0])
     try:
         DeepSpeedConfig(dict(ds_config), mpu)
     except Exception as error:  # of any class, since it does not check types

@@ -42,6 +42,14 @@ def check_index(index: str, *, needs_metadata: bool = True) -> None:
         seen.add(file)
 
 
+def check_files(index: str) -> None:
+    """Refuse an index that names files which its folder lacks."""
+    folder, names = os.path.dirname(index), set(read_json(index)["weight_map"].values())
+    if missing := sorted(file for file in names if not os.path.isfile(os.path.join(folder, file))):
+        what = f"{len(missing)} of {len(names)} files are missing that it names: {listed(missing, 3)}"
+        raise CheckpointError(f"{index}: {what}; copy or download them")
+
+
 def files_below(folder: str) -> list[str]:
     """Return the files in subfolders that the indexes of a folder name, by their paths below it.
 
@@ -52,10 +60,8 @@ def files_below(folder: str) -> list[str]:
         if name.endswith(".index.json"):
             index = os.path.join(folder, name)
             check_index(index)
-            files = {file for file in read_json(index)["weight_map"].values() if os.path.dirname(file)}
-            if missing := sorted(file for file in files if not os.path.isfile(os.path.join(folder, file))):
-                raise CheckpointError(f"{index}: names {listed(missing)}, which the folder lacks")
-            named |= files
+            check_files(index)
+            named |= {file for file in read_json(index)["weight_map"].values() if os.path.dirname(file)}
     return sorted(named)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from lowmem_load import foreign_names
 from lowmem_load.contract import TORCH, TRANSFORMERS, check_release, require
 from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError, UnsupportedError, error_text, listed
 from lowmem_load.foreign_names import ForeignName
-from lowmem_load.formats.index import check_index
+from lowmem_load.formats.index import check_files, check_index
 from lowmem_load.hf.collecting import collecting_handlers, symbolic_files
 from lowmem_load.hf.hub_files import HUB_KEYWORDS, has_file, hub_keywords
 from lowmem_load.hf.load_lock import constructors, inside_load, is_loading, load_lock
@@ -278,6 +279,8 @@ def _initialising_handlers(context: Context) -> Handlers:
 
 def _check_index(ordinary: Callable[..., Any], name: str, index: str, *args: Any, **kwargs: Any) -> Any:
     check_index(index)
+    if os.path.isdir(name):  # else the files may not have been downloaded yet
+        check_files(index)
     return ordinary(name, index, *args, **kwargs)
 
 

@@ -148,7 +148,7 @@ def check_memory(name: str, uses: Sequence[Sequence[Use]]) -> None:
     if problems:
         raise MemoryShortageError(
             f"{name}: does not fit into host memory: {'; '.join(problems)}. Use more nodes or fewer ranks on each, "
-            "offload_param to nvme (smaller buffers, if it is there already), end other processes, or raise the limit; "
+            "offload_param to nvme (there already: a smaller buffer_size), end other processes, or raise the limit; "
             "nothing has been allocated or read yet"
         )
 

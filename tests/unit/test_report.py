@@ -93,7 +93,9 @@ def test_a_plan_is_taken() -> None:
         "unexpected_keys": ["b"],
         "mismatched_keys": [("c", (1,), (2,))],
     }
-    assert report.notes == ["stored in torch.bfloat16, where an ordinary load keeps another dtype: zero3.weight"]
+    assert report.notes == [
+        "in torch.bfloat16, the dtype that this ds_config trains in; an ordinary load keeps another: zero3.weight"
+    ]
     assert report.slow_paths == [SlowPath("w", "why")]
     assert (report.read_bytes, report.num_reads) == (0, 0)  # of what was read, not of what was planned
 

@@ -58,7 +58,7 @@ def test_host_memory_is_added_up_by_what_bounds_it() -> None:
     assert str(caught.value) == (
         "model: does not fit into host memory: rank(s) 0-1 need 13.0 MiB, and 11.0 MiB are free (node0: MemAvailable); "
         "rank(s) 1 need 8.00 MiB, and 7.00 MiB are free (ulimit). Use more nodes or fewer ranks on each, offload_param "
-        "to nvme (smaller buffers, if it is there already), end other processes, or raise the limit; nothing has been "
+        "to nvme (there already: a smaller buffer_size), end other processes, or raise the limit; nothing has been "
         "allocated or read yet"
     )
     assert isinstance(caught.value, MemoryError)
