@@ -303,7 +303,7 @@ def adapter_elements(config: Any, training: Training, keywords: Mapping[str, Any
     """Return the elements of adapters on every Linear but the output layer, as PEFT's "all-linear" has them."""
     if not training.lora_rank:
         return 0
-    model = _without_values(config, keywords)
+    model = without_values(config, keywords)
     output = model.get_output_embeddings()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not output]
     return training.lora_rank * sum(linear.in_features + linear.out_features for linear in linears)
@@ -311,14 +311,14 @@ def adapter_elements(config: Any, training: Training, keywords: Mapping[str, Any
 
 def gathered_elements(config: Any, keywords: Mapping[str, Any]) -> int:
     """Return what FSDP2 gathers at a time: the largest block, and what is in no block, which stays gathered."""
-    model = _without_values(config, keywords)
+    model = without_values(config, keywords)
     in_blocks = [{id(p): p.numel() for p in block.parameters()} for block in blocks(model)]
     inside = {key for block in in_blocks for key in block}
     root = sum(p.numel() for p in model.parameters() if id(p) not in inside)
     return int(root + max((sum(block.values()) for block in in_blocks), default=0))
 
 
-def _without_values(config: Any, keywords: Mapping[str, Any]) -> Any:
+def without_values(config: Any, keywords: Mapping[str, Any]) -> Any:
     trust_remote_code = bool(keywords.get("trust_remote_code"))
     cls = model_class(keywords.get("auto_class"), config, trust_remote_code)
     with torch.device("meta"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +14,7 @@ import typer
 
 from lowmem_load.cli import common
 from lowmem_load.cli.common import NO, Json, Name, Revision, Subfolder, answer, facts, table, working
+from lowmem_load.errors import UnsupportedError
 from lowmem_load.planning.training_memory import OFFLOADS, Job, Need, Training
 from lowmem_load.text import parse_size, size
 
@@ -100,8 +103,7 @@ def plan(
     _check_ranks(engine, job, world_size, has_axes=max(tp, ep, dp_replicate) > 1)
     _check_training(engine, job, training, trainable, offload, is_compared=compare)
     keywords = dict[str, Any](subfolder=subfolder, auto_class=auto_class, trust_remote_code=trust_remote_code)
-    with working():
-        checkpoint, keywords = _find(name, revision, dequantize, keywords)
+    with working(), _found(name, revision, dequantize, keywords) as (checkpoint, keywords):
         forecasts = _forecasts(checkpoint, engine, job, training, keywords, is_compared=compare)
     _answer(forecasts, as_json, is_compared=compare)
 
@@ -152,19 +154,21 @@ def _check_training(
     )
 
 
-def _find(
+@contextlib.contextmanager
+def _found(
     name: str, revision: str | None, dequantize: bool, keywords: dict[str, Any]
-) -> tuple[Checkpoint, dict[str, Any]]:
-    """Return the checkpoint, and the keywords of `from_pretrained`."""
+) -> Iterator[tuple[Checkpoint, dict[str, Any]]]:
+    """Inside, there are the checkpoint, and the keywords of `from_pretrained`."""
     common.check_revision(name, revision)
     os.environ["DS_ACCELERATOR"] = "cpu"  # of this process; the plan is for the job's
+    from lowmem_load.cli.without_weights import with_headers
     from lowmem_load.hf.quantizers import dequantizing
     from lowmem_load.hf.remote_names import find_checkpoint
 
-    checkpoint = find_checkpoint(name, subfolder=keywords["subfolder"], revision=revision)
-    if dequantize:
-        keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
-    return checkpoint, keywords
+    with with_headers(find_checkpoint(name, subfolder=keywords["subfolder"], revision=revision), keywords) as checkpoint:
+        if dequantize:
+            keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
+        yield checkpoint, keywords
 
 
 def _forecasts(
@@ -177,6 +181,12 @@ def _forecasts(
     if is_compared:
         adapters = replace(training, lora_rank=training.lora_rank or COMPARED_RANK)
         ways = [replace(training, lora_rank=0), adapters, replace(adapters, is_four_bit=True)]
+    if any(way.is_four_bit for way in ways) and find_spec("bitsandbytes") is None:
+        message = "QLoRA is not planned: it needs bitsandbytes (pip install 'lowmem-load[qlora]')"
+        if not is_compared:
+            raise UnsupportedError(message)
+        typer.echo(message, err=True)
+        ways = ways[:2]
     forecasts: list[Forecast] = []
     for way in ways[:2] if engine.mesh else ways:
         if engine.mesh:
