@@ -319,6 +319,7 @@ def gathered_elements(config: Any, keywords: Mapping[str, Any]) -> int:
 
 
 def without_values(config: Any, keywords: Mapping[str, Any]) -> Any:
+    """Return the model of a configuration on the meta device; `keywords` are those of `plan`."""
     trust_remote_code = bool(keywords.get("trust_remote_code"))
     cls = model_class(keywords.get("auto_class"), config, trust_remote_code)
     with torch.device("meta"):

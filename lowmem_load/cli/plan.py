@@ -165,7 +165,9 @@ def _found(
     from lowmem_load.hf.quantizers import dequantizing
     from lowmem_load.hf.remote_names import find_checkpoint
 
-    with with_headers(find_checkpoint(name, subfolder=keywords["subfolder"], revision=revision), keywords) as checkpoint:
+    with with_headers(
+        find_checkpoint(name, subfolder=keywords["subfolder"], revision=revision), keywords
+    ) as checkpoint:
         if dequantize:
             keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
         yield checkpoint, keywords

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -175,6 +176,51 @@ def test_plan_of_a_mesh_takes_a_world_size_that_fits_and_dequantizes(answer: Ans
     assert answer(*asked)[0] == 0
     with pytest.raises(UnsupportedError, match="is not quantized"):
         answer(*asked, "--dequantize")
+
+
+def test_plan_needs_no_files_of_weights(answer: Answer, llama: Path, ds_config: Path, tmp_path: Path) -> None:
+    """A model that is planned by its configuration has the sizes of its files."""
+    shutil.copy(llama / "config.json", tmp_path)
+    plans = [answer("plan", name, "--world-size", 2, "--json")[1] for name in (llama, tmp_path)]
+    assert plans[1]["name"].endswith("(config.json alone: sizes as a save would write them)")
+    assert plans[0]["costs"]["needed_bytes"] == plans[1]["costs"]["needed_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"zero_optimization": {"stage": 3, "offload_parm": {"device": "cpu"}}}, "did you mean offload_param"),
+        ({"zero_optimization": {"stage": 3}, "bf16": {"enable": True}}, "bf16.enable is no key"),
+    ],
+)
+def test_plan_refuses_the_ds_config_that_a_load_refuses(
+    section: dict[str, Any], message: str, answer: Answer, llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "typo.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **section}))
+    with pytest.raises(ConfigError, match=message):
+        answer("plan", llama, "--ds-config", tmp_path / "typo.json", "--world-size", 2)
+
+
+def test_plan_says_what_deepspeed_ignores_and_what_no_file_has(
+    answer: Answer, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content = {"zero_optimization": {"stage": 3}, "train_micro_batchsize_per_gpu": 1}
+    (tmp_path / "typo.json").write_text(json.dumps(content))
+    asked = ("plan", llama, "--ds-config", tmp_path / "typo.json", "--world-size", 2)
+    assert "in no file" not in answer(*asked)[1]
+    assert "did you mean train_micro_batch_size_per_gpu?" in caplog.text
+    assert "Is the model's class right" in answer(*asked, "--auto-class", "BertModel")[1]
+
+
+def test_a_comparison_without_bitsandbytes_has_the_other_rows(
+    answer: Answer, llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lowmem_load.cli.plan.find_spec", lambda name: None)
+    limits = ("--world-size", 2, "--accelerator", "cuda", "--host-memory", "1TiB", "--device-memory", "24MiB")
+    text = answer("plan", llama, *limits, "--compare")[1]
+    assert "LoRA r16" in text and "QLoRA r16" not in text
+    with pytest.raises(UnsupportedError, match="needs bitsandbytes"):
+        answer("plan", llama, *limits, "--four-bit", "--lora-rank", 8)
 
 
 COMPARED = [

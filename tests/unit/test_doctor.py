@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,3 +123,14 @@ def test_the_command_ends_with_1_where_there_is_a_problem(
 def test_all_checks_run_here(tmp_path: Path) -> None:
     areas = {finding.area for finding in doctor.check_all(str(tmp_path))}
     assert areas >= {"versions", "memory", "storage", "devices"}
+
+
+def test_the_lock_of_a_killed_build_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr("lowmem_load.ds.build_locks.version", lambda name: "2.13.0")
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    assert not about(list(doctor.check_devices()), str(lock)), "another process may build there"
+    os.utime(lock, (time.time() - 7200,) * 2)
+    assert about(list(doctor.check_devices()), f"{lock}: is 120 minutes old") == [PROBLEM]
