@@ -100,8 +100,7 @@ def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: 
         return _quantize(inputs[0], template)[0].view(-1).view(storage)
 
     def scale(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        scales: torch.Tensor = _quantize(inputs[0], template)[1].absmax
-        return scales
+        return _scales(inputs[0], template)
 
     def combine(read: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         return {_STATE: _state(read[_SCALES], shape, dtype, template)}
@@ -134,6 +133,16 @@ def _quantize(weights: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
         weights.to(device), blocksize=settings.blocksize, quant_type=settings.quant_type
     )
     return packed, state
+
+
+def _scales(weights: torch.Tensor, settings: Any) -> torch.Tensor:
+    """Return the scales of blocks. On the CPU packing takes far longer, and that of a full block is its largest one."""
+    size = int(settings.blocksize)
+    full = 0 if torch.accelerator.is_available() else weights.numel() // size * size
+    scales = weights[:full].view(-1, size).abs().amax(1).float()
+    if full < weights.numel():
+        scales = torch.cat([scales, _quantize(weights[full:], settings)[1].absmax.cpu()])
+    return scales
 
 
 def _state(scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype, settings: Any) -> Any:

@@ -40,7 +40,7 @@ def is_four_bit_model(model: Any) -> bool:
 
 
 def _fields(quantization: Any) -> Mapping[str, Any]:
-    return quantization if isinstance(quantization, Mapping) else vars(quantization)
+    return quantization if isinstance(quantization, Mapping) else getattr(quantization, "__dict__", {})
 
 
 def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:

@@ -6,8 +6,11 @@ number; sglang 0.5 `srt/entrypoints/engine.py`. Its `load_lora_adapter_from_tens
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import inspect
+import os
+import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -20,7 +23,7 @@ from lowmem_load.weights_out.send_weights import Tensors
 
 OF_VLLM, OF_SGLANG = "add_lora", "load_lora_adapter"
 
-_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY, _PREFIX = Path("/dev/shm"), "lowmem_load-adapters-"
 
 
 def engine_of(client: Any) -> Any:
@@ -64,7 +67,31 @@ def hand_over_adapter(
 
 @functools.cache
 def _shared_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder in memory that lives as long as this process: an engine may read an adapter again."""
-    return tempfile.TemporaryDirectory(
-        prefix="lowmem_load-adapters-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-    )
+    """Return a folder in memory that lives as long as this process: an engine may read an adapter again.
+
+    A process that is killed leaves its folder to the next one that makes one. A lock says who lives: processes of
+    containers that share this memory do not see each other's numbers.
+    """
+    parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    for left in parent.glob(f"{_PREFIX}*"):
+        if (lock := _locked(left)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+    while True:
+        folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent, ignore_cleanup_errors=True)
+        if _locked(Path(folder.name)) is not None and os.path.isdir(folder.name):  # else taken for one that was left
+            return folder
+
+
+def _locked(folder: Path) -> int | None:
+    """Lock a folder for as long as this process lives; return its file descriptor, None if another one has it."""
+    try:
+        number = os.open(folder, os.O_RDONLY)
+    except OSError:  # it is gone, or another user's
+        return None
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(number)
+        return None
+    return number

@@ -165,10 +165,10 @@ def test_other_loads_do_not_touch_bitsandbytes(plain: Path, monkeypatch: pytest.
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_storage_of_another_dtype_is_refused(plain: Path) -> None:
-    config = quantization(bnb_4bit_quant_storage=torch.float32)
+def test_storage_of_another_dtype_is_refused(checkpoints: Path) -> None:
+    config, path = quantization(bnb_4bit_quant_storage=torch.float32), builders.tiny_llama(checkpoints)
     with pytest.raises(ConfigError, match=r"stored as torch.float32.*bnb_4bit_quant_storage=torch.bfloat16"):
-        plan(plain, BF16, rank=0, world_size=2, quantization_config=config)
+        plan(path, BF16, rank=0, world_size=2, quantization_config=config)
 
 
 def test_a_weight_that_storage_does_not_divide_is_refused(checkpoints: Path) -> None:
