@@ -52,11 +52,10 @@ def load_model(
     """Load a checkpoint straight into ZeRO-3 partitions; return the transformers model, in eval mode.
 
     Under ZeRO stage 3 each rank reads only the bytes of its own partitions; under stages 0 to 2 every rank reads all.
-    `model.lowmem_load_report` has the `LoadReport`.
+    `model.lowmem_load_report` has the `LoadReport`. Collective: all ranks. No weights cross the network.
 
     Args:
-        name: a local folder, a Hub id, or the URL (s3, gs, az, abfss, https, http) of a folder, from which each rank
-            reads its bytes over the network; weights touch no disk.
+        name: a local folder, a Hub id, or a folder's URL (s3, gs, az, abfss, https, http): no weights touch a disk.
         ds_config: a dict, the path of a JSON file, or an `HfDeepSpeedConfig`. "auto" values are resolved as Trainer
             does; the report's `ds_config` holds the result. Or transformers' `DistributedConfig`, or a `DeviceMesh` for
             FSDP2 by layers, with the other keywords of `fully_shard` as `policy=`.
@@ -64,8 +63,8 @@ def load_model(
         dtype: "auto" for that in which DeepSpeed will run this ds_config (bf16, fp16, else fp32), which any other must
             agree with under stage 3; with `partition` it is that of the parameters that stay whole.
         progress: True shows a bar on rank 0, False none, None one on long loads when stderr is a terminal.
-        partition: what to partition: module names or globs, module classes, predicates on (name, module), or a sequence
-            of these. The rest is whole on every rank. None: all. Train such a model with `lowmem_load.initialize`.
+        partition: what to partition: module names or globs, classes, predicates on (name, module), or a sequence of
+            these. The rest is whole on every rank. None: all. Train such a model with `lowmem_load.initialize`.
         data_parallel_group: a group of torch.distributed whose ranks share the partitions. None: all ranks.
         verify: True compares every file with its checksum first (see `verify_checkpoint`); one without is an error.
         stream: True reads a model on the Hub as one at a URL, unless the Hub's cache holds it.
@@ -73,14 +72,13 @@ def load_model(
             kinds. `name` then says only which model it is. Each rank reads its own part, however many ranks saved.
         **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...
 
-    Collective: all ranks. No weights cross the network.
     Memory: the partitions; where bytes are cast or rearranged, `LoadPlan.costs.staging_bytes` a reading thread.
 
     Raises:
         ConfigError: ds_config, dtype or auto_class cannot be used.
         CheckpointError: the folder or its files cannot be used.
         UnsupportedError: the combination cannot be streamed.
-        RankError: another rank failed; the same error is raised on every rank.
+        RankError: another rank failed; all ranks raise it.
     """
     options = Options(progress=progress, verify=verify, stream=stream, weights=weights_folder(weights, verify=verify))
     if _is_sharding(ds_config):
@@ -94,8 +92,7 @@ def load_model(
 
         def make_request() -> tuple[Request, Settings]:
             request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs, has_weights=weights is None)
-            settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
-            return request, settings
+            return request, read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
 
         return load_request(make_request, ranks, options)
 

@@ -8,7 +8,6 @@ objects, has no limits, and gives the place of a storage only since torch 2.7.
 from __future__ import annotations
 
 import pickletools
-import reprlib
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -96,24 +95,6 @@ class OrderedNames(dict[Any, Any]):
     """Stands for `collections.OrderedDict`, which takes more memory."""
 
 
-def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
-    """Return the tensors of a pickled state dict by name."""
-    return tensors_of(objects(pickled, path, only_tensors=True), path)
-
-
-def tensors_of(tensors: Any, path: str) -> dict[str, Tensor]:
-    """Return a pickled tree if it is a state dict: tensors by name."""
-    if not isinstance(tensors, dict):
-        raise CheckpointError(f"{path}: holds a {type(tensors).__name__}, expected a dict of tensors by name")
-    for name, value in tensors.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"{path}: entry {reprlib.repr(name)} is a {type(value).__name__}, expected a tensor under "
-                "a string; save the model's state_dict() alone"
-            )
-    return tensors
-
-
 def objects(
     pickled: bytes,
     path: str,
@@ -129,10 +110,14 @@ def objects(
     fewest bytes in which an honest pickle of this kind makes an object.
     """
     try:
-        machine = _Machine(
-            pickled, path, max_opcodes or MAX_OPCODES, nbytes_per_object, compact or {}, only_tensors=only_tensors
-        )
-        return machine.run()
+        return _Machine(
+            pickled,
+            path,
+            max_opcodes=max_opcodes or MAX_OPCODES,
+            nbytes_per_object=nbytes_per_object,
+            compact=compact or {},
+            only_tensors=only_tensors,
+        ).run()
     except CheckpointError:
         raise
     except (ValueError, TypeError, AttributeError, LookupError, struct.error) as error:
@@ -193,7 +178,7 @@ WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 """Name of a `Foreign` that is a DTensor: class, dtype, shape, strides, ...; its state has the local tensor."""
 
 
-def _call(arguments: Any, function: Any) -> Any:
+def _call(function: Any, arguments: Any) -> Any:
     if not isinstance(function, Global) or function.name in STORAGE_DTYPES or not isinstance(arguments, tuple):
         raise TypeError(f"a {type(function).__name__} is called with a {type(arguments).__name__}")
     if function.name in _CALLS:
@@ -213,210 +198,138 @@ def _storage(kind: Any, storage: Any, key: Any, _device: Any, numel: Any) -> Sto
     return Storage(key, STORAGE_DTYPES[storage.name], numel)
 
 
+@dataclass(slots=True)
 class _Machine:
-    def __init__(
-        self,
-        pickled: bytes,
-        path: str,
-        max_opcodes: int,
-        nbytes_per_object: int,
-        compact: Mapping[str, Callable[[Any], Any]],
-        *,
-        only_tensors: bool,
-    ) -> None:
-        self._pickled, self._at, self._path = pickled, 0, path
-        self._max_opcodes, self._nbytes_per_object = max_opcodes, nbytes_per_object
-        self._compact, self._only_tensors = compact, only_tensors
-        self._stack: list[Any] = []
-        self._below: list[list[Any]] = []  # the stacks under each mark
-        self._memo: dict[int, Any] = {}
+    pickled: bytes
+    path: str
+    max_opcodes: int
+    nbytes_per_object: int
+    compact: Mapping[str, Callable[[Any], Any]]
+    only_tensors: bool
+    at: int = 0  # byte of the next opcode
+    stack: list[Any] = field(default_factory=list)
+    below: list[list[Any]] = field(default_factory=list)  # the stacks under each mark
+    memo: dict[int, Any] = field(default_factory=dict)
 
     def run(self) -> Any:
-        num_objects, pickled, memo = 0, self._pickled, self._memo
-        known = _OF_TENSORS if self._only_tensors else _EXECUTE
-        for _ in range(self._max_opcodes):
-            position = self._at
+        num_objects, pickled, memo = 0, self.pickled, self.memo
+        known = _OF_TENSORS if self.only_tensors else _EXECUTE
+        for _ in range(self.max_opcodes):
+            position = self.at
             opcode = pickled[position]
-            self._at += 1
+            self.at += 1
             execute = known.get(opcode)
             if execute is None:
                 if opcode == _STOP:
-                    (result,) = self._stack
+                    (result,) = self.stack
                     return result
                 if opcode not in _NAMES:
                     raise ValueError(f"no opcode at byte {position}")
-                raise CheckpointError(f"{self._path}: its pickle uses {_NAMES[opcode]}, which no state dict needs")
+                raise CheckpointError(f"{self.path}: its pickle uses {_NAMES[opcode]}, which no state dict needs")
             num_objects += opcode in _MAKES
-            if max(num_objects, len(memo)) > FREE_OBJECTS + position // self._nbytes_per_object:
+            if max(num_objects, len(memo)) > FREE_OBJECTS + position // self.nbytes_per_object:
                 raise CheckpointError(
-                    f"{self._path}: its pickle makes too many objects for tensors up to byte {position}"
+                    f"{self.path}: its pickle makes too many objects for tensors up to byte {position}"
                 )
             execute(self)
-        raise CheckpointError(f"{self._path}: its pickle has more than {self._max_opcodes} opcodes")
+        raise CheckpointError(f"{self.path}: its pickle has more than {self.max_opcodes} opcodes")
 
-    # -- opcodes, by the names of `pickletools` ------------------------------------------------------------------------
+    # -- opcodes that do not just push a value -------------------------------------------------------------------------
 
     def _proto(self) -> None:
-        self._at += 1
+        self.at += 1
 
     def _frame(self) -> None:
-        self._at += 8
-
-    def _none(self) -> None:
-        self._stack.append(None)
-
-    def _newtrue(self) -> None:
-        self._stack.append(True)
-
-    def _newfalse(self) -> None:
-        self._stack.append(False)
-
-    def _binint(self) -> None:
-        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
-
-    def _binint1(self) -> None:
-        self._stack.append(self._size(1))
-
-    def _binint2(self) -> None:
-        self._stack.append(self._size(2))
-
-    def _long1(self) -> None:
-        self._stack.append(int.from_bytes(self._take(self._size(1)), "little", signed=True))
-
-    def _binfloat(self) -> None:
-        (number,) = struct.unpack(">d", self._take(8))
-        self._stack.append(number)
-
-    def _short_binunicode(self) -> None:
-        self._stack.append(self._text(1))
-
-    def _binunicode(self) -> None:
-        self._stack.append(self._text(4))
-
-    def _empty_tuple(self) -> None:
-        self._stack.append(())
-
-    def _empty_list(self) -> None:
-        self._stack.append([])
-
-    def _empty_dict(self) -> None:
-        self._stack.append({})
+        self.at += 8
 
     def _mark(self) -> None:
-        self._below.append(self._stack)
-        self._stack = []
-
-    def _tuple(self) -> None:
-        items = self._pop_marked()
-        self._stack.append(tuple(items))
-
-    def _tuple1(self) -> None:
-        self._stack[-1:] = [(self._stack[-1],)]
-
-    def _tuple2(self) -> None:
-        self._stack[-2:] = [(self._stack[-2], self._stack[-1])]
-
-    def _tuple3(self) -> None:
-        self._stack[-3:] = [(self._stack[-3], self._stack[-2], self._stack[-1])]
+        self.below.append(self.stack)
+        self.stack = []
 
     def _memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
+        self.memo[len(self.memo)] = self.stack[-1]
 
     def _binput(self) -> None:
-        self._memo[self._size(1)] = self._stack[-1]
+        self.memo[self.number(1)] = self.stack[-1]
 
     def _long_binput(self) -> None:
-        self._memo[self._size(4)] = self._stack[-1]
-
-    def _binget(self) -> None:
-        self._stack.append(self._memo[self._size(1)])
-
-    def _long_binget(self) -> None:
-        self._stack.append(self._memo[self._size(4)])
-
-    def _global(self) -> None:
-        self._stack.append(self._named(self._line(), self._line()))
+        self.memo[self.number(4)] = self.stack[-1]
 
     def _stack_global(self) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
+        name, module = self.stack.pop(), self.stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
             raise TypeError("the name of a global is no text")
-        self._stack.append(self._named(module, name))
-
-    def _reduce(self) -> None:
-        self._stack.append(_call(self._stack.pop(), self._stack.pop()))
-
-    def _newobj(self) -> None:
-        self._reduce()
-
-    def _binpersid(self) -> None:
-        self._stack.append(_storage(*self._stack.pop()))
+        self.stack.append(self.named(module, name))
 
     def _build(self) -> None:
         """Give an object its state."""
-        state, target = self._stack.pop(), self._stack[-1]
+        state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Foreign):
-            target.state = self._compact[target.name](state) if target.name in self._compact else state
+            target.state = self.compact[target.name](state) if target.name in self.compact else state
         elif not isinstance(target, OrderedNames):  # a state dict's state is the versions of its modules
             raise TypeError(f"BUILD changes a {type(target).__name__}")
 
     def _append(self) -> None:
-        self._extend([self._stack.pop()])
+        self._extend([self.stack.pop()])
 
     def _appends(self) -> None:
-        self._extend(self._pop_marked())
+        self._extend(self.pop_marked())
 
     def _setitem(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
+        value, key = self.stack.pop(), self.stack.pop()
         self._update([key, value])
 
     def _setitems(self) -> None:
-        self._update(self._pop_marked())
+        self._update(self.pop_marked())
 
     # -- what several of them need -------------------------------------------------------------------------------------
 
     def _extend(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         if isinstance(target, list):
             target.extend(items)
         elif not isinstance(target, Foreign):  # the items of a foreign list are dropped
             raise TypeError(f"items are appended to a {type(target).__name__}")
 
     def _update(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         if isinstance(target, dict) and all(map(is_key, items[::2])):
             target.update(zip(items[::2], items[1::2], strict=True))
         elif not isinstance(target, Foreign):  # the items of a foreign dict are dropped
             raise TypeError(f"items of a {type(target).__name__} are set, or a key is neither text nor int")
 
-    def _take(self, nbytes: int) -> bytes:
-        start, self._at = self._at, self._at + nbytes
-        if self._at > len(self._pickled):
-            raise ValueError(f"it ends within an opcode, at byte {len(self._pickled)}")
-        return self._pickled[start : self._at]
+    def take(self, nbytes: int) -> bytes:
+        start, self.at = self.at, self.at + nbytes
+        if self.at > len(self.pickled):
+            raise ValueError(f"it ends within an opcode, at byte {len(self.pickled)}")
+        return self.pickled[start : self.at]
 
-    def _size(self, nbytes: int) -> int:
-        return int.from_bytes(self._take(nbytes), "little")
+    def number(self, nbytes: int) -> int:
+        return int.from_bytes(self.take(nbytes), "little")
 
-    def _text(self, nbytes_of_size: int) -> str:
-        return self._take(self._size(nbytes_of_size)).decode("utf-8", "surrogatepass")
+    def text(self, nbytes_of_size: int) -> str:
+        return self.take(self.number(nbytes_of_size)).decode("utf-8", "surrogatepass")
 
-    def _line(self) -> str:
-        end = self._pickled.index(b"\n", self._at)
-        start, self._at = self._at, end + 1
-        return self._pickled[start:end].decode()
+    def line(self) -> str:
+        end = self.pickled.index(b"\n", self.at)
+        start, self.at = self.at, end + 1
+        return self.pickled[start:end].decode()
 
-    def _pop_marked(self) -> list[Any]:
-        items, self._stack = self._stack, self._below.pop()
+    def pop(self, count: int) -> tuple[Any, ...]:
+        items = [self.stack.pop() for _ in range(count)]
+        return tuple(reversed(items))
+
+    def pop_marked(self) -> list[Any]:
+        items, self.stack = self.stack, self.below.pop()
         return items
 
-    def _named(self, module: str, name: str) -> Any:
+    def named(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full in DTYPES:
             return DTYPES[full]
-        if self._only_tensors and full not in STORAGE_DTYPES and full not in _CALLS:
+        if self.only_tensors and full not in STORAGE_DTYPES and full not in _CALLS:
             raise CheckpointError(
-                f"{self._path}: its pickle names {full:.200}, which describes no tensor; nothing was run. If you trust "
+                f"{self.path}: its pickle names {full:.200}, which describes no tensor; nothing was run. If you trust "
                 "its maker, save the tensors alone: torch.save(model.state_dict(), path), or better as safetensors"
             )
         return Global(full)
@@ -424,10 +337,49 @@ class _Machine:
 
 _NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 _STOP = ord(".")
+_PUSHES: Mapping[str, Callable[[_Machine], Any]] = {
+    "NONE": lambda _: None,
+    "NEWTRUE": lambda _: True,
+    "NEWFALSE": lambda _: False,
+    "BININT": lambda machine: int.from_bytes(machine.take(4), "little", signed=True),
+    "BININT1": lambda machine: machine.number(1),
+    "BININT2": lambda machine: machine.number(2),
+    "LONG1": lambda machine: int.from_bytes(machine.take(machine.number(1)), "little", signed=True),
+    "BINFLOAT": lambda machine: struct.unpack(">d", machine.take(8))[0],
+    "SHORT_BINUNICODE": lambda machine: machine.text(1),
+    "BINUNICODE": lambda machine: machine.text(4),
+    "EMPTY_TUPLE": lambda _: (),
+    "EMPTY_LIST": lambda _: [],
+    "EMPTY_DICT": lambda _: {},
+    "TUPLE": lambda machine: tuple(machine.pop_marked()),
+    "TUPLE1": lambda machine: machine.pop(1),
+    "TUPLE2": lambda machine: machine.pop(2),
+    "TUPLE3": lambda machine: machine.pop(3),
+    "REDUCE": lambda machine: _call(*machine.pop(2)),
+    "NEWOBJ": lambda machine: _call(*machine.pop(2)),
+    "BINPERSID": lambda machine: _storage(*machine.stack.pop()),
+    "BINGET": lambda machine: machine.memo[machine.number(1)],
+    "LONG_BINGET": lambda machine: machine.memo[machine.number(4)],
+    "GLOBAL": lambda machine: machine.named(machine.line(), machine.line()),
+}
+"""Opcodes that push one value."""
+
+
+def _pushing(value: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
+    def execute(machine: _Machine) -> None:
+        pushed = value(machine)  # first: a tuple of marked items takes them off the stack
+        machine.stack.append(pushed)
+
+    return execute
+
+
 _EXECUTE: Mapping[int, Callable[[_Machine], None]] = {
-    code: getattr(_Machine, f"_{name.lower()}")
-    for code, name in _NAMES.items()
-    if hasattr(_Machine, f"_{name.lower()}")
+    **{code: _pushing(_PUSHES[name]) for code, name in _NAMES.items() if name in _PUSHES},
+    **{
+        code: getattr(_Machine, f"_{name.lower()}")
+        for code, name in _NAMES.items()
+        if hasattr(_Machine, f"_{name.lower()}")
+    },
 }
 _OF_TENSORS = {
     code: execute

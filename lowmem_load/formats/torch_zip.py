@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import reprlib
 import struct
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.formats.format import CheckpointFile, refuse_git_lfs_pointer
-from lowmem_load.formats.inert_pickle import Tensor, objects, state_dict, tensors_of
+from lowmem_load.formats.inert_pickle import Tensor, objects
 from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Computed, Expression, Shape, Source, permute
 
@@ -275,3 +276,21 @@ def _dense_order(size: Shape, strides: Shape) -> list[int] | None:
     if order == wide:
         return list(range(len(size)))
     return [dim for dim in range(len(size)) if size[dim] == 1] + order
+
+
+def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
+    """Return the tensors of a pickled state dict by name."""
+    return tensors_of(objects(pickled, path, only_tensors=True), path)
+
+
+def tensors_of(tensors: Any, path: str) -> dict[str, Tensor]:
+    """Return a pickled tree if it is a state dict: tensors by name."""
+    if not isinstance(tensors, dict):
+        raise CheckpointError(f"{path}: holds a {type(tensors).__name__}, expected a dict of tensors by name")
+    for name, value in tensors.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{path}: entry {reprlib.repr(name)} is a {type(value).__name__}, expected a tensor under "
+                "a string; save the model's state_dict() alone"
+            )
+    return tensors

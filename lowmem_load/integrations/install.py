@@ -125,9 +125,7 @@ def install(
     another number of ranks saved, as `lowmem_load.load_checkpoint` does. DeepSpeed itself refuses that.
 
     TRL's trainers send the weights of partitioned and sharded models to vLLM in buckets, and mix reference models
-    partition by partition; see docs/situations/rlhf_weights.md.
-
-    Local: no rank waits for another here. Call it before the first model is loaded.
+    partition by partition; see docs/situations/rlhf_weights.md. Local. Call it before the first model is loaded.
 
     Args:
         progress: as for `load_model`.

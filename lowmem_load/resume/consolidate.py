@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,40 +59,29 @@ def consolidate(
 ) -> SaveReport:
     """Make a Hugging Face folder of a training checkpoint of DeepSpeed, FSDP2, torch DCP or verl.
 
-    Takes what DeepSpeed's `save_checkpoint` writes under ZeRO; torch DCP (`.metadata` with `.distcp` files, or shards
-    in safetensors files), as accelerate, Trainer, axolotl, LLaMA-Factory, torchtitan and transformers write it; and
-    the files of ranks of verl (`model_world_size_8_rank_3.pt`) and of accelerate (`use_dcp=False`). The files say which
-    of them it is. No pickle is run. Needs no GPU and no process group. The folder appears all at once, as with
-    `save_model`.
-
-    Of a ZeRO checkpoint the optimizer's fp32 values are written. Adapters go into the folder, if the checkpoint has
-    nothing else, else into its folder `adapter`.
+    Takes what DeepSpeed's `save_checkpoint` writes under ZeRO; torch DCP (`.metadata` with `.distcp` or safetensors
+    files); and the files of ranks of verl (`model_world_size_8_rank_3.pt`) and accelerate (`use_dcp=False`). The files
+    say which it is. No pickle is run. Needs no GPU and no process group. The folder appears all at once. Adapters go
+    into it, if the checkpoint has nothing else, else into its folder `adapter`. Returns what this process has written.
+    Memory: buffers of 40 MiB, and the description of the checkpoint: some MiB; 1.5 GiB for 512,000 chunks.
 
     Args:
         checkpoint_folder: the folder that was saved to; of Trainer and accelerate also `checkpoint-500`.
         output_folder: made if it is not there.
         tag: of a checkpoint of DeepSpeed. None: the one that the file `latest` names.
         part: of the state dict, which is the model: "model", "ema". None: found by its name.
-        dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: as they were saved, and fp32
-            of a ZeRO checkpoint.
+        dtype: of floating-point tensors: fp64, fp32, fp16 or bf16. None: as saved; of ZeRO, the optimizer's fp32.
         max_shard_size: bytes, or text such as "5GB".
-        config: folder with config.json, or name of a model on the Hub. The parameters are named as `save_pretrained`
-            of that model names them. None: the config.json in the checkpoint or beside it, if there is one. False, or
-            without a config.json: the parameters keep the names of the checkpoint, and tied parameters are written
-            under each name.
+        config: folder with config.json, or a model on the Hub, whose `save_pretrained` names the parameters so. None:
+            the config.json in the checkpoint or beside it. False, or without one: the names of the checkpoint, and tied
+            parameters under each name.
         together: whether all ranks of the job call this, and share the work.
         progress: True shows a progress bar, False none, None one on long runs when stderr is a terminal.
-
-    Returns:
-        What was written, by this process.
-
-    Memory: buffers of 40 MiB, and the description of the checkpoint: some MiB; 1.5 GiB for 512,000 chunks.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, malformed or truncated, or of another model than `config`.
         ConfigError: the folder or an argument cannot be used.
-        UnsupportedError: model parallelism of DeepSpeed, compressed chunks, or a conversion that cannot be written
-            piece by piece.
+        UnsupportedError: DeepSpeed's model parallelism, compressed chunks, or a conversion that needs whole tensors.
         RankError: another process failed; the same error is raised in each.
     """
     if dtype is not None and dtype not in saver.DTYPES:
@@ -109,34 +98,50 @@ def consolidate(
             model = open_model(os.fspath(checkpoint_folder), executor, tag=tag, part=part)
             in_files = dtype or (torch.float32 if model.num_masters else None)
             files = _describe(model, scratch, executor, config, in_files, max_shard_size)
-            writes = plan_writes(files)
-            target = folders.find_target(output_folder)
             read = (f"{os.path.basename(file.path)} {file.nbytes} {file.digest}" for file in model.files)
             step.digest = {"dtype": repr(dtype), "files": digest_of(files), "checkpoint": fingerprint(read)}
-            step.payload = target, node_name(rank), identify_files(model.files)
-        targets, nodes, ids = zip(*(step.payloads or [(target, "", ("", 0))]), strict=True)
-        if ranks is not None:  # of equal names, sizes and shapes are two saves of one run, too
-            agree_on_bytes(
-                ranks,
-                os.fspath(checkpoint_folder),
-                model.files,
-                small_of=lambda _: (),
-                sources=executor.sources,
-                ids=ids,
-                num_threads=executor.num_threads,
-            )
-        work = Copying(ranks, files, writes, {**model.tensors, **model.adapter}, report)
-        with shared_staging(ranks, report, files, targets) as staging:
-            work.write(staging, executor, progress, past_cache=len(set(nodes)) > 1 and has_caches_apart(target))
-            with step_of(ranks, "renaming", report), report.phase("rename"):
-                if rank == 0:
-                    folders.put_beside(staging, scratch)
-                    folders.commit(staging, [file.name for file in files])
+            step.payload = folders.find_target(output_folder), node_name(rank), identify_files(model.files)
+        _write(
+            model, files, step.payloads or [step.payload], ranks, executor, report, scratch=scratch, progress=progress
+        )
+    return report
+
+
+def _write(
+    model: SavedModel,
+    files: Sequence[FileLayout],
+    payloads: Sequence[tuple[str, str, Any]],
+    ranks: DistributedInterface | None,
+    executor: Executor,
+    report: SaveReport,
+    *,
+    scratch: Path,
+    progress: bool | None,
+) -> None:
+    """Write the files, given the folder, the node and the identity of the files of each rank."""
+    targets, nodes, ids = zip(*payloads, strict=True)
+    if ranks is not None:  # of equal names, sizes and shapes are two saves of one run, too
+        agree_on_bytes(
+            ranks,
+            model.folder,
+            model.files,
+            small_of=lambda _: (),
+            sources=executor.sources,
+            ids=ids,
+            num_threads=executor.num_threads,
+        )
+    work = Copying(ranks, files, plan_writes(files), {**model.tensors, **model.adapter}, report)
+    with shared_staging(ranks, report, files, targets) as staging:
+        past_cache = len(set(nodes)) > 1 and has_caches_apart(targets[report.rank])
+        work.write(staging, executor, progress, past_cache=past_cache)
+        with step_of(ranks, "renaming", report), report.phase("rename"):
+            if report.rank == 0:
+                folders.put_beside(staging, scratch)
+                folders.commit(staging, [file.name for file in files])
     report.files = {file.name: file.nbytes for file in files}
     report.num_masters = model.num_masters
     report.source = f"a checkpoint of {model.kind}: {len(model.files)} files"
     report.source += f"; {model.left_out} tensors of optimizers and the like left out" if model.left_out else ""
-    return report
 
 
 # -- what the files of the new folder are ------------------------------------------------------------------------------

@@ -88,15 +88,19 @@ def push_weights(
         else:
             hand_over(client, weights, buckets)
     with ranks.step("resetting the cache"):
-        reset = next((name for name in _RESETS if hasattr(client, name)), None)
-        if reset is not None:
-            answer = getattr(client, reset)()
-            if answer is False or getattr(answer, "success", True) is False:  # vLLM's and SGLang's
-                raise ConfigError(
-                    f"push_weights: client: {reset} failed, so what was computed with the old weights is used on; end "
-                    "all requests of the engine, and reset its cache again"
-                )
+        _reset_cache(client)
     return request
+
+
+def _reset_cache(client: Any) -> None:
+    reset = next((name for name in _RESETS if hasattr(client, name)), None)
+    if reset is not None:
+        answer = getattr(client, reset)()
+        if answer is False or getattr(answer, "success", True) is False:  # vLLM's and SGLang's
+            raise ConfigError(
+                f"push_weights: client: {reset} failed, so what was computed with the old weights is used on; end all "
+                "requests of the engine, and reset its cache again"
+            )
 
 
 class WeightSource:

@@ -39,7 +39,7 @@ from lowmem_load.formats import inert_pickle, plain_values
 from lowmem_load.formats.dcp_metadata import read_metadata
 from lowmem_load.formats.index import base_of_adapter, check_index
 from lowmem_load.formats.safetensors import PREFIX_NBYTES, Safetensors
-from lowmem_load.formats.torch_zip import TorchObjects, TorchZip
+from lowmem_load.formats.torch_zip import TorchObjects, TorchZip, state_dict
 from lowmem_load.planning.expression import Computed, Source, leaves
 from lowmem_load.training_checkpoints.rank_files import put_together
 from lowmem_load.training_checkpoints.tiles import Tile, assemble
@@ -312,7 +312,7 @@ def rank_file(data: bytes) -> None:
 
 def pickled(data: bytes) -> None:
     """The `data.pkl` in a `pytorch_model.bin`. What we take, torch's weights-only loader finds the same tensors in."""
-    found = inert_pickle.state_dict(data, "x.bin")
+    found = state_dict(data, "x.bin")
     unpickler = Unpickler(io.BytesIO(data), encoding="utf-8")
     unpickler.persistent_load = _meta_storage
     with _warnings_off():

@@ -14,7 +14,8 @@ import torch
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.formats import inert_pickle
-from lowmem_load.formats.inert_pickle import Storage, Tensor, state_dict
+from lowmem_load.formats.inert_pickle import Storage, Tensor
+from lowmem_load.formats.torch_zip import state_dict
 from tests.pickles import NAMED, STORAGE, Call, assembled, saved, with_tensor
 
 
