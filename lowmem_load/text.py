@@ -1,10 +1,10 @@
-"""Sizes, counts and digests as text. Imports nothing heavy, because the command line starts with it."""
+"""Sizes, counts, ranks and digests as text. Imports nothing heavy, because the command line starts with it."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from lowmem_load.errors import ConfigError
 
@@ -67,3 +67,14 @@ def fingerprint(lines: Iterable[str]) -> str:
     for line in lines:
         digest.update(line.encode("utf-8", "surrogatepass") + b"\n")
     return digest.hexdigest()[:16]
+
+
+def spell_ranks(ranks: Sequence[int]) -> str:
+    """Return ascending ranks with runs shortened: [0, 1, 2, 5] is `0-2, 5`."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

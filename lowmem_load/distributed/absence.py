@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lowmem_load.distributed.heartbeat import NO_CALL, SAME_ORDER
-from lowmem_load.distributed.verdict import spell_ranks
 from lowmem_load.errors import listed
+from lowmem_load.text import spell_ranks
 
 NOTICE_S = 30.0
 """Seconds that a rank waits before it says for whom. Before each further line it waits twice as long."""

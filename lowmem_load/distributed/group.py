@@ -21,15 +21,12 @@ import torch.distributed as dist
 from lowmem_load.distributed.heartbeat import Limits, Progress
 from lowmem_load.distributed.live_group import default_group, default_store, new_client, require_group, require_live
 from lowmem_load.distributed.store_channel import Group, StoppedError, StoreChannel
-from lowmem_load.distributed.verdict import Entry, Verdict, verdict_on
+from lowmem_load.distributed.verdict import Entry, verdict_on
 from lowmem_load.errors import ConfigError, RankError, error_text
 from lowmem_load.io.stand_ins import name_origins
 
-MAX_TEXT = 20_000
-"""Characters of an error that are sent to other ranks: megabytes would break the store's connection."""
-
-_KNOWN_TO = "_lowmem_load_known_to"
-"""Attribute of errors: the ranks of the world that know of it."""
+MAX_TEXT = 20_000  # characters of an error that are sent to other ranks
+_KNOWN_TO = "_lowmem_load_known_to"  # attribute of errors: the ranks of the world that know of it
 
 
 @dataclass(eq=False, slots=True)
@@ -75,11 +72,6 @@ class RankGroup:
         """Whether this is torch's fake backend."""
         return bool(dist.get_backend(self._group) == "fake")
 
-    @property
-    def hears_of_failures(self) -> bool:
-        """Whether there are other ranks, so that `check` may raise."""
-        return self._channel() is not None
-
     @contextlib.contextmanager
     def step(
         self,
@@ -107,27 +99,36 @@ class RankGroup:
             RankError: names each rank that failed, with its message. It is chained to this rank's own error, if any.
             BaseException: the block's own error, where there is one rank, or all ranks failed alike.
         """
-        step, entry, error = Step(), Entry(title, name), None
-        with self._doing(entry.full_title, progress):
+        full_title = f"{name}: {title}" if name else title
+        step, entry, payload, error = Step(), Entry(title), "", None
+        with self._doing(full_title, progress) as channel:
             try:
-                if self.hears_of_failures:
-                    Limits.from_environment(0.0)  # of this rank's variables, all ranks have to hear
+                if channel is not None:  # an error of this rank's variables is one of all ranks
+                    timeout_s = default_store().timeout.total_seconds()
+                    channel.limits = Limits.from_environment(timeout_s, is_prompt=is_prompt)
                 yield step
-                text = "" if step.payload is None else json.dumps(step.payload)
-                entry = entry._replace(digest=step.digest, payload=text)
+                payload = "" if step.payload is None else json.dumps(step.payload)
+                entry = entry._replace(digest=step.digest)
             except BaseException as caught:  # also what is no Exception, such as asyncio's CancelledError
                 if self._all_know(caught):  # an inner step has ended with it, on all ranks of this one
                     raise
                 error = caught
                 name_origins(error)
                 entry = entry._replace(error=error_text(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
-            verdict = self._agree(entry, is_prompt=is_prompt)
-        step.payloads = [json.loads(str(text) or "null") for text in verdict.payloads]
+            if channel is None:
+                verdict, texts = verdict_on({self.rank: entry}), [payload] * self.world_size
+            else:
+                try:
+                    verdict, texts = channel.agree(self._members(channel), entry, payload)
+                except BaseException as interrupt:
+                    self.abort(full_title, interrupt)
+                    raise
+        step.payloads = [json.loads(text or "null") for text in texts]
         # An interrupt stays one, now that the others know of it.
         if error is not None and (verdict.is_alike or not isinstance(error, Exception | StoppedError)):
             raise self._note_known(error)
         if verdict.failures:
-            raise self._note_known(RankError(verdict.title, dict(verdict.failures))) from error
+            raise self._note_known(RankError(full_title, dict(verdict.failures))) from error
 
     @contextlib.contextmanager
     def session(self, what: str) -> Iterator[None]:
@@ -169,20 +170,10 @@ class RankGroup:
             channel.check()
 
     @contextlib.contextmanager
-    def _doing(self, what: str, progress: Callable[[], Progress] | None = None) -> Iterator[None]:
+    def _doing(self, what: str, progress: Callable[[], Progress] | None = None) -> Iterator[StoreChannel | None]:
         channel = self._channel()
         with contextlib.nullcontext() if channel is None else channel.doing(self._members(channel), what, progress):
-            yield
-
-    def _agree(self, entry: Entry, *, is_prompt: bool) -> Verdict:
-        channel = self._channel()
-        if channel is None:
-            return verdict_on(dict.fromkeys(range(self.world_size), entry))
-        try:
-            return channel.agree(self._members(channel), entry, is_prompt=is_prompt)
-        except BaseException as interrupt:
-            self._note_known(interrupt)  # `agree` has told the others
-            raise
+            yield channel
 
     def _channel(self) -> StoreChannel | None:
         if self.world_size == 1 or self.is_fake:
@@ -190,13 +181,8 @@ class RankGroup:
         require_live()
         channel = RankGroup._channels.get(default_group())
         if channel is None:
-            store, life = default_store(), next(RankGroup._lives)
-            absence_s = store.timeout.total_seconds()
-            limits = Limits(absence_s=absence_s)
-            with contextlib.suppress(ConfigError):  # `step` raises it, on all ranks
-                limits = Limits.from_environment(absence_s)
-            client = functools.partial(new_client, store, life)
-            channel = RankGroup._channels[default_group()] = StoreChannel(client, dist.get_rank(), limits)
+            client = functools.partial(new_client, default_store(), next(RankGroup._lives))
+            channel = RankGroup._channels[default_group()] = StoreChannel(client, dist.get_rank())
             weakref.finalize(default_group(), channel.end)
         return channel
 

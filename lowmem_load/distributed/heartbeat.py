@@ -1,4 +1,4 @@
-"""Heartbeats: what a rank writes about itself each second, and how another rank judges it by them. Pure but for /proc.
+"""Heartbeats: what a rank writes about itself each second, and how another rank judges it by them. Pure.
 
 [Note: lost ranks] Clocks of different machines are never compared: a rank counts the seconds in which it saw no change.
 - A rank whose heartbeats stop is lost: its process or its machine has ended, stands still, or cannot be reached.
@@ -13,7 +13,6 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from lowmem_load.distributed.environment import positive_number
@@ -23,7 +22,6 @@ SILENCE, GONE = "LOWMEM_LOAD_SILENCE_S", "LOWMEM_LOAD_GONE_S"
 """Environment variables that set the limits of the same names, seconds."""
 
 SAME_ORDER = "all ranks have to do the same loads and saves in the same order"
-
 
 NO_CALL = "has not called lowmem_load"
 """What is known of a rank that has sent no heartbeat."""
@@ -38,16 +36,9 @@ class Progress(NamedTuple):
 
 def computing() -> Callable[[], Progress]:
     """Return the progress of a step that only computes, in the calling thread: the processor time of the thread."""
-    path = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
-
-    def progress() -> Progress:
-        try:
-            fields = path.read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:  # not Linux
-            return Progress(int(time.process_time() * 10), "")
-        return Progress((int(fields[11]) + int(fields[12])) // 10, "")  # utime, stime in ticks of 10 ms, see proc(5)
-
-    return progress
+    has_clock = hasattr(time, "pthread_getcpuclockid")  # not on macOS
+    clock = time.pthread_getcpuclockid(threading.get_ident()) if has_clock else time.CLOCK_PROCESS_CPUTIME_ID
+    return lambda: Progress(int(10 * time.clock_gettime(clock)), "")
 
 
 class Limits(NamedTuple):
@@ -60,23 +51,24 @@ class Limits(NamedTuple):
     absence_s: float = 1800.0  # for a rank that has not come to the step
 
     @classmethod
-    def from_environment(cls, absence_s: float) -> Limits:
+    def from_environment(cls, absence_s: float, *, is_prompt: bool = False) -> Limits:
         """Return the limits that the environment sets, else the defaults."""
         silence_s = positive_number(SILENCE, cls().silence_s, "seconds")
-        return cls(silence_s, positive_number(GONE, cls().gone_s, "seconds"), absence_s)
+        gone_s = positive_number(GONE, cls().gone_s, "seconds")
+        return cls(silence_s, gone_s, silence_s if is_prompt else absence_s)
 
 
 class Heartbeat(NamedTuple):
     """What a rank writes about itself."""
 
-    num_beats: int  # that it has written so far, this one included
     who: str  # the process, for messages: pid and host
     group: str  # name of the group of its step
     number: int  # of the step in the group
     title: str  # of the step; "" between loads
     amount: int | None = None  # how far that is; None where the step does not report it
-    detail: str = ""  # how far that is, for messages
     entry: Entry | None = None  # that this rank brings to the step; None until it has done its part
+    detail: str = ""  # how far that is, for messages
+    num_beats: int = 0  # that it has written so far
 
     @classmethod
     def decoded(cls, content: str) -> Heartbeat:
@@ -92,55 +84,55 @@ class Heartbeat(NamedTuple):
 
 
 class Peer:
-    """What this rank knows of another one. Seconds are those of this rank's own clock."""
+    """What this rank knows of another one. Its seconds pass with this rank's own heartbeats."""
 
     def __init__(self) -> None:
         self.heartbeat: Heartbeat | None = None
-        self.changed_s = self._progress_s = 0.0  # when its number changed, and when anything else did
+        self._silent_s = self._still_s = 0.0  # since its number changed, and since anything else did
 
-    def note(self, heartbeat: Heartbeat, now_s: float) -> None:
-        """Take the latest heartbeat."""
-        before = self.heartbeat
-        if before is not None and heartbeat.num_beats <= before.num_beats:  # a connection that hung delivers it late
-            return
-        self.heartbeat, self.changed_s = heartbeat, now_s
-        if before is None or heartbeat._replace(num_beats=0, detail="") != before._replace(num_beats=0, detail=""):
-            self._progress_s = now_s
+    def note(self, heartbeat: Heartbeat, seconds: float) -> None:
+        """Take the latest heartbeat, so many seconds after the one before."""
+        before, self.heartbeat = self.heartbeat, heartbeat
+        is_still = before is not None and heartbeat._replace(num_beats=before.num_beats, detail=before.detail) == before
+        self._silent_s = self._silent_s + seconds if heartbeat == before else 0.0
+        self._still_s = self._still_s + seconds if is_still else 0.0
 
-    def seen_at(self, group: str, number: int) -> Heartbeat | None:
-        """Return the latest heartbeat, if the peer is in this step."""
+    def is_at(self, group: str, number: int) -> bool:
+        """Return whether the peer is in this step."""
         beat = self.heartbeat
-        return beat if beat is not None and (beat.group, beat.number) == (group, number) and beat.title else None
+        return beat is not None and (beat.group, beat.number) == (group, number) and bool(beat.title)
 
-    def absence(self, group: str, number: int) -> str:
-        """Return what is known of a peer that is not in this step; "" if it is."""
-        if self.seen_at(group, number):
-            return ""
-        beat = self.heartbeat
-        return NO_CALL if beat is None else f"was last seen {beat.last_seen} ({beat.who})"
+    def entry_at(self, group: str, number: int) -> Entry | None:
+        """Return the entry that the peer has brought to this step."""
+        return self.heartbeat.entry if self.heartbeat and self.is_at(group, number) else None
 
-    def why_lost(self, limits: Limits, group: str, number: int, now_s: float, waited_s: float | None) -> str:
+    @property
+    def absence(self) -> str:
+        """What is known of a peer that has not come."""
+        return NO_CALL if self.heartbeat is None else f"was last seen {self.heartbeat.last_seen} ({self.heartbeat.who})"
+
+    def why_lost(self, limits: Limits, group: str, number: int, waited_s: float | None) -> str:
         """Return the reason for giving up on the peer, seen from this rank's step; "" if there is none.
 
         `waited_s` is None for a busy rank.
         """
-        beat, still_s = self.heartbeat, now_s - self._progress_s
+        beat = self.heartbeat
         if beat is not None and beat.group == group and beat.number > number:
             return f"has gone on without the others, last seen {beat.last_seen}"
-        if beat is not None and beat.title and now_s - self.changed_s > limits.gone_s:
+        if beat is not None and beat.title and self._silent_s > limits.gone_s:
             return (
                 f"has sent no heartbeat for more than {limits.gone_s:g} s ({GONE}): its process ({beat.who}) or its "
                 f"machine has ended, stands still or cannot be reached; last seen {beat.last_seen}"
             )
         if beat is None or not beat.title or (beat.entry and beat.group != group):
-            if beat is not None and beat.entry and beat.entry.error and still_s > limits.gone_s:
+            if beat is not None and beat.entry and beat.entry.error and self._still_s > limits.gone_s:
                 return beat.entry.error  # those it waits for, in a step of another group, may wait for this rank
             is_late = waited_s is not None and waited_s > limits.absence_s
             return f"has not come to this point in {limits.absence_s:g} s; {SAME_ORDER}" if is_late else ""
         limit_s, origin = limits.silence_s, SILENCE
         if beat.amount is None:
             limit_s, origin = max(limit_s, limits.absence_s), "the timeout of the process group"
-        if beat.entry or still_s <= limit_s:
+        if beat.entry or self._still_s <= limit_s:
             return ""
         return (
             f"has made no progress for more than {limit_s:g} s ({origin}), {beat.last_seen}; look what its "

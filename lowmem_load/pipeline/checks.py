@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.node_memory import free_heap_bytes, rooms
 from lowmem_load.distributed.nodes import machine
-from lowmem_load.distributed.verdict import spell_ranks
 from lowmem_load.ds.zero3_target import refuse_other_zero_init, refuse_partitioned
 from lowmem_load.errors import (
     CheckpointError,
@@ -27,7 +26,7 @@ from lowmem_load.io.executor import MIN_DEVICE_THREADS
 from lowmem_load.io.uploads import Uploads
 from lowmem_load.pipeline.describe import Described
 from lowmem_load.planning.load_plan import LoadPlan
-from lowmem_load.text import size
+from lowmem_load.text import size, spell_ranks
 
 PLACED_BY_STOCK = ("device_map", "quantization_config", "gguf_file")
 """Keywords of loads that transformers itself does under stages 0 to 2."""

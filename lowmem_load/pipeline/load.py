@@ -268,7 +268,7 @@ class Load:
                 check_around(around, described)
             # Ranks can share reads of files, into memory that stays.
             can_share = described.settings.offload_device != "nvme" and self.open_source is open_file
-            can_share = can_share and self.ranks.hears_of_failures
+            can_share = can_share and self.ranks.world_size > 1 and not self.ranks.is_fake
             cost = read_cost([file.path for file in described.files])
             planned = make_plan(described, self.ranks.rank, cost, can_share and shares_reads())
             step.digest = {"plan": planned.plan.fingerprint}

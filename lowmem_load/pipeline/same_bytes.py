@@ -23,14 +23,13 @@ from typing import NamedTuple
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.nodes import machine
-from lowmem_load.distributed.verdict import spell_ranks
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.io.source import OpenSources, read_bytes
 from lowmem_load.io.stand_ins import is_url
 from lowmem_load.planning.expression import Source, numel
 from lowmem_load.planning.load_plan import PlannedFile, in_common_order
-from lowmem_load.text import fingerprint
+from lowmem_load.text import fingerprint, spell_ranks
 
 BLOCK_BYTES = 4096
 """Bytes of a block: a page, which the system reads as a whole anyway."""

@@ -6,7 +6,9 @@ import io
 import os
 import pickle
 import select
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -193,6 +195,13 @@ def _steps() -> None:
 
     with pytest.raises(KeyboardInterrupt) if mine == 0 else pytest.raises(RankError, match="rank 0: KeyboardInterrupt"):
         _step(KeyboardInterrupt() if mine == 0 else None)
+
+    if mine == 0:  # it is interrupted while it waits for the others
+        threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+    else:
+        time.sleep(1.5)
+    with pytest.raises(KeyboardInterrupt) if mine == 0 else pytest.raises(RankError, match="rank 0: left reading: Key"):
+        _step()
 
     with pytest.MonkeyPatch.context() as patch:
         if mine == 1:

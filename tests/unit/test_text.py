@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.text import count, fingerprint, parse_size, size
+from lowmem_load.text import count, fingerprint, parse_size, size, spell_ranks
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,10 @@ def test_other_lines_have_other_digests() -> None:
 def test_a_name_that_is_no_unicode_has_one() -> None:
     """File names may be any bytes; Python spells those that are not UTF-8 with surrogates."""
     assert len(fingerprint([b"\xff.safetensors".decode("utf-8", "surrogateescape")])) == 16
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([0, 2, 3], "0, 2-3"), (range(512), "0-511")]
+)
+def test_spell_ranks(ranks: list[int], text: str) -> None:
+    assert spell_ranks(list(ranks)) == text

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from lowmem_load.distributed.verdict import Entry, Verdict, spell_ranks, verdict_on
+from lowmem_load.distributed.verdict import Entry, Verdict, verdict_on
 
 
 def entry(**brought: Any) -> Entry:
-    return Entry("planning", "model", **brought)
+    return Entry("planning", **brought)
 
 
 STOPPED = entry(error="stopped because of rank(s) 2", is_stopped=True)
@@ -24,14 +24,9 @@ def failures(*entries: Entry) -> dict[int, str]:
     return dict(verdict(*entries).failures)
 
 
-def test_payloads_come_back_by_rank() -> None:
-    payloads = [str(rank // 4) for rank in range(512)]
-    assert verdict(*(entry(payload=payload) for payload in payloads)).payloads == payloads
-
-
 def test_each_rank_that_failed_is_named() -> None:
-    found = verdict(entry(), entry(error="no"), entry(error="not"), entry(payload="1"))
-    assert (found.title, dict(found.failures)) == ("model: planning", {1: "no", 2: "not"})
+    found = verdict(entry(), entry(error="no"), entry(error="not"), entry())
+    assert dict(found.failures) == {1: "no", 2: "not"}
     assert not found.is_alike
 
 
@@ -55,11 +50,10 @@ def test_whether_all_failed_alike(texts: list[str], is_alike: bool) -> None:
 
 
 def test_an_error_comes_before_a_difference_of_titles_and_that_before_one_of_digests() -> None:
-    saving, other = Entry("saving", "folder", digest={"files": "a"}), entry(digest={"files": "b"})
+    saving, other = Entry("saving", digest={"files": "a"}), entry(digest={"files": "b"})
     assert failures(other, saving, entry(error="no")) == {2: "no"}
     assert failures(other, saving, other) == {1: "is at 'saving', where rank(s) 0, 2 are at 'planning'"}
     assert failures(other, entry(digest={"files": "a"}), other) == {1: "holds files a, where rank(s) 0, 2 hold b"}
-    assert verdict(other, saving, other).title == "folder: saving"
 
 
 def test_what_differs_is_measured_against_what_most_hold() -> None:
@@ -78,10 +72,3 @@ def test_each_topic_that_differs_is_named() -> None:
     usual = {"commit": "c1", "files": "f1", "configuration": "k1"}
     found = failures(*(entry(digest=digest) for digest in (usual, usual, {**usual, "commit": "c2", "files": "f2"})))
     assert found == {2: "holds commit c2, where rank(s) 0-1 hold c1; holds files f2, where rank(s) 0-1 hold f1"}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2, 5"), ([0, 2, 3], "0, 2-3"), (range(512), "0-511")]
-)
-def test_spell_ranks(ranks: list[int], text: str) -> None:
-    assert spell_ranks(list(ranks)) == text
