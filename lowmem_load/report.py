@@ -144,16 +144,16 @@ class LoadReport(Phases):
         of_all = f"of {size(self.partition_bytes * self.world_size)} partitioned" if self.ds_config else "of shards"
         holds = {f"{size(self.partition_bytes)} {of_all}": self.partition_bytes}
         holds |= {f"{size(self.whole_bytes)} whole on every rank": self.whole_bytes}
-        needed = f", {size(self.needed_bytes)} needed" if self.needed_bytes else ""  # not counted: read by themselves
+        needed = f", {size(self.needed_bytes)} needed" if self.needed_bytes else ""  # not counted: read one by one
         read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files{needed}"
         from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
         lists = {**self.loading_info, "slow paths": [path.name for path in self.slow_paths]}
-        lists["read by themselves"] = [f"{name} (by {caller})" for name, caller in self.read_early.items()]
         on_device = f"peak {size(self.peak_device_bytes)} above the start" if self.peak_device_bytes else ""
         rows = {
             "model": f"{self.num_parameters} tensors, {count(self.num_elements)} parameters{of_dtype}{quantized}",
             "holds": ", ".join(text for text, nbytes in holds.items() if nbytes),
             "read": from_files,
+            "read one by one": self._early_text(),
             "not read yet": f"{self.num_unread} tensors" if self.num_unread else "",
             "requests": self._requests_text(),
             "shared reads": self._sharing_text(),
@@ -164,6 +164,13 @@ class LoadReport(Phases):
             "notes": "; ".join(self.notes),
         }
         return {topic: text for topic, text in rows.items() if text}
+
+    def _early_text(self) -> str:
+        """Say which function looked at which tensors of a lazy model, of which it read what it looked at."""
+        of_callers: dict[str, list[str]] = {}
+        for name, caller in self.read_early.items():
+            of_callers.setdefault(caller, []).append(name)
+        return "; ".join(f"{listed(names, 3)} by {caller}()" for caller, names in of_callers.items())
 
     def _requests_text(self) -> str:
         counts = self.requests

@@ -370,3 +370,8 @@ def test_a_long_load_writes_lines_to_a_log(monkeypatch: pytest.MonkeyPatch, caps
         with progress_bar(1 << 30, "Loading partitions", is_wanted, rank) as update:
             update(1)
     assert capsys.readouterr().err == ""
+
+
+def test_what_a_lazy_model_read_early_is_grouped_by_the_function_that_looked() -> None:
+    report = LoadReport("model", read_early={"a": "shard", "b": "resize", "c": "shard", "d": "shard", "e": "shard"})
+    assert "  read one by one: a, c, d, ... (4 in all) by shard(); b by resize()" in str(report).splitlines()
