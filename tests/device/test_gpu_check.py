@@ -11,6 +11,7 @@ from benchmarks import gpu_check
 from tests.ranks import SIMULATED, run_ranks
 
 
+@pytest.mark.release
 def test_gpu_check_passes_on_the_simulated_device_and_says_that_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

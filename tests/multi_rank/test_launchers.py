@@ -39,10 +39,8 @@ LAUNCHERS = {
 }
 
 
-IN_RELEASE = [pytest.param(name, marks=pytest.mark.release) for name in LAUNCHERS if name != "none"]
-
-
-@pytest.mark.parametrize("launcher", ["none", *IN_RELEASE])
+@pytest.mark.release  # the ordinary tests load in ranks, and in their own process, which no launcher started
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_load_model_under_a_launcher(launcher: str, checkpoints: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     path = builders.tiny_llama(checkpoints)

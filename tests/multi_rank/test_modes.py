@@ -112,12 +112,16 @@ def runs_here(name: str) -> bool:
     return all(map(is_compiled, extensions(name))) and not (not_nvme and "nvme" in name)
 
 
-PARTS = {"offload_param cpu", "offload_optimizer cpu", "offload_param nvme", "offload_optimizer nvme", "no persistence"}
-"""What another mode does as well: both offloads, or other thresholds."""
+PARTS = {
+    *("offload_param cpu", "offload_optimizer cpu", "offload_param nvme", "offload_optimizer nvme", "no persistence"),
+    *("bf16", "fp32", "override_module_apply off", "zero_hpz_partition_size, offload_param cpu"),
+}
+"""What another mode does as well: both offloads, or other thresholds. Plain precisions are in test_streaming.py."""
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "parts"), [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.release)]
+    ("num_ranks", "parts"),
+    [(2, False), (4, False), *(pytest.param(ranks, True, marks=pytest.mark.release) for ranks in (2, 4))],
 )
 def test_modes_equal_stock(checkpoints: Path, tmp_path: Path, num_ranks: int, parts: bool) -> None:
     names = [name for name, mode in ON_CPU.items() if mode.num_ranks == num_ranks and (name in PARTS) is parts]

@@ -58,9 +58,10 @@ def scaled(shape: int) -> Callable[[nn.Module], None]:
     return prepare
 
 
-def resume(path: str, folder: str) -> None:
+def resume(path: str, folder: str, ways: list[str]) -> None:
     """Rank function: trains on, and again from the checkpoint: nothing may differ."""
-    for number, (way, (sections, options)) in enumerate(WAYS.items()):
+    for number, way in enumerate(ways):
+        sections, options = WAYS[way]
         config, dtype = {**CONFIG, **sections}, options.get("dtype", torch.float32)
         engine = make_engine(path, config, **options)
         train(engine, 0, 4, dtype=dtype)
@@ -91,9 +92,11 @@ def assert_same_state(expected: dict[str, torch.Tensor] | None, state: dict[str,
         assert [name for name in expected if not torch.equal(expected[name], state[name])] == []
 
 
-def test_resume_gives_the_same_losses_and_weights(checkpoints: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_plain", [False, pytest.param(True, marks=pytest.mark.release)])
+def test_resume_gives_the_same_losses_and_weights(checkpoints: Path, tmp_path: Path, is_plain: bool) -> None:
     path = builders.tiny_llama(checkpoints, torch.float32)
-    run_ranks(resume, str(path), str(tmp_path), timeout_s=300)
+    ways = [way for way in WAYS if (way == "fp32") is is_plain]
+    run_ranks(resume, str(path), str(tmp_path), ways, timeout_s=300)
 
 
 def load_broken(path: str, folder: str) -> None:

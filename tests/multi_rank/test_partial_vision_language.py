@@ -258,7 +258,7 @@ def stack(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {key: value[None] for key, value in samples[0].items()}
 
 
-@pytest.mark.parametrize("own_optimizer", [False, True])
+@pytest.mark.parametrize("own_optimizer", [pytest.param(False, marks=pytest.mark.release), True])
 def test_trainer(own_optimizer: bool, checkpoints: Path, tmp_path: Path) -> None:
     path = builders.tiny_llava(checkpoints)
     run_ranks(train_with_trainer, str(path), str(tmp_path), own_optimizer, timeout_s=180)

@@ -385,7 +385,7 @@ def load_all(place: Place, arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.release), 2, 3])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(ranks, marks=pytest.mark.release) for ranks in (1, 3))])
 def test_what_loads_from_a_folder_loads_from_a_url(
     checkpoints: Path, place: Place, with_tokenizer: Path, tmp_path: Path, world_size: int
 ) -> None:

@@ -226,6 +226,7 @@ def run_example(arguments: list[str]) -> None:
     assert losses["critic"][-1] < max(losses["critic"])
 
 
+@pytest.mark.release
 def test_the_example_of_rlhf_runs() -> None:
     run_ranks(run_example, ["--steps", "5"])
 

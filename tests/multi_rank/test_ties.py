@@ -124,8 +124,10 @@ def prepare_all(paths: dict[str, str], folder: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_accelerate_ties_by_the_config_stays_apart(checkpoints: Path, tmp_path: Path) -> None:
-    qwen2, t5 = builders.tiny_qwen2_differing(checkpoints), builders.tiny_t5_differing(checkpoints)
-    tied = str(builders.tiny_qwen2_tied(checkpoints))
-    paths = {"qwen2": str(qwen2), "t5": str(t5), "tied": tied}
-    run_ranks(prepare_all, paths, str(tmp_path), env=ENVIRONMENT, timeout_s=300)
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2_differing", *(pytest.param(each, marks=pytest.mark.release) for each in ("t5_differing", "qwen2_tied"))],
+)
+def test_what_accelerate_ties_by_the_config_stays_apart(checkpoints: Path, tmp_path: Path, name: str) -> None:
+    path = getattr(builders, f"tiny_{name}")(checkpoints)
+    run_ranks(prepare_all, {name: str(path)}, str(tmp_path), env=ENVIRONMENT, timeout_s=300)

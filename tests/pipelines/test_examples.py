@@ -20,9 +20,10 @@ from tests.ranks import RankFailure, run_ranks
 
 TIMEOUT_S = 150
 
-FEW = (Pipeline("hf_trainer"), Pipeline("trl_dpo"))
-"""Trainer, and two models at once; the other examples are run by `test_resume...`, and all of them in a release."""
-COMPARED = [pytest.param(each, marks=() if each in FEW else pytest.mark.release) for each in PIPELINES]
+COMPARED = [
+    pytest.param(each, marks=() if each == Pipeline("hf_trainer") else pytest.mark.release) for each in PIPELINES
+]
+"""The other examples are run by `test_resume...`, and all of them in a release."""
 
 
 @pytest.fixture(scope="module")

@@ -206,7 +206,7 @@ print(model.config.name_or_path, sum(parameter.ds_tensor.double().sum().item() f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["--stream"], []])
+@pytest.mark.parametrize("options", [["--stream"], pytest.param([], marks=pytest.mark.release)])
 def test_run_streams_models_on_the_hub_if_it_is_told_to(options: list[str], checkpoint: Path, tmp_path: Path) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in names}

@@ -96,37 +96,6 @@ def test_a_permutation_in_order_is_none() -> None:
     assert (permuted.part, permuted.dims, permuted.shape) == (SOURCE, (2, 0, 1), (4, 2, 3))
 
 
-@pytest.mark.parametrize(
-    ("dim", "second", "shape", "ends"),
-    [
-        (0, (1, 3, 4), (3, 3, 4), [2, 3]),
-        (1, (2, 5, 4), (2, 8, 4), [3, 8]),
-        (2, (2, 3, 0), (2, 3, 4), [4, 4]),
-    ],
-)
-def test_parts_are_joined_along_a_dim(dim: int, second: ex.Shape, shape: ex.Shape, ends: list[int]) -> None:
-    parts = [SOURCE, other(shape=second)]
-    joined = ex.concat(parts, dim)
-    assert (joined.parts, joined.dim, joined.shape, joined.dtype) == (tuple(parts), dim, shape, torch.float32)
-    assert joined.ends == ends
-
-
-def test_a_slice_along_a_dim_leaves_the_others_whole() -> None:
-    part = ex.slice_dim(SOURCE, 2, 1, 2, 2)
-    assert isinstance(part, ex.Slice)
-    assert (part.part, part.starts, part.steps, part.shape) == (SOURCE, (0, 0, 1), (1, 1, 2), (2, 3, 2))
-    assert part.dtype == torch.float32
-
-
-def test_expanding_repeats_dims_of_one_element() -> None:
-    column = other(shape=(3, 1))
-    expanded = ex.expand(column, (2, 3, 4))
-    assert isinstance(expanded, ex.Slice)
-    assert (expanded.starts, expanded.steps, expanded.shape) == ((0, 0, 0), (0, 1, 0), (2, 3, 4))
-    assert isinstance(expanded.part, ex.Reshape)
-    assert (expanded.part.part, expanded.part.shape) == (column, (1, 3, 1))
-
-
 def test_expanding_to_what_it_has_is_at_most_a_reshape() -> None:
     assert ex.expand(SOURCE, (2, 3, 4)) is SOURCE
     padded = ex.expand(SOURCE, (1, 2, 3, 4))
@@ -134,27 +103,7 @@ def test_expanding_to_what_it_has_is_at_most_a_reshape() -> None:
     assert padded.shape == (1, 2, 3, 4)
 
 
-@pytest.mark.parametrize(("shape", "count"), [((2, 3, 4), 24), ((), 1), ((3, 0), 0)])
-def test_numel(shape: ex.Shape, count: int) -> None:
-    assert ex.numel(other(shape=shape)) == count
-
-
 # -- walking ---------------------------------------------------------------------------------------------------------
-
-
-def test_children_are_what_a_node_is_directly_made_of() -> None:
-    second, held = other(), ex.hold(torch.ones(2))
-    assert ex.children(SOURCE) == ex.children(held) == ()
-    for make in (doubled, flipped):
-        assert ex.children(make(SOURCE, second)) == (SOURCE, second)
-    assert ex.children(ex.concat([second, SOURCE], 0)) == (second, SOURCE)
-    for node in (
-        ex.slice_dim(SOURCE, 0, 0, 1, 1),
-        ex.permute(SOURCE, (1, 0, 2)),
-        ex.reshape(SOURCE, (24,)),
-        ex.cast(SOURCE, torch.float16),
-    ):
-        assert ex.children(node) == (SOURCE,)
 
 
 def test_leaves_come_once_in_order_with_what_they_need() -> None:
