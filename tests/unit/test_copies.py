@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from lowmem_load.planning.copies import Copy, plan_copies
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.proof import prove_coverage
 from lowmem_load.planning.ranges import FlatRange, partition_range
-
-Draw = Callable[[st.SearchStrategy[int]], int]
 
 
 def source(name: str, *shape: int) -> ex.Source:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import struct
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -74,10 +73,6 @@ def test_a_name_that_is_neither_folder_nor_cached(tmp_path: Path) -> None:
             find_checkpoint(name)
     with pytest.raises(CheckpointError, match="not in the cache of the Hub"):
         find_checkpoint("org/nothing")
-
-
-def _header_nbytes(path: Path) -> int:
-    return 8 + int(struct.unpack("<Q", path.read_bytes()[:8])[0])
 
 
 def test_of_weights_on_the_hub_only_headers_are_fetched(tmp_path: Path, answer: Callable[..., tuple[int, Any]]) -> None:
