@@ -41,7 +41,7 @@ def installed(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[lis
     return run_ranks(train_installed, argv, timeout_s=150)[0], folder
 
 
-@pytest.mark.slow
+@pytest.mark.release  # of one process: tests/unit/test_cli_remote.py; of children: tests/unit/test_startup.py
 def test_a_script_without_install_trains_as_with_it(
     model: str, installed: tuple[list[float], Path], tmp_path: Path
 ) -> None:
