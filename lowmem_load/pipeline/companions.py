@@ -31,7 +31,7 @@ class _Shared(NamedTuple):
 def combine_companions(planned: Planned, executor: Executor, ranks: RankGroup | None = None) -> None:
     """Make what companions that are filled in parts are for; see `Planned.combined`.
 
-    Collective, within a step of the ranks; local without `ranks`. Memory: twice `BATCH_BYTES`, or twice the largest one.
+    Collective, within a step of the ranks; local without `ranks`. Memory: twice `BATCH_BYTES`, or twice the largest.
     """
     shared = [
         _Shared(target.name, companion)
