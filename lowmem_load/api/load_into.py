@@ -62,77 +62,60 @@ def load_into(
 ) -> LoadReport:
     """Fill a module from a checkpoint: each rank reads what its shards or partitions hold.
 
-    Without a ds_config, the caller has built the module on the meta device, sharded it (`fully_shard`,
-    `parallelize_module`, expert parallelism, any mesh of DTensors), and given it memory by `to_empty`. With one, the
-    module is on the meta device, and its parameters become ZeRO-3 partitions.
+    Without a ds_config, the caller has built the module on the meta device, sharded it (to DTensors of any mesh), and
+    given it memory by `to_empty`. With one, it is on the meta device, and its parameters become ZeRO-3 partitions.
+    Collective: all ranks. Memory: beside the model, a staging buffer for each reading thread. Raises as `load_model`.
 
-    **A transformers model**, or a module that holds one beside what `leave` names (PEFT, torch.compile, activation
-    checkpointing, one of your own), gets the values of an ordinary `from_pretrained`; parameters that no file has get
-    those that rank 0's random state gives. `dtype` and `auto_class` are those of that load; None: those of the model.
-    With a ds_config, what is beside it may also be initialised or computed.
-
-    **Several checkpoints**, a mapping of prefixes of submodules to names: a submodule that holds one transformers model
-    is loaded as that, any other by names; "" is the name for all else. `rename` and `strict` are for loads by names.
-
+    **A transformers model**, or a module that holds one beside what `leave` names (PEFT, torch.compile, your own), gets
+    the values of an ordinary `from_pretrained`; parameters that no file has get those of rank 0's random state.
     **Any other module**, or with `rename` (which may be {}) also such a one, gets the tensors that have the names of
-    its parameters and buffers, cast to their dtypes. `name` is a folder, a file or an index: safetensors, or files of
-    `torch.save` of which no code is run. Keywords `subfolder` and `variant` choose files of a folder. See
-    docs/own_module.md.
+    its parameters and buffers, cast to their dtypes. **Several checkpoints** are a mapping of prefixes of submodules to
+    names: each is loaded as it would be alone; "" is the name for all else. See docs/own_module.md.
 
     Args:
         model: the module. Ties, dtypes, `requires_grad` and attributes of parameters stay.
-        name: of the checkpoint, or a mapping. For a transformers model, see `load_model`.
-        ds_config: see `load_model`.
-        rename: turns names of tensors in files into those of the module: a function (None leaves a tensor out), or a
-            mapping of regular expressions. None drops "model.", "module." and "state_dict." where all names begin so.
-        strict: whether tensors that the module lacks, and those of other shapes, are errors. One error lists all keys
-            that do not match.
-        initialize: whether modules initialise what no file has, by `reset_parameters` or the model's `_init_weights`,
-            equally on all ranks. Else it is an error.
+        name: see `load_model`; by names a folder, file or index, whose code is not run. Or a mapping, see above.
+        ds_config: see `load_model`. With one, what is beside a transformers model may be initialised or computed.
+        rename: turns names in files into those of the module: a function (None leaves a tensor out), or a mapping of
+            regular expressions. None drops "model.", "module." and "state_dict." where all names begin so.
+        strict: whether tensors that a module lacks, and other shapes, are errors in a load by names.
+        initialize: whether `reset_parameters` or `_init_weights` initialise what no file has, equally on all ranks.
         leave: parameters and buffers that the caller fills, by their names in `model`, or in its transformers model.
-        build: builds the same module: it computes buffers that no file has, where the module has none of their values.
-        partition: with a ds_config, what to partition; see `load_model`.
-        dtype: see above.
-        auto_class: see above.
-        progress: see `load_model`, as for those below.
+        build: builds the same module, for buffers of which neither a file nor the module has the values.
+        partition: see `load_model`.
+        dtype: of a transformers model's ordinary load; None: its own.
+        auto_class: of that load; None: the model's class.
+        progress: see `load_model`, as for the next three.
         verify: compare every file with its checksum first.
         stream: read a model on the Hub as one at a URL.
         weights: a training checkpoint that has the weights.
-        **from_pretrained_kwargs: see above.
-
-    Returns:
-        The report of the load, as `load_report(model)` does.
-
-    Collective: all ranks of the default process group. No weight crosses the network.
-    Memory: beside the model, a staging buffer for each reading thread.
-
-    Raises:
-        ConfigError: there is no process group, or an argument cannot be used.
-        CheckpointError: the files cannot be used, or hold another model.
-        UnsupportedError: a placement or wrapper that cannot be filled; a parameter without memory; a buffer whose value
-            nobody knows.
-        RankError: another rank failed; the same error is raised on every rank.
+        **from_pretrained_kwargs: of the ordinary load; by names, `subfolder` and `variant` choose files of a folder.
     """
     options = Options(progress=progress, verify=verify, stream=stream, weights=weights_folder(weights, verify=verify))
-    how: dict[str, Any] = {"rename": rename, "strict": strict, "initialize": initialize, "leave": leave, "build": build}
-    is_transformers = rename is None and bool(transformers_models(model))
-    if isinstance(name, Mapping) or (is_transformers and ds_config is not None):
-        names = name if isinstance(name, Mapping) else {"": name}
-        _refuse_of_parts(auto_class=auto_class, weights=weights, **(from_pretrained_kwargs if names is name else {}))
-        how |= {"dtype": dtype, "kwargs": from_pretrained_kwargs, "stream": stream}
-        make_call: MakeCall = functools.partial(parts_call, model, names, **how)
-        options = replace(options, stream=False)
-    elif is_transformers:
+    if rename is None and ds_config is None and not isinstance(name, Mapping) and transformers_models(model):
         _refuse_of_modules(strict=not strict, initialize=initialize, build=build)
         return _load_into(model, name, options, dtype, auto_class, leave=leave, **from_pretrained_kwargs)
-    else:
-        path = _named_files(name, from_pretrained_kwargs, dtype=dtype, auto_class=auto_class)
-        how |= {"kwargs": from_pretrained_kwargs, "plain_name": plain_name}
-        make_call = functools.partial(_by_names, path, **how)
-        options = replace(options, stream=stream and not os.path.exists(path))
+    how: dict[str, Any] = {"rename": rename, "strict": strict, "initialize": initialize, "leave": leave, "build": build}
+    how |= {"kwargs": from_pretrained_kwargs}
+    make_call, options = _calls(model, name, options, how, dtype=dtype, auto_class=auto_class)
     if ds_config is not None:
         return _into_partitions(model, make_call, options, ds_config, partition)
     return _into_shards(model, make_call, options, leave)
+
+
+def _calls(
+    model: nn.Module, name: Any, options: Options, how: dict[str, Any], *, dtype: Any, auto_class: Any
+) -> tuple[MakeCall, Options]:
+    """Return what makes the load of a module, of several checkpoints or by names, and its options."""
+    if isinstance(name, Mapping) or (how["rename"] is None and transformers_models(model)):
+        names = name if isinstance(name, Mapping) else {"": name}
+        refused = how["kwargs"] if names is name else {}
+        _refuse_of_parts(auto_class=auto_class, weights=options.weights, **refused)
+        make_call = functools.partial(parts_call, model, names, dtype=dtype, stream=options.stream, **how)
+        return make_call, replace(options, stream=False)
+    path = _named_files(name, how["kwargs"], dtype=dtype, auto_class=auto_class)
+    options = replace(options, stream=options.stream and not os.path.exists(path))
+    return functools.partial(_by_names, path, plain_name=plain_name, **how), options
 
 
 def _by_names(path: str, _: RankGroup, make: Callable[[Context], nn.Module], **how: Any) -> ModuleCall:

@@ -123,7 +123,6 @@ def install(
 
     `engine.load_checkpoint`, and so `Trainer.train(resume_from_checkpoint=...)`, also takes a ZeRO-3 checkpoint that
     another number of ranks saved, as `lowmem_load.load_checkpoint` does. DeepSpeed itself refuses that.
-
     TRL's trainers send the weights of partitioned and sharded models to vLLM in buckets, and mix reference models
     partition by partition; see docs/situations/rlhf_weights.md. Local. Call it before the first model is loaded.
 
@@ -133,15 +132,13 @@ def install(
         strict: make it an error (usually an `UnsupportedError`) if a load cannot be streamed.
         saves: let `Trainer.save_model`, `Accelerator.save_model` and `engine.save_16bit_model` write the same files
             under ZeRO-3 without gathering, and let `save_pretrained` refuse to write empty parameters; see
-            docs/saving.md. They need no stage3_gather_16bit_weights_on_model_save. False leaves all saves to stock.
+            docs/saving.md. They need no stage3_gather_16bit_weights_on_model_save. False leaves saves to stock.
         on_load: called on every rank with the `LoadReport` of each streamed load, at its end.
         stream: as for `load_model`. URLs are taken as names in any case.
     """
     if _installed:
         return
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        for lock, age_s in old_locks():  # DeepSpeed may wait there before anything of ours runs
-            logger.warning("%s: delete it if nobody builds there", lock_text(lock, age_s))
+    _warn_of_locks()
     options = Options(progress=progress, verify=verify, stream=stream, is_lenient=not strict, on_load=on_load)
     with contextlib.ExitStack() as stack:
         stack.enter_context(streaming_by_active_config(options, everywhere=True))
@@ -157,6 +154,13 @@ def install(
             for names in _SAVES:
                 stack.enter_context(replaced_once_imported(names, _save_handlers))
         _installed.append(stack.pop_all())
+
+
+def _warn_of_locks() -> None:
+    """Warn of old locks of builds, where DeepSpeed may wait before anything of ours runs."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for lock, age_s in old_locks():
+            logger.warning("%s: delete it if nobody builds there", lock_text(lock, age_s))
 
 
 def uninstall() -> None:
