@@ -77,6 +77,11 @@ class Heartbeat(NamedTuple):
         return beat._replace(entry=beat.entry and Entry(*beat.entry))
 
     @property
+    def step(self) -> tuple[str, int]:
+        """Name of the group and number of the step."""
+        return self.group, self.number
+
+    @property
     def last_seen(self) -> str:
         """What the rank did, for messages."""
         did = f"{'after' if self.entry else 'while'} {self.title}" + f", {self.detail}" * bool(self.detail)
@@ -97,26 +102,25 @@ class Peer:
         self._silent_s = self._silent_s + seconds if heartbeat == before else 0.0
         self._still_s = self._still_s + seconds if is_still else 0.0
 
-    def is_at(self, group: str, number: int) -> bool:
-        """Return whether the peer is in this step."""
-        beat = self.heartbeat
-        return beat is not None and (beat.group, beat.number) == (group, number) and bool(beat.title)
+    def is_at(self, step: tuple[str, int]) -> bool:
+        """Return whether the peer is in this step: name of the group, number."""
+        return self.heartbeat is not None and self.heartbeat.step == step and bool(self.heartbeat.title)
 
-    def entry_at(self, group: str, number: int) -> Entry | None:
+    def entry_at(self, step: tuple[str, int]) -> Entry | None:
         """Return the entry that the peer has brought to this step."""
-        return self.heartbeat.entry if self.heartbeat and self.is_at(group, number) else None
+        return self.heartbeat.entry if self.heartbeat and self.is_at(step) else None
 
     @property
     def absence(self) -> str:
         """What is known of a peer that has not come."""
         return NO_CALL if self.heartbeat is None else f"was last seen {self.heartbeat.last_seen} ({self.heartbeat.who})"
 
-    def why_lost(self, limits: Limits, group: str, number: int, waited_s: float | None) -> str:
+    def why_lost(self, limits: Limits, step: tuple[str, int], waited_s: float | None) -> str:
         """Return the reason for giving up on the peer, seen from this rank's step; "" if there is none.
 
         `waited_s` is None for a busy rank.
         """
-        beat = self.heartbeat
+        beat, (group, number) = self.heartbeat, step
         if beat is not None and beat.group == group and beat.number > number:
             return f"has gone on without the others, last seen {beat.last_seen}"
         if beat is not None and beat.title and self._silent_s > limits.gone_s:

@@ -235,14 +235,14 @@ class StoreChannel:
         peers = self._read_heartbeats(followers if self._rank == leader else [leader], self._beat_s)
         self._waited_s += self._beat_s
         waited_s = self._waited_s if place.entry else None
-        reasons = {rank: peer.why_lost(self.limits, *place.step, waited_s) for rank, peer in peers.items()}
+        reasons = {rank: peer.why_lost(self.limits, place.step, waited_s) for rank, peer in peers.items()}
         if any(reasons.values()):
             self._decide(place, Verdict([(rank, why) for rank, why in reasons.items() if why]))
         if not place.entry and (self._peek(place.key) or self._peek(f"{place.group.name}/failed") == str(place.number)):
             self._failing = place
         if place.entry and self._waited_s >= self._notice_s:
             self._notice_s *= 2
-            absent = {rank: peer.absence for rank, peer in peers.items() if not peer.is_at(*place.step)}
+            absent = {rank: peer.absence for rank, peer in peers.items() if not peer.is_at(place.step)}
             if absent:
                 say_who_is_absent(self._rank, self._waited_s, f"at {place.title!r}", absent_text(absent))
 
@@ -255,7 +255,7 @@ class StoreChannel:
         if self._rank == leader:
             peers = self._read_heartbeats(followers)
             entries = {leader: place.entry}
-            entries |= {rank: entry for rank, peer in peers.items() if (entry := peer.entry_at(*place.step))}
+            entries |= {rank: entry for rank, peer in peers.items() if (entry := peer.entry_at(place.step))}
             if len(entries) == len(peers) + 1:
                 while place.group.num_deleted < place.number:
                     self._store.delete_key(f"{place.group.name}/{place.group.num_deleted}")
@@ -272,7 +272,7 @@ class StoreChannel:
         self._send_heartbeat(place)
         leader, *followers = place.group.members
         step, until_s = (place.group.name, place.number - 1), time.monotonic() + FAREWELL_S
-        while self._rank == leader and any(peer.is_at(*step) for peer in self._read_heartbeats(followers).values()):
+        while self._rank == leader and any(peer.is_at(step) for peer in self._read_heartbeats(followers).values()):
             if time.monotonic() > until_s:
                 break
             time.sleep(POLL_S)

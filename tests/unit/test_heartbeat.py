@@ -51,7 +51,7 @@ def seen(*heartbeats: tuple[float, Heartbeat]) -> SeenPeer:
 
 def why(peer: SeenPeer, now: float, waited_s: float | None = None, group: str = "world") -> str:
     peer.look(peer.heartbeat, now)
-    return peer.why_lost(LIMITS, group, 4, waited_s)
+    return peer.why_lost(LIMITS, (group, 4), waited_s)
 
 
 def changed(heartbeat: Heartbeat, **changes: Any) -> Heartbeat:
@@ -151,11 +151,11 @@ def test_computing_counts_as_progress_and_sleeping_does_not() -> None:
 
 
 def test_of_a_rank_that_is_not_in_the_step_it_is_known_what_it_does() -> None:
-    assert (Peer().is_at("world", 4), Peer().absence) == (False, "has not called lowmem_load")
-    assert seen((0.0, HERE)).is_at("world", 4)
-    assert seen((0.0, changed(HERE, entry=ENTRY))).entry_at("world", 4) == ENTRY
+    assert (Peer().is_at(("world", 4)), Peer().absence) == (False, "has not called lowmem_load")
+    assert seen((0.0, HERE)).is_at(("world", 4))
+    assert seen((0.0, changed(HERE, entry=ENTRY))).entry_at(("world", 4)) == ENTRY
     idle = seen((0.0, changed(HERE, title="")))
-    assert (idle.is_at("world", 4), idle.absence) == (False, "was last seen between loads (pid 4711 on node1)")
-    assert not seen((0.0, HERE)).is_at("other", 4)
-    assert seen((0.0, changed(HERE, entry=ENTRY))).entry_at("other", 4) is None
+    assert (idle.is_at(("world", 4)), idle.absence) == (False, "was last seen between loads (pid 4711 on node1)")
+    assert not seen((0.0, HERE)).is_at(("other", 4))
+    assert seen((0.0, changed(HERE, entry=ENTRY))).entry_at(("other", 4)) is None
     assert seen((0.0, HERE)).absence.startswith("was last seen while model: reading, 3.0 of")
