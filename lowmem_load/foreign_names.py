@@ -203,6 +203,12 @@ DIFFUSERS_SINGLE_FILE = _diffusers(
     handlers="integrations.diffusion",
     loss="nothing warns that from_single_file loads whole models on every rank",
 )
+DIFFUSERS_PIPELINE = _diffusers(
+    "diffusers.pipelines.pipeline_utils",
+    "DiffusionPipeline.from_pretrained",
+    handlers="integrations.diffusion",
+    loss="pipelines that one rank loads by itself are refused",
+)
 DIFFUSERS_SAVE = _in_models(
     "ModelMixin.save_pretrained",
     handlers="integrations.diffusion",

@@ -253,7 +253,7 @@ def model_class(name: str, auto_class: str | type | None, kwargs: Mapping[str, A
     if not isinstance(config, dict) or not {"_class_name", "_diffusers_version"} <= config.keys():
         return None
     assert file is not None
-    check_model_config(file)
+    check_model_config(file, least_count=-1)  # of heads in StableCascade: none
     try:
         import diffusers
         from diffusers.models.modeling_utils import ModelMixin

@@ -81,8 +81,8 @@ def base_of_adapter(path: str) -> str:
     return base
 
 
-def check_model_config(path: str) -> None:
-    """Refuse a config.json with impossible counts, before transformers makes millions of modules."""
+def check_model_config(path: str, least_count: int = 0) -> None:
+    """Refuse a config.json with impossible counts, before its library makes millions of modules."""
     config = read_json(path)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: expected an object {{...}}, got {reprlib.repr(config)}")
@@ -97,7 +97,9 @@ def check_model_config(path: str) -> None:
         elif isinstance(value, list):
             left += ((key, item) for item in value)
         elif isinstance(value, int) and _COUNTS.search(key):
-            least = 0 if key.startswith(("num_", "n_")) else -MAX_COUNT  # other keys count layers from the end
+            least = (
+                least_count if key.startswith(("num_", "n_")) else -MAX_COUNT
+            )  # other keys count layers from the end
             if not least <= value <= MAX_COUNT:
                 raise CheckpointError(f"{path}: {key}: expected {least} to {MAX_COUNT}, got {reprlib.repr(value)}")
 

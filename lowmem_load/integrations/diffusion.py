@@ -21,9 +21,11 @@ from lowmem_load.errors import NotStreamedWarning, UnsupportedError, outside_lev
 from lowmem_load.families import diffusion
 from lowmem_load.families.call import Call
 from lowmem_load.hf.active import active_zero3_config
+from lowmem_load.hf.load_lock import inside_load
 from lowmem_load.integrations.accelerate import is_for_fsdp2, load_lazily
 from lowmem_load.integrations.hooks import replaced_once_imported
 from lowmem_load.pipeline.load import Options
+from lowmem_load.replaced import Handlers
 
 
 def diffusers_loads(options: Options, *, everywhere: bool) -> contextlib.AbstractContextManager[object]:
@@ -36,15 +38,24 @@ def diffusers_loads(options: Options, *, everywhere: bool) -> contextlib.Abstrac
 
     if not everywhere:
         return diffusion.intercepted(load, _is_wanted)
-    names = (foreign_names.DIFFUSERS_FROM_PRETRAINED, foreign_names.DIFFUSERS_SINGLE_FILE)
-    single_file = {foreign_names.DIFFUSERS_SINGLE_FILE: _load_single_file}
-    return replaced_once_imported(names, lambda: {**diffusion.handlers(load, _is_wanted), **single_file})
+    others: Handlers = {
+        foreign_names.DIFFUSERS_SINGLE_FILE: _load_single_file,
+        foreign_names.DIFFUSERS_PIPELINE: _load_pipeline,
+    }
+    names = (foreign_names.DIFFUSERS_FROM_PRETRAINED, *others)
+    return replaced_once_imported(names, lambda: {**diffusion.handlers(load, _is_wanted), **others})
 
 
 def _is_wanted(cls: type, kwargs: Mapping[str, Any]) -> bool:
     if active_zero3_config() is None:
-        return is_for_fsdp2(kwargs)
+        return is_for_fsdp2(kwargs) and not diffusion.is_autoencoder(cls)
     return not (diffusion.is_autoencoder(cls) or _is_switched_off())
+
+
+def _load_pipeline(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+    """Leave all models of a pipeline to diffusers: it runs them, and scripts load it on the main rank alone."""
+    with inside_load():
+        return ordinary(cls, *args, **kwargs)
 
 
 def _load_single_file(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
