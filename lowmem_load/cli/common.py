@@ -32,7 +32,7 @@ COLOURS = {
 }
 """Colours of a cell or line, by how it begins. rich leaves them out where the output is no terminal."""
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A local folder or a Hub id.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A folder, a Hub id or a URL.", show_default=False)]
 Subfolder = Annotated[str, typer.Option(help="Subfolder that holds the weights.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
 AutoClass = Annotated[str | None, typer.Option(help="A class of transformers; the checkpoint's own by default.")]
