@@ -10,8 +10,8 @@ from importlib.metadata import version
 
 from packaging.version import Version
 
-OLD_S = 60.0
-"""Seconds after which a lock is worth a word: builds take about a minute, and other ranks wait for one."""
+OLD_S = 600.0
+"""Seconds after which a lock is worth a word: builds take minutes on a busy machine, and other ranks wait for one."""
 
 
 def lock_text(lock: str, age_s: float) -> str:
