@@ -252,7 +252,7 @@ def _initialise(model: nn.Module, empty: list[Slot], context: Context) -> None:
             is_parameter = isinstance(tensor, nn.Parameter)
             fresh.initialise_in(context.initialiser, keeps(tensor) if is_parameter else FlatRange(0, tensor.numel()))
             tensors[key] = nn.Parameter(fresh, requires_grad=tensor.requires_grad) if is_parameter else fresh
-        _reset(model, module)
+        _reset(model, name, module)
         context.initialiser.release()
         for (tensors, key), tensor in zip(own, before, strict=True):
             if (id(tensors), key) not in places:
@@ -267,13 +267,15 @@ def _initialise(model: nn.Module, empty: list[Slot], context: Context) -> None:
     _share(empty)
 
 
-def _reset(model: nn.Module, module: nn.Module) -> None:
+def _reset(model: nn.Module, name: str, module: nn.Module) -> None:
     own: Any = getattr(module, "reset_parameters", None)
-    of_model: Any = getattr(model, "_init_weights", None)
+    parts = name.split(".")
+    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+    of_models = [getattr(outer, "_init_weights", None) for outer in around]  # the innermost model's counts
     with torch.no_grad():
         if own is not None:
             own()
-        elif of_model is not None:
+        elif of_model := next(filter(None, of_models), None):
             of_model(module)
 
 
