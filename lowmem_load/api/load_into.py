@@ -24,7 +24,6 @@ from lowmem_load.families import diffusion
 from lowmem_load.families.files import Rename
 from lowmem_load.families.modules import Build, ModuleCall, snapshot, stand_in_for
 from lowmem_load.families.parts import PartsCall
-from lowmem_load.frameworks import bitsandbytes
 from lowmem_load.hf import loader, model_folder, names, quantizers
 from lowmem_load.hf.active import ordinary_path, transformers_models
 from lowmem_load.hf.load_lock import load_lock, outermost
@@ -233,6 +232,8 @@ def _load_into(
             hand_over(loaded, plain)
             modules = {plain_name(name): module for name, module in plain.named_modules()}
             if quantizers.is_four_bit_model(loaded):
+                from lowmem_load.frameworks import bitsandbytes
+
                 bitsandbytes.hand_over_states(loaded, modules)
             hand_over_attributes(loaded, modules, next(plain.parameters()).device)
     report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
@@ -349,6 +350,8 @@ def shards_filled(
     def fill(model: nn.Module, dtype: torch.dtype) -> Mapping[str, Any]:
         refuse_parted(model)
         if quantizers.is_four_bit_model(model):
+            from lowmem_load.frameworks import bitsandbytes
+
             bitsandbytes.pack_skeleton(model)
         shard(model)
         device = torch.device("cpu") if is_offloaded or is_kept_on_host(model) else mesh_device(model)

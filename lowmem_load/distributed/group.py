@@ -128,7 +128,7 @@ class RankGroup:
         if error is not None and (verdict.is_alike or not isinstance(error, Exception | StoppedError)):
             raise self._note_known(error)
         if verdict.failures:
-            raise self._note_known(RankError(full_title, dict(verdict.failures))) from error
+            raise self._note_known(RankError(verdict.title or full_title, dict(verdict.failures))) from error
 
     @contextlib.contextmanager
     def session(self, what: str) -> Iterator[None]:

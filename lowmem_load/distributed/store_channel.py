@@ -260,7 +260,8 @@ class StoreChannel:
                 while place.group.num_deleted < place.number:
                     self._store.delete_key(f"{place.group.name}/{place.group.num_deleted}")
                     place.group.num_deleted += 1
-                return self._decide(place, self._share_payloads(place, entries, verdict_on(entries)))
+                verdict = verdict_on(entries)._replace(title=place.title)
+                return self._decide(place, self._share_payloads(place, entries, verdict))
         return self._peek(place.key)
 
     def _decide(self, place: _Place, verdict: Verdict) -> str:

@@ -32,6 +32,7 @@ class Verdict(NamedTuple):
     failures: Sequence[tuple[int, str]] = ()  # ranks of the world that failed, and their messages
     is_alike: bool = False  # whether all ranks failed with the same message
     num_parts: int = 0  # of the payloads of all ranks
+    title: str = ""  # of the step, as the leader calls it; "" where no leader has written it
 
 
 def verdict_on(entries: Mapping[int, Entry]) -> Verdict:

@@ -21,9 +21,9 @@ from torch import nn
 from lowmem_load.config.settings import Choice, Partition, Settings, choices_of
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError, listed
-from lowmem_load.frameworks.bitsandbytes import check_packed
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
+from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.target import HostBytes, Layout, Replicated, Target
 
 if TYPE_CHECKING:
@@ -82,7 +82,10 @@ class Zero3(Target):
 
     def check(self, model: nn.Module, /) -> None:
         """See `Target`."""
-        check_packed(model, self._settings)
+        if any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters()):
+            from lowmem_load.frameworks.bitsandbytes import check_packed  # most loads have no such weights
+
+            check_packed(model, self._settings)
         check_ties(model, {name: model.get_submodule(name) for name in self._modules})
 
     def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:

@@ -17,7 +17,6 @@ from typing import Any
 from lowmem_load import foreign_names
 from lowmem_load.api.load_model import streaming_by_active_config, streaming_by_config
 from lowmem_load.config.settings import Partition
-from lowmem_load.ds.build_locks import lock_text, old_locks
 from lowmem_load.errors import ConfigError
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations.hooks import enter_if_usable, entered_once_imported, replaced_once_imported
@@ -159,6 +158,8 @@ def install(
 def _warn_of_locks() -> None:
     """Warn of old locks of builds, where DeepSpeed may wait before anything of ours runs."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
+        from lowmem_load.ds.build_locks import lock_text, old_locks
+
         for lock, age_s in old_locks():
             logger.warning("%s: delete it if nobody builds there", lock_text(lock, age_s))
 

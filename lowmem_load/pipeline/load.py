@@ -46,7 +46,6 @@ from lowmem_load.pipeline.checks import (
     memory_uses,
     refuse_device_map,
 )
-from lowmem_load.pipeline.companions import combine_companions
 from lowmem_load.pipeline.describe import Described, describe, random_state_of
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
@@ -152,7 +151,7 @@ class Load:
             self._check_files(described, executor, ids, report)
             if self.hand_out is not None:
                 with self.ranks.step("reading buffers", name=described.name):
-                    combine_companions(planned, executor, self.ranks)
+                    self._combine_companions(planned, executor)
                     self.hand_out(described, planned, executor, report)
                 executor.sources.on_wait = int
                 files.pop_all()  # they stay open for the model
@@ -312,6 +311,12 @@ class Load:
             with report.phase("verify"):
                 agree_on_checksums(self.ranks, name, files, views, sources, num_threads=num_threads)
 
+    def _combine_companions(self, planned: Planned, executor: Executor) -> None:
+        if planned.plan.num_quantized:
+            from lowmem_load.pipeline.companions import combine_companions  # most loads have none
+
+            combine_companions(planned, executor, self.ranks)
+
     def _execute(
         self,
         planned: Planned,
@@ -345,7 +350,7 @@ class Load:
         bar = progress_bar(needed_bytes, "Loading partitions", self.options.progress, self.ranks.rank)
         with reading, report.phase("read"), bar as update:
             executor.on_bytes = on_bytes
-            combine_companions(planned, executor, self.ranks)
+            self._combine_companions(planned, executor)
             report.shared = execute(planned, described.target, executor, on_parameter, together)
             described.constructor.finish(described.model, described.target.device)
 

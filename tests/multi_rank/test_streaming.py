@@ -282,7 +282,9 @@ def load_corner_cases(llama: str, half: str, adapter: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(half)
     assert torch.isfinite(partition_of(model.lm_head.weight)).all()
     report = load_report(model)
-    assert "keeps another dtype: " in report.notes[0] and f"({report.num_parameters} in all)" in report.notes[0]
+    assert (
+        "an ordinary load keeps another: " in report.notes[0] and f"({report.num_parameters} in all)" in report.notes[0]
+    )
 
     try:
         plain, _ = AutoModelForCausalLM.from_pretrained(adapter, dtype=torch.float32, output_loading_info=True)

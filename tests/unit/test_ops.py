@@ -23,6 +23,7 @@ from lowmem_load.errors import ConfigError
 @pytest.fixture
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(ops, "PATIENCE_S", 0.0)
     (tmp_path / "op").mkdir()
     (tmp_path / "op" / "lock").touch()
     return tmp_path / "op" / "lock"
@@ -38,7 +39,6 @@ def test_the_lock_of_a_build_is_named(
     """But not of an op that is loaded, nor of torch 2.15, whose lock stays after every build."""
     assert load_op(op(_loaded_ops={"op": "loaded"})) == "loaded" and not caplog.text
     monkeypatch.setattr(cpp_extension, "FileBaton", object, raising=False)
-    monkeypatch.setattr(ops, "PATIENCE_S", 0.0)
     os.utime(lock, (time.time() - 7200,) * 2)
     assert load_op(op()) == "loaded"
     assert f"{lock}: is 120 minutes old. torch waits without a word" in caplog.text
@@ -52,6 +52,7 @@ def test_a_build_that_ends_is_no_news(
     lock: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cpp_extension, "FileBaton", object, raising=False)
+    monkeypatch.setattr(ops, "PATIENCE_S", 30.0)
     assert not old_locks()
     Timer(0.3, lock.unlink).start()
     assert load_op(op()) == "loaded" and not caplog.text and not lock.exists()
