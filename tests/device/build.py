@@ -25,7 +25,7 @@ def build() -> Path:
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"], NAME)
     folder.mkdir(parents=True, exist_ok=True)
     compiled = folder / f"{NAME}-{_digest()}.so"
-    with (folder / "lock").open("w") as lock:  # the system drops it with a process that is killed
+    with (folder / "build.lock").open("w") as lock:  # the system drops it with a process that is killed
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not compiled.exists():
             fresh = folder / f"{NAME}.new"
