@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import sys
@@ -22,15 +23,23 @@ def lock_text(lock: str, age_s: float) -> str:
     )
 
 
-def old_locks() -> list[tuple[str, float]]:
-    """Return the path and age in seconds of each old lock at which torch would wait.
+def locks(name: str = "*") -> dict[str, float]:
+    """Return the path and age in seconds of each lock at which torch would wait, or of that of one extension.
 
     Source: torch 2.13 `utils/cpp_extension.py`, `_get_build_directory`. torch 2.15 has locks that end with a build.
     """
     if Version(version("torch")).release[:2] >= (2, 15):
-        return []
+        return {}
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     here = f"py{sys.version_info.major}{sys.version_info.minor}*"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions", here)
-    ages = {lock: time.time() - os.path.getmtime(lock) for lock in glob.glob(os.path.join(root, "*", "lock"))}
-    return [(lock, age_s) for lock, age_s in sorted(ages.items()) if age_s > OLD_S]
+    ages: dict[str, float] = {}
+    for lock in sorted(glob.glob(os.path.join(root, name, "lock"))):
+        with contextlib.suppress(FileNotFoundError):  # that build has ended
+            ages[lock] = time.time() - os.path.getmtime(lock)
+    return ages
+
+
+def old_locks() -> list[tuple[str, float]]:
+    """Return the path and age in seconds of each old lock."""
+    return [(lock, age_s) for lock, age_s in locks().items() if age_s > OLD_S]

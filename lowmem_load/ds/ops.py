@@ -5,16 +5,14 @@ DeepSpeed is imported when a function is called: the import takes seconds and ch
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
-import os
 import time
 from datetime import timedelta
 from typing import Any
 
-from lowmem_load.contract import DEEPSPEED, TORCH, require
-from lowmem_load.ds.build_locks import lock_text
+from lowmem_load.contract import DEEPSPEED, require
+from lowmem_load.ds.build_locks import lock_text, locks
 from lowmem_load.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -101,17 +99,10 @@ def load_op(builder: Any) -> Any:
 
 def _await_lock(name: str) -> None:
     """Wait for the build of another process; name its lock after `PATIENCE_S`, as torch waits for ever to 2.13."""
-    from torch.utils import cpp_extension
-
-    require(TORCH, {"torch.utils.cpp_extension": ("_get_build_directory",)})
-    if not hasattr(cpp_extension, "FileBaton"):  # the file of torch 2.15 stays, unlocked
-        return
-    # It makes the folder, which an op that DeepSpeed was installed with needs not.
-    with contextlib.suppress(OSError):
-        lock, start = os.path.join(cpp_extension._get_build_directory(name, verbose=False), "lock"), time.monotonic()
-        while os.path.exists(lock):
-            if time.monotonic() - start >= PATIENCE_S:
-                text = lock_text(lock, time.time() - os.path.getmtime(lock))
-                logger.warning("%s; if nobody builds there, delete it: this load goes on then", text)
-                return
-            time.sleep(0.1)
+    start = time.monotonic()
+    while ages := locks(name):
+        if time.monotonic() - start >= PATIENCE_S:
+            text = "; ".join(lock_text(lock, age_s) for lock, age_s in ages.items())
+            logger.warning("%s; if nobody builds there, delete it: this load goes on then", text)
+            return
+        time.sleep(0.1)
