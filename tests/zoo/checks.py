@@ -179,7 +179,7 @@ def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tens
 
 
 def compare_all(cases: list[Case], method: str, precision: str, saves: bool, folder: str, limit_s: float) -> None:
-    """Rank function: compares load after load. An exception in one ends the set, since ranks may then be out of step.
+    """Rank function: compares load after load.
 
     Args:
         cases: what to load.
@@ -189,6 +189,12 @@ def compare_all(cases: list[Case], method: str, precision: str, saves: bool, fol
         folder: where the journal goes.
         limit_s: seconds per case.
     """
+    save_to = Path(folder, "saved") if saves else None
+    compare_cases(cases, lambda case: _compare(case, method, precision, save_to), folder, limit_s)
+
+
+def compare_cases(cases: list[Case], compare: Callable[[Case], dict[str, Any]], folder: str, limit_s: float) -> None:
+    """Compare case after case. An exception in one ends the set, since ranks may then be out of step."""
     from lowmem_load.distributed.process_group import DistributedInterface
 
     _prepare()
@@ -198,7 +204,7 @@ def compare_all(cases: list[Case], method: str, precision: str, saves: bool, fol
         error = None
         with journal.item(case.name) as result:
             try:
-                result.update(_compare(case, method, precision, Path(folder, "saved") if saves else None))
+                result.update(compare(case))
             except Exception as caught:
                 error = caught
                 result.update(error=_where(caught), traceback=traceback.format_exc()[-6000:])

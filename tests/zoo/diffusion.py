@@ -10,8 +10,6 @@ import argparse
 import json
 import shutil
 import sys
-import time
-import traceback
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,23 +54,8 @@ def build_all(names: list[str], root: str, folder: str, limit_s: float) -> None:
 
 
 def compare_all(cases: list[Case], method: str, precision: str, folder: str, limit_s: float) -> None:
-    """Rank function: compares load after load. An exception ends the set, since ranks may then be out of step."""
-    from lowmem_load.distributed.process_group import DistributedInterface
-
-    checks._prepare()
-    DistributedInterface()
-    journal = Journal(folder, limit_s)
-    for case in cases:
-        error = None
-        with journal.item(case.name) as result:
-            try:
-                result.update(_compare(case, method, precision, Path(folder)))
-            except Exception as caught:
-                error = caught
-                result.update(error=checks._where(caught), traceback=traceback.format_exc()[-6000:])
-        if error is not None:
-            time.sleep(checks.SETTLE_S)
-            raise error
+    """Rank function: compares load after load."""
+    checks.compare_cases(cases, lambda case: _compare(case, method, precision, Path(folder)), folder, limit_s)
 
 
 def _compare(case: Case, method: str, precision: str, folder: Path) -> dict[str, Any]:
