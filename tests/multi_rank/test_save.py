@@ -56,7 +56,6 @@ def ways(paths: dict[str, str], swap: str | None) -> dict[str, tuple[str, dict[s
     found: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {}
     for name in paths:
         found[f"{name}-fp32"] = (name, FP32, {})
-    for name in ("llama", "odd", "tied"):
         found[f"{name}-bf16"] = (name, BF16, {})
     cpu = stage_3(offload_param={"device": "cpu", "pin_memory": False})
     found["llama-cpu-fp32"] = ("llama", cpu, {})
