@@ -103,5 +103,5 @@ def _checked(
     request = functools.partial(ordinary_load, model, name, dtype, None, kwargs, world_size)
     if ranks is not None:
         return agree_on_request(ranks, request, has_ds_config=False)
-    asked, settings = request()
-    return asked.with_folder().checked(settings)
+    ordinary, settings = request()
+    return ordinary.with_folder().checked(settings)

@@ -103,7 +103,7 @@ def plan(
     _check_ranks(engine, job, world_size, has_axes=max(tp, ep, dp_replicate) > 1)
     _check_training(engine, job, training, trainable, offload, is_compared=compare)
     keywords = dict[str, Any](subfolder=subfolder, auto_class=auto_class, trust_remote_code=trust_remote_code)
-    with working(), _found(name, revision, dequantize, keywords) as (checkpoint, keywords):
+    with working(), _checkpoint(name, revision, dequantize, keywords) as (checkpoint, keywords):
         forecasts = _forecasts(checkpoint, engine, job, training, keywords, is_compared=compare)
     _answer(forecasts, as_json, is_compared=compare)
 
@@ -155,7 +155,7 @@ def _check_training(
 
 
 @contextlib.contextmanager
-def _found(
+def _checkpoint(
     name: str, revision: str | None, dequantize: bool, keywords: dict[str, Any]
 ) -> Iterator[tuple[Checkpoint, dict[str, Any]]]:
     """Inside, there are the checkpoint, and the keywords of `from_pretrained`."""

@@ -26,7 +26,7 @@ from lowmem_load.errors import (
 )
 from lowmem_load.families.files import tensors_in
 from lowmem_load.foreign_names import ForeignName
-from lowmem_load.formats.index import check_index, check_model_config, read_json
+from lowmem_load.formats.index import check_files, check_index, check_model_config, read_json
 from lowmem_load.hf.hub_files import config_file
 from lowmem_load.hf.load_lock import is_loading
 from lowmem_load.hf.loader import run_load
@@ -129,6 +129,8 @@ def _set_tensor(_: Any, model: nn.Module, name: str, *__: Any, value: torch.Tens
 
 def _check_index(ordinary: Callable[..., Any], name: Any, index: Any, *args: Any, **kwargs: Any) -> Any:
     check_index(os.fspath(index))
+    if os.path.isdir(name):  # else the files may not have been downloaded yet
+        check_files(os.fspath(index))
     return ordinary(name, index, *args, **kwargs)
 
 

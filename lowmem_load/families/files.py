@@ -60,8 +60,8 @@ def _download(name: str, subfolder: str, variant: str | None, **keywords: Any) -
     try:
         if offline:
             return str(download())
-        asked = {key: value for key, value in keywords.items() if key != "cache_dir"}
-        listed_names = huggingface_hub.HfApi().list_repo_files(name, **asked)
+        of_repository = {key: value for key, value in keywords.items() if key != "cache_dir"}
+        listed_names = huggingface_hub.HfApi().list_repo_files(name, **of_repository)
         names = [file.removeprefix(folder) for file in listed_names if posixpath.dirname(file) == folder.rstrip("/")]
         files = [folder + file for file in _chosen(f"{name}/{folder}", names, variant)]
         path = str(download(allow_patterns=files))

@@ -97,9 +97,8 @@ def check_model_config(path: str, least_count: int = 0) -> None:
         elif isinstance(value, list):
             left += ((key, item) for item in value)
         elif isinstance(value, int) and _COUNTS.search(key):
-            least = (
-                least_count if key.startswith(("num_", "n_")) else -MAX_COUNT
-            )  # other keys count layers from the end
+            is_number = key.startswith(("num_", "n_"))  # other keys count layers from the end
+            least = least_count if is_number else -MAX_COUNT
             if not least <= value <= MAX_COUNT:
                 raise CheckpointError(f"{path}: {key}: expected {least} to {MAX_COUNT}, got {reprlib.repr(value)}")
 
