@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from lowmem_load.distributed.exchange import Exchange, has_fast_gather
 from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.load_plan import CompanionPlan
@@ -28,10 +29,17 @@ class _Shared(NamedTuple):
         return self.companion.shape
 
 
-def combine_companions(planned: Planned, executor: Executor, ranks: RankGroup | None = None) -> None:
+def combine_companions(
+    planned: Planned,
+    executor: Executor,
+    ranks: RankGroup | None = None,
+    progress: Callable[[], Progress] | None = None,
+) -> None:
     """Make what companions that are filled in parts are for; see `Planned.combined`.
 
-    Collective, within a step of the ranks; local without `ranks`. Memory: twice `BATCH_BYTES`, or twice the largest.
+    Collective; local without `ranks`. `progress` is that of the reading.
+
+    Memory: twice `BATCH_BYTES`, or twice the largest.
     """
     shared = [
         _Shared(target.name, companion)
@@ -43,7 +51,7 @@ def combine_companions(planned: Planned, executor: Executor, ranks: RankGroup | 
         if ranks is None or ranks.world_size == 1 or ranks.is_fake:
             values = _filled(batch, planned, executor)
         else:
-            values = _exchanged(batch, planned, executor, ranks)
+            values = _exchanged(batch, planned, executor, ranks, progress)
         for (name, companion), whole in zip(batch, values, strict=True):
             parameter = planned.parameters[name]
             assert isinstance(parameter, QuantizedTensor)
@@ -67,11 +75,19 @@ def _filled(batch: Sequence[_Shared], planned: Planned, executor: Executor) -> l
     return values
 
 
-def _exchanged(batch: Sequence[_Shared], planned: Planned, executor: Executor, ranks: RankGroup) -> list[torch.Tensor]:
+def _exchanged(
+    batch: Sequence[_Shared],
+    planned: Planned,
+    executor: Executor,
+    ranks: RankGroup,
+    progress: Callable[[], Progress] | None,
+) -> list[torch.Tensor]:
     world_size = ranks.world_size
     sizes = [part_of_rank(math.prod(part.shape), 0, world_size).numel for part in batch]  # the first is the largest
     own = [torch.zeros(size, dtype=part.companion.dtype, device="cpu") for part, size in zip(batch, sizes, strict=True)]
-    _fill(batch, own, planned, executor)
+    # A collective that one rank never comes to would meet those of the next load.
+    with ranks.step("computing the scales of packed weights", progress=progress):
+        _fill(batch, own, planned, executor)
     message = torch.cat([values.view(torch.uint8) for values in own])
     exchange = Exchange(ranks, [message.numel()] * world_size, to=None, gathers=has_fast_gather(ranks))
     assert exchange.mine is not None  # all ranks send

@@ -311,11 +311,13 @@ class Load:
             with report.phase("verify"):
                 agree_on_checksums(self.ranks, name, files, views, sources, num_threads=num_threads)
 
-    def _combine_companions(self, planned: Planned, executor: Executor) -> None:
+    def _combine_companions(
+        self, planned: Planned, executor: Executor, progress: Callable[[], Progress] | None = None
+    ) -> None:
         if planned.plan.num_quantized:
             from lowmem_load.pipeline.companions import combine_companions  # most loads have none
 
-            combine_companions(planned, executor, self.ranks)
+            combine_companions(planned, executor, self.ranks, progress)
 
     def _execute(
         self,
@@ -350,7 +352,7 @@ class Load:
         bar = progress_bar(needed_bytes, "Loading partitions", self.options.progress, self.ranks.rank)
         with reading, report.phase("read"), bar as update:
             executor.on_bytes = on_bytes
-            self._combine_companions(planned, executor)
+            self._combine_companions(planned, executor, progress)
             report.shared = execute(planned, described.target, executor, on_parameter, together)
             described.constructor.finish(described.model, described.target.device)
 

@@ -146,6 +146,28 @@ def packed(checkpoint: str, checkpoints: Path) -> str:
     return folder
 
 
+def fail_and_compare(path: str, packed: str) -> None:
+    """Rank function: after a failure of one rank, the next load meets no collective of the failed one."""
+    from lowmem_load import DistributedInterface, RankError, load_model
+    from lowmem_load.pipeline import companions
+
+    fill = companions._fill
+
+    def fail(*args: Any) -> None:
+        raise OSError("the disk is gone")
+
+    if DistributedInterface().rank == 1:
+        companions._fill = fail  # type: ignore[assignment]
+    with pytest.raises(RankError, match="the disk is gone"):
+        load_model(path, BF16, quantization_config=quantization("scales quantized"))
+    companions._fill = fill
+    compare(path, packed)
+
+
+def test_a_rank_that_fails_leaves_no_collective_behind(checkpoint: str, packed: str) -> None:
+    run_ranks(fail_and_compare, checkpoint, packed, world_size=2, timeout_s=60)
+
+
 def test_ranks_hold_their_partitions_of_what_stock_holds_whole(checkpoint: str, packed: str) -> None:
     run_ranks(compare, checkpoint, packed, world_size=3, timeout_s=180)
 
