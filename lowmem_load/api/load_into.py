@@ -16,6 +16,7 @@ from lowmem_load.api.parts import parts_call
 from lowmem_load.api.request import agree_on_request, make_load, name_text, ordinary_load, stage_3, weights_folder
 from lowmem_load.config.settings import Partition, read_settings
 from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.live_group import has_group
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, reshard, shard_fully
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, plain_name
@@ -283,7 +284,9 @@ def load_sharded(
 ) -> Any:
     """Do what `load_model` does with a `DistributedConfig`, or a `DeviceMesh` and the policy of `fully_shard`."""
     has_mesh, policy_of_mesh = is_mesh(sharding), policy or {}
-    with load_lock(), (ranks := DistributedInterface()).session("the load"):
+    # Shards need no DeepSpeed, whose comm would be compiled for CPU ranks.
+    ranks = RankGroup(None) if has_group() else DistributedInterface()
+    with load_lock(), ranks.session("the load"):
         with ranks.step("checking the arguments") as step:
             where, kwargs = find_folder(name_text(name), kwargs)
             if (of_diffusers := diffusion.model_class(where, auto_class, kwargs)) is not None and not has_mesh:
