@@ -31,6 +31,8 @@ COMMANDS = {
     "first_load": "first_load.py {model} {out}",
     "hf_trainer": "hf_trainer.py --model {model} --output {out} --steps 2",
     "hf_trainer, LoRA": "hf_trainer.py --model {model} --output {out} --steps 2 --lora",
+    "trainer_fsdp2": "trainer_fsdp2.py --model {model} --output {out} --steps 2",
+    "mesh_loop": "mesh_loop.py --model {model} --output {out} --steps 2",
     "accelerate": "accelerate_loop.py --model {model} --output {out} --steps 2",
     "trl_sft": "trl_sft.py --model {model} --output {out} --steps 2",
     "trl_dpo": "trl_dpo.py --model {model} --output {out} --steps 2",

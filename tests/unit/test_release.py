@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from tests.release import ROOT, problems_of_description, problems_of_sdist, problems_of_wheel, tracked
+from tests.release import COMMANDS, ROOT, problems_of_description, problems_of_sdist, problems_of_wheel, tracked
 
 METADATA = {f"lowmem_load-1.dist-info/{name}" for name in ("METADATA", "entry_points.txt", "licenses/LICENSE")}
 
@@ -41,6 +42,13 @@ def test_a_description_refers_to_nothing_that_an_index_lacks() -> None:
         "the description refers to a.svg, which an index does not have",
         "the description refers to docs/b.md, which an index does not have",
     ]
+
+
+def test_every_example_is_run_from_the_wheel() -> None:
+    paths = (ROOT / "examples").rglob("*.py")
+    scripts = {path.name for path in paths if "__main__" in path.read_text(encoding="utf-8")} | {"first_load.py"}
+    run = {Path(command.split()[0]).name for command in COMMANDS.values()}
+    assert run == scripts - {"make_model.py"}  # which is run first
 
 
 def test_the_version_is_the_same_everywhere() -> None:
