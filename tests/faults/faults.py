@@ -184,7 +184,7 @@ CRAWLING = Fault(
     "slower than the group's timeout",
     "loads",
     Action.SLOW,
-    20_000,
+    60_000,
     -1,
     group_timeout_s=SHORT_GROUP_S,
 )
