@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,11 +208,20 @@ def train_on_mesh(path: str, out: str, options: list[str]) -> None:
     assert main([*common, f"{out}/ours", "--steps", "4", "--resume"]) == stock[2:]
 
 
+def adapters_run_hooks() -> bool:
+    """Whether PEFT calls the model it wraps. To 0.17 it called its `forward`, past the hooks that gather for FSDP2."""
+    from peft.tuners.tuners_utils import BaseTuner
+
+    return "self.model.forward(" not in inspect.getsource(BaseTuner.forward)
+
+
 @pytest.mark.skipif(not TRAINS_ON_CPU, reason="torch 2.6's FSDP2 trains on no CPU")
 @pytest.mark.parametrize(
     "options", [["--lora"], *(pytest.param(["--tp", size], marks=pytest.mark.release) for size in "12")]
 )
 def test_the_example_trains_as_stock_and_resumes(tmp_path: Path, options: list[str]) -> None:
+    if "--lora" in options and not adapters_run_hooks():
+        pytest.skip("with this peft, stock FSDP2 trains no adapters")
     import_example("make_model").main([str(tmp_path / "tiny")])
     run_ranks(train_on_mesh, str(tmp_path / "tiny"), str(tmp_path), options, timeout_s=240)
 
@@ -275,7 +285,7 @@ def adapt_all(path: str, tied: str, folder: str) -> None:
         assert {key for key, each in ours.named_parameters() if each.requires_grad} == adapters
         assert all(found[key].any() for key in adapters if "lora_A" in key or name == "read")
         assert dict(ours.named_buffers()).keys() == dict(stock.named_buffers()).keys()
-        assert not TRAINS_ON_CPU or losses(ours, 3) == losses(stock, 3)
+        assert not (TRAINS_ON_CPU and adapters_run_hooks()) or losses(ours, 3) == losses(stock, 3)
     base: Any = import_example("mesh_loop").load_adapted(tied, mesh, "cpu", draw).get_base_model()
     assert base.lm_head.weight is base.model.embed_tokens.weight
 
