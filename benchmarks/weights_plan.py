@@ -58,7 +58,7 @@ def tensors(source: Source, num: int) -> Iterator[PlannedTensor]:
 def rule_of(source: Source, under: str, mesh: Mesh) -> Rule:
     if under == "ZeRO-3":
         return Partitions(math.prod(source.shape), len(mesh.ranks))
-    return Cuts(source.shape, mesh, ((0, Split(0, len(mesh.ranks), 0)),))
+    return Cuts(source.shape, mesh, (((0,), Split(0, len(mesh.ranks), 0)),))
 
 
 def shards_of(sources: Sequence[Source], rules: Sequence[Rule], rank: int, world_size: int) -> list[LocalShard]:
@@ -73,9 +73,7 @@ def shards_of(sources: Sequence[Source], rules: Sequence[Rule], rank: int, world
 def plan(shards: Sequence[LocalShard], rules: Sequence[Rule], buckets: Sequence[Bucket], world_size: int) -> str:
     """Plan what one rank plans; return the digest of the rules."""
     rank = world_size // 2
-    layouts = layouts_by_rule(shards, rules, rank, world_size)
-    assert layouts is not None
-    sharing = Sharing(layouts, world_size)
+    sharing = Sharing(layouts_by_rule(shards, rules, rank, world_size), world_size)
     for bucket in buckets:
         for _ in plan_messages(bucket, sharing).parts(rank):
             pass

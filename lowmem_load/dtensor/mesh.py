@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -194,21 +194,32 @@ def _root_mesh(mesh: Any) -> Any:
     return _mesh_resources.get_root_mesh(mesh)
 
 
-def cuts_of(name: str, tensor: Any, world_size: int, meshes: dict[Any, Mesh]) -> Cuts | None:
-    """Return the rule by which a DTensor lies on all ranks. `meshes` has those of tensors before, and gets its own.
+def cuts_of(name: str, tensor: Any, meshes: dict[Any, Rooted]) -> Cuts:
+    """Return the rule by which a DTensor lies on all ranks. `meshes` has those of tensors before, and gets its own."""
+    mesh, dims = _rooted(tensor.device_mesh, meshes)
+    cuts = []
+    for mesh_dim, split in _splits(name, tensor):
+        if (along := dims[mesh_dim]) is None:
+            raise UnsupportedError(
+                f"{name}: dim {mesh_dim} of {tensor.device_mesh} is no dim of the mesh that it was made of; slice that "
+                "one, or flatten some of its dims"
+            )
+        cuts.append((along, split))
+    return Cuts(tuple(tensor.shape), mesh, tuple(cuts))
 
-    None where its mesh is neither one of all ranks nor some dims of one: then it says only what its own ranks hold.
-    """
-    mesh, root = tensor.device_mesh, _root_mesh(tensor.device_mesh)
-    names, root_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
-    is_of_root = mesh is root or (names and set(names) <= set(root_names))  # else it is flattened
-    if not is_of_root or root.mesh.numel() != world_size:
-        return None
-    if root not in meshes:
-        meshes[root] = Mesh(tuple(root.mesh.flatten().tolist()), tuple(root.mesh.shape))
-    dims = range(mesh.ndim) if mesh is root else [root_names.index(name) for name in names]
-    cuts = tuple((dims[mesh_dim], split) for mesh_dim, split in _splits(name, tensor))
-    return Cuts(tuple(tensor.shape), meshes[root], cuts)
+
+Rooted: TypeAlias = "tuple[Mesh, list[tuple[int, ...] | None]]"
+"""The mesh from which a mesh was sliced or flattened, and those of its dims that each dim of the latter runs along."""
+
+
+def _rooted(mesh: Any, meshes: dict[Any, Rooted]) -> Rooted:
+    if mesh not in meshes:
+        root = _root_mesh(mesh)
+        ranks = tuple(root.mesh.flatten().tolist())
+        whole = Mesh(ranks, tuple(root.mesh.shape)) if mesh is root else _rooted(root, meshes)[0]
+        lines = (mesh.mesh.movedim(dim, 0).flatten(1)[:, 0] if mesh.ndim > 1 else mesh.mesh for dim in range(mesh.ndim))
+        meshes[mesh] = whole, [whole.dims_along(line.tolist()) for line in lines]
+    return meshes[mesh]
 
 
 def _splits(name: str, tensor: DTensor) -> Iterator[tuple[int, Split]]:

@@ -6,6 +6,8 @@ So the rule holds for all of them.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -55,14 +57,26 @@ class Mesh:
             indices.insert(0, index)
         return indices
 
+    def dims_along(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the dims along which these ranks follow each other, row-major, from the first one; None if none do."""
+        places = {rank: place for place, rank in enumerate(self.ranks)}
+        coordinates = [self.coordinate(places[rank]) for rank in ranks]
+        dims = tuple(dim for dim in range(len(self.shape)) if len({indices[dim] for indices in coordinates}) > 1)
+        are_rows = [self.index(indices, dims) for indices in coordinates] == list(range(len(ranks)))
+        return dims if are_rows and math.prod(self.shape[dim] for dim in dims) == len(ranks) else None
+
+    def index(self, coordinate: Sequence[int], dims: Sequence[int]) -> int:
+        """Return the number of a coordinate among those that differ along these dims, row-major."""
+        return functools.reduce(lambda number, dim: number * self.shape[dim] + coordinate[dim], dims, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """A DTensor. Each cut is a dim of the mesh, and a split whose index counts along it."""
+    """A DTensor. Each cut is the dims of the mesh that it runs along, and a split whose index counts along them."""
 
     shape: Shape
     mesh: Mesh
-    cuts: tuple[tuple[int, Split], ...]
+    cuts: tuple[tuple[tuple[int, ...], Split], ...]
 
     def regions(self, world_size: int) -> list[Region]:
         """Return the elements that each rank holds; none on those that are not in the mesh."""
@@ -70,7 +84,7 @@ class Cuts:
         alike: dict[tuple[int, ...], Region] = {}
         for place, rank in enumerate(self.mesh.ranks):
             coordinate = self.mesh.coordinate(place)
-            indices = tuple(coordinate[mesh_dim] for mesh_dim, _ in self.cuts)
+            indices = tuple(self.mesh.index(coordinate, dims) for dims, _ in self.cuts)
             if indices not in alike:
                 splits = [replace(cut, index=index) for (_, cut), index in zip(self.cuts, indices, strict=True)]
                 alike[indices] = grid_of(self.shape, splits)

@@ -31,7 +31,7 @@ from lowmem_load.saving.save import ranks_of
 from lowmem_load.saving.writer import proved_copies
 from lowmem_load.text import fingerprint
 from lowmem_load.weights_out.buckets import Bucket, PlannedTensor, Sharing, Unit, plan_buckets
-from lowmem_load.weights_out.layouts import digest_of, encoded, layouts_by_rule, layouts_of, rules_of
+from lowmem_load.weights_out.layouts import digest_of, layouts_by_rule, rules_of
 from lowmem_load.weights_out.send_weights import Tensors, Weights
 
 Names: TypeAlias = "Collection[str] | Callable[[str], bool]"
@@ -143,7 +143,7 @@ class Plan:
         state, objects: all that decides it on this rank; see `_state_of` and `_objects_of`.
         planned, merges, config: see `Weights`.
         tensors, rules: digests of what is sent and of how it lies.
-        sharing: what each rank sends; None until the ranks have said what they hold, where no rule says it.
+        sharing: what each rank sends.
     """
 
     state: list[Any]
@@ -153,7 +153,7 @@ class Plan:
     config: Any
     tensors: str
     rules: str
-    sharing: Sharing | None
+    sharing: Sharing
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, ()  # a copy of the model has other parameters
@@ -166,7 +166,7 @@ _KEPT = "_lowmem_load_weights"
 def plan_weights(engine: nn.Module, arguments: Arguments) -> Weights:
     """Return the weights of a model, planned but not sent. Collective.
 
-    See [Note: rules] in `planning/rules.py`. A rank whose parameters lie by no rule has all ranks say what they hold.
+    See [Note: rules] in `planning/rules.py`.
     """
     model = unwrapped(engine)
     with load_lock():
@@ -181,12 +181,6 @@ def plan_weights(engine: nn.Module, arguments: Arguments) -> Weights:
                 "tensors": plan.tensors,
                 "the layout of the tensors": plan.rules,
             }
-            step.payload = True if plan.sharing is None else None
-        if any(step.payloads):
-            with ranks.step("exchanging what the ranks hold") as step:
-                step.payload = encoded(shards)
-            plan.sharing = Sharing(layouts_of(step.payloads, shards), ranks.world_size)
-        assert plan.sharing is not None
         return Weights(
             engine=engine,
             ranks=ranks,
@@ -206,8 +200,7 @@ def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], 
     plan: Plan | None = vars(model).pop(_KEPT, None)
     if not isinstance(plan, Plan) or plan.state != state or not _are_same(plan.objects, objects):
         units, merges, config = _plan_tensors(model, arguments, shards)
-        rules = rules_of(shards, ranks.world_size)
-        layouts = layouts_by_rule(shards, rules, ranks.rank, ranks.world_size)
+        rules = rules_of(shards)
         plan = Plan(
             state=state,
             objects=[*map(weakref.ref, objects)],
@@ -216,7 +209,7 @@ def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], 
             config=config,
             tensors=fingerprint(map(_unit_text, units)),
             rules=digest_of(rules),
-            sharing=None if layouts is None else Sharing(layouts, ranks.world_size),
+            sharing=Sharing(layouts_by_rule(shards, rules, ranks.rank, ranks.world_size), ranks.world_size),
         )
     if not callable(arguments.names):  # it may choose others the next time
         vars(model)[_KEPT] = plan
