@@ -161,7 +161,10 @@ def plan_mesh(
     `cpu_ram_efficient_loading`: rank 0 reads the model into host memory and broadcasts it.
     """
     config, dtype = model_config(checkpoint.folder, keywords), torch.float32 if training.is_full else torch.bfloat16
-    sharding = distributed_config(sizes)
+    sharding: Any = None if training.is_four_bit else distributed_config(sizes)
+    if training.is_four_bit:
+        sharding = [size for size in (sizes["dp_replicate_size"], sizes["fsdp_size"]) if size > 1] or [1]
+        keywords["quantization_config"] = four_bit_config(dtype)
     plan = plan_sharded(checkpoint.folder, sharding, rank=0, world_size=job.world_size, dtype=dtype, **keywords)
     job = replace(job, num_shards=sizes["fsdp_size"] * sizes["tp_size"])
     adapters = adapter_elements(config, training, keywords)
@@ -174,7 +177,7 @@ def plan_mesh(
         parameter_bytes=plan.partition_bytes * job.num_shards + fp32_bytes,
         num_trained=num_trained,
         state_bytes=ADAM_STATE_BYTES,
-        gathered_bytes=gathered_elements(config, keywords) * (4 if training.is_full else 2) // sizes["tp_size"],
+        gathered_bytes=gathered_bytes(config, keywords, plan) // sizes["tp_size"],
         whole_bytes=whole_bytes(plan),
         activation_bytes=activation_bytes(config, training),
         host_bytes=on_host,
@@ -188,7 +191,8 @@ def plan_mesh(
         "optimizer": "Adam in fp32, as are the trained parameters and their gradients; computes in bf16",
     }
     whole = [target.numel * target.dtype.itemsize for target in plan.targets]
-    stock = {"whole": max(whole, default=0), "host": sum(whole)}
+    # Stock packs on the GPUs.
+    stock = {"whole": max(whole, default=0), "host": 0 if training.is_four_bit else sum(whole)}
     return Planned(checkpoint, [plan], model, job, about, stock)
 
 
@@ -309,13 +313,19 @@ def adapter_elements(config: Any, training: Training, keywords: Mapping[str, Any
     return training.lora_rank * sum(linear.in_features + linear.out_features for linear in linears)
 
 
-def gathered_elements(config: Any, keywords: Mapping[str, Any]) -> int:
-    """Return what FSDP2 gathers at a time: the largest block, and what is in no block, which stays gathered."""
+def gathered_bytes(config: Any, keywords: Mapping[str, Any], plan: LoadPlan) -> int:
+    """Return what FSDP2 gathers at a time: two blocks, one ahead of its use, and what is in none, which stays gathered.
+
+    Of packed weights one is dequantized at a time.
+    """
     model = without_values(config, keywords)
-    in_blocks = [{id(p): p.numel() for p in block.parameters()} for block in blocks(model)]
+    nbytes = {name: target.numel * target.dtype.itemsize for target in plan.targets for name in target.names}
+    whole = {id(parameter): nbytes[name] for name, parameter in model.named_parameters()}
+    in_blocks = [{id(parameter): whole[id(parameter)] for parameter in block.parameters()} for block in blocks(model)]
     inside = {key for block in in_blocks for key in block}
-    root = sum(p.numel() for p in model.parameters() if id(p) not in inside)
-    return int(root + max((sum(block.values()) for block in in_blocks), default=0))
+    root = sum(size for key, size in whole.items() if key not in inside)
+    dequantized = max((2 * elements(target) for target in plan.targets if target.companions), default=0)
+    return root + sum(sorted(sum(block.values()) for block in in_blocks)[-2:]) + dequantized
 
 
 def without_values(config: Any, keywords: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from lowmem_load.api.request import Checked, Request, name_text, ordinary_load, 
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.live_group import fake_group
 from lowmem_load.ds.zero3_target import TargetMaker, target_maker, zero_init_disabled
-from lowmem_load.dtensor.mesh import mesh_device
+from lowmem_load.dtensor.mesh import forget_meshes, host_mesh, mesh_device, shard_fully
 from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, plain_name
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.families import diffusion
@@ -28,7 +28,7 @@ from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import on_host, ordinary_path
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.remote_names import find_folder
-from lowmem_load.hf.skeleton import file_keywords, filled_by, is_distributed_config, is_kept_on_host
+from lowmem_load.hf.skeleton import blocks, file_keywords, filled_by, is_distributed_config, is_kept_on_host
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
 from lowmem_load.io.stand_ins import origins_named
@@ -124,19 +124,34 @@ def plan_sharded(
     dtype: str | torch.dtype | None = "auto",
     **kwargs: Any,
 ) -> LoadPlan:
-    """Return the plan of a model that a `DistributedConfig` shards, as one rank of a fake process group."""
+    """Return the plan of a model that is sharded, as one rank of a fake process group.
+
+    `sharding` is a `DistributedConfig`, or the shape of FSDP2's mesh for a model in 4 bits: (replicas, shards).
+    """
+    has_config = is_distributed_config(sharding)
     where, kwargs = find_folder(name_text(name), kwargs)
     cls = names.model_class(auto_class, names.model_config(where, kwargs), bool(kwargs.get("trust_remote_code")))
-    kwargs = {**kwargs, "distributed_config": sharding, names.DTYPE_KEYWORD: dtype}
+    kwargs = {**kwargs, names.DTYPE_KEYWORD: dtype, **({"distributed_config": sharding} if has_config else {})}
     explained = model_folder.files_explained(where, kwargs.get("subfolder") or "")
+    forget_meshes()
     with load_lock(), fake_group(rank, world_size), ordinary_path(), explained:
         with filled_by(_carry_out):
             skeleton, dtype = _result(cls, functools.partial(cls.from_pretrained, where, **kwargs))
+        if not has_config:
+            _shard_packed(skeleton, sharding)
         device = "cpu" if is_kept_on_host(skeleton) else mesh_device(skeleton).type
         sharded = ShardedModel(skeleton, planned_device=device, is_skeleton=True)
         request, settings = ordinary_load(skeleton, where, dtype, auto_class, file_keywords(kwargs), world_size)
         (load_plan,) = _plans(request.checked(settings), lambda _: lambda _, model: Sharded(sharded, model), [rank])
     return load_plan
+
+
+def _shard_packed(skeleton: nn.Module, sizes: Sequence[int]) -> None:
+    """Shard a model in 4 bits, which a `DistributedConfig` cannot, as `load_model` does over a mesh of these sizes."""
+    from lowmem_load.frameworks import bitsandbytes
+
+    bitsandbytes.pack_skeleton(skeleton)
+    shard_fully(skeleton, host_mesh(sizes), blocks(skeleton), {})
 
 
 @origins_named()

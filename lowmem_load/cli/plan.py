@@ -141,7 +141,7 @@ def _check_training(
     is_unknown = job.host_bytes is None or (job.device_bytes is None and not job.is_host)
     _refuse(
         {
-            "--four-bit: is planned under ZeRO-3; drop --fsdp": fsdp and four_bit,
+            "--four-bit: is sharded by FSDP2 alone; drop --tp and --ep": four_bit and not _is_fsdp_alone(engine),
             "--four-bit: only adapters can be trained on it; name --lora-rank": four_bit and not training.lora_rank,
             "--trainable: with --lora-rank the adapters are trained; drop one": trainable and training.lora_rank,
             "--compare: has rows for these; drop --trainable, --four-bit, --offload": is_compared
@@ -190,13 +190,18 @@ def _forecasts(
         typer.echo(message, err=True)
         ways = ways[:2]
     forecasts: list[Forecast] = []
-    for way in ways[:2] if engine.mesh else ways:
+    for way in ways if _is_fsdp_alone(engine) else ways[:2]:
         if engine.mesh:
             planned = plan_mesh(checkpoint, engine.mesh, job, way, **keywords)
         else:
             planned = plan_zero3(checkpoint, engine.ds_config, job, way, accelerator=engine.device, **keywords)
         forecasts += compare(planned, way) if is_compared else [forecast(planned, way)]
     return forecasts
+
+
+def _is_fsdp_alone(engine: Engine) -> bool:
+    """Return whether packed weights can be sharded so."""
+    return all(engine.mesh.get(axis, 1) == 1 for axis in ("tp_size", "ep_size"))
 
 
 def _refuse(problems: Mapping[str, object]) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, debug, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lowmem_load import foreign_names
@@ -76,6 +76,19 @@ def dtypes_of_computation(model: nn.Module) -> set[torch.dtype]:
     modules = (module for module in model.modules() if isinstance(module, FSDPModule))
     policies = (module._get_fsdp_state()._mp_policy for module in modules)  # noqa: SLF001
     return {policy.param_dtype for policy in policies if policy.param_dtype is not None}
+
+
+def forget_meshes() -> None:
+    """Drop the meshes of another rank, for which this process has planned: torch keeps them with results of operations.
+
+    Source: torch 2.13 `distributed/tensor/debug/__init__.py`. Older ones lack it, and plan one rank a process.
+    """
+    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+
+
+def host_mesh(shape: Sequence[int]) -> DeviceMesh:
+    """Return a mesh of all ranks on their CPUs."""
+    return init_device_mesh("cpu", tuple(shape))
 
 
 def mesh_device(model: nn.Module) -> torch.device:

@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import nn
 
+from lowmem_load.api.plan_model import plan_sharded
 from lowmem_load.symbolic.lazy import is_unread
 from tests import builders
 from tests.multi_rank.test_accelerate_fsdp2 import ENVIRONMENT, prepare
@@ -26,6 +27,9 @@ pytestmark = pytest.mark.skipif(not TRAINS_ON_CPU, reason="torch's FSDP2 does no
 
 SIZES = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8, "hidden_size": 30, "intermediate_size": 74}
 """None of the weights does 2, 4 or 64 divide when packed."""
+
+FIGURES = ("partition_bytes", "whole_bytes", "read_bytes", "num_reads")
+"""Of a load: attributes of a `LoadReport`."""
 
 
 def quantization(kind: str = "nf4", *, double: bool = True, storage: torch.dtype = torch.bfloat16) -> Any:
@@ -104,8 +108,8 @@ def owned(path: str, mesh: Any, **kwargs: Any) -> nn.Module:
     return model
 
 
-def compare(path: str, packed: str) -> None:
-    """Rank function: models over a mesh, packed at load and in the file."""
+def compare(path: str, packed: str) -> dict[str, int]:
+    """Rank function: models over a mesh, packed at load and in the file; what the first load has read and holds."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from lowmem_load import DistributedInterface, load_model, load_report
@@ -115,6 +119,7 @@ def compare(path: str, packed: str) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     kinds = [{"kind": kind, "double": double} for kind, double in itertools.product(("nf4", "fp4"), (True, False))]
     loads = [(path, {"quantization_config": quantization(**kind)}) for kind in kinds] + [(packed, {})]
+    figures: dict[str, int] = {}
     for number, (name, kwargs) in enumerate(loads):
         expected = stock(name, **kwargs)
         companions.BATCH_BYTES = 1000 if number else 16 << 20  # several batches, one of which is too large
@@ -125,9 +130,11 @@ def compare(path: str, packed: str) -> None:
         assert model.is_loaded_in_4bit and model.hf_quantizer.pre_quantized == (name == packed)
         assert report.slow_paths == []
         if number == 0:
+            figures = {name: getattr(report, name) for name in FIGURES}
             assert_same(owned(name, mesh, **kwargs), expected, "load_into")
         shard_fully(expected, mesh=mesh)
         assert losses(model) == losses(expected), kwargs
+    return figures
 
 
 def pack(path: str, folder: str) -> None:
@@ -135,7 +142,14 @@ def pack(path: str, folder: str) -> None:
     stock(path, quantization_config=quantization(double=True)).save_pretrained(folder)
 
 
-@pytest.mark.parametrize(("family", "world_size"), [("llama", 4), ("qwen3_moe", 2)])
+SHOWN = [
+    ("llama", 4),
+    ("qwen3_moe", 4),
+    *(pytest.param(f, 2, marks=pytest.mark.release) for f in ("llama", "qwen3_moe")),
+]
+
+
+@pytest.mark.parametrize(("family", "world_size"), SHOWN)
 def test_shards_and_training_equal_stock(family: str, world_size: int, checkpoints: Path) -> None:
     if family == "llama":
         path = str(builders.tiny_llama(checkpoints, **SIZES))
@@ -143,7 +157,13 @@ def test_shards_and_training_equal_stock(family: str, world_size: int, checkpoin
         path = str(builders.tiny_qwen3_moe(checkpoints, **{**SIZES, "hidden_size": 40}))
     packed = str(checkpoints / f"packed_{family}")
     run_ranks(pack, path, packed, world_size=1)
-    run_ranks(compare, path, packed, world_size=world_size, timeout_s=180)
+    figures = run_ranks(compare, path, packed, world_size=world_size, timeout_s=180)
+    options = {"dtype": torch.bfloat16, "quantization_config": quantization()}
+    for rank in (0, world_size - 1):
+        plan = plan_sharded(path, [world_size], rank=rank, world_size=world_size, **options)
+        whole_bytes = plan.replicated_bytes + plan.companion_bytes
+        planned = plan.partition_bytes, whole_bytes, plan.costs.read_bytes, plan.costs.num_reads
+        assert planned == tuple(figures[rank].values())
 
 
 def compare_prepared(path: str, packed: str) -> None:

@@ -150,7 +150,7 @@ def test_plan_refuses(options: list[str], message: str, answer: Answer, llama: P
         (["--fsdp", 2, "--ds-config", "ds.json"], "or --fsdp for FSDP2"),
         (["--fsdp", 2, "--tp", 2, "--world-size", 2], "--world-size 2: the mesh has 4 ranks"),
         *((["--ds-config", "ds.json", "--world-size", 2, name, 2], "go with --fsdp") for name in OF_MESHES),
-        (["--fsdp", 2, "--four-bit", "--lora-rank", 4], "--four-bit: is planned under ZeRO-3"),
+        (["--fsdp", 2, "--tp", 2, "--four-bit", "--lora-rank", 4], "is sharded by FSDP2 alone; drop --tp"),
         (["--fsdp", 2, "--offload", "optimizer"], "--offload: FSDP2 offloads all or none"),
         (["--world-size", 2, "--four-bit"], "name --lora-rank"),
         (["--world-size", 2, "--offload", "disk"], "--offload: expected none, optimizer or all"),
@@ -225,13 +225,17 @@ def test_a_comparison_without_bitsandbytes_has_the_other_rows(
 
 COMPARED = [
     (["--world-size", 2, "--accelerator", "cuda"], ["full"] * 3 + ["LoRA r16"] * 2 + ["QLoRA r16"] * 2),
-    (["--fsdp", 2], ["full"] * 2 + ["LoRA r16"] * 2),
+    (["--fsdp", 2], ["full"] * 2 + ["LoRA r16"] * 2 + ["QLoRA r16"] * 2),
+    (["--fsdp", 2, "--tp", 2], ["full"] * 2 + ["LoRA r16"] * 2),
 ]
 
 
 @pytest.mark.parametrize(("sharding", "ways"), COMPARED)
 def test_plan_compares_ways_to_train(sharding: list[Any], ways: list[str], answer: Answer, llama: Path) -> None:
-    pytest.importorskip("bitsandbytes" if "--fsdp" not in sharding else "transformers.distributed")
+    if "--fsdp" in sharding:
+        pytest.importorskip("transformers.distributed")
+    if "QLoRA r16" in ways:
+        pytest.importorskip("bitsandbytes")
     limits = ("--host-memory", "1TiB", "--device-memory", "24MiB")
     code, rows = answer("plan", llama, *sharding, *limits, "--compare", "--json")
     assert [row["training"] for row in rows] == ways
