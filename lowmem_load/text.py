@@ -1,10 +1,13 @@
-"""Sizes, counts, ranks and digests as text. Imports nothing heavy, because the command line starts with it."""
+"""Sizes, counts, ranks and digests as text; names of modules.
+
+Imports nothing heavy, because the command line starts with it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from lowmem_load.errors import ConfigError
 
@@ -53,6 +56,21 @@ def count(number: float) -> str:
         if number >= 10**power:
             return f"{number / 10**power:.2f} {unit}"
     return f"{number:,.0f}"
+
+
+def is_below(name: str, chosen: Iterable[str]) -> bool:
+    """Whether the module or parameter of this name is a chosen one or lies below one."""
+    return any(not top or name == top or name.startswith(f"{top}.") for top in chosen)
+
+
+def outer_prefix(names: Collection[str], keys: Collection[str]) -> str:
+    """Return the keys with which all names begin, each followed by a dot; "" if they begin with none."""
+    outer = ""
+    while names and (
+        longer := [f"{outer}{key}." for key in keys if all(name.startswith(f"{outer}{key}.") for name in names)]
+    ):
+        outer = longer[0]
+    return outer
 
 
 # -- digests by which ranks compare plans, configurations and arguments -----------------------------------------------

@@ -25,6 +25,7 @@ from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.target import HostBytes, Layout, Replicated, Target
+from lowmem_load.text import is_below
 
 if TYPE_CHECKING:
     from lowmem_load.ds.partition import Partitioner
@@ -308,11 +309,6 @@ def _matches(entry: Choice, name: str, module: nn.Module) -> bool:
     if not name:  # the model itself: a predicate that is about names below it would choose everything there
         return False
     return fnmatch.fnmatchcase(name, entry) if isinstance(entry, str) else bool(entry(name, module))
-
-
-def is_below(name: str, chosen: Iterable[str]) -> bool:
-    """Whether the module or parameter of this name is a chosen one or lies below one."""
-    return any(not top or name == top or name.startswith(f"{top}.") for top in chosen)
 
 
 # -- a deepspeed.zero.Init that the caller has entered ----------------------------------------------------------------

@@ -13,24 +13,19 @@ import huggingface_hub
 import torch
 
 from lowmem_load.errors import CheckpointError, ConfigError, listed
-from lowmem_load.formats.format import CheckpointFile, CheckpointFormat
+from lowmem_load.formats.format import NESTS, CheckpointFile, CheckpointFormat
 from lowmem_load.formats.index import check_index, read_json
 from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.hf.model_folder import is_training_state, no_folder
+from lowmem_load.hf.model_folder import WEIGHTS_ENDS, is_training_state, no_folder
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor
+from lowmem_load.text import outer_prefix
 
 T = TypeVar("T")
 
 Rename: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str]
 """Turns the name of a tensor in the files into its name in the module, None or "" for one that is left out: a function,
 or a mapping of regular expressions, of which all are substituted, in order."""
-
-_KINDS = ((".safetensors",), (".bin", ".pt", ".pth"))
-"""Ends of names of files with weights. Those of the first kind that is there are read."""
-
-_OUTER = ("state_dict.", "model.", "module.")
-"""What training code puts before all names of a module."""
 
 
 def files_of(path: str, subfolder: str = "", variant: str | None = None, **of_hub: Any) -> list[str]:
@@ -76,7 +71,7 @@ def _download(name: str, subfolder: str, variant: str | None, **keywords: Any) -
 def _chosen(folder: str, names: Iterable[str], variant: str | None) -> list[str]:
     """Return the names of the files of weights of a folder, or of the one index."""
     names = sorted(name for name in names if not is_training_state(name))
-    for ends in _KINDS:
+    for ends in (WEIGHTS_ENDS[:1], WEIGHTS_ENDS[1:]):
         files = _of_variant([name for name in names if name.endswith(ends)], variant)
         indexes = [name for end in ends for name in names if re.search(rf"\{end}\.index\b.*\.json\Z", name)]
         indexes = _of_variant(indexes, variant)
@@ -85,9 +80,7 @@ def _chosen(folder: str, names: Iterable[str], variant: str | None) -> list[str]
         if indexes or files:
             return indexes or files
     asked = f" of the variant {variant!r}" if variant else ""
-    raise CheckpointError(
-        f"{folder}: holds no weights{asked} (.safetensors, .bin, .pt, .pth); {listed(names)} are there"
-    )
+    raise CheckpointError(f"{folder}: holds no weights{asked} ({', '.join(WEIGHTS_ENDS)}); {listed(names)} are there")
 
 
 def _of_variant(names: list[str], variant: str | None) -> list[str]:
@@ -120,8 +113,7 @@ def tensors_in(paths: Iterable[str], context: Context) -> dict[str, torch.Tensor
     tensors: dict[str, torch.Tensor] = {}
     homes: dict[str, str] = {}
     for path in paths:
-        is_safe = path.endswith(".safetensors")
-        file = context.file(path, Safetensors() if is_safe else _torch_zip())
+        file = context.file(path, file_format(path))
         for name, tensor in _symbols(file, context):
             if name in tensors:
                 raise CheckpointError(
@@ -142,7 +134,8 @@ def renamed(tensors: Mapping[str, T], rename: Rename | None, children: Collectio
 
     `children` are the first parts of the module's names. Raises ConfigError if two tensors get one name.
     """
-    new_name = _outer_dropped(tensors, children) if rename is None else _as_function(rename)
+    outer = outer_prefix(tensors.keys(), [key for key in NESTS if key not in children])
+    new_name = (lambda name: name.removeprefix(outer)) if rename is None else _as_function(rename)
     named: dict[str, T] = {}
     old_names: dict[str, str] = {}
     for old, tensor in tensors.items():
@@ -153,17 +146,6 @@ def renamed(tensors: Mapping[str, T], rename: Rename | None, children: Collectio
             raise ConfigError(f"rename: {old_names[new]} and {old} both become {new}")
         named[new], old_names[new] = tensor, old
     return named
-
-
-def _outer_dropped(names: Collection[str], children: Collection[str]) -> Callable[[str], str]:
-    outer = ""
-    while names:
-        longer = [outer + part for part in _OUTER if part.removesuffix(".") not in children]
-        common = [prefix for prefix in longer if all(name.startswith(prefix) for name in names)]
-        if not common:
-            break
-        outer = common[0]
-    return lambda name: name.removeprefix(outer)
 
 
 def _as_function(rename: Rename) -> Callable[[str], str | None]:
@@ -179,7 +161,10 @@ def _as_function(rename: Rename) -> Callable[[str], str | None]:
     return substitute
 
 
-def _torch_zip() -> CheckpointFormat:
+def file_format(path: str) -> CheckpointFormat:
+    """Return the format of a file of weights."""
+    if path.endswith(".safetensors"):
+        return Safetensors()
     from lowmem_load.formats.torch_zip import NestedTorchZip  # few loads need it
 
     return NestedTorchZip()

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from lowmem_load.ds.zero3_target import is_below
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.families.files import Rename, files_of, renamed, tensors_in
 from lowmem_load.io.stand_ins import origin_of
@@ -22,6 +21,7 @@ from lowmem_load.symbolic.attributes import hand_over_attributes
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import CPU, UNINITIALISED
 from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
+from lowmem_load.text import is_below
 
 Build = Callable[[], nn.Module]
 

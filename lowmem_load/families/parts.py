@@ -12,18 +12,18 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from lowmem_load.ds.zero3_target import is_below
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.families.call import Call
 from lowmem_load.families.modules import ModuleCall, own_tensors, slots_of
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import transformers_class
 from lowmem_load.hf.skeleton import hand_over
-from lowmem_load.io.stand_ins import is_stand_in
+from lowmem_load.io.stand_ins import is_stand_in, origin_of
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.attributes import hand_over_attributes
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import CPU
+from lowmem_load.text import is_below
 
 Part = Callable[[nn.Module], Call]
 """Makes the load that fills a submodule, given that."""
@@ -114,7 +114,7 @@ class PartsCall:
         plain_name: Callable[[str], str],
     ) -> None:
         self.path = next(filter(is_stand_in, paths), next(iter(paths)))
-        self.name, self.kwargs = ", ".join(paths), dict[str, Any]()
+        self.name, self.kwargs = ", ".join(map(origin_of, paths)), dict[str, Any]()
         self._make, self._parts, self._make_rest, self._plain_name = make, parts, make_rest, plain_name
         self._calls: dict[str, Call] = {}
 

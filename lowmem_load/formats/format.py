@@ -9,6 +9,9 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Expression
 
+NESTS = ("state_dict", "model_state_dict", "model", "module")
+"""Keys under which training code saves a state dict, beside an optimizer's and the like."""
+
 
 class CheckpointFile(NamedTuple):
     """The description of one file of a checkpoint, made without reading its data.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.formats.format import CheckpointFile, refuse_git_lfs_pointer
+from lowmem_load.formats.format import NESTS, CheckpointFile, refuse_git_lfs_pointer
 from lowmem_load.formats.inert_pickle import Tensor, objects
 from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Computed, Expression, Shape, Source, permute
@@ -35,10 +35,6 @@ _CONVERT = (
     'safetensors.torch.save_file(state, "model.safetensors", metadata={"format": "pt"}), '
     "or load the model without lowmem_load and call its save_pretrained(new_folder)"
 )
-
-
-NESTS = ("state_dict", "model_state_dict", "model", "module")
-"""Keys under which training code saves a state dict, beside an optimizer's and the like."""
 
 
 class TorchZip:

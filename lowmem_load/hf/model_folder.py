@@ -79,6 +79,9 @@ def what_is_there(name: str, subfolder: str, error: Exception) -> str:
 
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.(safetensors|bin)")
 
+WEIGHTS_ENDS = (".safetensors", ".bin", ".pt", ".pth")
+"""Ends of names of files that may have weights."""
+
 _TRAINING_STATE = re.compile(
     r"(optimizer|scheduler|scaler)\b.*|rng_state.*\.pth|.*_(optim|model)_states\.pt|training_args\.bin"
 )

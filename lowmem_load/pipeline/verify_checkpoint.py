@@ -14,7 +14,7 @@ from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.formats.index import files_below
 from lowmem_load.hf.hub_files import cached_folder
-from lowmem_load.hf.model_folder import check_name
+from lowmem_load.hf.model_folder import WEIGHTS_ENDS, check_name, is_training_state
 from lowmem_load.hf.remote_names import find_folder
 from lowmem_load.io.checksums import SHA256, Checksum, checksums_of
 from lowmem_load.io.source import ByteSource, OpenSources
@@ -109,7 +109,7 @@ def verify_checkpoint(
     known = checksums_of(path for path in paths if os.path.isfile(path))
     chosen = {path: checksum for path, checksum in known.items() if checksum is not None or _is_weights(path)}
     if not any(map(_is_weights, chosen)):
-        raise CheckpointError(f"{folder}: holds no weights: no safetensors files, no pytorch_model*.bin")
+        raise CheckpointError(f"{folder}: holds no weights ({', '.join(WEIGHTS_ENDS)})")
     checks = check_files(
         chosen.items(), lambda path: closing(open_file(path)), num_threads=min(MAX_THREADS, os.cpu_count() or 1)
     )
@@ -168,9 +168,7 @@ def refuse(problems: Sequence[str | None]) -> None:
 
 def _is_weights(path: str) -> bool:
     name = os.path.basename(path)
-    return name.endswith(".safetensors") or (
-        name.startswith(("pytorch_model", "adapter_model")) and name.endswith(".bin")
-    )
+    return name.endswith(WEIGHTS_ENDS) and not is_training_state(name)
 
 
 def agree_on_checksums(

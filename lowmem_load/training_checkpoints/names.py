@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from lowmem_load.errors import CheckpointError, ConfigError, listed
+from lowmem_load.formats.format import NESTS
+from lowmem_load.text import outer_prefix
 
 T = TypeVar("T")
 
@@ -19,13 +21,10 @@ _OF_TRAINING = frozenset(
 )
 """First keys of what is not a model: the states of optimizers, schedulers, data loaders and loops."""
 
-_MODELS = ("model", "module", "state_dict")
-"""First keys of a model, where there are other tensors beside it, such as an average of its weights."""
-
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """What torch.compile, FSDP1 and activation checkpointing put into names."""
 
-_OF_DDP, _OF_PEFT = "module.", "base_model.model."
+_OF_DDP, _OF_PEFT = "module", "base_model.model."
 """What DDP and PEFT put before all names."""
 
 _ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save|token_adapter)(\.|$)")
@@ -75,8 +74,8 @@ def weights_in(where: str, entries: Mapping[tuple[str, ...], T], part: str | Non
     if part not in groups:
         raise ConfigError(f"{where}: has no part {part!r}; it has {listed(sorted(map(repr, groups)))}")
     names = {name: _WRAPPERS.sub("", name) for name in groups[part]}
-    if all(name.startswith(_OF_DDP) for name in names.values()):
-        names = {old: name.removeprefix(_OF_DDP) for old, name in names.items()}
+    outer = outer_prefix(names.values(), [_OF_DDP])
+    names = {old: name.removeprefix(outer) for old, name in names.items()}
     weights = _renamed(where, groups[part], names)
     if not all(name.startswith(_OF_PEFT) for name in weights):
         return weights, {}
@@ -87,7 +86,7 @@ def weights_in(where: str, entries: Mapping[tuple[str, ...], T], part: str | Non
 
 def _model_among(where: str, groups: Iterable[str]) -> str:
     candidates = [group for group in groups if _OF_TRAINING.isdisjoint(group.split("."))]
-    named = [group for group in candidates if group.rpartition(".")[2] in _MODELS]
+    named = [group for group in candidates if group.rpartition(".")[2] in NESTS]
     chosen = candidates if len(candidates) == 1 else named
     if not candidates:
         raise CheckpointError(f"{where}: holds no weights of a model")

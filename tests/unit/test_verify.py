@@ -198,8 +198,10 @@ def test_files_below_that_an_index_names_are_compared_too(folder: Path) -> None:
         verify_checkpoint(folder)
 
 
-def test_a_folder_without_weights_is_refused(folder: Path) -> None:
-    (folder / WEIGHTS).rename(folder / "training_args.bin")
+def test_weights_of_any_name_are_meant_and_a_folder_without_is_refused(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "last.pth")
+    assert [check.digest for check in verify_checkpoint(folder)] == [SHA]
+    (folder / "last.pth").rename(folder / "training_args.bin")
     with pytest.raises(CheckpointError, match="holds no weights"):
         verify_checkpoint(folder)
     with pytest.raises(CheckpointError, match="no such folder"):
