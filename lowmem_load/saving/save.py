@@ -28,6 +28,7 @@ from lowmem_load.frameworks import peft
 from lowmem_load.frameworks.peft import Merge
 from lowmem_load.hf import saver
 from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.saver import SavedFile
 from lowmem_load.io.memory import trim_heap
 from lowmem_load.io.mounts import has_caches_apart
 from lowmem_load.phases import progress_bar
@@ -47,7 +48,7 @@ from lowmem_load.saving.writer import (
 )
 from lowmem_load.text import share
 
-Describe: TypeAlias = Callable[[Path, Mapping[int, Source]], tuple[list[saver.SavedFile], list[Merge]]]
+Describe: TypeAlias = Callable[[Path, Mapping[int, Source]], tuple[list[SavedFile], list[Merge]]]
 """Gets an empty folder of this rank's own, to which it writes all other files, and the source of each parameter and
 buffer, by `id`. Returns the files of weights, and the merges of adapters."""
 
@@ -106,13 +107,20 @@ def save_model(
 
 def _describe(
     model: nn.Module, merge_adapters: bool, options: Mapping[str, Any], scratch: Path, sources: Mapping[int, Source]
-) -> tuple[list[saver.SavedFile], list[Merge]]:
+) -> tuple[list[SavedFile], list[Merge]]:
     whole, merges = peft.unloaded(model) if merge_adapters else (model, [])
-    if diffusion.is_model(whole):
-        return diffusion.describe_save(whole, scratch, sources, **options), merges
-    if not hasattr(whole, "save_pretrained"):
-        return _describe_by_names(whole, scratch, sources, **options), merges
-    return saver.describe_save(whole, scratch, sources, **options), merges
+    return describe_save(whole, scratch, sources, **options), merges
+
+
+def describe_save(
+    model: nn.Module, scratch: Path, sources: Mapping[int, Source], *, has_configs: bool = True, **options: Any
+) -> list[SavedFile]:
+    """Do what `hf.saver.describe_save` does, by the family of the model."""
+    if diffusion.is_model(model):
+        return diffusion.describe_save(model, scratch, sources, **options)
+    if not hasattr(model, "save_pretrained"):
+        return _describe_by_names(model, scratch, sources, **options)
+    return saver.describe_save(model, scratch, sources, has_configs=has_configs, **options)
 
 
 def _describe_by_names(
@@ -123,7 +131,7 @@ def _describe_by_names(
     dtype: torch.dtype | None,
     max_shard_size: int | str,
     kwargs: Mapping[str, Any],
-) -> list[saver.SavedFile]:
+) -> list[SavedFile]:
     """Return the files of a module that has no way to save of its own: a tied weight once, by its first name."""
     from lowmem_load.dtensor.sharded_target import plain_name
 

@@ -27,7 +27,7 @@ from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.saving.local_shards import LocalShard, local_shards, unwrapped
-from lowmem_load.saving.save import ranks_of
+from lowmem_load.saving.save import describe_save, ranks_of
 from lowmem_load.saving.writer import proved_copies
 from lowmem_load.text import fingerprint
 from lowmem_load.weights_out.buckets import Bucket, PlannedTensor, Sharing, Unit, plan_buckets
@@ -258,7 +258,7 @@ def _describe(
         peft.check_adapter(model, arguments.adapters)
         kwargs["selected_adapters"] = [arguments.adapters]
     whole, merges = peft.unloaded(model) if arguments.merge_adapters else (model, [])
-    files = saver.describe_save(
+    files = describe_save(
         whole,
         Path(scratch),
         sources,

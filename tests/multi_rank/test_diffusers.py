@@ -14,7 +14,7 @@ from torch import nn
 
 from lowmem_load import NotStreamedWarning, UnsupportedError, install
 from lowmem_load.integrations.install import uninstall
-from tests.multi_rank.test_own_modules import Z3, differing
+from tests.multi_rank.test_own_modules import Z3, assert_sent_as_saved, differing
 from tests.ranks import run_ranks
 
 diffusers = pytest.importorskip("diffusers")
@@ -70,6 +70,7 @@ def assert_saved(model: nn.Module, reference: Any, folder: Path) -> None:
 
     save_model(model, folder / "ours", max_shard_size="100KB")
     assert_files_equal(reference, folder)
+    assert_sent_as_saved(model, folder / "ours")
 
 
 def assert_own_save(model: Any, reference: Any, folder: Path) -> None:

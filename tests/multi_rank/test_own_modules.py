@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lowmem_load import CheckpointError, RankError, load_into, load_report, plan, save_model
+from lowmem_load import CheckpointError, RankError, iter_weights, load_into, load_report, plan, save_model
 from tests.ranks import run_ranks
 from tests.unit.test_modules import Net, state
 
@@ -64,6 +64,14 @@ def differing(model: nn.Module, expected: nn.Module) -> list[str]:
     return names
 
 
+def assert_sent_as_saved(model: nn.Module, folder: Path) -> None:
+    """Assert that `iter_weights` yields the tensors of the files of a save. Collective."""
+    sent = {name: tensor for bucket in iter_weights(model) for name, tensor in bucket}
+    saved = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(sent[name], saved[name]) and sent[name].dtype == saved[name].dtype for name in saved)
+
+
 def fill_all(folder: str) -> None:
     """Rank function."""
     import torch.distributed as dist
@@ -91,6 +99,7 @@ def fill_all(folder: str) -> None:
 
     # A save has the names of the module, a tied weight once; `rename` turns them back.
     save_model(model, f"{folder}/saved", max_shard_size="8KB")
+    assert_sent_as_saved(model, Path(folder) / "saved")
     save_model(model, f"{folder}/renamed", rename=lambda name: f"net.{name}")
     for saved, rename in (("saved", None), ("renamed", {"^net[.]": ""})):
         model = sharded()
