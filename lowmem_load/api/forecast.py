@@ -15,6 +15,7 @@ from lowmem_load.api.plan_model import device_named, plan_ranks, plan_sharded
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.ds.partition import check_by_deepspeed
 from lowmem_load.errors import UnsupportedError, listed
+from lowmem_load.families import diffusion
 from lowmem_load.hf.names import model_class, model_config
 from lowmem_load.hf.quantizers import four_bit_config
 from lowmem_load.hf.remote_names import Checkpoint
@@ -113,7 +114,7 @@ def plan_zero3(
     checkpoint: Checkpoint, ds_config: Any, job: Job, training: Training, *, accelerator: str, **keywords: Any
 ) -> Planned:
     """Return the plan of a job under ZeRO-3; `keywords` are those of `plan`."""
-    config, kind = model_config(checkpoint.folder, keywords), device_named(accelerator).type
+    config, kind = config_of(checkpoint, keywords), device_named(accelerator).type
     settings = read_settings(ds_config or DS_CONFIG, world_size=job.world_size).for_model(config)
     if settings.stage != 3 or settings.shard_size != settings.world_size:
         what = f"stage {settings.stage}" if settings.stage != 3 else f"mics_shard_size {settings.shard_size}"
@@ -129,7 +130,7 @@ def plan_zero3(
     node = plan_ranks(checkpoint.folder, ds_config or DS_CONFIG, ranks=[0], **options)
     if node[0].shareable_bytes and job.offload_param != "nvme":
         node = plan_ranks(checkpoint.folder, ds_config or DS_CONFIG, ranks=range(job.node_size), **options)
-    adapters = adapter_elements(config, training, keywords)
+    adapters = adapter_elements(checkpoint, training, keywords)
     model = model_of(node[0], settings, training, adapters, is_host=job.is_host)
     model = replace(model, activation_bytes=activation_bytes(config, training))
     optimizer = (settings.ds_config.get("optimizer") or {}).get("type")
@@ -160,14 +161,16 @@ def plan_mesh(
     `sizes` are those of the `DistributedConfig`. Trained parameters are in fp32, others in bf16. Stock is accelerate's
     `cpu_ram_efficient_loading`: rank 0 reads the model into host memory and broadcasts it.
     """
-    config, dtype = model_config(checkpoint.folder, keywords), torch.float32 if training.is_full else torch.bfloat16
+    config, dtype = config_of(checkpoint, keywords), torch.float32 if training.is_full else torch.bfloat16
+    if config is None:
+        raise UnsupportedError("FSDP2 is planned for transformers' models; plan ZeRO-3 for one of diffusers")
     sharding: Any = None if training.is_four_bit else distributed_config(sizes)
     if training.is_four_bit:
         sharding = [size for size in (sizes["dp_replicate_size"], sizes["fsdp_size"]) if size > 1] or [1]
         keywords["quantization_config"] = four_bit_config(dtype)
     plan = plan_sharded(checkpoint.folder, sharding, rank=0, world_size=job.world_size, dtype=dtype, **keywords)
     job = replace(job, num_shards=sizes["fsdp_size"] * sizes["tp_size"])
-    adapters = adapter_elements(config, training, keywords)
+    adapters = adapter_elements(checkpoint, training, keywords)
     numel = sum(destination.numel for target in plan.targets for destination in target.destinations)
     num_trained = adapters or int(numel * job.num_shards * training.share)
     fp32_bytes = num_trained * (0 if training.is_full else MASTER_BYTES)
@@ -177,7 +180,7 @@ def plan_mesh(
         parameter_bytes=plan.partition_bytes * job.num_shards + fp32_bytes,
         num_trained=num_trained,
         state_bytes=ADAM_STATE_BYTES,
-        gathered_bytes=gathered_bytes(config, keywords, plan) // sizes["tp_size"],
+        gathered_bytes=gathered_bytes(checkpoint, keywords, plan) // sizes["tp_size"],
         whole_bytes=whole_bytes(plan),
         activation_bytes=activation_bytes(config, training),
         host_bytes=on_host,
@@ -303,22 +306,29 @@ def elements(target: TargetPlan) -> int:
     return 2 * target.numel * target.dtype.itemsize if target.companions else target.numel
 
 
-def adapter_elements(config: Any, training: Training, keywords: Mapping[str, Any]) -> int:
+def config_of(checkpoint: Checkpoint, keywords: Mapping[str, Any]) -> Any:
+    """Return transformers' configuration of a model, given keywords of `plan`; None for a model of diffusers."""
+    if diffusion.model_class(checkpoint.folder, keywords.get("auto_class"), keywords) is not None:
+        return None
+    return model_config(checkpoint.folder, keywords)
+
+
+def adapter_elements(checkpoint: Checkpoint, training: Training, keywords: Mapping[str, Any]) -> int:
     """Return the elements of adapters on every Linear but the output layer, as PEFT's "all-linear" has them."""
     if not training.lora_rank:
         return 0
-    model = without_values(config, keywords)
-    output = model.get_output_embeddings()
+    model = without_values(checkpoint, keywords)
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not output]
     return training.lora_rank * sum(linear.in_features + linear.out_features for linear in linears)
 
 
-def gathered_bytes(config: Any, keywords: Mapping[str, Any], plan: LoadPlan) -> int:
+def gathered_bytes(checkpoint: Checkpoint, keywords: Mapping[str, Any], plan: LoadPlan) -> int:
     """Return what FSDP2 gathers at a time: two blocks, one ahead of its use, and what is in none, which stays gathered.
 
     Of packed weights one is dequantized at a time.
     """
-    model = without_values(config, keywords)
+    model = without_values(checkpoint, keywords)
     nbytes = {name: target.numel * target.dtype.itemsize for target in plan.targets for name in target.names}
     whole = {id(parameter): nbytes[name] for name, parameter in model.named_parameters()}
     in_blocks = [{id(parameter): whole[id(parameter)] for parameter in block.parameters()} for block in blocks(model)]
@@ -328,8 +338,11 @@ def gathered_bytes(config: Any, keywords: Mapping[str, Any], plan: LoadPlan) -> 
     return root + sum(sorted(sum(block.values()) for block in in_blocks)[-2:]) + dequantized
 
 
-def without_values(config: Any, keywords: Mapping[str, Any]) -> Any:
-    """Return the model of a configuration on the meta device; `keywords` are those of `plan`."""
+def without_values(checkpoint: Checkpoint, keywords: Mapping[str, Any]) -> Any:
+    """Return the model of a checkpoint on the meta device; `keywords` are those of `plan`."""
+    if (of_diffusers := diffusion.model_class(checkpoint.folder, keywords.get("auto_class"), keywords)) is not None:
+        return diffusion.skeleton(of_diffusers, checkpoint.folder, keywords, torch.device("meta"))
+    config = model_config(checkpoint.folder, keywords)
     trust_remote_code = bool(keywords.get("trust_remote_code"))
     cls = model_class(keywords.get("auto_class"), config, trust_remote_code)
     with torch.device("meta"):

@@ -14,10 +14,11 @@ from torch import nn
 
 from lowmem_load.api.plan_model import describe_checkpoint
 from lowmem_load.errors import CheckpointError, LowMemLoadError, UnsupportedError
-from lowmem_load.formats.index import base_of_adapter, check_index, read_json
-from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.formats.torch_zip import TorchZip
+from lowmem_load.families import diffusion
+from lowmem_load.families.files import file_format, files_of
+from lowmem_load.formats.index import base_of_adapter, check_index
 from lowmem_load.hf import names
+from lowmem_load.hf.model_folder import no_folder
 from lowmem_load.hf.quantizers import dequantizing, is_four_bit, quantization_method
 from lowmem_load.hf.remote_names import Checkpoint
 from lowmem_load.io.executor import Executor
@@ -105,7 +106,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, auto_class: str | None = None, **
     inspection, subfolder = Inspection(checkpoint.name, checkpoint.revision), keywords.get("subfolder", "")
     for path in weight_files(checkpoint.folder, subfolder):
         with closing(open_file(path)) as source:
-            described = (Safetensors() if path.endswith(".safetensors") else TorchZip()).describe(source)
+            described = file_format(path).describe(source)
             inspection.files[os.path.basename(path)] = described.nbytes
             inspection.tensors |= {name: _stored(name, described.expression) for name in described.names}
     adapter = os.path.join(checkpoint.folder, subfolder, "adapter_config.json")
@@ -129,15 +130,20 @@ def _stored(name: str, expression: Callable[[str], ex.Expression]) -> tuple[str,
 
 
 def _describe(inspection: Inspection, checkpoint: Checkpoint, auto_class: str | None, keywords: dict[str, Any]) -> None:
-    config = names.model_config(checkpoint.folder, keywords)
-    inspection.architectures, inspection.model_type = list(config.architectures or ()), str(config.model_type)
-    dtype = getattr(config, names.DTYPE_KEYWORD, None) or torch.float32
-    inspection.dtype = _dtype_text(dtype)
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        inspection.quantization = quantization_method(quantization)
-        if not is_four_bit(quantization):
-            keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
+    if (cls := diffusion.model_class(checkpoint.folder, auto_class, keywords)) is not None:
+        inspection.architectures, inspection.model_type = [cls.__name__], "diffusers"
+        stored = max(inspection.by_dtype, key=lambda dtype: inspection.by_dtype[dtype][1], default="float32")
+        dtype = getattr(torch, stored)
+    else:
+        config = names.model_config(checkpoint.folder, keywords)
+        inspection.architectures, inspection.model_type = list(config.architectures or ()), str(config.model_type)
+        dtype = getattr(config, names.DTYPE_KEYWORD, None) or torch.float32
+        inspection.dtype = _dtype_text(dtype)
+        quantization = getattr(config, "quantization_config", None)
+        if quantization is not None:
+            inspection.quantization = quantization_method(quantization)
+            if not is_four_bit(quantization):
+                keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
     described = describe_checkpoint(checkpoint.folder, dtype, auto_class=auto_class, **keywords)
     inspection.missing_keys = sorted(described.info["missing_keys"])
     inspection.unexpected_keys = sorted(described.info["unexpected_keys"])
@@ -202,20 +208,18 @@ def _dtype_text(dtype: torch.dtype) -> str:
 
 
 def weight_files(folder: str, subfolder: str = "") -> Sequence[str]:
-    """Return the paths of the weight files that `from_pretrained` would choose; raise CheckpointError without any."""
+    """Return the paths of the weight files that a load would choose; raise CheckpointError without any."""
     where = os.path.join(folder, subfolder)
-    there = set(os.listdir(where)) if os.path.isdir(where) else set()
+    if not os.path.isdir(where):
+        raise CheckpointError(no_folder(where))
+    there = set(os.listdir(where))
     for single, index in CHOICES:
         if single in there:
             return [os.path.join(where, single)]
         if index in there:
-            path = os.path.join(where, index)
-            check_index(path)
-            return [os.path.join(where, file) for file in sorted(set(read_json(path)["weight_map"].values()))]
-    loose = sorted(file for file in there if file.endswith(".safetensors"))  # a variant, or free names
-    if not loose:
-        raise CheckpointError(f"{where}: holds no weights: no safetensors files, no pytorch_model*.bin")
-    return [os.path.join(where, file) for file in loose]
+            check_index(os.path.join(where, index))
+            return files_of(os.path.join(where, index))
+    return files_of(where)
 
 
 # -- checkpoints of training -------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.forecast import without_values
-from lowmem_load.hf.names import DTYPE_KEYWORD, model_config
+from lowmem_load.api.forecast import config_of, without_values
+from lowmem_load.families import diffusion
+from lowmem_load.hf.names import DTYPE_KEYWORD
 from lowmem_load.hf.remote_names import Checkpoint
 from lowmem_load.saving.writer import lay_out
 
@@ -33,22 +34,22 @@ def with_headers(checkpoint: Checkpoint, keywords: Mapping[str, Any]) -> Iterato
     if "config.json" not in names or any(name.endswith(WEIGHTS) for name in names):
         yield checkpoint
         return
-    config = model_config(checkpoint.folder, keywords)
-    dtype = getattr(config, DTYPE_KEYWORD, None) or torch.float32
-    tensors = {name: (_saved_dtype(tensor, dtype), tuple(tensor.shape)) for name, tensor in _saved(config, keywords)}
+    dtype = getattr(config_of(checkpoint, keywords), DTYPE_KEYWORD, None) or torch.float32
+    model = without_values(checkpoint, keywords)
+    tensors = {name: (_saved_dtype(tensor, dtype), tuple(tensor.shape)) for name, tensor in _saved(model)}
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary, keywords["subfolder"])
         made.mkdir(parents=True, exist_ok=True)
         (made / "config.json").symlink_to((folder / "config.json").resolve())
-        layout = lay_out("model.safetensors", tensors, {"format": "pt"})
+        start = "diffusion_pytorch_" if diffusion.is_model(model) else ""
+        layout = lay_out(f"{start}model.safetensors", tensors, {"format": "pt"})
         with open(made / layout.name, "wb") as file:
             file.write(layout.header)
             file.truncate(layout.nbytes)
         yield Checkpoint(f"{checkpoint.name} (config.json alone: sizes as a save would write them)", temporary, None)
 
 
-def _saved(config: Any, keywords: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    model: nn.Module = without_values(config, keywords)
+def _saved(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()  # a tied one once
     stored = model.state_dict()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in stored)

@@ -106,6 +106,7 @@ class DiffusersCall:
                 f"{self.name}: no file has {', '.join(empty)} of {type(model).__name__}, and diffusers gives them no "
                 "value. Correct config.json, or build the model yourself and call load_into with initialize=True"
             )
+        model.register_to_config(_name_or_path=self.name)
         return model, {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
 
 
@@ -267,7 +268,9 @@ def model_class(name: str, auto_class: str | type | None, kwargs: Mapping[str, A
     return cls
 
 
-def skeleton(cls: Any, name: str, kwargs: Mapping[str, Any], building: contextlib.AbstractContextManager[None]) -> Any:
+def skeleton(
+    cls: Any, name: str, kwargs: Mapping[str, Any], building: contextlib.AbstractContextManager[object]
+) -> Any:
     """Return the model of a checkpoint as `from_pretrained` builds it, inside of `building`; with its dtypes."""
     hub = {key: value for key, value in kwargs.items() if key in ("subfolder", "revision", "token", "cache_dir")}
     config, unused = cls.load_config(name, return_unused_kwargs=True, **hub)[:2]

@@ -42,8 +42,9 @@ MAX_NAME_NBYTES = 255
 WEIGHTS = (
     *("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin"),
     *("model.safetensors.index.json", "pytorch_model.bin.index.json"),
+    *("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
 )
-"""Files of weights and indexes that transformers looks for; see `of_variant`."""
+"""Files of weights and indexes that transformers and diffusers look for; see `of_variant`."""
 
 ON_HTTP = (
     *("config.json", "generation_config.json", "adapter_config.json", "quantize_config.json", "SHA256SUMS", *WEIGHTS),

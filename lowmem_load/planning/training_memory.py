@@ -199,6 +199,8 @@ def activation_bytes(config: Any, training: Training) -> int:
     """
     if not training.tokens:
         return 0
+    if config is None:
+        raise UnsupportedError("--tokens: activations are estimated for transformers' models only")
     text = config.get_text_config()
     fields = ("hidden_size", "num_hidden_layers", "vocab_size")
     hidden, layers, vocabulary = (getattr(text, name, None) for name in fields)

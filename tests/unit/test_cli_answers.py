@@ -186,6 +186,22 @@ def test_plan_needs_no_files_of_weights(answer: Answer, llama: Path, ds_config: 
     assert plans[0]["costs"]["needed_bytes"] == plans[1]["costs"]["needed_bytes"] > 0
 
 
+def test_models_of_diffusers_are_inspected_and_planned(answer: Answer, tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.AutoencoderKL(block_out_channels=(32,), norm_num_groups=8)
+    model.save_pretrained(tmp_path / "vae")
+    (tmp_path / "config").mkdir()
+    shutil.copy(tmp_path / "vae" / "config.json", tmp_path / "config")
+    held = answer("inspect", tmp_path, "--subfolder", "vae", "--json")[1]
+    assert (held["architectures"], held["num_elements"]) == (["AutoencoderKL"], model.num_parameters())
+    assert [way["kind"] for way in held["conversions"]] == ["unchanged"]
+    names = (tmp_path / "vae", tmp_path / "config")
+    plans = [answer("plan", name, "--world-size", 2, "--lora-rank", 4, "--json")[1] for name in names]
+    assert plans[0]["costs"]["needed_bytes"] == plans[1]["costs"]["needed_bytes"] > 0
+    with pytest.raises(UnsupportedError, match="plan ZeRO-3 for one of diffusers"):
+        answer("plan", names[0], "--fsdp", 2)
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_missing_and_tied_parameters_are_named(tmp_path: Path) -> None:
     assert inspected(builders.tiny_qwen2_tied(tmp_path)).tied == [["model.embed_tokens.weight", "lm_head.weight"]]
 
 
-def test_the_files_are_those_that_from_pretrained_would_choose(tmp_path: Path) -> None:
+def test_the_files_are_those_that_a_load_would_choose(tmp_path: Path) -> None:
     def chosen(**options: Any) -> list[str]:
         return [os.path.basename(path) for path in weight_files(str(tmp_path), **options)]
 
@@ -88,5 +89,12 @@ def test_the_files_are_those_that_from_pretrained_would_choose(tmp_path: Path) -
     for name in ("part.fp16.safetensors", "pytorch_model.bin", "model.safetensors"):
         (tmp_path / name).touch()
         assert chosen() == [name]
-    with pytest.raises(CheckpointError, match="gone: holds no weights"):
+    (tmp_path / "unet").mkdir()
+    for name in ("a-1.safetensors", "a-2.safetensors", "a.fp16.safetensors", "last.pth"):
+        (tmp_path / "unet" / name).touch()
+    assert chosen(subfolder="unet") == ["a-1.safetensors", "a-2.safetensors"]
+    index = {"metadata": {}, "weight_map": {"weight": "a-2.safetensors"}}
+    (tmp_path / "unet" / "a.safetensors.index.json").write_text(json.dumps(index))
+    assert chosen(subfolder="unet") == ["a-2.safetensors"]
+    with pytest.raises(CheckpointError, match="gone: no such folder"):
         chosen(subfolder="gone")

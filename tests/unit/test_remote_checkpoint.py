@@ -179,9 +179,11 @@ def test_shards_in_subfolders_that_the_index_names_are_there(server: RangeServer
     assert "layers.0/unnamed.safetensors" not in files_in(folder)
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-def test_weights_of_a_variant_are_there(suffix: str, server: RangeServer, checkpoint: Path) -> None:
-    name = "model" if suffix == "safetensors" else "pytorch_model"
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [("model", "safetensors"), ("pytorch_model", "bin"), ("diffusion_pytorch_model", "safetensors")],
+)
+def test_weights_of_a_variant_are_there(name: str, suffix: str, server: RangeServer, checkpoint: Path) -> None:
     (checkpoint / f"{name}.fp16.{suffix}").write_bytes(b"x" * 100)
     assert f"{name}.fp16.{suffix}" not in files_in(folder_of_url(url_of(server)))
     assert f"{name}.fp16.{suffix}" in files_in(folder_of_url(url_of(server), variant="fp16"))
