@@ -91,7 +91,9 @@ def test_names_are_once_in_the_table() -> None:
 
 
 @pytest.mark.filterwarnings("error::lowmem_load.NotStreamedWarning")
-@pytest.mark.parametrize("package", ["transformers", "torch", "deepspeed", "accelerate", "peft", "bitsandbytes"])
+@pytest.mark.parametrize(
+    "package", ["transformers", "torch", "deepspeed", "accelerate", "peft", "bitsandbytes", "diffusers"]
+)
 def test_this_release_has_the_names_that_it_should_have(package: str) -> None:
     pytest.importorskip(package)
     no_functions = (foreign_names.SHARED_STATE, foreign_names.ASSIGNED_DATA)
