@@ -79,7 +79,7 @@ def load_lazily(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]
         reader = hand_out(*args, progress=options.progress, on_load=options.on_load)
         reader.closing.enter_context(_hooks())  # also after the block
 
-    call.kwargs.pop("device_map", None)
+    place = _device_of(call.kwargs.pop("device_map", None))
     ranks = RankGroup(None)
     load = Load(
         settings=stage_3(torch.float32, ranks.world_size),
@@ -93,6 +93,8 @@ def load_lazily(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]
     model, info = load(call)
     if draws_no_missing() and not hasattr(model, LEFT_ATTRIBUTE):
         torch.set_rng_state(state)
+    if place is not None and place.type not in ("cpu", "meta"):
+        model.to(place)  # reads nothing
     return model, info
 
 
@@ -103,15 +105,29 @@ def _hooks() -> contextlib.ExitStack:
 
 def is_for_fsdp2(kwargs: Mapping[str, Any]) -> bool:
     """Return whether accelerate may shard a model by FSDP2 that is loaded with these keywords now."""
-    place = kwargs.get("device_map")
-    place = place.get("") if isinstance(place, Mapping) else place
-    if place is not None and str(place) not in ("cpu", "meta"):  # axolotl names these, for accelerate to shard
+    if kwargs.get("device_map") is not None and not _is_of_this_rank(_device_of(kwargs["device_map"])):
         return False
     if not has_group() or any(kwargs.get(keyword) is not None for keyword in _NOT_LAZY):
         return False
     if (quantization := kwargs.get("quantization_config")) is not None and not is_four_bit(quantization):
         return False
     return _fsdp_version() != "1" and active_zero3_config() is None
+
+
+def _device_of(device_map: Any) -> torch.device | None:
+    """Return the one device that a device_map names for all of a model."""
+    if isinstance(device_map, Mapping):
+        device_map = device_map[""] if device_map.keys() == {""} else None
+    with contextlib.suppress(RuntimeError, TypeError):  # "auto", and what splits a model
+        return torch.device(device_map)
+    return None
+
+
+def _is_of_this_rank(device: torch.device | None) -> bool:
+    """Return whether a model goes to this rank's GPU (TRL's `get_kbit_device_map`) or to the host (axolotl)."""
+    if device is None or device.type in ("cpu", "meta") or device.index is None:
+        return device is not None
+    return device.index == torch.accelerator.current_device_index()
 
 
 def _fsdp_version() -> str:

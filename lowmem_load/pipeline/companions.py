@@ -16,7 +16,7 @@ from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.load_plan import CompanionPlan
 from lowmem_load.symbolic.quantized import QuantizedTensor, part_of_rank
 
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 8 << 20
 """Bytes of companions that are exchanged at a time. A larger one goes by itself."""
 
 

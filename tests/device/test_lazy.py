@@ -10,6 +10,7 @@ import torch
 
 from tests import builders
 from tests.device.test_loads import copies, ordinary
+from tests.multi_rank.test_accelerate_fsdp2 import ENVIRONMENT
 from tests.ranks import SIMULATED, run_ranks
 
 
@@ -59,6 +60,39 @@ def shard_on_device(path: str) -> None:
     for (name, ours), (_, theirs) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
         assert ours.to_local().device.type == "sim"
         assert torch.equal(ours.full_tensor().cpu(), theirs), name
+
+
+def load_by_device_map(path: str) -> None:
+    """Rank function: under `install` a device_map that names this rank's device gives a lazy model there."""
+    import warnings
+
+    from transformers import AutoModelForCausalLM
+
+    import lowmem_load
+    from lowmem_load.integrations.accelerate import is_for_fsdp2
+    from lowmem_load.symbolic.lazy import is_unread
+
+    torch.distributed.init_process_group("sim:simccl,cpu:gloo")
+    rank = torch.distributed.get_rank()
+    torch.accelerator.set_device_index(rank)
+    own: list[Any] = [rank, f"sim:{rank}", "sim", torch.device("sim", rank), "cpu"]
+    for place in own:
+        assert is_for_fsdp2({"device_map": place}) and is_for_fsdp2({"device_map": {"": place}}), place
+    for place in (1 - rank, "auto", {"": 1 - rank}, {"": rank, "lm_head": rank}, {"model": rank}):
+        assert not is_for_fsdp2({"device_map": place}), place
+    lowmem_load.install()
+    warnings.simplefilter("error", lowmem_load.NotStreamedWarning)
+    model = AutoModelForCausalLM.from_pretrained(path, device_map={"": rank})
+    assert all(map(is_unread, model.parameters()))
+    assert {parameter.device for parameter in model.parameters()} == {torch.device("sim", rank)}
+    expected = ordinary(path, torch.float32)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        assert torch.equal(ours.cpu(), theirs.to(ours.dtype)), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_device_map_of_this_ranks_device(checkpoints: Path) -> None:
+    run_ranks(load_by_device_map, str(builders.tiny_llama(checkpoints)), env=SIMULATED | ENVIRONMENT)
 
 
 @pytest.mark.filterwarnings("ignore")

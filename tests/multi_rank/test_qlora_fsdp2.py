@@ -209,6 +209,7 @@ def refuse(path: str, even: str, odd: str) -> None:
     """Rank function: what the bytes would not survive."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
+    from transformers.distributed import DistributedConfig
 
     from lowmem_load import ConfigError, DistributedInterface, UnsupportedError, load_into, load_model
 
@@ -219,6 +220,9 @@ def refuse(path: str, even: str, odd: str) -> None:
         load_model(even, mesh, dtype=torch.float32, policy=policy, quantization_config=bits)
     with pytest.raises(UnsupportedError, match=r"q_proj.weight: of shape \(18, 15\), it takes 135 bytes in 4 bits"):
         load_model(odd, mesh, dtype=torch.bfloat16, quantization_config=quantization())
+    for sizes in ({"fsdp_size": 2}, {"tp_size": 2}):
+        with pytest.raises(UnsupportedError, match=r"q_proj.weight: was sharded .* pass a DeviceMesh, not a Distr"):
+            load_model(even, DistributedConfig(**sizes), dtype=torch.bfloat16, quantization_config=quantization())
     with torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(path)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
