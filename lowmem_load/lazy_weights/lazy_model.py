@@ -31,7 +31,15 @@ from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.report import LoadReport, OnLoad, write_report
 from lowmem_load.saving.writer import Writer, lay_out
 from lowmem_load.symbolic.initialise import SharedValue
-from lowmem_load.symbolic.lazy import LazyTensor, assigned_data_is_real, become, keep, settle, values_of
+from lowmem_load.symbolic.lazy import (
+    LazyTensor,
+    assigned_data_is_real,
+    become,
+    keep,
+    normal_tensors,
+    settle,
+    values_of,
+)
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
@@ -121,7 +129,7 @@ class LazyReader:
         if self._process != os.getpid():  # its threads and the holder of its lock may be in the process it came from
             self._lock, self._process = threading.RLock(), os.getpid()
             self.executor.tasks = Tasks(1)
-        with self._lock, torch.inference_mode(mode=False), torch.no_grad():
+        with self._lock, normal_tensors():
             yield
             self.executor.sources.check_unchanged()
 
@@ -166,7 +174,8 @@ def hand_out(
     for name, parameter in planned.parameters.items():
         if isinstance(parameter, SymbolicTensor):
             reader.leaves |= {id(leaf): leaf for leaf in leaves(parameter.expression)}
-            made = nn.Parameter(LazyTensor(parameter.expression, reader.now), parameter.requires_grad)
+            with normal_tensors():
+                made = nn.Parameter(LazyTensor(parameter.expression, reader.now), parameter.requires_grad)
             loader.copy_marks(parameter, made)
             for module, last in planned.places[name]:
                 setattr(module, last, made)
@@ -203,7 +212,11 @@ def lazy_parameters(module: nn.Module, *, recurse: bool = True) -> dict[str, Laz
 
 def read_parameters(module: nn.Module, *, recurse: bool = True) -> None:
     """Read all lazy parameters of a module and below, file by file. They become ordinary parameters, in place."""
-    lazy = lazy_parameters(module, recurse=recurse)
+    with normal_tensors():
+        _read_parameters(lazy_parameters(module, recurse=recurse))
+
+
+def _read_parameters(lazy: Mapping[str, LazyTensor]) -> None:
     by_reader: dict[LazyReader, dict[int, tuple[SharedValue, Part]]] = {}
     for name, tensor in lazy.items():
         value = tensor.value

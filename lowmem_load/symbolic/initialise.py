@@ -78,7 +78,6 @@ class Initialiser:
         self._holds_values = note is None
         self._read_now, self._read = read_now, note or read_now
         self._current: SharedValue | None = None
-        self._unused_draws: list[Callable[[], object]] = []
         self._full = torch.empty(0, device=CPU)
 
     def write(
@@ -95,10 +94,6 @@ class Initialiser:
             self._full, self._current = self._fetch(value), value
         if value.before is None:
             value.before = value.expression
-        if draws and self._holds_values:
-            for draw in self._unused_draws:
-                draw()
-            self._unused_draws.clear()
 
         def write_again(full: torch.Tensor) -> None:
             change(full, [self._read_now(other, operation) for other in others])
@@ -120,8 +115,9 @@ class Initialiser:
         return _pages(numel(expression), expression.dtype).view(expression.shape)
 
     def skip(self, draw: Callable[[], object]) -> None:
-        """Put off a draw of random numbers whose result nobody has read, until numbers are drawn that are used."""
-        self._unused_draws.append(draw)
+        """Draw random numbers whose result nobody has read: those that follow must be those of an ordinary load."""
+        if self._holds_values:
+            draw()
 
     def release(self) -> None:
         """Keep what this rank needs of the parameter in memory, and free the rest."""

@@ -81,7 +81,9 @@ class LazyTensor(SymbolicTensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, *args: Any) -> LazyTensor:  # noqa: D102  as of a symbolic tensor
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  as of a symbolic tensor
+        if isinstance(args[0], torch.Tensor):  # accelerate makes another parameter of the class of this one
+            return nn.Parameter(args[0], **kwargs)
         tensor: Any = SymbolicTensor.__new__(cls, *args)
         if not tensor.views and not tensor.value.strides:
             tensor.value.strides = tensor.meta.stride()
@@ -261,6 +263,13 @@ def is_unread(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, LazyTensor) and tensor.value.memory is None
 
 
+@contextlib.contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Inside, new tensors can be trained later, though the caller may be in inference mode."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
+
+
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a lazy tensor as an ordinary tensor, which nothing keeps."""
     if not isinstance(tensor, LazyTensor) or tensor.value.memory is not None:
@@ -273,7 +282,7 @@ def keep(tensor: torch.Tensor) -> torch.Tensor:
     """Make the value of a lazy tensor real, for all its names and views; return the ordinary tensor."""
     if isinstance(tensor, LazyTensor):
         value = tensor.value
-        with _KEEPING:
+        with _KEEPING, normal_tensors():
             if value.memory is None:
                 settle(value, with_strides(tensor.read_now(value.expression, "its memory"), value.strides))
     return _in_memory(tensor)
@@ -381,8 +390,10 @@ def _write(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
         return SymbolicTensor.__torch_dispatch__(func, types, args, kwargs)
     tree_map_only(LazyTensor, keep, written)
     args, kwargs = tree_map_only(LazyTensor, values_of, (args, kwargs))
-    func(*args, **kwargs)
-    return target  # torch returns the tensor itself
+    result = func(*args, **kwargs)
+    if len(written) != len(func._schema.returns):  # `_foreach_mul_` returns nothing
+        return result
+    return written[0] if len(written) == 1 else tuple(written)  # torch returns what it has written into
 
 
 def _copy(target: LazyTensor, source: torch.Tensor) -> LazyTensor:

@@ -192,9 +192,26 @@ def average(model: Any) -> None:
             parameter.copy_(0.5 * parameter + 0.5 * parameter.flip(0))
 
 
-def in_inference_mode(model: Any) -> None:
+def run_in_inference_mode(model: Any) -> None:
     with torch.inference_mode():
         model.lm_head.weight.norm()
+        model(TOKENS)
+    model(TOKENS, labels=TOKENS).loss.backward()
+
+
+def change_lists(model: Any) -> None:
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+    torch._foreach_mul_(average, 0.5)  # type: ignore[no-untyped-call]
+    torch._foreach_lerp_([each.data for each in model.parameters()], average, 0.1)
+
+
+def write_by_out(model: Any) -> None:
+    nn.init.eye_(model.lm_head.weight)
+
+
+def make_of_its_class(model: Any) -> None:
+    weight = model.lm_head.weight
+    model.made = type(weight)(weight.data[:5].clone(), requires_grad=False)
 
 
 def run(model: Any) -> None:
@@ -240,7 +257,10 @@ SCRIPTS: dict[str, Callable[[Any], None]] = {
             add_heads,
             merge_lora,
             average,
-            in_inference_mode,
+            run_in_inference_mode,
+            change_lists,
+            write_by_out,
+            make_of_its_class,
         ),
         *(run, generate, run_compiled, train, train_a_head_alone),
     )
