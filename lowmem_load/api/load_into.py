@@ -36,6 +36,7 @@ from lowmem_load.report import LoadReport
 from lowmem_load.symbolic.attributes import hand_over_attributes
 from lowmem_load.symbolic.constructor import Constructor
 from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.initialise import CPU
 
 MakeCall = Callable[..., ModuleCall | PartsCall]
 """Makes a load, given the ranks and what makes the module that is described; `is_stand_in`: see `ModuleCall`."""
@@ -169,10 +170,14 @@ def _fill_buffers(ranks: RankGroup, model: nn.Module, sharded: ShardedModel, loa
         for one, other in zip(transformers_models(loaded), transformers_models(model), strict=True):
             hand_over(one, other)
         modules = {plain_name(name): module for name, module in model.named_modules()}
-        hand_over_attributes(loaded, modules, next(model.parameters()).device)
+        hand_over_attributes(loaded, modules, _device_of(model))
     report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
     setattr(model, REPORT_ATTRIBUTE, report)
     return report
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), CPU)
 
 
 def _into_partitions(
@@ -236,7 +241,7 @@ def _load_into(
                 from lowmem_load.frameworks import bitsandbytes
 
                 bitsandbytes.hand_over_states(loaded, modules)
-            hand_over_attributes(loaded, modules, next(plain.parameters()).device)
+            hand_over_attributes(loaded, modules, _device_of(plain))
     report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
     setattr(model, REPORT_ATTRIBUTE, report)
     return report

@@ -92,6 +92,7 @@ class ModuleCall:
         """See `Call`."""
         model = self._make(context)
         context.check_built(model)
+        context.constructor.note(model)
         slots = slots_of(model, self._plain_name)
         weights = context.weights
         if weights is None:
@@ -106,8 +107,8 @@ class ModuleCall:
         unexpected = tensors.keys() - used - {name for slot in left for name in slot.names}
         self._check(model, missing, mismatched, unexpected)
         empty = missing + [slot for slot, _ in mismatched]
-        _fill(others, tensors, empty)
         self._compute_buffers(model, others, tensors, context)
+        _fill(others, tensors, empty)
         _initialise(model, empty, context)
         for slot in left if self._is_stand_in else ():
             slot.put(None)

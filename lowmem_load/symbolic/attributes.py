@@ -15,21 +15,27 @@ _OWN_STATE = frozenset(vars(nn.Module()))
 
 
 def hand_over_attributes(loaded: nn.Module, modules: Mapping[str, nn.Module], device: torch.device) -> None:
-    """Give modules, by their names in a loaded model, its tensor attributes where their own are on meta."""
+    """Give modules, by their names in a loaded model, its tensor attributes where their own are on meta.
+
+    Parameters of the modules stay (`nn.LSTM` has a list of its own): `Constructor.finish` gives the loaded ones.
+    """
+    parameters = {id(each) for module in modules.values() for each in vars(module)["_parameters"].values()}
+
+    def lacks_value(value: Any) -> bool:
+        return any(tensor.is_meta and id(tensor) not in parameters for tensor in tensors_in(value))
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.is_meta else tensor.to(device)
 
     for module, name, full_name in tensor_attributes(loaded):
         own = modules.get(full_name.rpartition(".")[0])
-        if own is not None and any(tensor.is_meta for tensor in tensors_in(vars(own).get(name))):
+        if own is not None and lacks_value(vars(own).get(name)):
             setattr(own, name, replaced_in(vars(module)[name], move))
     lost = [
         f"{prefix}.{name}"
         for prefix, module in modules.items()
         for name in _own_attributes(module)
-        if not is_computed_in_forward(module, name)
-        if any(tensor.is_meta for tensor in tensors_in(vars(module)[name]))
+        if not is_computed_in_forward(module, name) and lacks_value(vars(module)[name])
     ]
     if lost:
         raise UnsupportedError(

@@ -18,11 +18,12 @@ Z3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
 
 
 class Wide(Net):
-    """Most of its bytes are in one weight."""
+    """Most of its bytes are in one weight; an LSTM keeps its parameters in a list, too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.wide = nn.Linear(64, 64)
+        self.memory = nn.LSTM(4, 4)
 
 
 def wide() -> nn.Module:
@@ -94,6 +95,7 @@ def fill_all(folder: str) -> None:
     assert not differing(model, expected)
     assert report.read_bytes < 0.55 * all_bytes
     assert model.head.weight is model.embed.weight
+    assert model.memory._flat_weights[1] is model.memory.weight_hh_l0
     assert model.scale.mark == "no decay"
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in expected.parameters()]
 
@@ -121,6 +123,10 @@ def fill_all(folder: str) -> None:
         assert not differing(model, expected)
         values.append(model)
 
+    norm = nn.BatchNorm1d(3, affine=False)  # buffers alone
+    load_into(norm, f"{folder}/norm")
+    assert torch.equal(norm.running_mean, torch.arange(3.0))
+
     # After an error the module is as before.
     model = on_meta()
     before = list(model.parameters())
@@ -145,4 +151,7 @@ def test_values_are_those_of_the_plain_load(tmp_path: Path) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if "wide" in name}, tmp_path / "wide.safetensors")
 
     save_file({name: tensor for name, tensor in tensors.items() if "wide" not in name}, tmp_path / "rest.safetensors")
+    (tmp_path / "norm").mkdir()
+    norm = {**nn.BatchNorm1d(3, affine=False).state_dict(), "running_mean": torch.arange(3.0)}
+    save_file(norm, tmp_path / "norm" / "model.safetensors")
     run_ranks(fill_all, str(tmp_path), timeout_s=240)
