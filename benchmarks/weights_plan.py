@@ -1,6 +1,6 @@
 """What it costs to plan weights out on many ranks: bytes through the store, and seconds and memory of one rank.
 
-    python -m benchmarks.weights_plan [--ranks 1024 4096] [--docs]
+    python -m benchmarks.weights_plan [--ranks 8 1024] [--docs]
 
 No ranks are started: one rank's layouts and the messages of all buckets are computed as `iter_weights` does, for the
 shapes of published models. The cost of describing the save, which is the same on any number of ranks, is not in it. The
@@ -113,7 +113,7 @@ def measure(model: str, under: str, ranks: Sequence[int]) -> Iterator[list[str]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 1024, 4096])
     parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
     arguments = parser.parse_args()
     rows: list[Sequence[str]] = [COLUMNS]
