@@ -215,7 +215,63 @@ def load_in_script(folder: Path) -> None:
     assert not differing(model, adapted(whole))
 
 
-@pytest.mark.parametrize("act", [load_by_name, load_in_script])
+def losses_of(model: Any, step: Any) -> list[float]:
+    """Losses of three steps of training Wan, on data of this rank."""
+    rank, losses = int(os.environ["RANK"]), []
+    for number in range(3):
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        noisy, target = (torch.randn(1, 4, 2, 8, 8, generator=generator) for _ in range(2))
+        text = torch.randn(1, 6, 32, generator=generator)
+        loss = nn.functional.mse_loss(model(noisy, torch.tensor([500]), text, return_dict=False)[0], target)
+        step(loss)
+        losses.append(loss.item())
+    return losses
+
+
+def train(folder: Path) -> None:
+    """Rank function: a video model trains as after stock's load, which ends with whole models on all ranks."""
+    import deepspeed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from lowmem_load import DistributedInterface, load_model, save_model
+
+    DistributedInterface()
+    cls, path = diffusers.WanTransformer3DModel, folder / "WanTransformer3DModel"
+    mesh, stock = init_device_mesh("cpu", (2,)), cls.from_pretrained(path)
+    for module in (*stock.blocks, stock):
+        fully_shard(module, mesh=mesh)
+    losses = []
+    models = [load_model(path, mesh, dtype="float32"), stock]
+    for model in models:
+        optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
+
+        def step(loss: torch.Tensor, optimizer: Any = optimizer) -> None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        losses.append(losses_of(model, step))
+    reference = cls.from_pretrained(path)
+    reference.load_state_dict({name: tensor.full_tensor() for name, tensor in stock.state_dict().items()})
+    assert_saved(models[0], reference, folder / "fsdp2")
+    config = {**Z3, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+    config["zero_force_ds_cpu_optimizer"] = False
+    for load in (lambda: load_model(path, config), lambda: cls.from_pretrained(path)):
+        engine, *_ = deepspeed.initialize(model=load().train(), config=config)
+
+        def step_of_engine(loss: torch.Tensor, engine: Any = engine) -> None:
+            engine.backward(loss)
+            engine.step()
+
+        losses.append(losses_of(engine, step_of_engine))
+        save_model(engine, folder / f"zero3 {len(losses)}")
+    assert losses[0] == losses[1] and losses[2] == losses[3], losses
+    files = [folder / f"zero3 {number}" / "diffusion_pytorch_model.safetensors" for number in (3, 4)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("act", [load_by_name, load_in_script, train])
 def test_values_and_files_are_those_of_diffusers(act: Any, tmp_path: Path) -> None:
     write(tmp_path)
     run_ranks(act, tmp_path, timeout_s=300)
