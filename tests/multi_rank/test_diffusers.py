@@ -98,6 +98,19 @@ def adapted(model: Any) -> Any:
     return model
 
 
+def assert_lora_is_sent(model: Any, expected: Any) -> None:
+    """Assert that `iter_weights` yields the tensors for diffusers' `save_lora_weights`. Collective."""
+    from peft import get_peft_model_state_dict
+
+    from lowmem_load import iter_weights
+
+    buckets = iter_weights(model, names=lambda name: "lora_" in name)
+    lora = {name.replace(".default", ""): tensor for bucket in buckets for name, tensor in bucket}
+    saved = get_peft_model_state_dict(expected)
+    assert lora.keys() == saved.keys() != set()
+    assert all(torch.equal(lora[name], saved[name]) for name in saved)
+
+
 def assert_files_equal(reference: Any, folder: Path) -> None:
     import torch.distributed as dist
 
@@ -197,7 +210,9 @@ def load_in_script(folder: Path) -> None:
             assert_left_to_stock(folder / "FluxTransformer2DModel")
         del alive
         uninstall()
-        assert not differing(adapted(model), adapted(copy.deepcopy(whole)))
+        expected = adapted(copy.deepcopy(whole))
+        assert not differing(adapted(model), expected)
+        assert_lora_is_sent(model, expected)
     os.environ |= {"ACCELERATE_USE_FSDP": "1", "FSDP_VERSION": "2"}
     install()
     if rank == 0:  # scripts try what they have trained on the main rank
@@ -213,6 +228,7 @@ def load_in_script(folder: Path) -> None:
         fully_shard(block)
     fully_shard(model)
     assert not differing(model, adapted(whole))
+    assert_lora_is_sent(model, whole)
 
 
 def losses_of(model: Any, step: Any) -> list[float]:
