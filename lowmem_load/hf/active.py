@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import weakref
@@ -62,6 +63,22 @@ def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> It
         alive = HfDeepSpeedConfig(dict(config)) if isinstance(config, Mapping) else config
     with replaced({foreign_names.CONFIG_REFERENCE: lambda _: alive}):
         yield alive
+
+
+def show_ds_config(model: nn.Module, ds_config: Mapping[str, Any]) -> None:
+    """Have methods of transformers models see their ds_config, as stock has them see the one it keeps for all models.
+
+    Without, `generate` does not wait for ranks whose sequences are longer, and a resize finds no shapes.
+    """
+    for part in transformers_models(model):
+        for name in ("generate", "resize_token_embeddings"):
+            if hasattr(part, name):  # a partial follows the model into a deepcopy
+                setattr(part, name, functools.partial(_call_with_config, part, name, ds_config))
+
+
+def _call_with_config(model: nn.Module, name: str, ds_config: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    with deepspeed_config(ds_config):
+        return getattr(type(model), name)(model, *args, **kwargs)
 
 
 def draws_no_missing() -> bool:

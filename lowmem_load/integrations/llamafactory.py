@@ -139,7 +139,7 @@ class ModelEngine:
     def deepspeed_visible(self) -> contextlib.AbstractContextManager[Any]:
         """Make transformers see this engine's ds_config inside the block, as it did during the load.
 
-        `generate`, `resize_token_embeddings` and `from_pretrained` of another model need it. Does nothing with fsdp2.
+        `from_pretrained` of another model needs it. Does nothing with fsdp2.
         """
         config = self.hf_deepspeed_config
         return contextlib.nullcontext() if config is None else active.deepspeed_config(config)

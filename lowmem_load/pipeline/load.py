@@ -20,11 +20,11 @@ from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress, computing
 from lowmem_load.distributed.nodes import SharedMemory, node_name
-from lowmem_load.ds.zero3_target import TargetMaker, zero_init_disabled
+from lowmem_load.ds.zero3_target import TargetMaker, Zero3, zero_init_disabled
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, error_text, outside_level
 from lowmem_load.families.call import Call
 from lowmem_load.hf import model_folder
-from lowmem_load.hf.active import on_host
+from lowmem_load.hf.active import on_host, show_ds_config
 from lowmem_load.hf.hub_files import commit_in
 from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.io.executor import Executor
@@ -177,6 +177,8 @@ class Load:
             if report.rank == 0:
                 warnings.warn(f"{described.name}: {report.notes[-1]}", stacklevel=outside_level())
         setattr(described.model, REPORT_ATTRIBUTE, report)
+        if isinstance(described.target, Zero3):
+            show_ds_config(described.model, described.settings.ds_config)
         logger.info("%s", report)
         write_report(report)
         if self.options.on_load is not None:
