@@ -114,22 +114,15 @@ def _calls(
         _refuse_of_parts(auto_class=auto_class, weights=options.weights, **refused)
         make_call = functools.partial(parts_call, model, names, dtype=dtype, stream=options.stream, **how)
         return make_call, replace(options, stream=False)
-    path = _named_files(name, how["kwargs"], dtype=dtype, auto_class=auto_class)
+    if dtype is not None or auto_class is not None:
+        raise ConfigError("load_into: dtype and auto_class are for transformers models; a module has its own dtypes")
+    path = name_text(name)
     options = replace(options, stream=options.stream and not os.path.exists(path))
     return functools.partial(_by_names, path, plain_name=plain_name, **how), options
 
 
 def _by_names(path: str, _: RankGroup, make: Callable[[Context], nn.Module], **how: Any) -> ModuleCall:
     return ModuleCall(path, make, **how)
-
-
-def _named_files(name: Any, keywords: Mapping[str, Any], *, dtype: Any, auto_class: Any) -> str:
-    """Return the name of the checkpoint of a module as text. Raise ConfigError for what a load by names cannot use."""
-    if unknown := keywords.keys() - {"subfolder", "variant", "revision", "token", "cache_dir"}:
-        raise ConfigError(f"load_into: {', '.join(sorted(unknown))}: no keyword of a load by names")
-    if dtype is not None or auto_class is not None:
-        raise ConfigError("load_into: dtype and auto_class are for transformers models; a module has its own dtypes")
-    return name_text(name)
 
 
 def _refuse_of_modules(**values: Any) -> None:

@@ -55,6 +55,8 @@ def plan(
     partition: Partition | None = None,
     build: Build | None = None,
     rename: Rename | None = None,
+    strict: bool = True,
+    initialize: bool = False,
     **from_pretrained_kwargs: Any,
 ) -> LoadPlan:
     """Return the plan that `load_model` executes on one rank, without loading.
@@ -66,7 +68,8 @@ def plan(
 
     `rank` is one of the `world_size` ranks among which parameters are partitioned. Other arguments are those of
     `load_model`, except a `DeviceMesh`, which needs the processes of its ranks. With `build`, a function that builds a
-    module, it is the plan of `load_into` with a ds_config; see there for `rename`, and for a mapping as `name`.
+    module, it is the plan of `load_into` with a ds_config; see there for `rename`, `strict`, `initialize`, and for a
+    mapping as `name`.
 
     Memory: the description of the model; no parameter is allocated, except where its value decides.
 
@@ -81,7 +84,8 @@ def plan(
         settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
         maker = functools.partial(target_maker, device=_accelerator())
         with load_lock():
-            call = _call_of_module(name, build, rename, from_pretrained_kwargs)
+            how = {"rename": rename, "strict": strict, "initialize": initialize, "kwargs": from_pretrained_kwargs}
+            call = _call_of_module(name, build, how)
             return plan_only(call, settings, maker, [rank])[0]
     if isinstance(name, Mapping):
         raise ConfigError("name: several checkpoints are those of a module; pass build=, a function that builds it")
@@ -97,8 +101,7 @@ def plan(
 def _call_of_module(
     name: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]],
     build: Build,
-    rename: Rename | None,
-    kwargs: dict[str, Any],
+    how: dict[str, Any],
 ) -> Call:
     """Return the load that `load_into` does with the module that `build` builds."""
 
@@ -109,8 +112,8 @@ def _call_of_module(
     if isinstance(name, Mapping):
         with torch.device("meta"):
             model = build()
-        return parts_call(model, name, None, make, rename=rename, kwargs=kwargs)
-    return ModuleCall(name_text(name), make, kwargs, plain_name=plain_name, rename=rename)
+        return parts_call(model, name, None, make, **how)
+    return ModuleCall(name_text(name), make, plain_name=plain_name, **how)
 
 
 @origins_named()

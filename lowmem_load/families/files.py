@@ -28,6 +28,10 @@ Rename: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str]
 or a mapping of regular expressions, of which all are substituted, in order."""
 
 
+FILE_KEYWORDS = frozenset(("subfolder", "variant", "revision", "token", "cache_dir"))
+"""Keywords of `files_of`."""
+
+
 def files_of(path: str, subfolder: str = "", variant: str | None = None, **of_hub: Any) -> list[str]:
     """Return the files of weights that a file, an index, a folder or a Hub id stands for. `of_hub`: see `_download`.
 

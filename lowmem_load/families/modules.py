@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
-from lowmem_load.families.files import Rename, files_of, renamed, tensors_in
+from lowmem_load.families.files import FILE_KEYWORDS, Rename, files_of, renamed, tensors_in
 from lowmem_load.io.stand_ins import origin_of
 from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.ranges import FlatRange
@@ -67,6 +67,8 @@ class ModuleCall:
         is_stand_in: bool = False,
         done: Collection[str] = (),
     ) -> None:
+        if unknown := kwargs.keys() - FILE_KEYWORDS:
+            raise ConfigError(f"{', '.join(sorted(unknown))}: no keyword of a load by names")
         self._done = done
         self.path, self.name, self.kwargs = path, origin_of(path), kwargs
         self._make, self._plain_name, self._rename, self._build = make, plain_name, rename, build

@@ -114,14 +114,16 @@ def fill_all(folder: str) -> None:
     # What no file has is initialised as rank 0 would, whatever the state of the others is.
     torch.manual_seed(rank)
     values = []
+    few = {"rename": lambda name: None if "wide" in name else name, "initialize": True, "build": Wide}
     for make, how in ((sharded, None), (on_meta, Z3)):
         model = make()
         torch.manual_seed(rank)
-        load_into(model, folder, how, build=Wide, rename=lambda name: None if "wide" in name else name, initialize=True)
+        report = load_into(model, folder, how, **few)
         torch.manual_seed(0)
         expected.wide.reset_parameters()
         assert not differing(model, expected)
         values.append(model)
+    assert plan(folder, Z3, rank=rank, world_size=2, **few).costs.read_bytes == report.read_bytes
 
     norm = nn.BatchNorm1d(3, affine=False)  # buffers alone
     load_into(norm, f"{folder}/norm")

@@ -171,6 +171,11 @@ def test_folders_without_one_set_of_weights_are_refused(
         files_of(str(tmp_path), "", variant)
 
 
+def test_keywords_that_choose_no_files_are_refused() -> None:
+    with pytest.raises(ConfigError, match="torch_dtype: no keyword of a load by names"):
+        ModuleCall("folder", lambda _: on_meta(), {"torch_dtype": "auto"}, plain_name=str)
+
+
 def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         save_file({"weight": torch.ones(2)}, tmp_path / f"{name}.safetensors")
