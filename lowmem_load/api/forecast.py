@@ -17,7 +17,7 @@ from lowmem_load.ds.partition import check_by_deepspeed
 from lowmem_load.errors import UnsupportedError, listed
 from lowmem_load.families import diffusion
 from lowmem_load.hf.names import model_class, model_config
-from lowmem_load.hf.quantizers import four_bit_config
+from lowmem_load.hf.quantizers import four_bit_config, is_four_bit
 from lowmem_load.hf.remote_names import Checkpoint
 from lowmem_load.hf.skeleton import blocks, distributed_config
 from lowmem_load.io.uploads import NUM_STREAMS, SLOTS_PER_THREAD
@@ -164,10 +164,13 @@ def plan_mesh(
     config, dtype = config_of(checkpoint, keywords), torch.float32 if training.is_full else torch.bfloat16
     if config is None:
         raise UnsupportedError("FSDP2 is planned for transformers' models; plan ZeRO-3 for one of diffusers")
-    sharding: Any = None if training.is_four_bit else distributed_config(sizes)
     if training.is_four_bit:
-        sharding = [size for size in (sizes["dp_replicate_size"], sizes["fsdp_size"]) if size > 1] or [1]
         keywords["quantization_config"] = four_bit_config(dtype)
+    in_file = getattr(config, "quantization_config", None)
+    is_packed = training.is_four_bit or (in_file is not None and is_four_bit(in_file))
+    sharding: Any = [size for size in (sizes["dp_replicate_size"], sizes["fsdp_size"]) if size > 1] or [1]
+    if not (is_packed and sizes["tp_size"] == sizes["ep_size"] == 1):
+        sharding = distributed_config(sizes)  # which refuses packed weights
     plan = plan_sharded(checkpoint.folder, sharding, rank=0, world_size=job.world_size, dtype=dtype, **keywords)
     job = replace(job, num_shards=sizes["fsdp_size"] * sizes["tp_size"])
     adapters = adapter_elements(checkpoint, training, keywords)
@@ -195,7 +198,7 @@ def plan_mesh(
     }
     whole = [target.numel * target.dtype.itemsize for target in plan.targets]
     # Stock packs on the GPUs.
-    stock = {"whole": max(whole, default=0), "host": 0 if training.is_four_bit else sum(whole)}
+    stock = {"whole": max(whole, default=0), "host": 0 if is_packed else sum(whole)}
     return Planned(checkpoint, [plan], model, job, about, stock)
 
 

@@ -27,6 +27,7 @@ from lowmem_load.families.modules import Build, ModuleCall
 from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import on_host, ordinary_path
 from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.quantizers import is_four_bit_model
 from lowmem_load.hf.remote_names import find_folder
 from lowmem_load.hf.skeleton import blocks, file_keywords, filled_by, is_distributed_config, is_kept_on_host
 from lowmem_load.io.executor import Executor
@@ -129,7 +130,7 @@ def plan_sharded(
 ) -> LoadPlan:
     """Return the plan of a model that is sharded, as one rank of a fake process group.
 
-    `sharding` is a `DistributedConfig`, or the shape of FSDP2's mesh for a model in 4 bits: (replicas, shards).
+    `sharding` is a `DistributedConfig`, or the shape of FSDP2's mesh: (shards,) or (replicas, shards).
     """
     has_config = is_distributed_config(sharding)
     where, kwargs = find_folder(name_text(name), kwargs)
@@ -140,21 +141,17 @@ def plan_sharded(
     with load_lock(), fake_group(rank, world_size), ordinary_path(), explained:
         with filled_by(_carry_out):
             skeleton, dtype = _result(cls, functools.partial(cls.from_pretrained, where, **kwargs))
+        if is_four_bit_model(skeleton):
+            from lowmem_load.frameworks import bitsandbytes
+
+            bitsandbytes.pack_skeleton(skeleton)
         if not has_config:
-            _shard_packed(skeleton, sharding)
+            shard_fully(skeleton, host_mesh(sharding), blocks(skeleton), {})
         device = "cpu" if is_kept_on_host(skeleton) else mesh_device(skeleton).type
         sharded = ShardedModel(skeleton, planned_device=device, is_skeleton=True)
         request, settings = ordinary_load(skeleton, where, dtype, auto_class, file_keywords(kwargs), world_size)
         (load_plan,) = _plans(request.checked(settings), lambda _: lambda _, model: Sharded(sharded, model), [rank])
     return load_plan
-
-
-def _shard_packed(skeleton: nn.Module, sizes: Sequence[int]) -> None:
-    """Shard a model in 4 bits, which a `DistributedConfig` cannot, as `load_model` does over a mesh of these sizes."""
-    from lowmem_load.frameworks import bitsandbytes
-
-    bitsandbytes.pack_skeleton(skeleton)
-    shard_fully(skeleton, host_mesh(sizes), blocks(skeleton), {})
 
 
 @origins_named()
