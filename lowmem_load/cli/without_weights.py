@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.forecast import config_of, without_values
+from lowmem_load.api.model_sizes import config_of, without_values
 from lowmem_load.families import diffusion
 from lowmem_load.hf.names import DTYPE_KEYWORD
 from lowmem_load.hf.remote_names import Checkpoint
