@@ -24,10 +24,6 @@ class _Shared(NamedTuple):
     name: str
     companion: CompanionPlan
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.companion.shape
-
 
 def combine_companions(
     planned: Planned,
@@ -48,10 +44,7 @@ def combine_companions(
         if companion.in_parts
     ]
     for batch in _batches(shared):
-        if ranks is None or ranks.world_size == 1 or ranks.is_fake:
-            values = _filled(batch, planned, executor)
-        else:
-            values = _exchanged(batch, planned, executor, ranks, progress)
+        values = _made(batch, planned, executor, ranks, progress)
         for (name, companion), whole in zip(batch, values, strict=True):
             parameter = planned.parameters[name]
             assert isinstance(parameter, QuantizedTensor)
@@ -69,22 +62,20 @@ def _batches(shared: Sequence[_Shared]) -> Iterator[list[_Shared]]:
         yield batch
 
 
-def _filled(batch: Sequence[_Shared], planned: Planned, executor: Executor) -> list[torch.Tensor]:
-    values = [torch.zeros(math.prod(part.shape), dtype=part.companion.dtype, device="cpu") for part in batch]
-    _fill(batch, values, planned, executor)
-    return values
-
-
-def _exchanged(
+def _made(
     batch: Sequence[_Shared],
     planned: Planned,
     executor: Executor,
-    ranks: RankGroup,
+    ranks: RankGroup | None,
     progress: Callable[[], Progress] | None,
 ) -> list[torch.Tensor]:
-    world_size = ranks.world_size
-    sizes = [part_of_rank(math.prod(part.shape), 0, world_size).numel for part in batch]  # the first is the largest
+    """Return companions, whole: each rank fills its parts, and sends them."""
+    world_size = 1 if ranks is None or ranks.is_fake else ranks.world_size
+    sizes = [part_of_rank(math.prod(part.companion.shape), 0, world_size).numel for part in batch]  # the largest
     own = [torch.zeros(size, dtype=part.companion.dtype, device="cpu") for part, size in zip(batch, sizes, strict=True)]
+    if ranks is None or world_size == 1:
+        _fill(batch, own, planned, executor)
+        return own
     # A collective that one rank never comes to would meet those of the next load.
     with ranks.step("computing the scales of packed weights", progress=progress):
         _fill(batch, own, planned, executor)
@@ -98,7 +89,7 @@ def _exchanged(
     whole, first = [], 0
     for part, values in zip(batch, own, strict=True):
         span = slice(first, first + values.nbytes)
-        whole.append(torch.cat([sent[span].view(values.dtype) for sent in received])[: math.prod(part.shape)])
+        whole.append(torch.cat([sent[span].view(values.dtype) for sent in received])[: math.prod(part.companion.shape)])
         first += values.nbytes
     return whole
 
