@@ -287,7 +287,20 @@ def train(folder: Path) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@pytest.mark.parametrize("act", [load_by_name, load_in_script, train])
+def load_around_engine(folder: Path) -> None:
+    """Rank function: what a script loads while it has switched accelerate's zero.Init off is left to diffusers."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin(hf_ds_config={**Z3, "gradient_accumulation_steps": 1}, zero3_init_flag=True)
+    Accelerator(deepspeed_plugin=plugin)
+    install()
+    for is_on in (False, True):
+        with plugin.zero3_init_context_manager(enable=is_on):
+            model = diffusers.FluxTransformer2DModel.from_pretrained(folder / "FluxTransformer2DModel")
+        assert all(hasattr(parameter, "ds_id") == is_on for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("act", [load_by_name, load_in_script, load_around_engine, train])
 def test_values_and_files_are_those_of_diffusers(act: Any, tmp_path: Path) -> None:
     write(tmp_path)
     run_ranks(act, tmp_path, timeout_s=300)
