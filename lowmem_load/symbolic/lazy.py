@@ -193,9 +193,12 @@ class LazyTensor(SymbolicTensor):
         value = SharedValue(self.expression, device=self.device)
         return _like(self, LazyTensor(value, self.read_now, self.meta))
 
+    def __copy__(self) -> Any:
+        return _like(self, self.detach())  # of the same memory, as of any tensor
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the values."""
-        return _like(self, values_of(self)).__reduce_ex__(protocol)
+        """Pickle the values, in memory that stays: tied weights are one in the file, too."""
+        return _like(self, keep(self)).__reduce_ex__(protocol)
 
 
 LazyTensor.family = LazyTensor

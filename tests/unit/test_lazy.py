@@ -209,6 +209,11 @@ def write_by_out(model: Any) -> None:
     nn.init.eye_(model.lm_head.weight)
 
 
+def copy_shallowly(model: Any) -> None:
+    model.copied = copy.copy(model.lm_head.weight)
+    model.lm_head.weight.data.mul_(2)
+
+
 def make_of_its_class(model: Any) -> None:
     weight = model.lm_head.weight
     model.made = type(weight)(weight.data[:5].clone(), requires_grad=False)
@@ -260,6 +265,7 @@ SCRIPTS: dict[str, Callable[[Any], None]] = {
             run_in_inference_mode,
             change_lists,
             write_by_out,
+            copy_shallowly,
             make_of_its_class,
         ),
         *(run, generate, run_compiled, train, train_a_head_alone),
@@ -408,6 +414,9 @@ def test_files_and_pickles_hold_the_values(path: str, tmp_path: Path) -> None:
     buffer = io.BytesIO()
     torch.save(lazily(path).state_dict(), buffer)
     buffer.seek(0)
+    tied, weight = io.BytesIO(), lazily(path).lm_head.weight
+    torch.save([weight.data, weight.data], tied)
+    assert tied.tell() < 1.5 * weight.nbytes + 2048  # once
     weight = pickle.loads(pickle.dumps(lazily(path).lm_head.weight))
     assert isinstance(weight, nn.Parameter)
     assert torch.equal(weight, expected["lm_head.weight"])
