@@ -5,6 +5,7 @@ The described module is the caller's, or one like it that stands for its shards:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed, outside_level
 from lowmem_load.families.files import FILE_KEYWORDS, Rename, files_of, renamed, tensors_in
 from lowmem_load.io.stand_ins import origin_of
 from lowmem_load.planning.expression import Computed
@@ -94,6 +95,8 @@ class ModuleCall:
         """See `Call`."""
         model = self._make(context)
         context.check_built(model)
+        if not context.is_quiet:
+            _warn_of_code(model, self.name)
         context.constructor.note(model)
         slots = slots_of(model, self._plain_name)
         weights = context.weights
@@ -196,6 +199,24 @@ def slots_of(model: nn.Module, plain_name: Callable[[str], str]) -> list[Slot]:
                 slot.names.append(plain_name(f"{prefix}.{key}" if prefix else key))
                 slot.places.append((tensors, key))
     return list(slots.values())
+
+
+def _warn_of_code(model: nn.Module, where: str) -> None:
+    """Warn of code that `load_state_dict` would run: it may give other values than the files have."""
+    named = []
+    for name, module in model.named_modules():
+        own = vars(module)
+        hooks = [*own["_load_state_dict_pre_hooks"].values(), *own["_load_state_dict_post_hooks"].values()]
+        code = [getattr(hook, "hook", hook) for hook in hooks]  # torch wraps those of the old kind
+        code += [type(module).load_state_dict, type(module)._load_from_state_dict]  # noqa: SLF001  torch calls it
+        if not all(getattr(each, "__module__", "").startswith(("torch.", "lowmem_load.")) for each in code):
+            named.append(name or type(module).__name__)
+    if named:
+        warnings.warn(
+            f"{where}: {listed(named)}: load_state_dict would run code of these modules (hooks, overridden methods); "
+            "load_into does not. If it changes values, change them yourself",
+            stacklevel=outside_level(),
+        )
 
 
 def own_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

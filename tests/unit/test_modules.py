@@ -323,3 +323,11 @@ def test_a_stand_in_has_the_ties_and_classes_of_its_module() -> None:
     assert made.head.weight is made.embed.weight
     assert [type(module) for module in made.modules()] == [type(module) for module in model.modules()]
     assert not any(tensor.is_meta for tensor in model.parameters())
+
+
+def test_code_that_load_state_dict_would_run_is_named(tmp_path: Path) -> None:
+    path = in_one_file(tmp_path, state(reference()))
+    model = on_meta()
+    model.inner[1].register_load_state_dict_post_hook(lambda module, _: module.weight.data.mul_(2))
+    with pytest.warns(UserWarning, match=r"inner\.1: load_state_dict would run code"):
+        load(path, model)
