@@ -32,6 +32,7 @@ from lowmem_load.report import LoadReport, OnLoad, write_report
 from lowmem_load.saving.writer import Writer, lay_out
 from lowmem_load.symbolic.initialise import SharedValue
 from lowmem_load.symbolic.lazy import (
+    KEEPING,
     LazyTensor,
     assigned_data_is_real,
     become,
@@ -234,14 +235,16 @@ def _read_parameters(lazy: Mapping[str, LazyTensor]) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _read_before_forward(module: nn.Module, _: Any) -> None:
-    read_parameters(module)
-    leave(module)
+    with KEEPING:
+        read_parameters(module)
+        leave(module)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _read_own_before_forward(module: nn.Module, _: Any) -> None:
-    read_parameters(module, recurse=False)
-    _unhook(module)
+    with KEEPING:
+        read_parameters(module, recurse=False)
+        _unhook(module)
 
 
 def leave(module: nn.Module) -> None:

@@ -36,7 +36,9 @@ _OWN = frozenset({"value", "views", "meta", "read_now", "_is_param", "kind"})
 
 _RESHAPES = frozenset({aten.set_, aten.resize_, aten.resize_as_})
 
-_KEEPING = threading.RLock()
+KEEPING = threading.RLock()
+"""Held while lazy tensors become ordinary ones: forwards may run in several threads."""
+
 _assigning: list[object] = []  # blocks of `assigned_data_is_real`
 _ONLY_COMPARED: ContextVar[bool] = ContextVar("lowmem_load_addresses_are_only_compared", default=False)
 
@@ -61,14 +63,14 @@ def assigned_data_is_real() -> Iterator[None]:
             value = value.read_now(value.expression, "assigning to data")
         ordinary.__set__(parameter, keep(value))  # type: ignore[attr-defined]
 
-    with _KEEPING:
+    with KEEPING:
         _assigning.append(block)
         if len(_assigning) == 1:
             nn.Parameter.data = property(ordinary.__get__, assign)  # type: ignore[assignment]
     try:
         yield
     finally:
-        with _KEEPING:
+        with KEEPING:
             _assigning.remove(block)
             if not _assigning:
                 del nn.Parameter.data
@@ -285,7 +287,7 @@ def keep(tensor: torch.Tensor) -> torch.Tensor:
     """Make the value of a lazy tensor real, for all its names and views; return the ordinary tensor."""
     if isinstance(tensor, LazyTensor):
         value = tensor.value
-        with _KEEPING, normal_tensors():
+        with KEEPING, normal_tensors():
             if value.memory is None:
                 settle(value, with_strides(tensor.read_now(value.expression, "its memory"), value.strides))
     return _in_memory(tensor)

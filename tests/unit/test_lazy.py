@@ -515,6 +515,8 @@ def test_threads_and_forked_processes_read(path: str) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         parameters = list(model.parameters())
         assert all(pool.map(lambda at: torch.equal(parameters[at], expected[at]), list(range(len(expected))) * 3))
+        by_module, logits = lazily(path, by_module=True), ordinary(path)(TOKENS).logits
+        assert all(pool.map(lambda _: torch.equal(by_module(TOKENS).logits, logits), range(8)))
     child = os.fork()
     if child == 0:
         os._exit(0 if torch.equal(parameters[0], expected[0]) else 1)
