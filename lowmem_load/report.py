@@ -66,6 +66,7 @@ class LoadReport(Phases):
         read_bytes: bytes read from the files, headers excluded.
         num_reads: reads that were made; small adjacent ones share a system call.
         shared: the reads that the ranks of a node did once for all of them; None where this rank read alone.
+        received_bytes: bytes that this rank holds and another one has read for it.
         requests: what was asked of a remote store: requests, those of them that repeated a failed one, bytes, and the
             seconds of all threads before they repeated one. Zeros where all files are on this machine.
         seconds, peak_memory: see `Phases`; the phases are describe, plan, compare, verify and read.
@@ -95,6 +96,7 @@ class LoadReport(Phases):
     read_bytes: int = 0
     num_reads: int = 0
     shared: Shared | None = None
+    received_bytes: int = 0
     requests: Counts = field(default_factory=Counts)
     peak_device_bytes: int = 0
     loading_info: dict[str, list[Any]] = field(default_factory=dict)
@@ -157,6 +159,7 @@ class LoadReport(Phases):
             "not read yet": f"{self.num_unread} tensors" if self.num_unread else "",
             "requests": self._requests_text(),
             "shared reads": self._sharing_text(),
+            "received": f"{size(self.received_bytes)} from ranks that hold the same" if self.received_bytes else "",
             "host memory": f"peak {size(self.peak_memory.total_bytes)} above the start",
             "device memory": on_device,
             "seconds": ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items()),

@@ -29,6 +29,8 @@ class Layout(NamedTuple):
     on_host: bool
     keeps_casts: bool = False
     """Whether values go through the dtype of the ordinary load if `dtype` is another one."""
+    holders: Sequence[Sequence[int]] = ()
+    """For each region the ranks that hold the same, this one included; none if that is not known."""
 
 
 class HostBytes(NamedTuple):
@@ -84,13 +86,15 @@ class Target(ABC):
 class Replicated(Target):
     """Every rank holds every parameter in full, as an ordinary load does: ZeRO stages 0 to 2."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, world_size: int = 1) -> None:
+        self.device, self._holders = device, (range(world_size),)
 
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:  # noqa: ARG002  the base class's
         """See `Target`."""
         numel = parameter.numel()
-        return Layout(REPLICATED, parameter.dtype, (FlatRange(0, numel),), (numel,), self.device.type == "cpu")
+        on_host = self.device.type == "cpu"
+        whole = (FlatRange(0, numel),)
+        return Layout(REPLICATED, parameter.dtype, whole, (numel,), on_host, holders=self._holders)
 
     def make(
         self,

@@ -22,14 +22,8 @@ from lowmem_load.io.uploads import NUM_STREAMS, SLOTS_PER_THREAD
 from lowmem_load.pipeline.load import MAX_THREADS
 from lowmem_load.planning.load_plan import Costs, LoadPlan
 from lowmem_load.planning.reads import Apply, ReadLimits
-from lowmem_load.planning.sharing import (
-    byte_ranges,
-    chunk_bytes_of,
-    node_requests,
-    node_schedule,
-    shared_reads,
-    touched_bytes,
-)
+from lowmem_load.planning.replicas import once_bytes
+from lowmem_load.planning.sharing import node_requests, read_together
 from lowmem_load.planning.training_memory import (
     ADAM_STATE_BYTES,
     MASTER_BYTES,
@@ -212,8 +206,12 @@ def forecast(planned: Planned, training: Training) -> Forecast:
     if plan.read_cost.request_bytes:
         num_requests = node_requests(node) * (1 if len(node) > 1 else job.node_size)
         reading["requests to the store"] = f"{num_requests:,} by a node, beside those for small files"
+    if (of_rank := once_bytes(plan)) < plan.costs.read_bytes:
+        rate = "" if job.read_rate is None else f" in {_time(job.node_size * of_rank / job.read_rate)}"
+        whole, once = (size(nbytes * job.world_size) for nbytes in (plan.costs.read_bytes, of_rank))
+        reading["replicas read once"] = f"{size(of_rank * job.node_size)} by a node{rate}; {once} by all, not {whole}"
     seconds = None if job.read_rate is None else node_bytes / job.read_rate
-    took = "; --read-rate gives the time" if seconds is None else f" in {timedelta(seconds=math.ceil(seconds))}"
+    took = "; --read-rate gives the time" if seconds is None else f" in {_time(seconds)}"
     not_counted = [] if training.tokens else ["activations (--tokens estimates them)"]
     not_counted.append("small tensors that stay whole")
     if not model.step_bytes:
@@ -246,6 +244,10 @@ def forecast(planned: Planned, training: Training) -> Forecast:
         world_size=smallest_world_size(model, job),
         offloads=next((pair for pair in OFFLOADS.values() if fits(model, _offloaded(job, pair))), None),
     )
+
+
+def _time(seconds: float) -> timedelta:
+    return timedelta(seconds=math.ceil(seconds))
 
 
 def compare(planned: Planned, training: Training) -> Iterator[Forecast]:
@@ -346,17 +348,3 @@ def _model_text(plan: LoadPlan, dtype: torch.dtype, training: Training, adapters
     total = sum(map(elements, plan.targets))
     trained = f"; {count(adapters or int(total * training.share))} trained" if not training.is_full else ""
     return f"{count(total)} parameters in {name}{trained}"
-
-
-def read_together(plans: Sequence[LoadPlan]) -> tuple[int, int, int, int] | None:
-    """Return what the ranks of a node read together, given their plans; None if each reads alone.
-
-    Number of ranks; bytes that they want; bytes of the blocks that they would read alone, and that they read instead.
-    """
-    ranges = [byte_ranges(reads) for reads in map(shared_reads, plans) if reads]
-    cost = max((plan.read_cost for plan in plans), key=lambda cost: cost.block_bytes)
-    schedule = node_schedule(ranges, cost, chunk_bytes_of(cost)) if len(ranges) > 1 else None
-    if schedule is None:
-        return None
-    alone_bytes = sum(touched_bytes(of_rank, cost.block_bytes) for of_rank in ranges)
-    return schedule.num_ranks, schedule.wanted_bytes, alone_bytes, schedule.touched_bytes(cost.block_bytes)

@@ -32,6 +32,7 @@ from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.hf.skeleton import blocks, file_keywords, filled_by, hand_over, is_kept_on_host, refuse_parted
 from lowmem_load.lazy_weights.fill import allocate_shards
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load, Options
+from lowmem_load.planning.sharing import ShareReads
 from lowmem_load.report import LoadReport
 from lowmem_load.symbolic.attributes import hand_over_attributes
 from lowmem_load.symbolic.constructor import Constructor
@@ -58,6 +59,7 @@ def load_into(
     progress: bool | None = None,
     verify: bool = False,
     stream: bool = False,
+    share_reads: ShareReads = "auto",
     weights: str | os.PathLike[str] | None = None,
     **from_pretrained_kwargs: Any,
 ) -> LoadReport:
@@ -86,13 +88,20 @@ def load_into(
         partition: see `load_model`.
         dtype: of a transformers model's ordinary load; None: its own.
         auto_class: of that load; None: the model's class.
-        progress: see `load_model`, as for the next three.
+        progress: see `load_model`, as for the next four.
         verify: compare every file with its checksum first.
         stream: read a model on the Hub as one at a URL.
+        share_reads: which ranks share reads.
         weights: a training checkpoint that has the weights.
         **from_pretrained_kwargs: of the ordinary load; by names, `subfolder` and `variant` choose files of a folder.
     """
-    options = Options(progress=progress, verify=verify, stream=stream, weights=weights_folder(weights, verify=verify))
+    options = Options(
+        progress=progress,
+        verify=verify,
+        stream=stream,
+        weights=weights_folder(weights, verify=verify),
+        share_reads=share_reads,
+    )
     if rename is None and ds_config is None and not isinstance(name, Mapping) and transformers_models(model):
         _refuse_of_modules(strict=not strict, initialize=initialize, build=build)
         return _load_into(model, name, options, dtype, auto_class, leave=leave, **from_pretrained_kwargs)
@@ -151,7 +160,9 @@ def _into_shards(model: nn.Module, make_call: MakeCall, options: Options, leave:
             sharded = ShardedModel(model, leave)
             settings = stage_3(torch.float32, ranks.world_size)
         call = make_call(ranks, lambda _: stand_in_for(model, names.plain_class), is_stand_in=True)
-        load = Load(settings, ranks, lambda _, described: Sharded(sharded, described), options)
+        load = Load(
+            settings, ranks, lambda settings, described: Sharded(sharded, described, settings.world_size), options
+        )
         loaded, _ = loader.run_load(load, call)
         return _fill_buffers(ranks, model, sharded, loaded)
 
@@ -223,7 +234,12 @@ def _load_into(
             ordinary_load, plain, name, dtype, auto_class, from_pretrained_kwargs, ranks.world_size
         )
         checked = agree_on_request(ranks, make_request, has_ds_config=False)
-        load = Load(checked.settings, ranks, lambda _, described: Sharded(sharded, described), options)
+        load = Load(
+            checked.settings,
+            ranks,
+            lambda settings, described: Sharded(sharded, described, settings.world_size),
+            options,
+        )
         with loader.intercepted(load):
             loaded = checked.from_pretrained()
         with ranks.step("filling buffers"), torch.no_grad():
@@ -329,7 +345,7 @@ def _diffusers_over_mesh(
         constructor.finish(model, device)
         sharded = ShardedModel(model)
     settings = stage_3(torch.float32, ranks.world_size)
-    load = Load(settings, ranks, lambda _, described: Sharded(sharded, described), options)
+    load = Load(settings, ranks, lambda settings, described: Sharded(sharded, described, settings.world_size), options)
     with diffusion.intercepted(load):
         loaded = cls.from_pretrained(name, **kwargs)
     _fill_buffers(ranks, model, sharded, loaded)

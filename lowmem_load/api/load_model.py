@@ -32,6 +32,7 @@ from lowmem_load.hf.remote_names import urls_as_names
 from lowmem_load.hf.skeleton import is_distributed_config
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Options
+from lowmem_load.planning.sharing import ShareReads
 from lowmem_load.report import LoadReport
 
 
@@ -46,13 +47,14 @@ def load_model(
     partition: Partition | None = None,
     verify: bool = False,
     stream: bool = False,
+    share_reads: ShareReads = "auto",
     weights: str | os.PathLike[str] | None = None,
     **from_pretrained_kwargs: Any,
 ) -> Any:
     """Load a checkpoint straight into ZeRO-3 partitions; return the transformers model, in eval mode.
 
     Under ZeRO stage 3 each rank reads only the bytes of its own partitions; under stages 0 to 2 every rank reads all.
-    `model.lowmem_load_report` has the `LoadReport`. Collective: all ranks. No weights cross the network.
+    `model.lowmem_load_report` has the `LoadReport`. Collective: all ranks.
 
     Args:
         name: a local folder, a Hub id, or a folder's URL (s3, gs, az, abfss, https, http): no weights touch a disk.
@@ -68,6 +70,9 @@ def load_model(
         data_parallel_group: a group of torch.distributed whose ranks share the partitions. None: all ranks.
         verify: True compares every file with its checksum first (see `verify_checkpoint`); one without is an error.
         stream: True reads a model on the Hub as one at a URL, unless the Hub's cache holds it.
+        share_reads: "job": ranks that hold the same read it once and send it to each other; "node": the ranks of a node
+            read together what lies interleaved; "off": neither. "auto": both, the former for files in a store or on a
+            file system of the network, unless all are on one node, whose page cache has it.
         weights: a training checkpoint of FSDP2, torch DCP or verl, which has the weights; see `consolidate` for the
             kinds. `name` then says only which model it is. Each rank reads its own part, however many ranks saved.
         **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...
@@ -80,7 +85,13 @@ def load_model(
         UnsupportedError: the combination cannot be streamed.
         RankError: another rank failed; all ranks raise it.
     """
-    options = Options(progress=progress, verify=verify, stream=stream, weights=weights_folder(weights, verify=verify))
+    options = Options(
+        progress=progress,
+        verify=verify,
+        stream=stream,
+        weights=weights_folder(weights, verify=verify),
+        share_reads=share_reads,
+    )
     if _is_sharding(ds_config):
         from lowmem_load.api.load_into import load_sharded
 

@@ -37,7 +37,6 @@ from lowmem_load.phases import host_memory
 from lowmem_load.pipeline.checks import check_described, is_left_alone, refuse_device_map
 from lowmem_load.pipeline.describe import Described, describe
 from lowmem_load.pipeline.make_plan import make_plan
-from lowmem_load.pipeline.shared_reads import shares_reads
 from lowmem_load.planning.load_plan import HeldValue, LoadPlan
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import INITIALISED
@@ -150,7 +149,9 @@ def plan_sharded(
         device = "cpu" if is_kept_on_host(skeleton) else mesh_device(skeleton).type
         sharded = ShardedModel(skeleton, planned_device=device, is_skeleton=True)
         request, settings = ordinary_load(skeleton, where, dtype, auto_class, file_keywords(kwargs), world_size)
-        (load_plan,) = _plans(request.checked(settings), lambda _: lambda _, model: Sharded(sharded, model), [rank])
+        (load_plan,) = _plans(
+            request.checked(settings), lambda _: lambda _, model: Sharded(sharded, model, world_size), [rank]
+        )
     return load_plan
 
 
@@ -235,7 +236,7 @@ def plan_only(
             else:
                 described = replace(described, target=make_target(described.settings, described.model))
             check_described(described)
-            plan = make_plan(described, rank, read_cost([file.path for file in described.files]), shares_reads()).plan
+            plan = make_plan(described, rank, read_cost([file.path for file in described.files])).plan
             if not plans:
                 grown_bytes = max(0, host_memory().anonymous_bytes - before)
             plans.append(replace(plan, planning_bytes=grown_bytes))

@@ -93,7 +93,7 @@ class Exchange:
 
     def finish(self, check: Callable[[], None]) -> None:
         """Wait for the messages. `check` is called now and then, and raises if they will not come."""
-        _wait(self._works, check, is_host=self._is_host)
+        wait_for(self._works, check, is_host=self._is_host)
 
     def drain(self) -> None:
         """Wait a little for messages that are no longer wanted: memory must not go while they come."""
@@ -115,11 +115,11 @@ def added_up(ranks: RankGroup, numbers: torch.Tensor) -> torch.Tensor:
     """Return the sum of integers of all ranks, on the host. Collective, within a step that all ranks have come to."""
     total = numbers.to(device_of(ranks))
     works = [dist.all_reduce(total, group=ranks.group, async_op=True)]
-    _wait(works, ranks.check, is_host=total.device.type == "cpu")
+    wait_for(works, ranks.check, is_host=total.device.type == "cpu")
     return total.cpu()
 
 
-def _wait(works: list[Any], check: Callable[[], None], *, is_host: bool) -> None:
+def wait_for(works: list[Any], check: Callable[[], None], *, is_host: bool) -> None:
     """Wait for collectives, and take them out of the list. `check` is called now and then."""
     if is_host and works:  # gloo's isend and irecv only say to who waits that they are over
         works[:] = [_Waiting([*works])]

@@ -61,7 +61,7 @@ class Zero3(Target):
         _refuse(settings, group)
         self._settings, self._group, self._modules = settings, group, modules
         self._world_size, self._rank = settings.shard_size, rank % settings.shard_size  # shard groups are consecutive
-        self.device, self._outside = device, Replicated(device)
+        self.device, self._outside = device, Replicated(device, settings.world_size)
         self._partitioner: Partitioner | None = None
         self._ids: dict[int, int] = {}
 
@@ -69,17 +69,19 @@ class Zero3(Target):
         """See `Target`. Under hpZ the second region is the secondary partition, which the ranks of a node share."""
         if not is_below(name, self._modules):
             return self._outside.layout(name, parameter)
-        numel, stored = parameter.numel(), parameter.dtype
+        numel, stored, num_ranks = parameter.numel(), parameter.dtype, self._settings.world_size
         world_size, secondary_size = self._world_size, self._settings.secondary_size
         regions, numels = [partition_range(numel, self._rank, world_size)], [partition_numel(numel, world_size)]
+        holders = [range(self._rank, num_ranks, world_size)]
         if secondary_size:  # a whole number of partitions: padding is that of the first
             size = numels[0] * (world_size // secondary_size)
             first = size * (self._rank % secondary_size)
             regions.append(FlatRange(min(first, numel), min(first + size, numel)))
             numels.append(size)
+            holders.append(range(self._rank % secondary_size, num_ranks, secondary_size))
         dtype = self._settings.dtype if stored.is_floating_point else stored
         on_host = self.device.type == "cpu" or self._settings.offload_device != "none"
-        return Layout(KIND, dtype, tuple(regions), tuple(numels), on_host)
+        return Layout(KIND, dtype, tuple(regions), tuple(numels), on_host, holders=holders)
 
     def check(self, model: nn.Module, /) -> None:
         """See `Target`."""
@@ -179,7 +181,7 @@ def target_maker(rank: int, device: torch.device, group: Any = None) -> TargetMa
 
     def make(settings: Settings, model: nn.Module) -> Target:
         if settings.stage < 3:
-            return Replicated(torch.device("cpu"))
+            return Replicated(torch.device("cpu"), settings.world_size)
         if settings.partition is None:
             return Zero3(settings, rank, device, group)
         chosen = tuple(choose(model, settings.partition, must_match=settings.must_match))

@@ -235,6 +235,26 @@ def _rooted(mesh: Any, meshes: dict[Any, Rooted]) -> Rooted:
     return meshes[mesh]
 
 
+def holders(tensor: Any, world_size: int, known: dict[Any, Sequence[int]]) -> Sequence[int]:
+    """Return the ranks that hold the same elements as this one; none where that is not known.
+
+    `known` has those of tensors before, and gets its own.
+    """
+    if not isinstance(tensor, DTensor):
+        return range(world_size)
+    key = tensor.device_mesh, tuple(isinstance(placement, Replicate) for placement in tensor.placements)
+    if key not in known:
+        root, (_, dims) = _root_mesh(tensor.device_mesh), _rooted(tensor.device_mesh, {})
+        along = [dims[mesh_dim] for mesh_dim, is_replica in enumerate(key[1]) if not is_replica]
+        coordinate = root.get_coordinate()
+        known[key] = ()
+        if coordinate is not None and None not in along:
+            cut = {dim for root_dims in along for dim in root_dims or ()}
+            place = tuple(index if dim in cut else slice(None) for dim, index in enumerate(coordinate))
+            known[key] = tuple(sorted(root.mesh[place].flatten().tolist()))
+    return known[key]
+
+
 def _splits(name: str, tensor: DTensor) -> Iterator[tuple[int, Split]]:
     """Yield each dim of the mesh that cuts a tensor, and the split, of which the index is that of the first rank."""
     mesh, sizes = tensor.device_mesh, list(tensor.shape)

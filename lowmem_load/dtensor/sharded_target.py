@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from lowmem_load.dtensor.mesh import dtypes_of_computation, local_shard, refuse_fsdp1
+from lowmem_load.dtensor.mesh import dtypes_of_computation, holders, local_shard, refuse_fsdp1
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.io.memory import untouched_bytes
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
@@ -116,9 +117,10 @@ class Sharded(Target):
 
     device = torch.device("cpu")  # buffers are read there; `ShardedModel.fill_buffers` moves them on
 
-    def __init__(self, sharded: ShardedModel, described: nn.Module) -> None:
-        self._sharded, self._described = sharded, described
+    def __init__(self, sharded: ShardedModel, described: nn.Module, world_size: int = 1) -> None:
+        self._sharded, self._described, self._world_size = sharded, described, world_size
         self._names: dict[str, list[str]] = {}
+        self._holders: dict[Any, Sequence[int]] = {}
         self._left: Target = Unfilled()
 
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:
@@ -137,7 +139,9 @@ class Sharded(Target):
             raise UnsupportedError(f"{name}: tied parameters have the dtypes {dtypes}; give them one dtype")
         grids = tuple(grid for grid, _ in shards)
         on_host = all((self._sharded.planned_device or memory.device.type) == "cpu" for _, memory in shards)
-        return Layout(SHARDED, dtypes.pop(), grids, tuple(grid.numel for grid in grids), on_host, keeps_casts=True)
+        numels = tuple(grid.numel for grid in grids)
+        of_grids = [holders(tensor, self._world_size, self._holders) for tensor in tensors]
+        return Layout(SHARDED, dtypes.pop(), grids, numels, on_host, keeps_casts=True, holders=of_grids)
 
     def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
         """Return the buffers that the sharded model holds in fp32: a cast to a smaller dtype would lose bits."""

@@ -21,6 +21,7 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations.hooks import enter_if_usable, entered_once_imported, replaced_once_imported
 from lowmem_load.pipeline.load import Options
+from lowmem_load.planning.sharing import ShareReads
 from lowmem_load.replaced import Handlers
 from lowmem_load.report import OnLoad
 
@@ -36,6 +37,7 @@ def streaming(
     data_parallel_group: Any = None,
     verify: bool = False,
     stream: bool = False,
+    share_reads: ShareReads = "auto",
 ) -> Iterator[None]:
     """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
 
@@ -52,11 +54,12 @@ def streaming(
         data_parallel_group: as for `load_model`.
         verify: as for `load_model`.
         stream: as for `load_model`.
+        share_reads: as for `load_model`.
 
     Raises:
         ConfigError: ds_config cannot be used. Loads inside raise as `load_model` does.
     """
-    options = Options(progress=progress, verify=verify, stream=stream)
+    options = Options(progress=progress, verify=verify, stream=stream, share_reads=share_reads)
     if ds_config is not None:
         how = {"partition": partition, "data_parallel_group": data_parallel_group}
         with streaming_by_config(ds_config, options, **how):
@@ -101,6 +104,7 @@ def install(
     saves: bool = True,
     on_load: OnLoad | None = None,
     stream: bool = False,
+    share_reads: ShareReads = "auto",
 ) -> None:
     """Load every model straight into ZeRO-3 partitions from now on, while ZeRO-3 is active in transformers.
 
@@ -134,11 +138,13 @@ def install(
             docs/saving.md. They need no stage3_gather_16bit_weights_on_model_save. False leaves saves to stock.
         on_load: called on every rank with the `LoadReport` of each streamed load, at its end.
         stream: as for `load_model`. URLs are taken as names in any case.
+        share_reads: as for `load_model`.
     """
     if _installed:
         return
     _warn_of_locks()
-    options = Options(progress=progress, verify=verify, stream=stream, is_lenient=not strict, on_load=on_load)
+    how: dict[str, Any] = {"progress": progress, "verify": verify, "stream": stream, "share_reads": share_reads}
+    options = Options(is_lenient=not strict, on_load=on_load, **how)
     with contextlib.ExitStack() as stack:
         stack.enter_context(streaming_by_active_config(options, everywhere=True))
         stack.enter_context(_lazy_loads(options, everywhere=True))

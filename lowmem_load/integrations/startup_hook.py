@@ -24,6 +24,7 @@ from lowmem_load.integrations.imports import Finder, after_import
 TYPE_CHECKING = False  # typing's own would import typing
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from typing import Any
 
     from lowmem_load.report import LoadReport
 
@@ -92,7 +93,7 @@ def switch_on() -> None:
     from lowmem_load.errors import LoadOrderWarning, LowMemLoadError, NotStreamedWarning
 
     text = os.environ.get(SWITCH, ON)
-    keywords = {} if text == ON else dict.fromkeys(text.split(","), True)
+    keywords: dict[str, Any] = {} if text == ON else dict.fromkeys(text.split(","), True)
     if not keywords.keys() <= {STRICT, STREAM}:
         raise LowMemLoadError(
             f"{SWITCH} is {text!r}; expected {ON}, {STRICT}, {STREAM}, or {OFF} to leave lowmem_load off"

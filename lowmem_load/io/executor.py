@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +50,9 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; older systems refuse 
 
 LEAVE_S = 0.5
 """Seconds to wait for requests to a remote store when a load fails: a server may not answer for longer."""
+
+CHECK_S = 0.05
+"""Seconds between two checks while a batch is waited for."""
 
 MIN_DEVICE_THREADS = 2
 """Fewest threads that read for a device. Most of the time they wait, for storage or for a copy to the device."""
@@ -127,6 +130,44 @@ class Tasks:
                 self._changed.notify()
 
 
+class Batch:
+    """Tasks that are waited for together."""
+
+    def __init__(self) -> None:
+        self._num_left, self._error, self._lock = 1, list[BaseException](), threading.Lock()
+        self._ended = threading.Event()
+
+    def counted(self, task: Task) -> Task:
+        """Return a task that belongs to the batch."""
+        with self._lock:
+            self._num_left += 1
+
+        def run() -> None:
+            try:
+                task()
+            except BaseException as error:
+                self._error.append(error)
+                self._ended.set()
+                raise
+            self.end_one()
+
+        return run
+
+    def end_one(self) -> None:
+        """Note that a task has ended, or that no further task comes."""
+        with self._lock:
+            self._num_left -= 1
+            if not self._num_left:
+                self._ended.set()
+
+    def wait(self, check: Callable[[], None]) -> None:
+        """Wait until all tasks have ended. Raises what one of them raised. `check` is called now and then."""
+        while not self._ended.wait(CHECK_S):
+            check()
+        if self._error:
+            raise self._error[0]
+
+
 @dataclass(slots=True)
 class ReadStats:
     """What was read so far: bytes (gaps included; they grow while a read goes on), ended reads, the latest file."""
@@ -184,6 +225,21 @@ class Executor:
             self.tasks.have_threads(1)  # see [Note: another heap]
         for task in self._tasks_of(fill.steps, destination, Constants(tensors, constants.functions)):
             self.tasks.run(task)
+
+    def fill_parts(self, parts: Iterable[tuple[Fill, torch.Tensor]], constants: Constants) -> Batch:
+        """Start to fill parts of memory by steps that need no values, in threads; return what waits for all of them."""
+        batch = Batch()
+        self.tasks.have_threads(1)
+        for fill, destination in parts:
+            for task in self._tasks_of(fill.steps, destination, constants):
+                self.tasks.run(batch.counted(task))
+        batch.end_one()
+        return batch
+
+    def order_after_copies(self) -> None:
+        """Have this thread's stream wait for the copies to the device that have been begun."""
+        if self._uploads is not None:
+            self._uploads.order_after()
 
     def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:
         """Start to copy a host tensor, cast, to flat device memory. Call `finish` before that is used."""

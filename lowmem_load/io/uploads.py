@@ -126,6 +126,11 @@ class Uploads:
         finally:
             self._slots.put(slot)
 
+    def order_after(self) -> None:
+        """Have the calling thread's stream wait for all copies that have been begun."""
+        for copier in self._streams:
+            torch.accelerator.current_stream(copier.stream.device).wait_stream(copier.stream)
+
     def finish(self) -> None:
         """Wait until all copies are done. No thread may fill a slot meanwhile."""
         if any(slot.is_copied for slot in self._all_slots):

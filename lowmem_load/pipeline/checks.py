@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.node_memory import free_heap_bytes, rooms
@@ -23,9 +23,11 @@ from lowmem_load.errors import (
 )
 from lowmem_load.families.call import Call
 from lowmem_load.io.executor import MIN_DEVICE_THREADS
+from lowmem_load.io.stand_ins import is_stand_in
 from lowmem_load.io.uploads import Uploads
 from lowmem_load.pipeline.describe import Described
 from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.planning.sharing import ShareReads
 from lowmem_load.text import size, spell_ranks
 
 PLACED_BY_STOCK = ("device_map", "quantization_config", "gguf_file")
@@ -53,6 +55,32 @@ def may_work_in_stock(error: Exception) -> bool:
 def is_left_alone(call: Call, settings: Settings) -> bool:
     """Return whether transformers does a load by itself, also inside `streaming()`."""
     return settings.stage < 3 and any(call.kwargs.get(name) for name in PLACED_BY_STOCK)
+
+
+def check_sharing(share: Any) -> None:
+    """Raise ConfigError for a value that `share_reads` does not have."""
+    if share not in get_args(ShareReads):
+        raise ConfigError(f"share_reads: asked for {share!r}, expected one of {', '.join(get_args(ShareReads))}")
+
+
+def check_left_alone(call: Call, *, verify: bool) -> None:
+    """Raise UnsupportedError for what cannot be done where transformers reads the files."""
+    if is_stand_in(call.path):
+        raise UnsupportedError(
+            f"{call.name}: transformers itself reads the files of this load, which a remote store has; download the "
+            "checkpoint and name its folder"
+        )
+    if verify:
+        raise UnsupportedError(
+            f"{call.name}: verify=True, but transformers itself reads the files of this load; call "
+            "lowmem_load.verify_checkpoint before it"
+        )
+
+
+def is_local(call: Call) -> bool:
+    """Return whether nothing can come from the Hub, not even the base model of an adapter."""
+    folder = os.path.join(call.path, call.kwargs.get("subfolder") or "")
+    return os.path.isdir(call.path) and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
 
 
 def refuse_device_map(call: Call, settings: Settings) -> None:
@@ -104,11 +132,15 @@ def disk_uses(needed: Mapping[str, int]) -> list[Use]:
     ]
 
 
-def memory_uses(rank: int, plan: LoadPlan, described: Described, num_threads: int) -> list[Use]:
-    """Return the host memory that a load will need on this rank at least, with what is free of all that bounds it."""
+def memory_uses(rank: int, plan: LoadPlan, described: Described, num_threads: int, message_bytes: int = 0) -> list[Use]:
+    """Return the host memory that a load will need on this rank at least, with what is free of all that bounds it.
+
+    `message_bytes` are those of messages to other ranks.
+    """
     target = described.target
     need = target.host_bytes(plan.targets)
     new_bytes = need.new + plan.costs.largest_temporary_bytes + plan.companion_bytes - free_heap_bytes()
+    new_bytes += message_bytes
     if target.device.type == "cpu":
         buffers = [buffer for buffer in plan.buffers if buffer.fill is not None]  # others are in memory already
         new_bytes += sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)

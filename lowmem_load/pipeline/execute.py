@@ -21,6 +21,7 @@ from lowmem_load.target import Target
 from lowmem_load.text import share
 
 if TYPE_CHECKING:
+    from lowmem_load.pipeline.read_once import ReadOnce
     from lowmem_load.pipeline.shared_reads import SharedReads
 
 
@@ -30,10 +31,12 @@ def execute(
     executor: Executor,
     sample: Callable[[], None] = lambda: None,
     sharing: SharedReads | None = None,
+    once: ReadOnce | None = None,
 ) -> Shared | None:
     """Replace every symbolic parameter and buffer of the described model by one that holds its values.
 
-    This uses up `planned`. `sample` is called after each parameter. `sharing` carries out the shared reads.
+    This uses up `planned`. `sample` is called after each parameter. `sharing` carries out reads that the node shares,
+    `once` those of ranks that hold the same.
 
     Returns:
         What sharing reads came to; None where this rank read alone.
@@ -53,12 +56,13 @@ def execute(
             made, memory = target.make(part, parameter, executor.finish)
         made_bytes += part.held_bytes
         _check_dtypes(part, (made, *memory))
-        for destination, tensor in zip(part.destinations, memory, strict=True):
+        for number, (destination, tensor) in enumerate(zip(part.destinations, memory, strict=True)):
             if destination.fill is not None:
-                fill, memory_of = destination.fill, tensor[: destination.fill.numel]
-                if sharing is not None:  # keeps what ranks read together, until all memory is made
-                    fill = sharing.take(fill, memory_of)
-                executor.fill(fill, memory_of, plan.values, planned.constants)
+                memory_of = tensor[: destination.fill.numel]
+                if once is None or not once.takes(position, number, memory_of):
+                    # What the node shares is kept until all memory is made.
+                    fill = destination.fill if sharing is None else sharing.take(destination.fill, memory_of)
+                    executor.fill(fill, memory_of, plan.values, planned.constants)
         copies += _copies(part, memory)
         if isinstance(parameter, QuantizedTensor):
             restores.append(restore_later(part, parameter, made, planned, target, executor))
@@ -71,6 +75,8 @@ def execute(
         if isinstance(parameter, SymbolicTensor):
             parameter.value.forget()
         sample()
+    if once is not None:
+        once.run(plan.name, executor, planned.constants)
     shared = None if sharing is None else sharing.run(executor)
     executor.finish()
     executor.sources.check_unchanged()

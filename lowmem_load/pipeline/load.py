@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -38,10 +38,13 @@ from lowmem_load.pipeline.checks import (
     Use,
     check_around,
     check_described,
+    check_left_alone,
     check_memory,
     check_room,
+    check_sharing,
     disk_uses,
     is_left_alone,
+    is_local,
     may_work_in_stock,
     memory_uses,
     refuse_device_map,
@@ -50,9 +53,13 @@ from lowmem_load.pipeline.describe import Described, describe, random_state_of
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.pipeline.same_bytes import FilesId, agree_on_bytes, identify_files, small_tensors
-from lowmem_load.pipeline.shared_reads import ReadSharing, SharedReads, shares_reads
+from lowmem_load.pipeline.shared_reads import ReadSharing, SharedReads
+from lowmem_load.planning.sharing import ShareReads
 from lowmem_load.report import Attempts, LoadReport, OnLoad, write_report
 from lowmem_load.text import MAX_VALUE, fingerprint, share
+
+if TYPE_CHECKING:
+    from lowmem_load.pipeline.read_once import ReadOnce
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +82,18 @@ HandOut = Callable[[Described, Planned, Executor, LoadReport], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to load. For `progress`, `verify`, `stream` and `weights`, see `load_model`."""
+    """How to load. For `progress`, `verify`, `stream`, `weights` and `share_reads`, see `load_model`."""
 
     progress: bool | None = None
     verify: bool = False
     stream: bool = False
     weights: str | None = None
+    share_reads: ShareReads = "auto"
     is_lenient: bool = False  # transformers does what cannot be streamed, with a warning; see [Note: left to stock]
     on_load: OnLoad | None = None  # called with the report of each load
+
+    def __post_init__(self) -> None:
+        check_sharing(self.share_reads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +141,12 @@ class Load:
 
     def _load(self, call: Call) -> tuple[nn.Module, dict[str, Any]] | None:
         """Run the steps of a load. Return the model and the loading info; None if transformers loads it."""
-        report = LoadReport(call.name, self.ranks.rank, self.ranks.world_size)
-        attempts = Attempts()
+        report, attempts = LoadReport(call.name, self.ranks.rank, self.ranks.world_size), Attempts()
         with contextlib.ExitStack() as stack:
-            is_ordinary, neighbours, random_state = self._check_call(call)
+            is_ordinary, nodes, random_state = self._check_call(call)
             if is_ordinary:
                 return None
+            neighbours = tuple(rank for rank, node in enumerate(nodes) if node == nodes[self.ranks.rank])
             around = stack.enter_context(zero_init_disabled())
             stack.enter_context(on_host())
             stack.enter_context(random_state_of(random_state))
@@ -143,9 +154,10 @@ class Load:
             executor = files.enter_context(self._executor(len(neighbours), is_remote=is_stand_in(call.path)))
             executor.sources.on_wait = self.ranks.check
             sharing = stack.enter_context(contextlib.closing(ReadSharing()))
+            once = self._read_once(nodes, stack)
             with self._streamable(is_remote=is_stand_in(call.path)):
                 described = self._describe(call, executor, report)
-                planned, ids, offers = self._plan(described, around, sharing, report, executor.num_threads)
+                planned, ids, offers = self._plan(described, around, sharing, once, report, executor.num_threads)
             with self._streamable(is_remote=is_stand_in(call.path), made=True):
                 self._prepare(described, planned, report)
             self._check_files(described, executor, ids, report)
@@ -157,12 +169,14 @@ class Load:
                 files.pop_all()  # they stay open for the model
                 return described.model, described.info
             together = sharing.meet(self.ranks.rank, neighbours, offers, planned, self.ranks.check)
-            self._execute(planned, described, executor, together, report)
+            self._execute(planned, described, executor, together, once, report)
             report.requests = attempts.requests
             report.notes += attempts.notes
             report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
-            if why_alone := sharing.why_alone if together is None else together.why_alone:
-                report.notes.append(f"no reads were shared with other ranks: {why_alone}")
+            report.received_bytes = 0 if once is None else once.received_bytes
+            for shares in (once, together or sharing):
+                if shares is not None and shares.why_alone:
+                    report.notes.append(f"no reads were shared with other ranks: {shares.why_alone}")
         self._report(described, planned, report)
         return described.model, described.info
 
@@ -199,31 +213,22 @@ class Load:
                 raise
             raise _NotStreamedError(error_text(error, model_folder.MAX_QUOTED)) from error
 
-    def _check_call(self, call: Call) -> tuple[bool, tuple[int, ...], bytes]:
-        """Return whether transformers does this load by itself, the ranks of this node, and rank 0's random state."""
+    def _check_call(self, call: Call) -> tuple[bool, list[str], bytes]:
+        """Return whether transformers does this load by itself, the node of each rank, and rank 0's random state."""
         with self.ranks.step("checking the call", name=call.name) as step:
             refuse_device_map(call, self.settings)
             left_alone = is_left_alone(call, self.settings)
-            if left_alone and is_stand_in(call.path):
-                raise UnsupportedError(
-                    f"{call.name}: transformers itself reads the files of this load, which a remote store has; "
-                    "download the checkpoint and name its folder"
-                )
-            if left_alone and self.options.verify:
-                raise UnsupportedError(
-                    f"{call.name}: verify=True, but transformers itself reads the files of this load; call "
-                    "lowmem_load.verify_checkpoint before it"
-                )
+            if left_alone:
+                check_left_alone(call, verify=self.options.verify)
             streamed = "a verified load" if self.options.verify else "a streamed load"
             else_ = ", or else left to stock" if self.options.is_lenient else ""
             step.digest = {"as kind of load": "an ordinary load" if left_alone else streamed + else_}
             state = torch.get_rng_state().numpy().tobytes() if self.ranks.rank == 0 else b""
             step.payload = node_name(self.ranks.rank), base64.b64encode(state).decode()
-        names, rank = [name for name, _ in step.payloads], self.ranks.rank
-        neighbours = tuple(other for other, name in enumerate(names) if name == names[rank])
+        nodes = [node for node, _ in step.payloads]
         if self.ranks.is_fake:  # the other ranks do not exist
-            neighbours = (rank,)
-        return left_alone, neighbours, base64.b64decode(step.payloads[0][1])
+            nodes = list(map(str, range(len(nodes))))
+        return left_alone, nodes, base64.b64decode(step.payloads[0][1])
 
     def _describe(self, call: Call, executor: Executor, report: LoadReport) -> Described:
         computed = computing()
@@ -233,7 +238,7 @@ class Load:
 
         # Files from the Hub may take hours, and come on other ranks first.
         describing = self.ranks.step(
-            "describing the model", name=call.name, progress=progress if _is_local(call) else None
+            "describing the model", name=call.name, progress=progress if is_local(call) else None
         )
         with describing as step, report.phase("describe"):
             described = describe(
@@ -257,7 +262,13 @@ class Load:
         return described
 
     def _plan(
-        self, described: Described, around: Any, sharing: ReadSharing, report: LoadReport, num_threads: int
+        self,
+        described: Described,
+        around: Any,
+        sharing: ReadSharing,
+        once: ReadOnce | None,
+        report: LoadReport,
+        threads: int,
     ) -> tuple[Planned, list[FilesId], list[SharedMemory | None]]:
         """Return the plan, and of each rank the files that it planned against and its offer to share reads."""
         # A step of its own. Otherwise a failure here would stop a rank that still describes, before it finds out by
@@ -267,20 +278,37 @@ class Load:
             check_described(described)
             if described.settings.stage == 3:
                 check_around(around, described)
-            # Ranks can share reads of files, into memory that stays.
-            can_share = described.settings.offload_device != "nvme" and self.open_source is open_file
-            can_share = can_share and self.ranks.world_size > 1 and not self.ranks.is_fake
             cost = read_cost([file.path for file in described.files])
-            planned = make_plan(described, self.ranks.rank, cost, can_share and shares_reads())
-            step.digest = {"plan": planned.plan.fingerprint}
+            shares_reads, reads_once = self._share_reads() != "off", None if once is None else once.chooser(cost)
+            planned = make_plan(described, self.ranks.rank, cost, shares_reads=shares_reads, reads_once=reads_once)
+            step.digest = {"plan": planned.plan.fingerprint, "as share_reads": self.options.share_reads}
             if planned.shared:
                 sharing.make(cost)
-            uses = memory_uses(self.ranks.rank, planned.plan, described, num_threads)
-            step.payload = identify_files(described.files), sharing.offer, uses
-        uses_by_rank = [[Use(*use) for use in rank_uses] for _, _, rank_uses in step.payloads]
+            summary, message_bytes = (
+                (None, 0) if once is None else once.plan(planned.plan, described.target.device, cost)
+            )
+            uses = memory_uses(self.ranks.rank, planned.plan, described, threads, message_bytes)
+            step.payload = identify_files(described.files), sharing.offer, uses, summary
+        uses_by_rank = [[Use(*use) for use in rank_uses] for _, _, rank_uses, _ in step.payloads]
         check_memory(described.name, [uses] if self.ranks.is_fake else uses_by_rank)
-        ids = [(digest, seed) for (digest, seed), _, _ in step.payloads]
-        return planned, ids, [None if offer is None else SharedMemory(*offer) for _, offer, _ in step.payloads]
+        ids = [(digest, seed) for (digest, seed), *_ in step.payloads]
+        if once is not None:
+            once.agree([summary for *_, summary in step.payloads], load=ids[0][1])
+        return planned, ids, [None if offer is None else SharedMemory(*offer) for _, offer, *_ in step.payloads]
+
+    def _share_reads(self) -> ShareReads:
+        """Return which ranks share reads: those of files, into memory that stays."""
+        can_share = self.settings.offload_device != "nvme" and self.open_source is open_file
+        can_share = can_share and self.hand_out is None and self.ranks.world_size > 1 and not self.ranks.is_fake
+        return self.options.share_reads if can_share else "off"
+
+    def _read_once(self, nodes: Sequence[str], stack: contextlib.ExitStack) -> ReadOnce | None:
+        """Return what reads once what several ranks hold, while the stack is open; None if each reads alone."""
+        if (share := self._share_reads()) in ("node", "off"):
+            return None
+        from lowmem_load.pipeline.read_once import ReadOnce  # a lone process needs none of it
+
+        return stack.enter_context(contextlib.closing(ReadOnce(self.ranks, nodes, share)))
 
     def _prepare(self, described: Described, planned: Planned, report: LoadReport) -> None:
         # A step of its own: DeepSpeed may make groups here, which all ranks must do or none.
@@ -327,6 +355,7 @@ class Load:
         described: Described,
         executor: Executor,
         together: SharedReads | None,
+        once: ReadOnce | None,
         report: LoadReport,
     ) -> None:
         needed_bytes = planned.plan.costs.needed_bytes
@@ -336,7 +365,8 @@ class Load:
             read_bytes = executor.stats.read_bytes
             read = f"{share(read_bytes, needed_bytes)} read"
             detail = f"{num_made} parameters made, {read}, last from {executor.stats.path or 'no file'}"
-            return Progress(read_bytes + num_made + (together.waited if together is not None else 0), detail)
+            waited = sum(shares.waited for shares in (once, together) if shares is not None)
+            return Progress(read_bytes + num_made + waited, detail)
 
         def on_parameter() -> None:
             nonlocal num_made, next_sample_s
@@ -355,18 +385,14 @@ class Load:
         with reading, report.phase("read"), bar as update:
             executor.on_bytes = on_bytes
             self._combine_companions(planned, executor, progress)
-            report.shared = execute(planned, described.target, executor, on_parameter, together)
+            if once is not None:
+                once.progress = progress
+            report.shared = execute(planned, described.target, executor, on_parameter, together, once)
             described.constructor.finish(described.model, described.target.device)
 
 
 class _NotStreamedError(Exception):
     """Carries the reason out of a load that is left to stock."""
-
-
-def _is_local(call: Call) -> bool:
-    """Return whether nothing can come from the Hub, not even the base model of an adapter."""
-    folder = os.path.join(call.path, call.kwargs.get("subfolder") or "")
-    return os.path.isdir(call.path) and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
 
 
 def _short(values: Mapping[str, str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,8 +47,18 @@ class Planned:
     combined: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def make_plan(described: Described, rank: int, cost: ReadCost | None = None, shares_reads: bool = True) -> Planned:
-    """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated."""
+def make_plan(
+    described: Described,
+    rank: int,
+    cost: ReadCost | None = None,
+    *,
+    shares_reads: bool = True,
+    reads_once: Callable[[Sequence[int]], bool] | None = None,
+) -> Planned:
+    """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated.
+
+    `shares_reads`: whether the ranks of a node may read together; for `reads_once` see `shared_reads`.
+    """
     cost = cost or ReadCost()
     limits = ReadLimits(max_gap_bytes=cost.max_gap_bytes)
     planner = Planner(limits._replace(direct_bytes=cost.request_bytes) if cost.request_bytes else limits)
@@ -87,7 +97,7 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None, sha
         costs=costs,
         read_cost=cost,
     )
-    shared = shared_reads(load_plan) if shares_reads else ()
+    shared = shared_reads(load_plan, reads_once) if shares_reads else ()
     load_plan = replace(load_plan, shareable_bytes=sum(read.read_bytes for read in shared))
     return Planned(load_plan, planner.constants, parameters, {**places, **buffer_places}, buffers, shared)
 
@@ -141,7 +151,7 @@ def _destinations(planner: Planner, name: str, stored: ex.Expression, layout: La
         fill = None
         if copied_from is None:
             fill = planner.plan_fill(name, stored, region, on_host=layout.on_host)
-        yield Destination(region, size, fill, copied_from)
+        yield Destination(region, size, fill, copied_from, layout.holders[number] if layout.holders else ())
 
 
 def _holder(regions: Sequence[Region], number: int) -> tuple[int, int] | None:

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from lowmem_load.distributed.nodes import SharedMemory, make_memory, map_memory_of
-from lowmem_load.errors import ConfigError, LowMemLoadError, PlanError, listed
+from lowmem_load.errors import LowMemLoadError, PlanError, listed
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.planner import Constants
@@ -36,9 +36,6 @@ from lowmem_load.planning.sharing import (
     runs,
     segment_bytes,
 )
-
-SHARE_READS = "LOWMEM_LOAD_SHARE_READS"
-"""Environment variable. "off": each rank reads alone. "auto": the ranks of a node read together."""
 
 ALONE = "no other rank of this node has reads to share"
 
@@ -61,14 +58,6 @@ LEAVE_GRACE_S = 3.0
 
 _FIRST_WAIT_S, _LAST_WAIT_S = 20e-6, 2e-3
 """Seconds between two looks at the counters, at first and in the end."""
-
-
-def shares_reads() -> bool:
-    """Return whether the ranks of a node may read together."""
-    text = os.environ.get(SHARE_READS) or "auto"
-    if text not in ("auto", "off"):
-        raise ConfigError(f"{SHARE_READS}: the environment has {text!r}, expected auto or off")
-    return text == "auto"
 
 
 class ReadSharing:

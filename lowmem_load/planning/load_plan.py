@@ -8,7 +8,7 @@ refers to them by number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -78,13 +78,15 @@ class Destination(NamedTuple):
     """One piece of memory of a target parameter.
 
     Without a fill, it is copied once everything is filled. `copied_from` has the number of the destination that holds
-    these elements as well, and the element at which they start there.
+    these elements as well, and the element at which they start there. `holders` are the ranks that fill the same memory
+    alike, this one included; none where that is not known.
     """
 
     region: Region
     numel: int  # allocated: the region and the padding behind it
     fill: Fill | None
     copied_from: tuple[int, int] | None = None
+    holders: Sequence[int] = ()
 
 
 class CompanionPlan(NamedTuple):

@@ -11,13 +11,16 @@ others, and computes the same schedule from them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from lowmem_load.planning.load_plan import REPLICATED, LoadPlan
+from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.nest import Nest, extent
 from lowmem_load.planning.reads import Read, ReadCost
+
+ShareReads = Literal["auto", "job", "node", "off"]
+"""Which ranks share reads: see `load_model`."""
 
 CHUNK_BYTES = 2 << 20
 """Largest chunk. Each rank holds two: one is filled while the ranks take their elements from the other."""
@@ -108,20 +111,22 @@ class Shared:
     read_bytes: int
 
 
-def shared_reads(plan: LoadPlan) -> tuple[Read, ...]:
-    """Return the reads that this rank would rather do with other ranks; none if that saves less than `MIN_SAVED_S`."""
+def shared_reads(plan: LoadPlan, reads_once: Callable[[Sequence[int]], bool] | None = None) -> tuple[Read, ...]:
+    """Return the reads that this rank would rather do with its node; none if that saves less than `MIN_SAVED_S`.
+
+    `reads_once` says of ranks that hold the same whether they share in another way: see `replicas.py`.
+    """
     if plan.world_size == 1:
         return ()
     reads, saved_s = [], 0.0
-    for target in plan.targets:
-        # A remote store sends each byte once to a node, whose ranks all want what is replicated.
-        is_common = target.kind == REPLICATED and plan.read_cost.request_bytes > 0
-        fills = (destination.fill for destination in target.destinations if destination.fill is not None)
-        for step in (step for fill in fills for step in fill.steps if isinstance(step, Read)):
+    for destination in (destination for target in plan.targets for destination in target.destinations):
+        if destination.fill is None or (reads_once is not None and reads_once(destination.holders)):
+            continue
+        for step in (step for step in destination.fill.steps if isinstance(step, Read)):
             alone_s, together_s = read_seconds(step, plan.read_cost)
-            if is_common or alone_s > MIN_ADVANTAGE * together_s:
+            if alone_s > MIN_ADVANTAGE * together_s:
                 reads.append(step)
-                saved_s += alone_s if is_common else alone_s - together_s
+                saved_s += alone_s - together_s
     return tuple(reads) if saved_s >= MIN_SAVED_S else ()
 
 
@@ -289,6 +294,20 @@ def node_requests(plans: Sequence[LoadPlan]) -> int:
         return num_requests
     num_shared = sum(read.num_reads for reads in chosen for read in reads)
     return num_requests - num_shared + len(schedule.request_sizes(cost))
+
+
+def read_together(plans: Sequence[LoadPlan]) -> tuple[int, int, int, int] | None:
+    """Return what the ranks of a node read together, given their plans; None if each reads alone.
+
+    Number of ranks; bytes that they want; bytes of the blocks that they would read alone, and that they read instead.
+    """
+    ranges = [byte_ranges(reads) for reads in map(shared_reads, plans) if reads]
+    cost = max((plan.read_cost for plan in plans), key=lambda cost: cost.block_bytes)
+    schedule = node_schedule(ranges, cost, chunk_bytes_of(cost)) if len(ranges) > 1 else None
+    if schedule is None:
+        return None
+    alone_bytes = sum(touched_bytes(of_rank, cost.block_bytes) for of_rank in ranges)
+    return schedule.num_ranks, schedule.wanted_bytes, alone_bytes, schedule.touched_bytes(cost.block_bytes)
 
 
 def request_seconds(sizes: Iterable[int], cost: ReadCost) -> float:

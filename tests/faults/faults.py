@@ -141,6 +141,8 @@ FIRST = Moment("reading, first", Call.READ, ANY_SHARD, mark="execute")
 MIDDLE, LAST = replace(FIRST, phase="reading, middle", at="middle"), replace(FIRST, phase="reading, last", at="last")
 MEMORY = Moment("reading, memory", Call.MEMORY)
 FINISHING = Moment("finishing", Call.FSTAT, ANY_SHARD, mark="execute", at="last")
+SENDING = Moment("before sending", Call.MKDIR, f"{MARK}_exchange")
+RECEIVING = Moment("sending and receiving", Call.MKDIR, f"{MARK}_finish")
 READS = (DESCRIBING, COMPARING, FIRST, MIDDLE, LAST)
 HELD = (ARGUMENTS, DESCRIBING, COMPARING, PLANNING, PREPARING, FIRST, MIDDLE, LAST, FINISHING)
 MAKING_ENGINE = Moment("making the engine", Call.MKDIR, f"{MARK}move_to")
@@ -278,6 +280,8 @@ def _does_nothing(_: Scene) -> None:
 
 
 INTERRUPT = Fault("SIGINT", "interrupted", act=_sent(signal.SIGINT), match=r"rank {rank}: KeyboardInterrupt")
+INTERRUPT_ANYWHERE = replace(INTERRUPT, match=r"rank {rank}: (left .*: )?KeyboardInterrupt")
+"""It may strike a rank that waits for the others."""
 PAUSE = Fault("SIGSTOP for a second", "loads", act=_stopped_briefly)
 DEATHS = tuple(
     Fault(name, "dies", act=_sent(number), limit_s=SILENCE_S + LIMIT_S)
@@ -380,6 +384,7 @@ def subset() -> list[Case]:
         ),
         "stream": (READ_FAULTS[1], USERS_ERROR),
         "share": (READ_FAULTS[1], DEATHS[0]),
+        "once": (INTERRUPT_ANYWHERE, DEATHS[0]),
         "train": (DEATHS[0],),
     }
     chosen, rows = list[Case](), cases()
@@ -421,6 +426,9 @@ def _cases(rank: int, world_size: int) -> Iterator[Case]:
         yield from at(fault, DESCRIBING, MIDDLE, job="stream")
     for fault in (READ_FAULTS[1], SLOW, INTERRUPT, DEATHS[0], STOP, HANG):
         yield from at(fault, FIRST, MIDDLE, LAST, job="share")
+    yield from at(READ_FAULTS[1], FIRST, MIDDLE, LAST, job="once")
+    for fault in (INTERRUPT_ANYWHERE, PAUSE, DEATHS[0], STOP, HANG):
+        yield from at(fault, MIDDLE, SENDING, RECEIVING, job="once")
     yield from at(USERS_ERROR, MARKED_BLOCK, job="stream", arguments={"fails_on": rank})
     yield from at(NO_CONFIG, READ_CONFIG, job="stream")
     yield from at(READ_FAULTS[1], ARGUMENTS)

@@ -22,7 +22,7 @@ from tests.faults.worker import MARK, Answer, Command
 SLACK_S = 10.0
 """Beyond the limit of a row: what is late is waited for so long, then it hangs."""
 RETRY_S = 60.0
-MARKS = ("agree_on_bytes", "execute", "make_plan", "prepare", "move_to")
+MARKS = ("agree_on_bytes", "execute", "make_plan", "prepare", "move_to", "_exchange", "_finish")
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 6, "max_shard_size": "150KB"},
     "swapped": {"vocab_size": 60_000},

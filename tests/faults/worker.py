@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import gc
 import hashlib
+import json
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ from typing import Any
 
 from tests.faults.shim import attach
 from tests.ranks import save_coverage
-from tests.storage import on_network
+from tests.storage import in_small_batches, on_network
 
 MAX_GROWTH_BYTES = 16 << 20
 """Anonymous memory that one attempt may leave: the allocator's, and what Python and torch keep for the next one."""
@@ -111,7 +112,24 @@ def share(ds_config: Any = "ds.json") -> Any:
     return model
 
 
-JOBS: dict[str, Callable[..., Any]] = {"load": load, "stream": stream, "train": train, "share": share}
+def read_once(ds_config: Any = "ds.json") -> Any:
+    """Loads whole on each rank, of which each reads its share."""
+    from lowmem_load import load_report
+
+    config = json.loads(Path(ds_config).read_text())
+    with in_small_batches():
+        model = load({**config, "zero_optimization": {"stage": 0}}, share_reads="job")
+    assert load_report(model).received_bytes > load_report(model).read_bytes // 2
+    return model
+
+
+JOBS: dict[str, Callable[..., Any]] = {
+    "load": load,
+    "stream": stream,
+    "train": train,
+    "share": share,
+    "once": read_once,
+}
 
 
 def digest_of(model: Any) -> str:

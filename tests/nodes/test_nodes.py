@@ -23,6 +23,7 @@ from tests import builders
 from tests.nodes.network import ADDRESSES, INTERFACE, Cable, DelayedPort, Unavailable, in_node
 from tests.parity import BF16
 from tests.ranks import run_ranks
+from tests.storage import on_network
 
 pytestmark = pytest.mark.release
 
@@ -130,6 +131,25 @@ def test_a_folder_may_have_two_paths(cable: Cable, checkpoints: Path, tmp_path: 
     found = run(cable, save_under_two_paths, str(path), [*map(str, folders)])
     assert found == [["config.json", "generation_config.json", "model.safetensors"]] * 4
     assert load_file(folders[0] / "saved" / "model.safetensors").keys() == load_file(path / "model.safetensors").keys()
+
+
+def load_whole(_: int, path: str) -> tuple[int, int, float]:
+    """Loads from a network file system under ZeRO-2; returns bytes read and received, and a sum of all values."""
+    from lowmem_load import load_model, load_report
+
+    with on_network():
+        model = load_model(path, {**BF16, "zero_optimization": {"stage": 2}})
+    report = load_report(model)
+    return report.read_bytes, report.received_bytes, sum(float(p.detach().double().sum()) for p in model.parameters())
+
+
+def test_nodes_read_once_what_all_ranks_hold(cable: Cable, checkpoints: Path) -> None:
+    path = builders.tiny_llama(checkpoints)
+    found = run(cable, load_whole, str(path))
+    nbytes = sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
+    assert sum(read for read, _, _ in found) == nbytes
+    assert all(read + received == nbytes for read, received, _ in found)
+    assert len({total for *_, total in found}) == 1
 
 
 def read_slowly(node: int, path: str, marker: str) -> tuple[float, str]:

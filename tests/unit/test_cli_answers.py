@@ -86,16 +86,12 @@ def test_plan_states_the_figures_of_a_ranks_plan(answer: Answer, llama: Path, ds
     assert answer(*asked, "--json")[1]["read_seconds"] == 2 * plan.costs.read_bytes / 1000
 
 
-def test_plan_says_what_a_node_reads_together(
-    answer: Answer, llama: Path, ds_config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_says_what_a_node_reads_together(answer: Answer, llama: Path, ds_config: Path) -> None:
     asked = ("plan", llama, "--ds-config", ds_config, "--world-size", 16, "--gpus-per-node", 4)
     assert "read together" not in answer(*asked)[1]
     with on_network():
         found = answer(*asked, "--json")[1]
         text = answer(*asked)[1]
-        monkeypatch.setenv("LOWMEM_LOAD_SHARE_READS", "off")
-        assert "read together" not in answer(*asked)[1]
     assert found["node_bytes"] != 4 * found["costs"]["read_bytes"]
     assert "by 4 ranks, instead of" in text
 

@@ -18,7 +18,6 @@ from lowmem_load.api.forecast import (
     load_needs,
     model_of,
     plan_zero3,
-    read_together,
     whole_bytes,
 )
 from lowmem_load.api.plan_model import plan_ranks
@@ -27,6 +26,7 @@ from lowmem_load.hf.remote_names import Checkpoint
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.reads import ReadCost
+from lowmem_load.planning.sharing import read_together
 from lowmem_load.planning.training_memory import (
     OFFLOADS,
     Job,

@@ -10,16 +10,13 @@ from collections.abc import Sequence
 import pytest
 
 from lowmem_load.distributed.nodes import SharedMemory, map_memory_of
-from lowmem_load.errors import ConfigError
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.pipeline.shared_reads import (
     ALONE,
-    SHARE_READS,
     ReadSharing,
     SharedBuffer,
     SharedReads,
-    shares_reads,
 )
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Constants
@@ -37,16 +34,6 @@ PLANNED = Planned(plan_of(ex.permute(leaf(), (2, 0, 1)), 5, ReadCost()), Constan
 
 def ended() -> None:
     raise InterruptedError
-
-
-def test_ranks_may_read_together_unless_the_environment_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shares_reads()
-    for text, expected in (("auto", True), ("off", False), ("", True)):
-        monkeypatch.setenv(SHARE_READS, text)
-        assert shares_reads() is expected
-    monkeypatch.setenv(SHARE_READS, "on")
-    with pytest.raises(ConfigError, match="LOWMEM_LOAD_SHARE_READS: the environment has 'on', expected auto or off"):
-        shares_reads()
 
 
 def meet(rank: int, sharing: ReadSharing, others: Sequence[SharedMemory | None]) -> SharedReads | None:

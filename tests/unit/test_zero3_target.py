@@ -256,8 +256,8 @@ def test_an_entry_that_chooses_nothing_is_refused_only_where_it_must_match() -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_all_of_a_parameter_as_it_is(dtype: torch.dtype) -> None:
-    layout = Replicated(CPU).layout("w", torch.empty(3, 4, dtype=dtype, device="meta"))
-    assert layout == Layout(REPLICATED, dtype, (FlatRange(0, 12),), (12,), on_host=True)
+    layout = Replicated(CPU, 3).layout("w", torch.empty(3, 4, dtype=dtype, device="meta"))
+    assert layout == Layout(REPLICATED, dtype, (FlatRange(0, 12),), (12,), on_host=True, holders=(range(3),))
 
 
 def test_memory_of_an_accelerator_is_not_host_memory() -> None:

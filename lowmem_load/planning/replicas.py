@@ -1,0 +1,202 @@
+"""Decides which rank reads what of the memory that several ranks fill alike, for all of them. Pure: data in, data out.
+
+[Note: read once] Ranks that hold the same elements of a parameter are its replicas: under HSDP, under ZeRO stages 0 to
+2, and where a module stays whole. Each of them knows all of them by rule, and plans the same fill. The fill is cut into
+pieces of contiguous memory. Each replica reads near-equal bytes of all that it shares with the same ranks, whole
+pieces in the order of the files, and sends them. They are read and sent in batches, straight from and into the memory
+where they stay. So the ranks must agree on pieces and batches, which their digests tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.planning.nest import Axis, Nest, extent
+from lowmem_load.planning.reads import Apply, Fill, Read, ReadCost, Step
+from lowmem_load.planning.sharing import ShareReads
+from lowmem_load.text import fingerprint
+
+PIECE_BYTES = 16 << 20
+"""Bytes up to which pieces are joined, and to which larger ones are cut where that can be: as requests to a store."""
+
+BATCH_BYTES, MAX_BATCHES = 32 << 20, 64
+"""Bytes after which a batch of a rank ends, unless there would be more batches: all ranks agree after each."""
+
+
+class Piece(NamedTuple):
+    """Contiguous memory of a destination of a plan, by their numbers, and the steps that fill it."""
+
+    target: int
+    destination: int
+    first: int  # element
+    numel: int
+    nbytes: int
+    read_bytes: int
+    fill: Fill  # of the whole destination, with these steps only
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """What some ranks read once for all of them. Equal on all of them.
+
+    Attributes:
+        ranks: that hold all of it.
+        batches: of each rank, by its place among `ranks`.
+        digest: of who reads and sends what, and when.
+    """
+
+    ranks: Sequence[int]
+    batches: tuple[tuple[tuple[Piece, ...], ...], ...]
+    digest: str
+
+    @property
+    def num_batches(self) -> int:
+        """The most that one of the ranks reads."""
+        return max(map(len, self.batches))
+
+    @property
+    def places(self) -> range:
+        """The places of the ranks."""
+        return range(len(self.ranks))
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """All pieces, of each rank those that it reads."""
+        return (piece for of_rank in self.batches for batch in of_rank for piece in batch)
+
+    def batch(self, number: int, place: int) -> tuple[Piece, ...]:
+        """Return what the rank at `place` reads and sends in a batch; nothing once it has no more."""
+        return self.batches[place][number] if number < len(self.batches[place]) else ()
+
+
+def chooser(share: ShareReads, cost: ReadCost, nodes: Sequence[str]) -> Callable[[Sequence[int]], bool]:
+    """Return what says of ranks that hold the same whether one reads it for all; `nodes` has the node of each rank.
+
+    By "auto", they do if the files are in a store, or on a network file system of which several nodes would read them:
+    the ranks of one node find in its page cache what one of them has read.
+    """
+
+    def reads_once(ranks: Sequence[int]) -> bool:
+        if len(ranks) < 2 or share in ("node", "off"):
+            return False
+        is_apart = cost.block_bytes > 1 and len({nodes[rank] for rank in ranks}) > 1
+        return share == "job" or cost.request_bytes > 0 or is_apart
+
+    return reads_once
+
+
+def once_bytes(plan: LoadPlan) -> int:
+    """Return what a rank reads if all ranks that hold the same read it once."""
+    shared = [
+        (sum(map(_read_bytes, destination.fill.steps)), len(destination.holders))
+        for target in plan.targets
+        for destination in target.destinations
+        if destination.fill is not None and destination.holders and not destination.fill.needs
+    ]
+    return plan.costs.read_bytes - sum(nbytes - nbytes // num_ranks for nbytes, num_ranks in shared)
+
+
+def plan_replicas(plan: LoadPlan, reads_once: Callable[[Sequence[int]], bool]) -> list[Replicas]:
+    """Return what this rank reads once with others, in an order that is the same on all ranks."""
+    pieces: dict[tuple[int, ...], list[Piece]] = {}
+    for number, target in enumerate(plan.targets):
+        for place, destination in enumerate(target.destinations):
+            fill, ranks = destination.fill, destination.holders
+            if fill is not None and fill.numel and not fill.needs and reads_once(ranks):
+                pieces.setdefault(tuple(ranks), []).extend(_pieces(number, place, fill))
+    return [_shared_out(plan, ranks, pieces[ranks]) for ranks in sorted(pieces)]
+
+
+def _shared_out(plan: LoadPlan, ranks: Sequence[int], pieces: Sequence[Piece]) -> Replicas:
+    total, done = max(1, sum(piece.read_bytes for piece in pieces)), 0
+    batches: list[list[list[Piece]]] = [[] for _ in ranks]
+    most = max(BATCH_BYTES, sum(piece.nbytes for piece in pieces) // (len(ranks) * MAX_BATCHES))
+    nbytes, lines = [most] * len(ranks), [f"{tuple(ranks)}"]
+    for piece in pieces:
+        reader = min(len(ranks) - 1, (2 * done + piece.read_bytes) * len(ranks) // (2 * total))
+        if nbytes[reader] >= most:
+            batches[reader].append([])
+            nbytes[reader] = 0
+        batches[reader][-1].append(piece)
+        nbytes[reader] += piece.nbytes
+        done += piece.read_bytes
+        target = plan.targets[piece.target]
+        place = f"{target.name} {target.destinations[piece.destination].region} {piece.first} {piece.numel}"
+        lines.append(f"{place} {target.dtype} {reader} {len(batches[reader])}")
+    frozen = tuple(tuple(map(tuple, of_rank)) for of_rank in batches)
+    return Replicas(ranks, frozen, fingerprint(lines))
+
+
+def _pieces(target: int, destination: int, fill: Fill) -> Iterator[Piece]:
+    """Yield a fill in pieces: steps that write between each other belong to one, and neighbours while they are small.
+
+    Each element is written by one step, so pieces have no gaps between them.
+    """
+    itemsize, steps, start, end = fill.dtype.itemsize, list[Step](), 0, 0
+
+    def piece() -> Piece:
+        part = replace(fill, steps=tuple(steps))
+        numel = end - start
+        return Piece(target, destination, start, numel, numel * itemsize, sum(map(_read_bytes, steps)), part)
+
+    parts = sorted((part for step in fill.steps for part in _parts(step, itemsize)), key=lambda part: part[:2])
+    for first, last, step in parts:
+        if first >= end and steps and (last - start) * itemsize > PIECE_BYTES:
+            yield piece()
+            steps, start = [], end
+        steps.append(step)
+        end = max(end, last)
+    yield piece()
+
+
+def _parts(step: Step, itemsize: int) -> Iterator[tuple[int, int, Step]]:
+    """Yield a step in parts, with the first and the last element between which each writes."""
+    if isinstance(step, Apply):
+        for piece in step.pieces:
+            first, part = piece.nest.destination, step._replace(pieces=(piece,))
+            yield first, first + extent(piece.nest.axes, "destination"), part
+    elif isinstance(step, Read):
+        for read in _cut(step, itemsize):
+            first = read.nest.destination
+            yield first, first + extent((*read.outer, *read.nest.axes), "destination"), read
+
+
+def _cut(read: Read, itemsize: int) -> Iterator[Read]:
+    """Yield reads of at most `PIECE_BYTES` of memory that are together one, or the read where it cannot be cut."""
+    reach = extent((*read.outer, *read.nest.axes), "destination")
+    if reach * itemsize <= PIECE_BYTES:
+        yield read
+    elif not read.outer and read.nest.is_run and read.numel == read.nest.numel:
+        step = PIECE_BYTES // itemsize
+        for first in range(0, read.numel, step):
+            numel = min(step, read.numel - first)
+            nest = Nest(0, read.nest.destination + first, (Axis(numel, 1, 1),), read.nest.casts)
+            yield replace(read, first=read.first + first, numel=numel, nest=nest)
+    elif read.outer:
+        place, axis = max(enumerate(read.outer), key=lambda pair: pair[1].destination)
+        others = read.outer[:place] + read.outer[place + 1 :]
+        inner = extent((*others, *read.nest.axes), "destination")
+        num = max(1, PIECE_BYTES // itemsize // max(1, axis.destination))
+        if axis.destination < inner or num >= axis.size:
+            yield read
+            return
+        for start in range(0, axis.size, num):
+            size = min(num, axis.size - start)
+            cut = (*read.outer[:place], axis._replace(size=size), *read.outer[place + 1 :]) if size > 1 else others
+            nest = read.nest.shifted(destination=start * axis.destination)
+            part = replace(read, first=read.first + start * axis.source, outer=cut, nest=nest)
+            yield from _cut(part, itemsize) if size == 1 else (part,)
+    else:
+        yield read
+
+
+def _read_bytes(step: Step) -> int:
+    if isinstance(step, Read):
+        return step.read_bytes
+    if isinstance(step, Apply):
+        inputs = (fill for piece in step.pieces for fill in piece.inputs)
+        return sum(_read_bytes(inner) for fill in inputs for inner in fill.steps)
+    return 0

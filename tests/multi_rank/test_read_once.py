@@ -1,0 +1,127 @@
+"""Ranks that hold the same read it once: the values of ranks that read alone, of fewer bytes; else each reads alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import builders
+from tests.ranks import run_ranks
+from tests.storage import in_small_batches
+
+STAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ZeRO-0": ({"stage": 0}, {}),
+    "ZeRO-2": ({"stage": 2}, {}),
+    "partial ZeRO-3": ({"stage": 3}, {"partition": "model.layers.0"}),
+    "hpZ": ({"stage": 3, "zero_hpz_partition_size": 2}, {}),
+}
+MESHES = {"HSDP": torch.bfloat16, "HSDP, cast": torch.float32, "FSDP2 x TP": torch.bfloat16}
+
+
+def load(path: str, way: str, share: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lowmem_load import load_model
+
+    if way in STAGES:
+        zero, how = STAGES[way]
+        config = {"zero_optimization": zero, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+        return load_model(path, config, share_reads=share, **how)
+    if way == "FSDP2 x TP":
+        return load_in_two_ways(path, share)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    return load_model(path, mesh, dtype=MESHES[way], share_reads=share)
+
+
+def load_in_two_ways(path: str, share: Any) -> Any:
+    """Loads into a model whose norms are sharded among rows of the mesh, and so held by both ranks of each column."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lowmem_load import load_into
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).bfloat16()
+    for layer in model.model.layers:
+        cuts = {"mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+        fully_shard(parallelize_module(layer, mesh["columns"], cuts), mesh=mesh["rows"])
+    fully_shard(model, mesh=mesh["rows"])
+    load_into(model.to_empty(device="cpu"), path, share_reads=share)
+    return model
+
+
+def values_of(model: Any, rank: int) -> list[torch.Tensor]:
+    """What this rank holds, without the padding of partitions."""
+    found = []
+    for parameter in model.parameters():
+        held = getattr(parameter, "_local_tensor", parameter).detach().flatten()
+        if hasattr(parameter, "ds_tensor"):
+            held, second = parameter.ds_tensor, getattr(parameter, "ds_secondary_tensor", None)
+            held = held[: max(0, parameter.ds_numel - rank * held.numel())]
+            found.append(
+                second[: max(0, parameter.ds_numel - rank % 2 * second.numel())] if second is not None else held
+            )
+        found.append(held)
+    return found
+
+
+def compare(path: str, ways: list[str]) -> dict[str, tuple[int, int, int]]:
+    """Rank function: what this rank reads alone, and once with the others, and what it receives then."""
+    from lowmem_load import DistributedInterface, load_report
+
+    rank, found = DistributedInterface().rank, dict[str, tuple[int, int, int]]()
+    for way in ways:
+        alone = load(path, way, "off")
+        with in_small_batches():
+            once = load(path, way, "job")
+        pairs = zip(values_of(alone, rank), values_of(once, rank), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs), way
+        before, after = load_report(alone), load_report(once)
+        assert after.needed_bytes == before.needed_bytes
+        found[way] = before.read_bytes, after.read_bytes, after.received_bytes
+    return found
+
+
+def test_values_are_those_of_ranks_that_read_alone(checkpoints: Path) -> None:
+    path = builders.tiny_llama(checkpoints, hidden_size=128, num_hidden_layers=4, max_shard_size="200KB")
+    ways = [*STAGES, *MESHES]
+    found = run_ranks(compare, str(path), ways, world_size=4, timeout_s=240)
+    for way in ways:
+        alone, once, received = (sum(of_rank[way][number] for of_rank in found) for number in range(3))
+        replicas = 4 if way in ("ZeRO-0", "ZeRO-2") else 2
+        assert received > 0, way
+        if way in ("ZeRO-0", "ZeRO-2", "HSDP", "HSDP, cast"):
+            assert once == alone // replicas, way
+        else:
+            assert once < alone, way
+
+
+def disagree(path: str) -> tuple[int, list[str]]:
+    """Rank function: loads, with pieces of another size on one rank."""
+    from lowmem_load import DistributedInterface, load_report
+    from lowmem_load.planning import replicas
+
+    if DistributedInterface().rank == 1:
+        replicas.PIECE_BYTES = 1 << 10
+    report = load_report(load(path, "ZeRO-0", "job"))
+    return report.received_bytes, report.notes
+
+
+def test_ranks_that_would_share_otherwise_read_alone(checkpoints: Path) -> None:
+    note = "no reads were shared with other ranks: ranks that hold the same have not planned the same reads"
+    assert run_ranks(disagree, str(builders.tiny_llama(checkpoints)), world_size=2) == [(0, [note])] * 2
+
+
+def test_another_value_is_an_error() -> None:
+    from lowmem_load import load_model
+    from lowmem_load.errors import ConfigError
+
+    share: Any = "on"
+    with pytest.raises(ConfigError, match="share_reads: asked for 'on', expected one of auto, job, node, off"):
+        load_model("none", {}, share_reads=share)

@@ -1,0 +1,112 @@
+"""Who reads what of the memory that several ranks fill alike: each piece once, near-equal shares, equal on all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lowmem_load.planning import expression as ex
+from lowmem_load.planning import replicas as module
+from lowmem_load.planning.load_plan import Costs, Destination, LoadPlan, TargetPlan
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.reads import Read, ReadCost, ReadLimits
+from lowmem_load.planning.replicas import Replicas, chooser, plan_replicas
+from lowmem_load.planning.sharing import ShareReads
+
+NETWORK, STORE = ReadCost(1e-3, 5e8, block_bytes=1 << 20), ReadCost(0.03, 9e7, request_bytes=16 << 20)
+
+
+def plan_of(nodes: dict[str, ex.Expression], holders: range, rank: int = 0) -> LoadPlan:
+    """A plan whose parameters are held whole by some ranks."""
+    planner, targets = Planner(ReadLimits(staging_bytes=4096, max_gap_bytes=0)), list[TargetPlan]()
+    for name, node in nodes.items():
+        whole = FlatRange(0, ex.numel(node))
+        fill = planner.plan_fill(name, node, whole)
+        destinations = (Destination(whole, fill.numel, fill, holders=holders),)
+        targets.append(TargetPlan((name,), node.shape, node.dtype, "replicated", destinations, False, False, (), ""))
+    return LoadPlan("model", rank, 4, tuple(targets), (), (), (), (), (), (), (), Costs())
+
+
+def source(name: str, shape: tuple[int, ...], start: int = 0) -> ex.Source:
+    return ex.Source("data", name, start, shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_pieces_tile_each_memory_once_and_shares_are_near_equal(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(module, "BATCH_BYTES", 30_000)
+    nodes: dict[str, ex.Expression] = {
+        "run": source("a", (300, 400)),
+        "cast": ex.cast(source("b", (70, 900)), torch.float32),
+        "turned": ex.permute(source("c", (64, 90)), (1, 0)),
+        "joined": ex.concat([source(f"d{number}", (10, 400), number * 8000) for number in range(9)], 0),
+        "columns": ex.slice_dim(source("e", (500, 64)), 1, 8, 1, 16),
+        "norm": source("f", (40,)),
+    }
+    (found,) = plan_replicas(plan_of(nodes, range(num_ranks)), lambda ranks: len(ranks) > 1)
+    filled = {name: torch.zeros(ex.numel(node), dtype=torch.int32) for name, node in nodes.items()}
+    for piece in found.pieces:
+        filled[list(nodes)[piece.target]][piece.first : piece.first + piece.numel] += 1
+        assert all(isinstance(step, Read) for step in piece.fill.steps)
+    assert all((memory == 1).all() for memory in filled.values())
+    shares = [sum(piece.read_bytes for batch in of_rank for piece in batch) for of_rank in found.batches]
+    assert max(shares) - min(shares) <= 2 * max(piece.read_bytes for piece in found.pieces)
+    assert sum(shares) == sum(step.read_bytes for piece in found.pieces for step in piece.fill.steps)
+    assert found.num_batches > 1
+    sizes = [sum(piece.nbytes for piece in batch) for of_rank in found.batches for batch in of_rank]
+    assert max(sizes) < 30_000 + max(piece.nbytes for piece in found.pieces)
+
+
+def test_ranks_have_one_digest_for_what_they_share() -> None:
+    nodes = {"run": source("a", (300, 400))}
+
+    def digest(plan: LoadPlan) -> str:
+        (found,) = plan_replicas(plan, lambda _: True)
+        return found.digest
+
+    first = plan_of(nodes, range(2))
+    assert digest(first) == digest(replace(first, rank=1))
+    assert digest(first) != digest(plan_of(nodes, range(3)))
+    assert digest(first) != digest(plan_of({"run": source("a", (300, 401))}, range(2)))
+
+
+def test_what_is_computed_of_whole_tensors_is_not_shared() -> None:
+    held = ex.hold(torch.zeros(8))
+    assert plan_replicas(plan_of({"held": held}, range(2)), lambda _: True) == []
+
+
+@pytest.mark.parametrize(
+    ("share", "cost", "nodes", "expected"),
+    [
+        ("auto", ReadCost(), "ab", False),
+        ("auto", NETWORK, "ab", True),
+        ("auto", NETWORK, "aa", False),
+        ("auto", STORE, "aa", True),
+        ("job", ReadCost(), "aa", True),
+        ("node", STORE, "ab", False),
+        ("off", STORE, "ab", False),
+    ],
+)
+def test_replicas_share_where_storage_is_slower_than_the_network(
+    share: ShareReads, cost: ReadCost, nodes: str, expected: bool
+) -> None:
+    chosen = chooser(share, cost, nodes)
+    assert chosen((0, 1)) is expected
+    assert not chosen((0,))
+
+
+def test_many_batches_are_joined() -> None:
+    numel = 4 * module.MAX_BATCHES * module.BATCH_BYTES
+    whole = FlatRange(0, numel)
+    fill = Planner().plan_fill("w", source("a", (numel,)), whole)
+    target = TargetPlan(("w",), (numel,), torch.bfloat16, "", (Destination(whole, numel, fill, holders=range(2)),),
+                        False, False, (), "")  # fmt: skip
+    plan = LoadPlan("model", 0, 2, (target,), (), (), (), (), (), (), (), Costs())
+    (found,) = plan_replicas(plan, lambda _: True)
+    assert isinstance(found, Replicas)
+    assert found.num_batches <= module.MAX_BATCHES + 1
