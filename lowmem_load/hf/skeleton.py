@@ -36,6 +36,7 @@ def filled_by(fill: Fill) -> Iterator[None]:
             "this release of transformers cannot shard a model; shard it yourself and call load_into"
         )
 
+    random_state = torch.get_rng_state()
     is_filling = False  # the load that `fill` does is an ordinary one
 
     def load(ordinary: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +50,8 @@ def filled_by(fill: Fill) -> Iterator[None]:
             raise UnsupportedError(
                 "pp_size > 1: pipeline stages hold a part of the model; load them without lowmem_load"
             )
-        building.close()  # the load that fills it builds a model of its own
+        building.close()  # the load that fills it builds a model of its own, and draws what this constructor has drawn
+        torch.set_rng_state(random_state)
         _set_dtypes(model, load_config.dtype_plan or {})
         if load_config.hf_quantizer is not None:
             model.hf_quantizer = load_config.hf_quantizer  # as `from_pretrained` does later

@@ -60,6 +60,7 @@ class TableForCausalLM(PreTrainedModel):
         self.head = nn.Linear(dim, config.vocab_size, bias=False)
         self.score = nn.Linear(dim, 2)  # the files lack it: it is drawn
         self.hidden = [self.score.weight]
+        torch.Tensor(3).uniform_()  # as wav2vec2 does, also where parameters are on meta
         if config.trouble == "large":
             self.register_buffer("too_large", torch.zeros(1 << 25), persistent=False)
         if config.trouble == "random":
@@ -168,7 +169,13 @@ def load_on_meshes(path: str) -> None:
     dist.init_process_group("gloo")
     right, config = expected(path), AutoConfig.from_pretrained(path, **REMOTE)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    check(lowmem_load.load_model(path, mesh, auto_class=AUTO, dtype=torch.float32, **REMOTE), right)
+    torch.manual_seed(3)
+    drawn, after = lowmem_load.lazy(path, auto_class=AUTO, **REMOTE).score.weight, torch.rand(1)
+    torch.manual_seed(3)
+    model = lowmem_load.load_model(path, mesh, auto_class=AUTO, dtype=torch.float32, **REMOTE)
+    assert torch.equal(torch.rand(1), after)
+    assert torch.equal(model.score.weight.full_tensor(), drawn)
+    check(model, right)
 
     model = AutoModelForCausalLM.from_config(config, **REMOTE)
     for module in model.modules():  # as if it had been built on meta, which the items of this one forbid
