@@ -256,7 +256,7 @@ class Executor:
                 for done in range(0, content.nbytes, PART_BYTES):
                     part = content[done : done + PART_BYTES]
                     if needed_bytes:
-                        _make_pages(part)
+                        make_pages(part)
                     source.read_into(start + done, part)
                     with self._lock:
                         self.stats.read_bytes += part.nbytes
@@ -390,7 +390,8 @@ def read_whole(executor: Executor, expression: Expression) -> torch.Tensor:
     return whole.reshape(expression.shape)
 
 
-def _make_pages(memory: memoryview) -> None:
+def make_pages(memory: memoryview) -> None:
+    """Have the system make the pages of memory that is written soon, if it has none."""
     # A page fault for each page takes a quarter more processor time. Memory that has pages already is left alone.
     if sys.platform != "linux" or memory.nbytes < POPULATED_BYTES // 16:
         return

@@ -18,7 +18,7 @@ from lowmem_load.distributed.exchange import device_of
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.replica_group import ReplicaGroup
-from lowmem_load.io.executor import Batch, Executor
+from lowmem_load.io.executor import Batch, Executor, make_pages
 from lowmem_load.io.memory import own_memory
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.planner import Constants
@@ -155,6 +155,8 @@ class ReadOnce:
                     if _is_small(piece) or memory.device.type != group.device.type:
                         small.append(memory.view(torch.uint8))
                     else:
+                        if memory.is_cpu and place != group.place:
+                            make_pages(memory.view(torch.uint8).numpy().data)
                         group.broadcast(memory, place)
                     if place != group.place:
                         self.received_bytes += piece.nbytes
