@@ -154,14 +154,15 @@ def plan_mesh(
     `cpu_ram_efficient_loading`: rank 0 reads the model into host memory and broadcasts it.
     """
     config, dtype = config_of(checkpoint, keywords), torch.float32 if training.is_full else torch.bfloat16
-    if config is None:
-        raise UnsupportedError("FSDP2 is planned for transformers' models; plan ZeRO-3 for one of diffusers")
+    is_fsdp_alone = sizes["tp_size"] == sizes["ep_size"] == 1
+    if config is None and not is_fsdp_alone:
+        raise UnsupportedError("a model of diffusers is sharded by FSDP2 alone; drop --tp and --ep")
     if training.is_four_bit:
         keywords["quantization_config"] = four_bit_config(dtype)
     in_file = getattr(config, "quantization_config", None)
     is_packed = training.is_four_bit or (in_file is not None and is_four_bit(in_file))
     sharding: Any = [size for size in (sizes["dp_replicate_size"], sizes["fsdp_size"]) if size > 1] or [1]
-    if not (is_packed and sizes["tp_size"] == sizes["ep_size"] == 1):
+    if not (is_fsdp_alone and (is_packed or config is None)):
         sharding = distributed_config(sizes)  # which refuses packed weights
     plan = plan_sharded(checkpoint.folder, sharding, rank=0, world_size=job.world_size, dtype=dtype, **keywords)
     job = replace(job, num_shards=sizes["fsdp_size"] * sizes["tp_size"])

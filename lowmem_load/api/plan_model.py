@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -23,9 +23,9 @@ from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.families import diffusion
 from lowmem_load.families.call import Call
 from lowmem_load.families.files import Rename
-from lowmem_load.families.modules import Build, ModuleCall
+from lowmem_load.families.modules import Build, ModuleCall, stand_in_for
 from lowmem_load.hf import loader, model_folder, names
-from lowmem_load.hf.active import on_host, ordinary_path
+from lowmem_load.hf.active import on_host, ordinary_path, transformers_models
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.quantizers import is_four_bit_model
 from lowmem_load.hf.remote_names import find_folder
@@ -68,8 +68,8 @@ def plan(
 
     `rank` is one of the `world_size` ranks among which parameters are partitioned. Other arguments are those of
     `load_model`, except a `DeviceMesh`, which needs the processes of its ranks. With `build`, a function that builds a
-    module, it is the plan of `load_into` with a ds_config; see there for `rename`, `strict`, `initialize`, and for a
-    mapping as `name`.
+    module, it is the plan of `load_into`; see there for `rename`, `strict`, `initialize`, and for a mapping as `name`.
+    Without a ds_config (None), `build` also shards it, over a mesh of CPUs, as `rank` of a group that does nothing.
 
     Memory: the description of the model; no parameter is allocated, except where its value decides.
 
@@ -81,12 +81,13 @@ def plan(
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
     if build is not None:
+        how = {"rename": rename, "strict": strict, "initialize": initialize, "kwargs": from_pretrained_kwargs}
+        if ds_config is None:
+            return _plan_shards(name, build, how, rank, world_size)
         settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
         maker = functools.partial(target_maker, device=_accelerator())
         with load_lock():
-            how = {"rename": rename, "strict": strict, "initialize": initialize, "kwargs": from_pretrained_kwargs}
-            call = _call_of_module(name, build, how)
-            return plan_only(call, settings, maker, [rank])[0]
+            return plan_only(_partitions_call(name, build, how), settings, maker, [rank])[0]
     if isinstance(name, Mapping):
         raise ConfigError("name: several checkpoints are those of a module; pass build=, a function that builds it")
     if is_distributed_config(ds_config):
@@ -98,22 +99,47 @@ def plan(
     return plan_ranks(name, ds_config, ranks=[rank], world_size=world_size, **options, **from_pretrained_kwargs)[0]
 
 
-def _call_of_module(
-    name: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]],
-    build: Build,
-    how: dict[str, Any],
-) -> Call:
-    """Return the load that `load_into` does with the module that `build` builds."""
+def _partitions_call(name: Any, build: Build, how: Mapping[str, Any]) -> Call:
+    """Return the load that `load_into` does by a ds_config with the module that `build` builds."""
 
     def make(context: Context) -> nn.Module:
         with context.constructor.building():
             return build()
 
-    if isinstance(name, Mapping):
-        with torch.device("meta"):
-            model = build()
-        return parts_call(model, name, None, make, **how)
-    return ModuleCall(name_text(name), make, plain_name=plain_name, **how)
+    if not isinstance(name, Mapping):
+        return ModuleCall(name_text(name), make, plain_name=plain_name, **how)
+    with torch.device("meta"):
+        model = build()
+    return parts_call(model, name, None, make, **how)
+
+
+@origins_named()
+def _plan_shards(name: Any, build: Build, how: Mapping[str, Any], rank: int, world_size: int) -> LoadPlan:
+    """Return the plan of `load_into` with the module that `build` builds and shards."""
+    forget_meshes()
+    with load_lock(), fake_group(rank, world_size):
+        model, left = build(), set[str]()
+
+        def make(_: Context) -> nn.Module:
+            return stand_in_for(model, names.plain_class)
+
+        if not isinstance(name, Mapping) and how["rename"] is None and transformers_models(model):
+            name = {"": name}
+        if isinstance(name, Mapping):
+            call: Call = parts_call(model, name, None, make, is_stand_in=True, **how)
+        else:  # what the module computes is no part of a plan
+            left = {buffer for buffer, _ in model.named_buffers()} - model.state_dict().keys()
+            call = ModuleCall(name_text(name), make, plain_name=plain_name, is_stand_in=True, leave=left, **how)
+        return plan_only(call, stage_3(torch.float32, world_size), _shards_of(model, world_size, left), [rank])[0]
+
+
+def _shards_of(
+    model: nn.Module, world_size: int, left: Collection[str] = (), *, is_skeleton: bool = False
+) -> Callable[[int], TargetMaker]:
+    """Return what makes the target of the shards of a model without memory."""
+    device = "cpu" if is_skeleton and is_kept_on_host(model) else mesh_device(model).type
+    sharded = ShardedModel(model, left, device, is_skeleton=is_skeleton)
+    return lambda _: lambda _, described: Sharded(sharded, described, world_size)
 
 
 @origins_named()
@@ -133,6 +159,8 @@ def plan_sharded(
     """
     has_config = is_distributed_config(sharding)
     where, kwargs = find_folder(name_text(name), kwargs)
+    if (of_diffusers := diffusion.model_class(where, auto_class, kwargs)) is not None:
+        return _plan_diffusers(of_diffusers, where, sharding, dtype, kwargs, rank, world_size)
     cls = names.model_class(auto_class, names.model_config(where, kwargs), bool(kwargs.get("trust_remote_code")))
     kwargs = {**kwargs, names.DTYPE_KEYWORD: dtype, **({"distributed_config": sharding} if has_config else {})}
     explained = model_folder.files_explained(where, kwargs.get("subfolder") or "")
@@ -146,13 +174,24 @@ def plan_sharded(
             bitsandbytes.pack_skeleton(skeleton)
         if not has_config:
             shard_fully(skeleton, host_mesh(sharding), blocks(skeleton), {})
-        device = "cpu" if is_kept_on_host(skeleton) else mesh_device(skeleton).type
-        sharded = ShardedModel(skeleton, planned_device=device, is_skeleton=True)
+        shards = _shards_of(skeleton, world_size, is_skeleton=True)
         request, settings = ordinary_load(skeleton, where, dtype, auto_class, file_keywords(kwargs), world_size)
-        (load_plan,) = _plans(
-            request.checked(settings), lambda _: lambda _, model: Sharded(sharded, model, world_size), [rank]
-        )
+        (load_plan,) = _plans(request.checked(settings), shards, [rank])
     return load_plan
+
+
+def _plan_diffusers(
+    cls: Any, where: str, sizes: Sequence[int], dtype: Any, kwargs: Mapping[str, Any], rank: int, world_size: int
+) -> LoadPlan:
+    """Return the plan of a model of diffusers that is sharded over a mesh of these sizes."""
+    if isinstance(dtype, torch.dtype):
+        kwargs = {**kwargs, "torch_dtype": dtype}
+    forget_meshes()
+    with fake_group(rank, world_size):
+        model = diffusion.skeleton(cls, where, kwargs, torch.device("meta"))
+        shard_fully(model, host_mesh(sizes), blocks(model), {})
+        checked = Checked(where, stage_3(torch.float32, world_size), cls, kwargs)
+        return _plans(checked, _shards_of(model, world_size), [rank])[0]
 
 
 @origins_named()

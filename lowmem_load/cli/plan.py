@@ -178,13 +178,17 @@ def _forecasts(
 ) -> list[Forecast]:
     """Return the forecast of the job, or those of each way to train and to offload."""
     from lowmem_load.api.forecast import COMPARED_RANK, compare, forecast, plan_mesh, plan_zero3
+    from lowmem_load.api.model_sizes import config_of
 
     ways = [training]
     if is_compared:
         adapters = replace(training, lora_rank=training.lora_rank or COMPARED_RANK)
         ways = [replace(training, lora_rank=0), adapters, replace(adapters, is_four_bit=True)]
-    if any(way.is_four_bit for way in ways) and find_spec("bitsandbytes") is None:
-        message = "QLoRA is not planned: it needs bitsandbytes (pip install 'lowmem-load[qlora]')"
+    problem = "it needs bitsandbytes (pip install 'lowmem-load[qlora]')" if find_spec("bitsandbytes") is None else ""
+    if config_of(checkpoint, keywords) is None:
+        problem = "diffusers itself quantizes its models"
+    if any(way.is_four_bit for way in ways) and problem:
+        message = f"QLoRA is not planned: {problem}"
         if not is_compared:
             raise UnsupportedError(message)
         typer.echo(message, err=True)

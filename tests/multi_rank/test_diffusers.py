@@ -13,11 +13,14 @@ import torch
 from torch import nn
 
 from lowmem_load import NotStreamedWarning, UnsupportedError, install
+from lowmem_load.api.plan_model import plan_sharded
 from lowmem_load.integrations.install import uninstall
 from tests.multi_rank.test_own_modules import Z3, assert_sent_as_saved, differing
 from tests.ranks import run_ranks
 
 diffusers = pytest.importorskip("diffusers")
+
+MODELS = ("FluxTransformer2DModel", "WanTransformer3DModel")
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "FluxTransformer2DModel": {
@@ -123,22 +126,23 @@ def assert_files_equal(reference: Any, folder: Path) -> None:
     dist.barrier()
 
 
-def load_by_name(folder: Path) -> None:
-    """Rank function: load_model by a ds_config and over a mesh, plan, save_model."""
+def load_by_name(folder: Path) -> list[int]:
+    """Rank function: load_model by a ds_config and over a mesh, plan, save_model. Returns the bytes read for a mesh."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from lowmem_load import CheckpointError, DistributedInterface, load_model, plan
 
     rank = DistributedInterface().rank
-    mesh = init_device_mesh("cpu", (2,))
-    for name in ("FluxTransformer2DModel", "WanTransformer3DModel"):
+    mesh, read_bytes = init_device_mesh("cpu", (2,)), list[int]()
+    for name in MODELS:
         cls = getattr(diffusers, name)
         whole = cls.from_pretrained(folder / name, torch_dtype=torch.bfloat16)
         model = load_model(folder / name, mesh, dtype="bfloat16")
         assert {n: p.dtype for n, p in model.named_parameters()} == {n: p.dtype for n, p in whole.named_parameters()}
         assert not differing(model, whole)
         all_bytes = sum(file.stat().st_size for file in (folder / name).glob("*.safetensors"))
-        assert model.lowmem_load_report.read_bytes < 0.55 * all_bytes
+        read_bytes.append(model.lowmem_load_report.read_bytes)
+        assert read_bytes[-1] < 0.55 * all_bytes
         assert not model.training
         assert_saved(model, whole, folder / f"{name} mesh")
         install()
@@ -156,6 +160,7 @@ def load_by_name(folder: Path) -> None:
     (folder / "broken").mkdir(exist_ok=True)
     with pytest.raises(CheckpointError, match="the folder is empty"):
         load_model(folder / "broken", BF16)
+    return read_bytes
 
 
 def assert_pipeline(folder: Path, mesh: Any) -> None:
@@ -303,4 +308,8 @@ def load_around_engine(folder: Path) -> None:
 @pytest.mark.parametrize("act", [load_by_name, load_in_script, load_around_engine, train])
 def test_values_and_files_are_those_of_diffusers(act: Any, tmp_path: Path) -> None:
     write(tmp_path)
-    run_ranks(act, tmp_path, timeout_s=300)
+    answers = run_ranks(act, tmp_path, timeout_s=300)
+    for rank, read_bytes in enumerate(answers if act is load_by_name else ()):
+        of_rank: Any = {"rank": rank, "world_size": 2, "dtype": torch.bfloat16}
+        plans = [plan_sharded(tmp_path / name, (2,), **of_rank) for name in MODELS]
+        assert [plan.costs.read_bytes for plan in plans] == read_bytes

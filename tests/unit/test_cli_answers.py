@@ -194,8 +194,9 @@ def test_models_of_diffusers_are_inspected_and_planned(answer: Answer, tmp_path:
     names = (tmp_path / "vae", tmp_path / "config")
     plans = [answer("plan", name, "--world-size", 2, "--lora-rank", 4, "--json")[1] for name in names]
     assert plans[0]["costs"]["needed_bytes"] == plans[1]["costs"]["needed_bytes"] > 0
-    with pytest.raises(UnsupportedError, match="plan ZeRO-3 for one of diffusers"):
-        answer("plan", names[0], "--fsdp", 2)
+    assert answer("plan", names[0], "--fsdp", 2, "--json")[1]["costs"]["needed_bytes"] > 0
+    with pytest.raises(UnsupportedError, match="diffusers is sharded by FSDP2 alone"):
+        answer("plan", names[0], "--fsdp", 2, "--tp", 2)
 
 
 @pytest.mark.parametrize(
