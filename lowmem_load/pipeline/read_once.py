@@ -23,7 +23,7 @@ from lowmem_load.io.memory import own_memory
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.planner import Constants
 from lowmem_load.planning.reads import Fill, ReadCost
-from lowmem_load.planning.replicas import BATCH_BYTES, Piece, Replicas, chooser, plan_replicas
+from lowmem_load.planning.replicas import BATCH_BYTES, LEAST_BYTES, Piece, Replicas, chooser, plan_replicas
 from lowmem_load.planning.sharing import ShareReads
 
 SMALL_BYTES = 1 << 20
@@ -84,7 +84,8 @@ class ReadOnce:
 
         Returns what all others must know of it, and the host memory that messages will take.
         """
-        self._replicas = plan_replicas(plan, self.chooser(cost))
+        least_bytes = 0 if self._share == "job" else LEAST_BYTES
+        self._replicas = plan_replicas(plan, self.chooser(cost), least_bytes)
         known = [(replicas.digest, len(replicas.ranks)) for replicas in self._replicas]
         summary = known, max((replicas.num_batches for replicas in self._replicas), default=0)
         return summary, self._message_bytes(device)

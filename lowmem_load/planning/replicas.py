@@ -25,6 +25,9 @@ PIECE_BYTES = 16 << 20
 BATCH_BYTES, MAX_BATCHES = 32 << 20, 64
 """Bytes after which a batch of a rank ends, unless there would be more batches: all ranks agree after each."""
 
+LEAST_BYTES = 64 << 20
+"""Bytes that ranks read once by "auto". For fewer (norms) a group and its connections cost more than they save."""
+
 
 class Piece(NamedTuple):
     """Contiguous memory of a destination of a plan, by their numbers, and the steps that fill it."""
@@ -99,15 +102,19 @@ def once_bytes(plan: LoadPlan) -> int:
     return plan.costs.read_bytes - sum(nbytes - nbytes // num_ranks for nbytes, num_ranks in shared)
 
 
-def plan_replicas(plan: LoadPlan, reads_once: Callable[[Sequence[int]], bool]) -> list[Replicas]:
-    """Return what this rank reads once with others, in an order that is the same on all ranks."""
+def plan_replicas(plan: LoadPlan, reads_once: Callable[[Sequence[int]], bool], least_bytes: int = 0) -> list[Replicas]:
+    """Return what this rank reads once with others, in an order that is the same on all ranks.
+
+    `least_bytes`: that ranks must have in common, of memory.
+    """
     pieces: dict[tuple[int, ...], list[Piece]] = {}
     for number, target in enumerate(plan.targets):
         for place, destination in enumerate(target.destinations):
             fill, ranks = destination.fill, destination.holders
             if fill is not None and fill.numel and not fill.needs and reads_once(ranks):
                 pieces.setdefault(tuple(ranks), []).extend(_pieces(number, place, fill))
-    return [_shared_out(plan, ranks, pieces[ranks]) for ranks in sorted(pieces)]
+    enough = [ranks for ranks, shared in pieces.items() if sum(piece.nbytes for piece in shared) >= least_bytes]
+    return [_shared_out(plan, ranks, pieces[ranks]) for ranks in sorted(enough)]
 
 
 def _shared_out(plan: LoadPlan, ranks: Sequence[int], pieces: Sequence[Piece]) -> Replicas:

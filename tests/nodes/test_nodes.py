@@ -136,7 +136,9 @@ def test_a_folder_may_have_two_paths(cable: Cable, checkpoints: Path, tmp_path: 
 def load_whole(_: int, path: str) -> tuple[int, int, float]:
     """Loads from a network file system under ZeRO-2; returns bytes read and received, and a sum of all values."""
     from lowmem_load import load_model, load_report
+    from lowmem_load.pipeline import read_once
 
+    read_once.LEAST_BYTES = 0
     with on_network():
         model = load_model(path, {**BF16, "zero_optimization": {"stage": 2}})
     report = load_report(model)
