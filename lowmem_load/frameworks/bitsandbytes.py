@@ -6,6 +6,7 @@ weights alone. Its scales are whole on every rank, and double quantization subtr
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from lowmem_load.contract import BITSANDBYTES, require
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, UnsupportedError
 from lowmem_load.planning.expression import Elementwise, Shape
 from lowmem_load.replaced import Handlers
-from lowmem_load.symbolic.lazy import LazyTensor, pose
+from lowmem_load.symbolic.lazy import LazyTensor
 from lowmem_load.symbolic.quantized import Companion, Quantized, QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
@@ -197,7 +198,7 @@ def _of_packed(
 def _become(made: nn.Parameter, attributes: Mapping[str, Any], device: torch.device) -> None:
     if type(made) is nn.Parameter or isinstance(made, LazyTensor):  # a DTensor stays one: its module has the state
         # In place: DeepSpeed's methods are bound to the object.
-        pose(made, importlib.import_module("bitsandbytes").nn.Params4bit, attributes)
+        _pose(made, importlib.import_module("bitsandbytes").nn.Params4bit, attributes)
     state, module = attributes["quant_state"], attributes["module"]
     state.to(device)
     if module is not None:
@@ -293,3 +294,46 @@ def _check_storage(name: str, storage: torch.dtype, settings: Settings) -> None:
             f"{name}: its 4-bit values are stored as {storage}, and the buffers through which DeepSpeed writes to nvme "
             f"are of {settings.dtype}; use bnb_4bit_quant_storage={settings.dtype}"
         )
+
+
+class _PosingTensor(LazyTensor):
+    """A lazy parameter of packed values. Code that asks for its class sees `kind`, which it has once it is read."""
+
+    kind: type
+
+    @property
+    def __class__(self) -> Any:
+        return self.kind
+
+    @__class__.setter
+    def __class__(self, cls: type) -> None:
+        object.__dict__["__class__"].__set__(self, cls)
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Move the state that goes with the values, too, as the class does."""
+        moved: torch.Tensor = LazyTensor.to(self, *args, **kwargs)
+        if not moved.is_meta:
+            self.quant_state.to(moved.device)
+        return moved
+
+    def hand_on(self, made: torch.Tensor, attributes: Mapping[str, Any]) -> None:
+        """Have a parameter be of the class, too."""
+        if isinstance(made, nn.Parameter):
+            _pose(made, self.kind, attributes)
+        else:
+            LazyTensor.hand_on(self, made, attributes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = LazyTensor.__deepcopy__(self, memo)
+        copied.quant_state = copy.deepcopy(self.quant_state, memo)
+        return copied
+
+
+def _pose(parameter: torch.Tensor, kind: type, attributes: Mapping[str, Any]) -> None:
+    """Have a parameter of packed values be of a class; a lazy one says so, and is once it is read."""
+    vars(parameter).update(attributes)
+    if isinstance(parameter, LazyTensor):
+        parameter.__class__ = _PosingTensor
+        vars(parameter)["kind"] = kind
+    else:
+        parameter.__class__ = kind

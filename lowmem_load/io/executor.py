@@ -7,9 +7,6 @@ reading thread or, on their way to a device, through the pinned slots of `upload
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +17,7 @@ from types import TracebackType
 import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.io.memory import Take, Temporaries, compute_into, naming_shortage, scatter_elements
+from lowmem_load.io.memory import Take, Temporaries, compute_into, make_pages, naming_shortage, scatter_elements
 from lowmem_load.io.source import Opener, OpenSources
 from lowmem_load.io.stand_ins import open_file
 from lowmem_load.io.uploads import Put, Uploads, move_tasks
@@ -42,11 +39,6 @@ MAX_DELAYED = 512
 one ran between each two parameters, loading 1.5 billion parameters would take 15 % more processor time."""
 
 Task = Callable[[], None]
-
-POPULATED_BYTES = 1 << 20
-"""Bytes of memory for which the system makes pages at a time: meanwhile no thread can map or unmap memory."""
-
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; older systems refuse it
 
 LEAVE_S = 0.5
 """Seconds to wait for requests to a remote store when a load fails: a server may not answer for longer."""
@@ -388,18 +380,3 @@ def read_whole(executor: Executor, expression: Expression) -> torch.Tensor:
     executor.fill(fill, whole, planner.values, planner.constants)
     executor.finish()
     return whole.reshape(expression.shape)
-
-
-def make_pages(memory: memoryview) -> None:
-    """Have the system make the pages of memory that is written soon, if it has none."""
-    # A page fault for each page takes a quarter more processor time. Memory that has pages already is left alone.
-    if sys.platform != "linux" or memory.nbytes < POPULATED_BYTES // 16:
-        return
-    libc, page = ctypes.CDLL(None), mmap.PAGESIZE
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    end, has_page = start + memory.nbytes, ctypes.c_ubyte()
-    libc.mincore(ctypes.c_void_p((start + end) // 2 // page * page), ctypes.c_size_t(1), ctypes.byref(has_page))
-    if not has_page.value:
-        for first in range(start // page * page, end, POPULATED_BYTES):
-            nbytes = min(POPULATED_BYTES, end - first)
-            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), _POPULATE_WRITE)

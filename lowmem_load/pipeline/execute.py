@@ -56,13 +56,7 @@ def execute(
             made, memory = target.make(part, parameter, executor.finish)
         made_bytes += part.held_bytes
         _check_dtypes(part, (made, *memory))
-        for number, (destination, tensor) in enumerate(zip(part.destinations, memory, strict=True)):
-            if destination.fill is not None:
-                memory_of = tensor[: destination.fill.numel]
-                if once is None or not once.takes(position, number, memory_of):
-                    # What the node shares is kept until all memory is made.
-                    fill = destination.fill if sharing is None else sharing.take(destination.fill, memory_of)
-                    executor.fill(fill, memory_of, plan.values, planned.constants)
+        _start_fills(position, memory, planned, executor, sharing, once)
         copies += _copies(part, memory)
         if isinstance(parameter, QuantizedTensor):
             restores.append(restore_later(part, parameter, made, planned, target, executor))
@@ -86,6 +80,25 @@ def execute(
         restore()
     target.finish()
     return shared
+
+
+def _start_fills(
+    position: int,
+    memory: Sequence[torch.Tensor],
+    planned: Planned,
+    executor: Executor,
+    sharing: SharedReads | None,
+    once: ReadOnce | None,
+) -> None:
+    """Start to fill the memory of a target, but for what is read together once all memory is made."""
+    for number, (destination, tensor) in enumerate(
+        zip(planned.plan.targets[position].destinations, memory, strict=True)
+    ):
+        if destination.fill is not None:
+            flat = tensor[: destination.fill.numel]
+            if once is None or not once.takes(position, number, flat):
+                fill = destination.fill if sharing is None else sharing.take(destination.fill, flat)
+                executor.fill(fill, flat, planned.plan.values, planned.constants)
 
 
 def fill_buffers(planned: Planned, target: Target, executor: Executor) -> None:

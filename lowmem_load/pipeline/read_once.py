@@ -18,8 +18,8 @@ from lowmem_load.distributed.exchange import device_of
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.replica_group import ReplicaGroup
-from lowmem_load.io.executor import Batch, Executor, make_pages
-from lowmem_load.io.memory import own_memory
+from lowmem_load.io.executor import Batch, Executor
+from lowmem_load.io.memory import make_pages, own_memory
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.planner import Constants
 from lowmem_load.planning.reads import Fill, ReadCost

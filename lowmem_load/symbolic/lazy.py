@@ -12,7 +12,6 @@ tensors, and through writes of such values. Everything else meets real values:
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -195,6 +194,10 @@ class LazyTensor(SymbolicTensor):
         value = SharedValue(self.expression, device=self.device)
         return _like(self, LazyTensor(value, self.read_now, self.meta))
 
+    def hand_on(self, made: torch.Tensor, attributes: Mapping[str, Any]) -> None:
+        """Give a tensor that was made in place of this one the attributes that code has put on it."""
+        vars(made).update(attributes)
+
     def __copy__(self) -> Any:
         return _like(self, self.detach())  # of the same memory, as of any tensor
 
@@ -204,42 +207,6 @@ class LazyTensor(SymbolicTensor):
 
 
 LazyTensor.family = LazyTensor
-
-
-class PosingTensor(LazyTensor):
-    """A lazy parameter of packed values. Code that asks for its class sees `kind`, which it has once it is read."""
-
-    kind: type
-
-    @property
-    def __class__(self) -> Any:
-        return self.kind
-
-    @__class__.setter
-    def __class__(self, cls: type) -> None:
-        object.__dict__["__class__"].__set__(self, cls)
-
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Move the state that goes with the values, too, as the class does."""
-        moved: torch.Tensor = LazyTensor.to(self, *args, **kwargs)
-        if not moved.is_meta:
-            self.quant_state.to(moved.device)
-        return moved
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = LazyTensor.__deepcopy__(self, memo)
-        copied.quant_state = copy.deepcopy(self.quant_state, memo)
-        return copied
-
-
-def pose(parameter: torch.Tensor, kind: type, attributes: Mapping[str, Any]) -> None:
-    """Have a parameter of packed values be of a class; a lazy one says so, and is once it is read."""
-    vars(parameter).update(attributes)
-    if isinstance(parameter, LazyTensor):
-        parameter.__class__ = PosingTensor
-        vars(parameter)["kind"] = kind
-    else:
-        parameter.__class__ = kind
 
 
 class _Storage:
@@ -363,8 +330,8 @@ def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     is_parameter = isinstance(tensor, nn.Parameter)
     made = nn.Parameter(values, tensor.requires_grad) if is_parameter else values.requires_grad_(tensor.requires_grad)
     attributes = {name: value for name, value in vars(tensor).items() if name not in _OWN}
-    if is_parameter and isinstance(tensor, PosingTensor):
-        pose(made, tensor.kind, attributes)
+    if isinstance(tensor, LazyTensor):
+        tensor.hand_on(made, attributes)
     else:
         vars(made).update(attributes)
     return made
