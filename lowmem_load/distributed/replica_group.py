@@ -79,8 +79,8 @@ class ReplicaGroup:
     def _of_torch(self, _: int) -> Send:
         torch.accelerator.set_device_index(self.device)
         known = dist.distributed_c10d._world.pg_group_ranks.items()  # noqa: SLF001
-        found = [group for group, ranks in known if [*ranks] == self._members]
-        group = found[0] if found else dist.new_group(self._members, use_local_synchronization=True)
+        alike = [group for group, ranks in known if [*ranks] == self._members]
+        group = alike[0] if alike else dist.new_group(self._members, use_local_synchronization=True)
         return lambda memory, place: dist.broadcast(memory, src=self._members[place], group=group, async_op=True)
 
     def broadcast(self, memory: torch.Tensor, place: int) -> None:

@@ -83,8 +83,10 @@ def _chosen(folder: str, names: Iterable[str], variant: str | None) -> list[str]
             raise CheckpointError(f"{folder}: holds the indexes {listed(indexes)}; name one by its path")
         if indexes or files:
             return indexes or files
-    asked = f" of the variant {variant!r}" if variant else ""
-    raise CheckpointError(f"{folder}: holds no weights{asked} ({', '.join(WEIGHTS_ENDS)}); {listed(names)} are there")
+    of_variant = f" of the variant {variant!r}" if variant else ""
+    raise CheckpointError(
+        f"{folder}: holds no weights{of_variant} ({', '.join(WEIGHTS_ENDS)}); {listed(names)} are there"
+    )
 
 
 def _of_variant(names: list[str], variant: str | None) -> list[str]:

@@ -209,7 +209,7 @@ def _warn_of_code(model: nn.Module, where: str) -> None:
         hooks = [*own["_load_state_dict_pre_hooks"].values(), *own["_load_state_dict_post_hooks"].values()]
         code = [getattr(hook, "hook", hook) for hook in hooks]  # torch wraps those of the old kind
         code += [type(module).load_state_dict, type(module)._load_from_state_dict]  # noqa: SLF001  torch calls it
-        if not all(getattr(each, "__module__", "").startswith(("torch.", "lowmem_load.")) for each in code):
+        if not all(getattr(function, "__module__", "").startswith(("torch.", "lowmem_load.")) for function in code):
             named.append(name or type(module).__name__)
     if named:
         warnings.warn(

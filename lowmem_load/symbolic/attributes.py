@@ -19,7 +19,7 @@ def hand_over_attributes(loaded: nn.Module, modules: Mapping[str, nn.Module], de
 
     Parameters of the modules stay (`nn.LSTM` has a list of its own): `Constructor.finish` gives the loaded ones.
     """
-    parameters = {id(each) for module in modules.values() for each in vars(module)["_parameters"].values()}
+    parameters = {id(own) for module in modules.values() for own in vars(module)["_parameters"].values()}
 
     def lacks_value(value: Any) -> bool:
         return any(tensor.is_meta and id(tensor) not in parameters for tensor in tensors_in(value))

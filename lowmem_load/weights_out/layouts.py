@@ -49,7 +49,7 @@ def layouts_by_rule(
         if rule not in layouts:
             layouts[rule] = Layout(rule.regions(world_size), shard.source.shape)
         layout = named[shard.source.name] = layouts[rule]
-        of_rule, held = layout.regions[rank], shard.local_region
-        if of_rule != held and of_rule.numel + held.numel:
-            raise UnsupportedError(f"{shard.source.name}: this rank holds {held} of it, and by {rule} {of_rule}")
+        by_rule, here = layout.regions[rank], shard.local_region
+        if by_rule != here and by_rule.numel + here.numel:
+            raise UnsupportedError(f"{shard.source.name}: this rank holds {here} of it, and by {rule} {by_rule}")
     return named
