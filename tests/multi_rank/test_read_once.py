@@ -19,6 +19,10 @@ STAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ZeRO-2": ({"stage": 2}, {}),
     "partial ZeRO-3": ({"stage": 3}, {"partition": "model.layers.0"}),
     "hpZ": ({"stage": 3, "zero_hpz_partition_size": 2}, {}),
+    "hpZ, pinned": (
+        {"stage": 3, "zero_hpz_partition_size": 2, "offload_param": {"device": "cpu", "pin_memory": True}},
+        {},
+    ),
     **({"MiCS": ({"stage": 3, "mics_shard_size": 2}, {})} if HAS_MICS else {}),
 }
 MESHES = {"HSDP": torch.bfloat16, "HSDP, cast": torch.float32, "FSDP2 x TP": torch.bfloat16}
