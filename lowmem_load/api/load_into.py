@@ -95,13 +95,8 @@ def load_into(
         weights: a training checkpoint that has the weights.
         **from_pretrained_kwargs: of the ordinary load; by names, `subfolder` and `variant` choose files of a folder.
     """
-    options = Options(
-        progress=progress,
-        verify=verify,
-        stream=stream,
-        weights=weights_folder(weights, verify=verify),
-        share_reads=share_reads,
-    )
+    folder = weights_folder(weights, verify=verify)
+    options = Options(progress=progress, verify=verify, stream=stream, weights=folder, share_reads=share_reads)
     if rename is None and ds_config is None and not isinstance(name, Mapping) and transformers_models(model):
         _refuse_of_modules(strict=not strict, initialize=initialize, build=build)
         return _load_into(model, name, options, dtype, auto_class, leave=leave, **from_pretrained_kwargs)

@@ -85,13 +85,8 @@ def load_model(
         UnsupportedError: the combination cannot be streamed.
         RankError: another rank failed; all ranks raise it.
     """
-    options = Options(
-        progress=progress,
-        verify=verify,
-        stream=stream,
-        weights=weights_folder(weights, verify=verify),
-        share_reads=share_reads,
-    )
+    folder = weights_folder(weights, verify=verify)
+    options = Options(progress=progress, verify=verify, stream=stream, weights=folder, share_reads=share_reads)
     if _is_sharding(ds_config):
         from lowmem_load.api.load_into import load_sharded
 
