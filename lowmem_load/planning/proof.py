@@ -1,4 +1,4 @@
-"""Proves that copies fill a destination exactly once: no element left out, none written twice. Pure.
+"""Proves that copies fill a destination exactly once, and that names keep tensors apart. Pure.
 
 [Note: proof by rows] Sorted runs that follow each other show gaps and overlaps at once. Copies that interleave are cut
 into rows as long as their largest stride. Two rows are alike if the same copies write the same places in both, so one
@@ -9,13 +9,15 @@ cut into rows; these are marked on a bitmap, part by part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from lowmem_load.errors import PlanError
+from lowmem_load.errors import CheckpointError, PlanError, listed
 from lowmem_load.planning.nest import Axis, Nest, extent
+
+K = TypeVar("K", bound=Hashable)
 
 PROOF_CELLS = 1 << 24
 """Elements whose bitmap is in memory at a time, one byte each."""
@@ -53,6 +55,27 @@ def prove_coverage(name: str, nests: Sequence[Nest], numel: int) -> None:
             proofs.pop()
         else:
             proofs.append(_prove(name, row))
+
+
+def prove_names(where: str, source: Iterable[K], new_names: Mapping[K, Hashable], left_out: Collection[K] = ()) -> None:
+    """Raise unless each tensor of the source has a new name of its own, or is one of those that the caller reports.
+
+    A new name is what tells a tensor from all others in the result: with several results, a tuple of one and a name.
+
+    Raises:
+        CheckpointError: two names become one.
+        PlanError: a tensor would be lost without a word.
+    """
+    first: dict[Hashable, K] = {}
+    for old, new in new_names.items():
+        if (other := first.setdefault(new, old)) != old:
+            raise CheckpointError(f"{where}: {_path(other)} and {_path(old)} would both become {_path(new)}")
+    if lost := [_path(old) for old in source if (old in new_names) == (old in left_out)]:
+        raise PlanError(f"{where}: {listed(lost)}: neither written nor reported as left out, or both")
+
+
+def _path(name: Hashable) -> str:
+    return ".".join(map(str, name)) if isinstance(name, tuple) else str(name)
 
 
 def _reach(axes: Sequence[Axis]) -> int:

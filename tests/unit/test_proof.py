@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_load.errors import PlanError
+from lowmem_load.errors import CheckpointError, PlanError
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning import proof
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.proof import prove_coverage
+from lowmem_load.planning.proof import prove_coverage, prove_names
 from lowmem_load.planning.ranges import partition_range
 from tests.unit.test_copies import source
 
@@ -273,3 +273,21 @@ def test_many_copies_beside_one_are_proved_without_pairing_them() -> None:
     copies[rows // 2] = copies[rows // 2].shifted(destination=-1)
     with pytest.raises(PlanError, match="covered twice"):
         prove_coverage("w", copies, 9 * rows)
+
+
+def test_names_that_keep_tensors_apart() -> None:
+    prove_names("x", ["a", "b", "c"], {"a": "w", "b": "v"}, left_out={"c"})
+    prove_names("x", [("model", "w"), ("ema", "w")], {("model", "w"): ("", "w"), ("ema", "w"): ("adapter", "w")})
+
+
+def test_two_names_never_become_one() -> None:
+    with pytest.raises(CheckpointError, match=r"^x: a\.base\.w and a\.w would both become a\.w$"):
+        prove_names("x", (), {("a", "base.w"): "a.w", ("a", "w"): "a.w"})
+
+
+@pytest.mark.parametrize(
+    ("new_names", "left_out"), [({"a": "w"}, set()), ({"a": "w", "b": "v"}, {"b"})], ids=["lost", "both"]
+)
+def test_a_tensor_is_written_or_reported(new_names: dict[str, str], left_out: set[str]) -> None:
+    with pytest.raises(PlanError, match="x: b: neither written nor reported as left out, or both"):
+        prove_names("x", ["a", "b"], new_names, left_out)
