@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.integrations.llamafactory_arguments import ModelArguments as ModelArguments
     from lowmem_load.partial.initialize import initialize as initialize
     from lowmem_load.partial.initialize import partial_zero3 as partial_zero3
-    from lowmem_load.pipeline.verify_checkpoint import verify_checkpoint as verify_checkpoint
     from lowmem_load.report import LoadReport as LoadReport
     from lowmem_load.resume.consolidate import consolidate as consolidate
     from lowmem_load.resume.load_checkpoint import load_checkpoint as load_checkpoint
@@ -47,7 +46,6 @@ _HOMES = {
         *("CheckpointError", "ConfigError", "IncompatibleVersionError", "LoadOrderWarning", "LowMemLoadError"),
         *("NotStreamedWarning", "RankError", "UnsupportedError"),
     ),
-    "pipeline.verify_checkpoint": ("verify_checkpoint",),
     "saving.model_digest": ("model_digest",),
     "api.load_into": ("load_into",),
     "api.load_model": ("load_model", "load_report"),

@@ -69,7 +69,7 @@ class LoadReport(Phases):
         received_bytes: bytes that this rank holds and another one has read for it.
         requests: what was asked of a remote store: requests, those of them that repeated a failed one, bytes, and the
             seconds of all threads before they repeated one. Zeros where all files are on this machine.
-        seconds, peak_memory: see `Phases`; the phases are describe, plan, compare, verify and read.
+        seconds, peak_memory: see `Phases`; the phases are describe, plan, compare and read.
         peak_device_bytes: accelerator memory of this process's tensors at the peak, above the start; 0 on the CPU.
             Exact where the peak is a new one of the process, else the most seen after a parameter was made.
         loading_info: missing_keys, unexpected_keys and mismatched_keys, as transformers' `output_loading_info` has

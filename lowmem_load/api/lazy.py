@@ -25,7 +25,6 @@ from lowmem_load.pipeline.companions import combine_companions
 from lowmem_load.pipeline.describe import describe
 from lowmem_load.pipeline.load import MAX_THREADS
 from lowmem_load.pipeline.make_plan import make_plan
-from lowmem_load.pipeline.verify_checkpoint import check_planned
 from lowmem_load.report import LoadReport
 
 
@@ -34,7 +33,6 @@ def lazy(
     *,
     auto_class: str | type | None = None,
     by_module: bool = False,
-    verify: bool = False,
     stream: bool = False,
     **from_pretrained_kwargs: Any,
 ) -> Any:
@@ -70,7 +68,7 @@ def lazy(
     def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
         executor = Executor(num_threads=min(MAX_THREADS, environment.cores(1)), open_source=open_file)
         try:
-            return describe_lazily(call, executor, by_module=by_module, verify=verify)
+            return describe_lazily(call, executor, by_module=by_module)
         except BaseException as error:
             executor.__exit__(type(error), error, None)
             raise
@@ -79,9 +77,7 @@ def lazy(
         return rename_loaded(cls.from_pretrained(where, **kwargs))
 
 
-def describe_lazily(
-    call: Call, executor: Executor, *, by_module: bool, verify: bool
-) -> tuple[nn.Module, dict[str, Any]]:
+def describe_lazily(call: Call, executor: Executor, *, by_module: bool) -> tuple[nn.Module, dict[str, Any]]:
     """Return the lazy model of a call of `from_pretrained`, and the loading info. Local."""
     report = LoadReport(call.name)
     with report.phase("describe"):
@@ -90,9 +86,6 @@ def describe_lazily(
         check_described(described)
     with report.phase("plan"):
         planned = make_plan(described, 0, shares_reads=False)
-    if verify:
-        with report.phase("verify"):
-            check_planned(described.files, executor.sources, num_threads=executor.num_threads)
     report.take_plan(planned.plan, {})
     combine_companions(planned, executor)
     hand_out(described, planned, executor, report, by_module=by_module)

@@ -45,7 +45,6 @@ def load_model(
     progress: bool | None = None,
     data_parallel_group: Any = None,
     partition: Partition | None = None,
-    verify: bool = False,
     stream: bool = False,
     share_reads: ShareReads = "auto",
     weights: str | os.PathLike[str] | None = None,
@@ -68,7 +67,6 @@ def load_model(
         partition: what to partition: module names or globs, classes, predicates on (name, module), or a sequence of
             these. The rest is whole on every rank. None: all. Train such a model with `lowmem_load.initialize`.
         data_parallel_group: a group of torch.distributed whose ranks share the partitions. None: all ranks.
-        verify: True compares every file with its checksum first (see `verify_checkpoint`); one without is an error.
         stream: True reads a model on the Hub as one at a URL, unless the Hub's cache holds it.
         share_reads: "job": ranks that hold the same read it once and send it to each other; "node": the ranks of a node
             read together what lies interleaved; "off": neither. "auto": both, the former for files in a store or on a
@@ -85,8 +83,8 @@ def load_model(
         UnsupportedError: the combination cannot be streamed.
         RankError: another rank failed; all ranks raise it.
     """
-    folder = weights_folder(weights, verify=verify)
-    options = Options(progress=progress, verify=verify, stream=stream, weights=folder, share_reads=share_reads)
+    folder = weights_folder(weights)
+    options = Options(progress=progress, stream=stream, weights=folder, share_reads=share_reads)
     if _is_sharding(ds_config):
         from lowmem_load.api.load_into import load_sharded
 
@@ -206,7 +204,7 @@ def _sharded_calls(options: Options, *, everywhere: bool = False) -> contextlib.
             with shards_filled(call.path, call.kwargs, options):
                 return call.run()
         except UnsupportedError as error:  # on all ranks: what one alone raises is a RankError
-            if options.verify or not options.is_lenient:
+            if not options.is_lenient:
                 raise
             text = f"{call.name}: not streamed, but left to transformers: {error}"
         warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())

@@ -162,15 +162,13 @@ def name_text(name: Any) -> str:
     return os.fsdecode(name)
 
 
-def weights_folder(path: Any, *, verify: bool) -> str | None:
+def weights_folder(path: Any) -> str | None:
     """Return the folder of a training checkpoint as text, and None for none; raise ConfigError for anything else."""
     if path is None:
         return None
     text = os.fsdecode(path) if isinstance(path, str | os.PathLike) else ""
     if not text or "://" in text:
         raise ConfigError(f"weights: expected the local folder of a training checkpoint, got {path!r}")
-    if verify:
-        raise ConfigError("verify: no checksums of a training checkpoint are known; drop it, or drop weights")
     return text
 
 

@@ -1,4 +1,4 @@
-"""`lowmem-load inspect`, `verify`, `consolidate` and `report`: questions that files answer."""
+"""`lowmem-load inspect`, `consolidate` and `report`: questions that files answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowmem_load.cli import common
-from lowmem_load.cli.common import NO, Json, Name, Revision, Subfolder, answer, facts, table, working
+from lowmem_load.cli.common import Json, Name, Revision, Subfolder, answer, facts, table, working
 from lowmem_load.errors import ConfigError, listed
 from lowmem_load.text import count, size
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from lowmem_load.api.inspect_checkpoint import Inspection
-    from lowmem_load.pipeline.verify_checkpoint import FileCheck
     from lowmem_load.report import Joined
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -92,58 +91,6 @@ def _contents(inspection: Inspection) -> dict[str, str]:
         "of other shape": listed(inspection.mismatched_keys, 3),
         "not described": inspection.not_described or "",
     }
-
-
-def verify(
-    name: Name,
-    subfolder: Subfolder = "",
-    revision: Revision = None,
-    stream: Annotated[bool, typer.Option(help="Hash the files on the Hub, if they are not in its cache.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Compare the files of a checkpoint with their checksums.
-
-    Files at a URL (s3://, https://, ...) are fetched to be hashed; nothing is kept.
-
-    Checksums come from the Hub's download records and from SHA256SUMS or *.sha256 beside the files. Exits with 1 if a
-    weight file has no known checksum, and with 3 if one differs.
-
-    \b
-    lowmem-load verify /models/Llama-3.1-8B
-    lowmem-load verify meta-llama/Llama-3.1-8B      (the copy in the Hub's cache)
-    lowmem-load verify s3://bucket/models/Llama-3.1-8B
-    """
-    with working():
-        from lowmem_load.io.stand_ins import origin_of
-        from lowmem_load.pipeline.verify_checkpoint import verify_checkpoint
-
-        common.check_revision(name, revision)
-        checks = verify_checkpoint(name, subfolder=subfolder, revision=revision, stream=stream)
-    answer(
-        as_json,
-        [{**asdict(check), "is_proven": check.is_proven} for check in checks],
-        lambda: _checks(origin_of(name), checks),
-    )
-    if not all(check.is_proven for check in checks):
-        raise typer.Exit(NO)
-
-
-def _checks(name: str, checks: Sequence[FileCheck]) -> Sequence[RenderableType]:
-    """Return a table, the digests as `sha256sum` writes them, to be copied, and a verdict."""
-    rows, digests = [], []
-    for check in checks:
-        file, result = check.path.rpartition("/")[2], "as expected" if check.is_proven else "no checksum"
-        rows.append((file, size(check.nbytes), result, check.origin or ""))
-        digests.append(f"{check.digest}  {file}" + f"  ({check.algorithm})" * (check.algorithm != "sha256"))
-    proven, files = sum(check.is_proven for check in checks), f"{len(checks)} file{'s' * (len(checks) != 1)}"
-    verdict = f"All verified: {files}."
-    if proven < len(checks):
-        verdict = (
-            f"{proven} of {files} verified: of the others no checksum is known. If you trust them, run sha256sum "
-            "*.safetensors > SHA256SUMS in their folder."
-        )
-    columns = ("file", "size", "result", "checksum from")
-    return [table(name, columns, rows, right=("size",)), "\n".join([*digests, ""]), verdict]
 
 
 def consolidate(

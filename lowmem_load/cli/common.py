@@ -26,9 +26,9 @@ PIPE_WIDTH = 100
 """Columns of tables that do not go to a terminal."""
 
 COLOURS = {
-    **dict.fromkeys(("fits", "as expected", "ok", "all ", "no problem"), "green"),
+    **dict.fromkeys(("fits", "ok", "no problem"), "green"),
     **dict.fromkeys(("does not fit", "gpu lacks", "host lacks", "problem"), "red"),
-    **dict.fromkeys(("no checksum", "note", "no verdict", "0 of"), "yellow"),
+    **dict.fromkeys(("note", "no verdict"), "yellow"),
 }
 """Colours of a cell or line, by how it begins. rich leaves them out where the output is no terminal."""
 

@@ -50,21 +50,6 @@ def check_files(index: str) -> None:
         raise CheckpointError(f"{index}: {what}; copy or download them")
 
 
-def files_below(folder: str) -> list[str]:
-    """Return the files in subfolders that the indexes of a folder name, by their paths below it.
-
-    Raises CheckpointError if an index is malformed, or names a file that is not there.
-    """
-    named: set[str] = set()
-    for name in os.listdir(folder):
-        if name.endswith(".index.json"):
-            index = os.path.join(folder, name)
-            check_index(index)
-            check_files(index)
-            named |= {file for file in read_json(index)["weight_map"].values() if os.path.dirname(file)}
-    return sorted(named)
-
-
 def _is_file_name(value: object) -> bool:
     try:
         return isinstance(value, str) and bool(value) and b"\0" not in os.fsencode(value)

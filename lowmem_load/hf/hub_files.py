@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import huggingface_hub
@@ -14,7 +13,6 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers.utils import find_adapter_config_file
 
 from lowmem_load import foreign_names
-from lowmem_load.errors import CheckpointError
 from lowmem_load.replaced import Handlers
 
 _DOWNLOAD_KEYWORDS = ("cache_dir", "force_download", "token", "local_files_only", "revision", "subfolder")
@@ -69,22 +67,6 @@ def files_beside(name: str, files: Sequence[str]) -> list[str]:
         with contextlib.suppress(EntryNotFoundError):  # also raised offline, for a file that is not in the cache
             paths.append(huggingface_hub.hf_hub_download(name, file))
     return paths
-
-
-def cached_folder(name: str, subfolder: str, revision: str | None, cache_dir: str | os.PathLike[str] | None) -> str:
-    """Return the folder in the Hub's cache that holds the configuration of a model. Nothing is downloaded."""
-    for file in ("config.json", "adapter_config.json"):
-        inside = "/".join((*Path(subfolder).parts, file))
-        try:
-            path = huggingface_hub.try_to_load_from_cache(name, inside, cache_dir=cache_dir, revision=revision)
-        except ValueError as error:
-            raise CheckpointError(f"{name}: neither a folder nor a Hub id: {error}") from error
-        if isinstance(path, str):
-            return os.path.dirname(path)
-    raise CheckpointError(
-        f"{name}: no such folder in {os.getcwd()}, and not in the Hub's cache with this revision and subfolder; "
-        "download it first, or pass a folder"
-    )
 
 
 def commit_in(path: str) -> str:

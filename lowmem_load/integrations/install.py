@@ -35,7 +35,6 @@ def streaming(
     progress: bool | None = None,
     partition: Partition | None = None,
     data_parallel_group: Any = None,
-    verify: bool = False,
     stream: bool = False,
     share_reads: ShareReads = "auto",
 ) -> Iterator[None]:
@@ -52,14 +51,13 @@ def streaming(
         partition: as for `load_model`, for each model that is loaded inside. A model without a chosen module stays
             whole.
         data_parallel_group: as for `load_model`.
-        verify: as for `load_model`.
         stream: as for `load_model`.
         share_reads: as for `load_model`.
 
     Raises:
         ConfigError: ds_config cannot be used. Loads inside raise as `load_model` does.
     """
-    options = Options(progress=progress, verify=verify, stream=stream, share_reads=share_reads)
+    options = Options(progress=progress, stream=stream, share_reads=share_reads)
     if ds_config is not None:
         how = {"partition": partition, "data_parallel_group": data_parallel_group}
         with streaming_by_config(ds_config, options, **how):
@@ -99,7 +97,6 @@ _installed: list[contextlib.ExitStack] = []  # what to undo: at most one
 def install(
     *,
     progress: bool | None = None,
-    verify: bool = False,
     strict: bool = False,
     saves: bool = True,
     on_load: OnLoad | None = None,
@@ -131,7 +128,6 @@ def install(
 
     Args:
         progress: as for `load_model`.
-        verify: as for `load_model`. A load that cannot be streamed cannot be verified either, and is an error then.
         strict: make it an error (usually an `UnsupportedError`) if a load cannot be streamed.
         saves: let `Trainer.save_model`, `Accelerator.save_model` and `engine.save_16bit_model` write the same files
             under ZeRO-3 without gathering, and let `save_pretrained` refuse to write empty parameters; see
@@ -143,7 +139,7 @@ def install(
     if _installed:
         return
     _warn_of_locks()
-    how: dict[str, Any] = {"progress": progress, "verify": verify, "stream": stream, "share_reads": share_reads}
+    how: dict[str, Any] = {"progress": progress, "stream": stream, "share_reads": share_reads}
     options = Options(is_lenient=not strict, on_load=on_load, **how)
     with contextlib.ExitStack() as stack:
         stack.enter_context(streaming_by_active_config(options, everywhere=True))

@@ -108,7 +108,6 @@ class ModelEngine:
             mesh,
             auto_class=self.args.auto_class,
             dtype=torch.float32,
-            verify=self.args.verify,
             stream=self.args.stream,
             policy=policy,
             **kwargs,
@@ -133,7 +132,7 @@ class ModelEngine:
         request = Request(name, self.args.auto_class, "auto", kwargs)
         # transformers gets a copy: it must not see what the caller adds to ds_config, such as an optimizer.
         with load_lock(), active.deepspeed_config(settings.ds_config) as self.hf_deepspeed_config:
-            options = Options(verify=self.args.verify, stream=self.args.stream)
+            options = Options(stream=self.args.stream)
             self.model = load_request(lambda: (request, settings), self.distributed, options)
 
     def deepspeed_visible(self) -> contextlib.AbstractContextManager[Any]:
@@ -181,7 +180,7 @@ def load_handlers(options: Options) -> Handlers:
     """
 
     def load(_: Any, __: Any, model: nn.Module, name: str) -> None:
-        report = load_into(model, name, progress=options.progress, verify=options.verify)
+        report = load_into(model, name, progress=options.progress)
         if options.on_load is not None:
             options.on_load(report)
 

@@ -58,7 +58,7 @@ class ModelArguments:
         freeze: glob patterns over parameter names (`fnmatch`, case-sensitive). Matching parameters are not trained.
         gradient_checkpointing: None means True for training. Ignored if the engine is not for training.
         gradient_checkpointing_kwargs: for `torch.utils.checkpoint.checkpoint`; use_reentrant is False if absent.
-        verify, stream: as for `load_model`.
+        stream: as for `load_model`.
         model_kwargs: further keywords of `from_pretrained`: token, cache_dir, subfolder, num_labels, ...
 
     Raises:
@@ -75,7 +75,6 @@ class ModelArguments:
     freeze: Sequence[str] = ()
     gradient_checkpointing: bool | None = None
     gradient_checkpointing_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    verify: bool = False
     stream: bool = False
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -84,7 +83,7 @@ class ModelArguments:
             "model": (str, os.PathLike),
             "auto_class": (str, type, NoneType),
             "freeze": (str, Sequence),
-            **dict.fromkeys(("trust_remote_code", "verify", "stream"), (bool,)),
+            **dict.fromkeys(("trust_remote_code", "stream"), (bool,)),
             **dict.fromkeys(("revision", "attn_implementation"), (str, NoneType)),
             **dict.fromkeys(("bf16", "fp16", "gradient_checkpointing"), (bool, NoneType)),
             **dict.fromkeys(("gradient_checkpointing_kwargs", "model_kwargs"), (Mapping,)),

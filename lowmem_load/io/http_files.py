@@ -70,7 +70,6 @@ class HttpObject:
         version: its ETag or date; for the Hub, its hash.
         headers: of each request to the host of `url`: a token.
         of_hub: whether it is a file of one commit on the Hub, which cannot change: `version` is no condition then.
-        sha256: of the file, if it is known.
     """
 
     def __init__(
@@ -81,9 +80,8 @@ class HttpObject:
         headers: Callable[[], Headers] = dict,
         *,
         of_hub: bool = False,
-        sha256: str | None = None,
     ) -> None:
-        self.name, self.nbytes, self.version, self.sha256 = plain_url(url), nbytes, version, sha256
+        self.name, self.nbytes, self.version = plain_url(url), nbytes, version
         self._url, self._headers, self._of_hub = url, headers, of_hub
         self._location = url  # where `url` redirects to
 

@@ -37,8 +37,6 @@ _used_by: list[int] = []  # the process that has used obstore
 class StoreObject:
     """A `RemoteObject` in an object store."""
 
-    sha256 = None
-
     def __init__(self, store: Any, key: str, name: str, nbytes: int, version: str) -> None:
         self.name, self.nbytes, self.version = name, nbytes, version
         self._store, self._key = store, key

@@ -154,13 +154,13 @@ def folder_of_model(
     listing: dict[str, RemoteObject] = {}
     deeper: dict[str, RemoteObject] = {}  # files of weights and indexes in other folders
     for sibling in info.siblings:
-        file, sha256 = str(sibling.rfilename), sibling.lfs.sha256 if sibling.lfs is not None else None
+        file = str(sibling.rfilename)
         is_listed = posixpath.dirname(file) in ("", subfolder.strip("/"))
         if is_listed or file.endswith((".safetensors", ".bin", ".index.json")):
             url = huggingface_hub.hf_hub_url(name, file, revision=commit)
-            version = f"{commit} {sha256 or sibling.blob_id}"
+            version = f"{commit} {sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id}"
             (listing if is_listed else deeper)[file] = HttpObject(
-                url, int(sibling.size or 0), version, lambda: build_hf_headers(token=token), of_hub=True, sha256=sha256
+                url, int(sibling.size or 0), version, lambda: build_hf_headers(token=token), of_hub=True
             )
 
     def fetch(file: str, _: RemoteObject, check: Check) -> bytes:

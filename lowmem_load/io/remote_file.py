@@ -75,10 +75,6 @@ class RemoteObject(Protocol):
     def version(self) -> str:
         """What the store tells versions apart by: an ETag, a commit; equal on all ranks."""
 
-    @property
-    def sha256(self) -> str | None:
-        """Hex digest of all bytes, if the store knows it."""
-
     def fetch(self, offset: int, memory: memoryview, check: Callable[[], object]) -> None:
         """Make one request; fill `memory` with the bytes from `offset` on.
 

@@ -60,16 +60,6 @@ def head_of(path: str) -> str:
     return os.path.join(folder, HEADS, name)
 
 
-def remote_object(path: str) -> RemoteObject | None:
-    """Return the remote file that has this name, or that this path stands for; None if there is none."""
-    return _objects.get(path)
-
-
-def local_place(path: str) -> str:
-    """Return the path of the empty file that stands for the remote one of this name; else the path itself."""
-    return _places.get(path, path)
-
-
 def origin_of(folder: str) -> str:
     """Return the URL or Hub id that a folder stands for; the folder, if it is an ordinary one, or the plain URL."""
     if is_url(folder):

@@ -63,17 +63,12 @@ def check_sharing(share: Any) -> None:
         raise ConfigError(f"share_reads: asked for {share!r}, expected one of {', '.join(get_args(ShareReads))}")
 
 
-def check_left_alone(call: Call, *, verify: bool) -> None:
+def check_left_alone(call: Call) -> None:
     """Raise UnsupportedError for what cannot be done where transformers reads the files."""
     if is_stand_in(call.path):
         raise UnsupportedError(
             f"{call.name}: transformers itself reads the files of this load, which a remote store has; download the "
             "checkpoint and name its folder"
-        )
-    if verify:
-        raise UnsupportedError(
-            f"{call.name}: verify=True, but transformers itself reads the files of this load; call "
-            "lowmem_load.verify_checkpoint before it"
         )
 
 

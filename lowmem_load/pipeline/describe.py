@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,6 @@ class Described:
         settings: resolved for this model.
         target: where its parameters go.
         files: of the checkpoint that were opened.
-        descriptions: of these files, by path.
         read_to_describe: see `LoadPlan`.
         constructor: the values that the model's constructor has computed.
     """
@@ -48,7 +47,6 @@ class Described:
     settings: Settings
     target: Target
     files: tuple[PlannedFile, ...]
-    descriptions: Mapping[str, CheckpointFile]
     read_to_describe: tuple[tuple[str, int], ...]
     constructor: Constructor
 
@@ -97,10 +95,9 @@ def describe(
     context.weights = None if weights is None else _training_weights(weights, executor, context)
     model, info = call.describe(context)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
-    descriptions = {file.path: file for file in context.files.values()}
     _, resolved, target = prepare(model)
     read = tuple(reads.nbytes.items())
-    return Described(call, model, info, resolved, target, files, descriptions, read, context.constructor)
+    return Described(call, model, info, resolved, target, files, read, context.constructor)
 
 
 def _training_weights(folder: str, executor: Executor, context: Context) -> dict[str, torch.Tensor]:

@@ -52,7 +52,7 @@ from lowmem_load.pipeline.checks import (
 from lowmem_load.pipeline.describe import Described, describe, random_state_of
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
-from lowmem_load.pipeline.same_bytes import FilesId, agree_on_bytes, identify_files, small_tensors
+from lowmem_load.pipeline.same_bytes import FilesId, agree_on_bytes, identify_files
 from lowmem_load.pipeline.shared_reads import ReadSharing, SharedReads
 from lowmem_load.planning.sharing import ShareReads
 from lowmem_load.report import Attempts, LoadReport, OnLoad, write_report
@@ -82,10 +82,9 @@ HandOut = Callable[[Described, Planned, Executor, LoadReport], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to load. For `progress`, `verify`, `stream`, `weights` and `share_reads`, see `load_model`."""
+    """How to load. For `progress`, `stream`, `weights` and `share_reads`, see `load_model`."""
 
     progress: bool | None = None
-    verify: bool = False
     stream: bool = False
     weights: str | None = None
     share_reads: ShareReads = "auto"
@@ -209,7 +208,7 @@ class Load:
             yield
         except Exception as error:
             may_work = isinstance(error, UnsupportedError) if made else may_work_in_stock(error)
-            if not self.options.is_lenient or self.options.verify or not may_work or is_remote:
+            if not self.options.is_lenient or not may_work or is_remote:
                 raise
             raise _NotStreamedError(error_text(error, model_folder.MAX_QUOTED)) from error
 
@@ -219,10 +218,9 @@ class Load:
             refuse_device_map(call, self.settings)
             left_alone = is_left_alone(call, self.settings)
             if left_alone:
-                check_left_alone(call, verify=self.options.verify)
-            streamed = "a verified load" if self.options.verify else "a streamed load"
+                check_left_alone(call)
             else_ = ", or else left to stock" if self.options.is_lenient else ""
-            step.digest = {"as kind of load": "an ordinary load" if left_alone else streamed + else_}
+            step.digest = {"as kind of load": "an ordinary load" if left_alone else "a streamed load" + else_}
             state = torch.get_rng_state().numpy().tobytes() if self.ranks.rank == 0 else b""
             step.payload = node_name(self.ranks.rank), base64.b64encode(state).decode()
         nodes = [node for node, _ in step.payloads]
@@ -324,22 +322,15 @@ class Load:
     def _check_files(
         self, described: Described, executor: Executor, ids: Sequence[FilesId], report: LoadReport
     ) -> None:
-        name, files, sources, num_threads = described.name, described.files, executor.sources, executor.num_threads
         with report.phase("compare"):
-            views = agree_on_bytes(
+            agree_on_bytes(
                 self.ranks,
-                name,
-                files,
-                small_of=lambda file: small_tensors(described.descriptions[file.path]),
-                sources=sources,
+                described.name,
+                described.files,
+                sources=executor.sources,
                 ids=ids,
-                num_threads=num_threads,
+                num_threads=executor.num_threads,
             )
-        if self.options.verify:
-            from lowmem_load.pipeline.verify_checkpoint import agree_on_checksums
-
-            with report.phase("verify"):
-                agree_on_checksums(self.ranks, name, files, views, sources, num_threads=num_threads)
 
     def _combine_companions(
         self, planned: Planned, executor: Executor, progress: Callable[[], Progress] | None = None

@@ -1,18 +1,13 @@
-"""Proves, between planning and reading, that all ranks read the same bytes.
+"""Finds, between planning and reading, nodes that have different copies of a checkpoint.
 
 [Note: the sample] Ranks on different nodes may read different copies of a checkpoint, with equal headers. So each file
 is cut into strata of equal size, and one block at a random place of each stratum is compared. Files that differ
 everywhere, such as those of two training runs, differ in every block. A stretch that differs is found for certain if it
 covers two strata; a shorter one, in proportion to its share of a stratum. The ranks draw a new seed for each load.
-
-A norm that differs is shorter than that: 2 KiB of a shard file of 5 GB would be missed nearly always. So tensors of up
-to `SMALL_BYTES` are compared whole: 161 with 2.6 MB of a 70 B Llama, and 46,000 with 168 MB of DeepSeek-V3's 688 GB,
-mostly scales. safetensors sorts tensors by dtype, so scales lie side by side, and one read fetches many.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import random
 import secrets
@@ -23,11 +18,9 @@ from typing import NamedTuple
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.nodes import machine
-from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.formats.format import CheckpointFile
+from lowmem_load.errors import CheckpointError
 from lowmem_load.io.source import OpenSources, read_bytes
 from lowmem_load.io.stand_ins import is_url
-from lowmem_load.planning.expression import Source, numel
 from lowmem_load.planning.load_plan import PlannedFile, in_common_order
 from lowmem_load.text import fingerprint, spell_ranks
 
@@ -40,30 +33,12 @@ MIN_BLOCKS, MAX_BLOCKS = 3, 64
 MAX_BLOCKS_IN_ALL = 2048
 """Most blocks of a checkpoint, unless `MIN_BLOCKS` of each file are more: a few milliseconds from the page cache."""
 
-SMALL_BYTES = 64 << 10
-"""Largest tensor that is compared whole."""
-
-GAP_BYTES = 64 << 10
-"""Largest gap between small tensors that is read along: on network storage another read takes longer."""
-
-MAX_READ_BYTES = 4 << 20
-"""Most bytes of small tensors that one read fetches into memory."""
-
-Span = tuple[int, int]
-"""First byte in a file, and the number of bytes."""
-
 
 class View(NamedTuple):
-    """What ranks that opened the very same files found, by file, in one order for all views.
-
-    Attributes:
-        digests: of the sample of each file.
-        blobs: names of the files in the Hub's cache, which are digests of all their bytes; None elsewhere.
-    """
+    """The digests of the samples that ranks which opened the very same files took, in one order for all views."""
 
     ranks: Sequence[int]
     digests: Sequence[str]
-    blobs: Sequence[str | None]
     paths: Sequence[str]
 
 
@@ -84,25 +59,19 @@ def agree_on_bytes(
     name: str,
     files: Sequence[PlannedFile],
     *,
-    small_of: Callable[[PlannedFile], Sequence[Span]],
     sources: OpenSources,
     ids: Sequence[FilesId],
     num_threads: int,
-) -> list[str]:
-    """Raise on all ranks unless their files hold the same bytes; see [Note: the sample].
+) -> None:
+    """Raise on all ranks if a sample of their files differs; see [Note: the sample].
 
-    The ranks have agreed on names, sizes and headers. `ids` has what `identify_files` returned on each rank, `small_of`
-    returns the small tensors of a file. Collective: one step; none where all opened the very same files.
-
-    Returns:
-        By rank, a digest that those with the very same files share.
+    The ranks have agreed on names, sizes and headers. `ids` has what `identify_files` returned on each rank.
+    Collective: one step; none where all opened the very same files.
     """
     id_by_rank = [digest for digest, _ in ids]
     first_rank = {digest: id_by_rank.index(digest) for digest in dict.fromkeys(id_by_rank)}
     if len(first_rank) == 1:
-        return id_by_rank
-    from lowmem_load.io.checksums import name_of_blob
-
+        return
     ordered, sampled_blocks = in_common_order(files), [0]
 
     def on_block() -> None:
@@ -112,43 +81,24 @@ def agree_on_bytes(
     def progress() -> Progress:
         return Progress(sampled_blocks[0], f"{sampled_blocks[0]} blocks compared")
 
-    blobs, paths = [name_of_blob(file.path) for file in ordered], [file.path for file in ordered]
     with ranks.step("comparing the files of the ranks", name=name, progress=progress) as step:
         if first_rank[id_by_rank[ranks.rank]] == ranks.rank:
-            small = list(map(small_of, ordered))
-            digests = sample_digests(ordered, small, ids[0][1], sources, on_block, num_threads=num_threads)
-            step.payload = digests, blobs, paths
+            digests = sample_digests(ordered, ids[0][1], sources, on_block, num_threads=num_threads)
+            step.payload = digests, [file.path for file in ordered]
     check_same(
         [
             View([rank for rank, other in enumerate(id_by_rank) if other == digest], *step.payloads[first])
             for digest, first in first_rank.items()
         ]
     )
-    return id_by_rank
-
-
-def small_tensors(file: CheckpointFile) -> list[Span]:
-    """Return where the tensors that are compared whole lie in a file, in its order."""
-    spans = []
-    for name in file.names:
-        with contextlib.suppress(UnsupportedError):  # torch has no dtype for it, so no model uses it
-            tensor = file.expression(name)
-            if isinstance(tensor, Source) and 0 < (nbytes := numel(tensor) * tensor.dtype.itemsize) <= SMALL_BYTES:
-                spans.append((tensor.start, nbytes))
-    return spans
 
 
 def check_same(views: Sequence[View]) -> None:
     """Raise CheckpointError, which names the first file that differs and the ranks, unless all hold the same."""
     for number, path in enumerate(views[0].paths):
-        sampled: dict[str, list[View]] = {}
-        named: dict[str, list[View]] = {}
+        versions: dict[str, list[View]] = {}
         for view in views:
-            sampled.setdefault(view.digests[number], []).append(view)
-            blob = view.blobs[number]
-            if blob is not None:
-                named.setdefault(blob, []).append(view)
-        versions = max(sampled, named, key=len)
+            versions.setdefault(view.digests[number], []).append(view)
         if len(versions) > 1:
             groups = [
                 f"rank(s) {spell_ranks(sorted(rank for view in alike for rank in view.ranks))}: "
@@ -159,22 +109,6 @@ def check_same(views: Sequence[View]) -> None:
                 f"{path.rpartition('/')[2]}: the ranks hold {len(versions)} different files of this name, so the "
                 f"model would be a mixture: {'; '.join(groups)}. Give all ranks the same checkpoint and revision"
             )
-
-
-# -- the sample --------------------------------------------------------------------------------------------------------
-
-
-def join_spans(tensors: Sequence[Span]) -> list[Span]:
-    """Return the reads that fetch the small tensors of a file, ascending. Small gaps between tensors are read along."""
-    spans: list[Span] = []
-    for first, nbytes in sorted(tensors):
-        start, length = spans[-1] if spans else (first, 0)
-        end = max(start + length, first + nbytes)
-        if spans and first - (start + length) <= GAP_BYTES and end - start <= MAX_READ_BYTES:
-            spans[-1] = start, end - start
-        else:
-            spans.append((first, nbytes))
-    return spans
 
 
 def sample_offsets(files: Sequence[PlannedFile], seed: int) -> list[list[int]]:
@@ -195,27 +129,25 @@ def sample_offsets(files: Sequence[PlannedFile], seed: int) -> list[list[int]]:
 
 def sample_digests(
     files: Sequence[PlannedFile],
-    small: Sequence[Sequence[Span]],
     seed: int,
     sources: OpenSources,
     on_block: Callable[[], object] = int,
     *,
     num_threads: int,
 ) -> list[str]:
-    """Return a digest of the sampled blocks and the `small` tensors of each file.
+    """Return a digest of the sampled blocks of each file.
 
     Raises CheckpointError if a file cannot be read, or has changed since its header was read.
     """
 
-    def digest(file: PlannedFile, offsets: Sequence[int], tensors: Sequence[Span]) -> str:
-        spans = [*((offset, BLOCK_BYTES) for offset in offsets), *join_spans(tensors)]
+    def digest(file: PlannedFile, offsets: Sequence[int]) -> str:
         with sources.reading(file.path) as source:
             hasher = hashlib.blake2b(digest_size=16)
-            for offset, nbytes in spans:
-                hasher.update(read_bytes(source, offset, nbytes))
+            for offset in offsets:
+                hasher.update(read_bytes(source, offset, BLOCK_BYTES))
                 on_block()
             return hasher.hexdigest()
 
     sources.expect(files)
     with ThreadPoolExecutor(num_threads, "lowmem_load-sample") as pool:
-        return list(pool.map(digest, files, sample_offsets(files, seed), small))
+        return list(pool.map(digest, files, sample_offsets(files, seed)))

@@ -125,7 +125,6 @@ def _write(
             ranks,
             model.folder,
             model.files,
-            small_of=lambda _: (),
             sources=executor.sources,
             ids=ids,
             num_threads=executor.num_threads,

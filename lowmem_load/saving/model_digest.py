@@ -11,7 +11,7 @@ with its own keys k of 27 bits and u of 64 bits. The inner sum stays below 2**53
 Two tensors that differ have equal sums with a probability below 2**-200: below 2**-26 for each of the independent
 lanes. (In a block that differs, at most one value in 2**27 of some k[j] makes the inner sums equal; otherwise u[b]
 hides the difference with at most 2**-36.) The keys are expanded from a constant and public: whoever chooses the weights
-can make two tensors with equal sums. So the digest is a check against accidents, `verify_checkpoint` against forgery.
+can make two tensors with equal sums. So the digest is a check against accidents, not against forgery.
 """
 
 from __future__ import annotations

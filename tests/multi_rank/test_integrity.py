@@ -1,18 +1,16 @@
-"""Digests of models, however many ranks hold them and however, and loads whose files are verified first."""
+"""Digests of models, however many ranks hold them and however."""
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lowmem_load.errors import CheckpointError, RankError, UnsupportedError
+from lowmem_load.errors import RankError
 from tests import builders
 from tests.multi_rank.test_modes import is_compiled
 from tests.ranks import run_ranks
@@ -188,76 +186,3 @@ def refuse_digest(path: str) -> str:
 def test_a_rank_that_cannot_digest_stops_all(checkpoints: Path) -> None:
     first, second = run_ranks(refuse_digest, str(builders.tiny_llama(checkpoints)))
     assert first == second and "rank 1: OSError: no" in first
-
-
-# -- load_model(verify=True) -----------------------------------------------------------------------------------------
-
-
-def sum_up(folder: Path) -> None:
-    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in folder.glob("*.safetensors")]
-    (folder / "SHA256SUMS").write_text("".join(lines))
-
-
-def verify_loads(good: str, flipped: str, unknown: str) -> list[str]:
-    """Rank function: returns the errors."""
-    from transformers import AutoModelForCausalLM
-
-    from lowmem_load import load_model, load_report, streaming
-    from lowmem_load.pipeline import same_bytes
-    from lowmem_load.pipeline import verify_checkpoint as files
-
-    hashed: list[str] = []
-    ordinary_hash, rank = files.hash_source, os.environ["RANK"]
-
-    def counted(source: Any, algorithm: str, *rest: Any) -> str:
-        hashed.append(Path(source.path).name)
-        return ordinary_hash(source, algorithm, *rest)
-
-    files.hash_source = counted
-    report = load_report(load_model(good, FP32, verify=True))
-    assert "verify" in report.seconds
-    num_files, shared = len(list(Path(good).glob("*.safetensors"))), len(hashed)
-    with streaming(FP32, verify=True):
-        AutoModelForCausalLM.from_pretrained(good)
-    assert len(hashed) == 2 * shared
-    load_model(good, {"zero_optimization": {"stage": 2}}, verify=True)
-    assert len(hashed) == 3 * shared
-    load_model(flipped, FP32)
-    assert len(hashed) == 3 * shared, "nothing is hashed unless asked for"
-    same_bytes.machine = lambda: rank  # ranks on machines of their own hash all that they read
-    load_model(good, FP32, verify=True)
-    assert len(hashed) == 3 * shared + num_files
-    errors = []
-    for path, error, config in (
-        (flipped, CheckpointError, FP32),
-        (unknown, CheckpointError, FP32),
-        (good, UnsupportedError, {"zero_optimization": {"stage": 0}}),
-    ):
-        with pytest.raises(error) as caught:
-            load_model(path, config, verify=True, **({"device_map": "cpu"} if error is UnsupportedError else {}))
-        errors.append(str(caught.value))
-    with pytest.raises(RankError, match="checking the call failed on 1 rank"):
-        load_model(good, FP32, verify=rank == "0")
-    return [str(shared), *errors]
-
-
-def test_files_are_verified_before_they_are_read(checkpoints: Path, tmp_path: Path) -> None:
-    folders = {name: tmp_path / name for name in ("good", "flipped", "unknown")}
-    for folder in folders.values():
-        shutil.copytree(builders.tiny_llama(checkpoints, torch.float32, max_shard_size="30KB"), folder)
-    for name in ("good", "flipped"):
-        sum_up(folders[name])
-    shards = sorted(folders["flipped"].glob("*.safetensors"))
-    assert len(shards) > 3
-    data = bytearray(shards[1].read_bytes())
-    data[-1] ^= 1
-    shards[1].write_bytes(data)
-    answers = run_ranks(verify_loads, *map(str, folders.values()))
-    assert sum(int(shared) for shared, *_ in answers) == len(shards), "each file is hashed once"
-    assert all(int(shared) for shared, *_ in answers), "both ranks take part"
-    assert answers[0][1:] == answers[1][1:], "the same errors on all ranks"
-    _, flipped, unknown, left_alone = answers[0]
-    assert flipped.startswith("2 file(s) are not what they should be"), "each of the two machines says so"
-    assert flipped.count(f"{shards[1]}: its sha256 is ") == 2 and "rank 0: " in flipped and "rank 1: " in flipped
-    assert f"nothing is known of {folders['unknown']}/model-00001" in unknown
-    assert "transformers itself reads the files of this load" in left_alone

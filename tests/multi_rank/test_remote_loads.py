@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import io
 import itertools
 import json
@@ -504,63 +503,6 @@ def test_models_on_the_hub_are_read_without_a_download(checkpoints: Path, place:
     asked = ["HEAD /org/model/resolve/main/config.json"] * 2  # by each rank: whether the branch has moved on
     assert [lines for lines, _ in answers] == [asked, asked]
     assert statuses[403] == sum(num_retries for _, num_retries in answers) > 0
-
-
-# -- checksums ---------------------------------------------------------------------------------------------------------
-
-
-def sum_up(folder: Path) -> None:
-    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in folder.glob("*.safetensors")]
-    (folder / "SHA256SUMS").write_text("".join(lines))
-
-
-def verify_loads(place: Place, good: str, wrong: str, unknown: str, hub: Hub, case: Case) -> None:
-    """Rank function."""
-    from lowmem_load import CheckpointError, RankError, load_model, load_report
-    from lowmem_load.pipeline import load as loading
-    from tests.hub import pointed_at
-
-    rank = place.start()
-    for scheme in ("http", "s3"):
-        report = load_report(load_model(place(good, scheme), BF16, verify=True))
-        assert "verify" in report.seconds
-        with pytest.raises((CheckpointError, RankError), match=r"its sha256 is [0-9a-f]{64}, expected 0{64} \(from"):
-            load_model(place(wrong, scheme), BF16, verify=True)
-        load_model(place(wrong, scheme), BF16)
-        with pytest.raises((CheckpointError, RankError), match="verify=True, but nothing is known of"):
-            load_model(place(unknown, scheme), BF16, verify=True)
-    ordinary = loading.agree_on_bytes
-
-    def corrupted(*args: Any, **kwargs: Any) -> Any:
-        if rank == 0:
-            path = next(Path(case[0]).glob("*.safetensors"))
-            content = bytearray(path.read_bytes())
-            content[-1] ^= 1
-            path.write_bytes(content)
-        torch.distributed.barrier()
-        return ordinary(*args, **kwargs)
-
-    with pointed_at(hub.url, f"{place.temporary}/cache"):
-        assert_loads_alike("org/model", case, stream=True, verify=True)
-        with (
-            mock.patch.object(loading, "agree_on_bytes", corrupted),
-            pytest.raises((CheckpointError, RankError), match=r"its sha256 is [0-9a-f]{64}, .*from the Hub"),
-        ):
-            load_model("org/model", BF16, stream=True, verify=True)
-
-
-def test_files_are_verified_before_they_are_read(checkpoints: Path, place: Place, tmp_path: Path) -> None:
-    source = builders.tiny_llama(checkpoints, max_shard_size="50KB")
-    good, wrong = (
-        Path(shutil.copytree(source, checkpoints / f"remote-{name}", dirs_exist_ok=True)) for name in ("good", "wrong")
-    )
-    sum_up(good)
-    lines = (good / "SHA256SUMS").read_text().splitlines(keepends=True)
-    (wrong / "SHA256SUMS").write_text("".join(["0" * 64 + lines[0][64:], *lines[1:]]))
-    of_hub = Path(shutil.copytree(source, tmp_path / "of-hub"))
-    with hub_of({"org/model": of_hub}) as (hub, _):
-        case = (str(of_hub), BF16, None, torch.bfloat16)
-        run(verify_loads, place, str(good), str(wrong), str(source), hub, case)
 
 
 # -- failures that pass ------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def with_other_value(folder: Path, to: Path, file: str, values: dict[str, object
 
 @pytest.mark.parametrize(
     ("world_size", "names"),
-    [(2, [None, "lm_head.weight", "model.norm.weight"]), (4, [None, "model.embed_tokens.weight"])],
+    [(2, [None, "lm_head.weight"]), (4, [None, "model.embed_tokens.weight"])],
 )
 def test_two_checkpoints_of_one_shape_are_not_mixed(
     checkpoints: Path, tmp_path: Path, world_size: int, names: list[str | None]

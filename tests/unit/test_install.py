@@ -138,7 +138,7 @@ class Unfillable(LlamaForCausalLM):  # type: ignore[misc]
         raise UnsupportedError("its memory is its own")
 
 
-@pytest.mark.parametrize(("options", "is_left"), [({}, True), ({"strict": True}, False), ({"verify": True}, False)])
+@pytest.mark.parametrize(("options", "is_left"), [({}, True), ({"strict": True}, False)])
 def test_a_sharded_load_that_cannot_be_streamed_is_left_to_transformers(
     options: dict[str, Any], is_left: bool, llama: str
 ) -> None:

@@ -537,20 +537,6 @@ def test_a_folder_that_is_not_there_is_an_error() -> None:
         lazy("/nowhere/at/all")
 
 
-def test_files_are_verified_first(path: str, tmp_path: Path) -> None:
-    import hashlib
-
-    with pytest.raises(CheckpointError, match="nothing is known of"):
-        lazily(path, verify=True)
-    folder = shutil.copytree(path, tmp_path / "model")
-    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.safetensors")}
-    (folder / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
-    assert num_lazy(lazily(str(folder), verify=True))
-    (folder / "SHA256SUMS").write_text("".join(f"{'0' * 64}  {name}\n" for name in digests))
-    with pytest.raises(CheckpointError, match="its sha256 is"):
-        lazily(str(folder), verify=True)
-
-
 def test_packed_weights_are_lazy(path: str, tmp_path: Path) -> None:
     kind = pytest.importorskip("bitsandbytes").nn.Params4bit
     bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)

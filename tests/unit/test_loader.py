@@ -93,9 +93,8 @@ NEEDED_BY_SOME = (
         "frameworks",
         "hf.saver",
     ),
-    *("dtensor", "io.checksums"),
+    *("dtensor",),
     *(
-        "pipeline.verify_checkpoint",
         "resume",
         "saving",
         "partial",

@@ -26,7 +26,7 @@ from lowmem_load.io import remote_checkpoint
 from lowmem_load.io.remote_checkpoint import ON_HTTP, folder_of_model, folder_of_url
 from lowmem_load.io.remote_file import HEAD_BYTES
 from lowmem_load.io.source import LocalFile, read_bytes
-from lowmem_load.io.stand_ins import is_stand_in, open_file, origin_of, origins_named, remote_object
+from lowmem_load.io.stand_ins import is_stand_in, open_file, origin_of, origins_named
 from tests import ranks
 from tests.hub import pointed_at
 from tests.remote.hub_front import COMMIT, HubServer, hub_front
@@ -472,7 +472,7 @@ def test_a_list_with_impossible_names_is_refused(
     from lowmem_load.io import object_store
 
     class Item:
-        name, nbytes, version, sha256 = "s3://bucket/a", 2, '"1"', None
+        name, nbytes, version = "s3://bucket/a", 2, '"1"'
 
         def fetch(self, offset: int, memory: memoryview, check: Any) -> None:
             memory[:] = b"{}"
@@ -613,15 +613,6 @@ def test_shards_in_subfolders_on_the_hub_are_there(hub: HubServer, checkpoint: P
     folder, _ = folder_of_model("org/model")
     assert_has_shards(folder, checkpoint, SUBFOLDERS.values())
     assert "layers.0/unnamed.safetensors" not in files_in(folder)
-
-
-def test_the_sha256_of_the_hub_is_known(hub: HubServer, checkpoint: Path) -> None:
-    import hashlib
-
-    folder, _ = folder_of_model("org/model")
-    item = remote_object(os.path.join(folder, "model-0.safetensors"))
-    assert item is not None
-    assert item.sha256 == hashlib.sha256((checkpoint / "model-0.safetensors").read_bytes()).hexdigest()
 
 
 def test_a_model_that_is_not_there_is_an_error(hub: HubServer) -> None:

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("traffic")
 class Memory:
     """A `RemoteObject` in memory, whose first requests fail."""
 
-    name, nbytes, version, sha256 = "s3://bucket/file", len(CONTENT), '"1"', None
+    name, nbytes, version = "s3://bucket/file", len(CONTENT), '"1"'
 
     def __init__(self, *errors: Exception, act: Callable[[], object] = int) -> None:
         self.asked: list[tuple[int, int]] = []

@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import random
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.io.checksums import name_of_blob
-from lowmem_load.io.source import LocalFile, OpenSources, read_bytes
+from lowmem_load.io.source import LocalFile, OpenSources
 from lowmem_load.pipeline.same_bytes import (
     BLOCK_BYTES,
-    GAP_BYTES,
     MAX_BLOCKS,
     MAX_BLOCKS_IN_ALL,
-    MAX_READ_BYTES,
     MIN_BLOCKS,
-    SMALL_BYTES,
     FilesId,
-    Span,
     View,
     agree_on_bytes,
     check_same,
     identify_files,
-    join_spans,
     sample_digests,
     sample_offsets,
-    small_tensors,
 )
 from lowmem_load.planning.load_plan import PlannedFile
 from tests.steps import ScriptedRanks
@@ -69,7 +58,6 @@ class Others:
         return [
             (
                 self._digests(node) if self._nodes.index(node) == rank else [],
-                [name_of_blob(path) for path in self._paths(node)],
                 self._paths(node),
             )
             for rank, node in enumerate(self._nodes)
@@ -77,9 +65,7 @@ class Others:
 
     def _digests(self, node: str) -> list[str]:
         with contextlib.closing(OpenSources(LocalFile)) as sources:
-            return sample_digests(
-                self._ordered(node), [()] * len(self._ordered(node)), self.seed, sources, num_threads=1
-            )
+            return sample_digests(self._ordered(node), self.seed, sources, num_threads=1)
 
     def _paths(self, node: str) -> list[str]:
         return [file.path for file in self._ordered(node)]
@@ -127,7 +113,6 @@ def run(rank: int, nodes: list[str], held: dict[str, list[PlannedFile]]) -> tupl
             ranks,
             "model",
             files,
-            small_of=lambda _: [],
             sources=sources,
             ids=others.seen(identify_files(files)),
             num_threads=1,
@@ -136,20 +121,12 @@ def run(rank: int, nodes: list[str], held: dict[str, list[PlannedFile]]) -> tupl
     return ranks, read
 
 
-def view(*ranks: int, digests: str = "xy", blobs: tuple[str | None, str | None] = (None, None)) -> View:
+def view(*ranks: int, digests: str = "xy") -> View:
     """What ranks found in the files `a` and `b` of a folder named after the first of them."""
-    return View(ranks, tuple(digests), blobs, [f"/{ranks[0]}/{name}" for name in "ab"])
+    return View(ranks, tuple(digests), [f"/{ranks[0]}/{name}" for name in "ab"])
 
 
-@pytest.mark.parametrize(
-    "views",
-    [
-        [view(0)],
-        [view(0, 2), view(1)],
-        [view(0, blobs=("b1", None)), view(1)],  # a copy of the Hub's files
-        [view(0, blobs=("b1", "b2")), view(1, blobs=("b1", "b2"))],
-    ],
-)
+@pytest.mark.parametrize("views", [[view(0)], [view(0, 2), view(1)]])
 def test_views_of_the_same_bytes_pass(views: list[View]) -> None:
     check_same(views)
 
@@ -161,9 +138,6 @@ def test_views_of_the_same_bytes_pass(views: list[View]) -> None:
         ([view(0), view(1, digests="zz")], "a: the ranks hold 2"),
         ([view(0, 3), view(1, 4, digests="xz"), view(2)], "0, 2-3: /0/b; rank\\(s\\) 1, 4: /1/b"),
         ([view(0), view(1, digests="xz"), view(2, digests="xw")], "the ranks hold 3 .*0: /0/b; .*1: /1/b; .*2: /2/b"),
-        ([view(0, blobs=("b1", None)), view(1, blobs=("b2", None))], "a: the ranks hold 2"),
-        ([view(0, digests="xw", blobs=(None, "b1")), view(1, digests="xz", blobs=(None, "b1"))], "b: the ranks hold 2"),
-        ([view(0), view(1, blobs=(None, "b1")), view(2, blobs=(None, "b2"))], "2 .*1: /1/b; .*2: /2/b\\. Give"),
     ],
 )
 def test_views_of_other_bytes_are_named_with_their_ranks(views: list[View], expected: str) -> None:
@@ -189,7 +163,7 @@ def test_copies_are_sampled_by_one_rank_of_each(
     if not expected:
         assert ranks.brought == [None], "with a thousand ranks, the same from all would be too much for the store"
         return
-    digests, _, paths = ranks.brought[0]
+    digests, paths = ranks.brought[0]
     assert digests
     assert [Path(path).name for path in paths] == ["a", "b"]
 
@@ -219,31 +193,6 @@ def test_a_file_that_changes_is_another_view(held: dict[str, list[PlannedFile]])
     assert views[0] == views[1]
     held["first"][0] = PlannedFile(held["first"][0].path, len(DATA), "header", "another version")
     assert identify_files(held["first"])[0] != views[0]
-
-
-def test_blobs_that_the_hub_names_otherwise_differ_whatever_the_sample_says(tmp_path: Path) -> None:
-    held = {}
-    for node, digest in {"first": "a" * 64, "other": "b" * 64}.items():
-        repository = tmp_path / node / "models--org--name"
-        (repository / "snapshots" / "main").mkdir(parents=True)
-        (blob,) = checkpoint(repository / "blobs", **{digest: DATA})
-        link = repository / "snapshots" / "main" / "model.safetensors"
-        link.symlink_to(blob.path)
-        held[node] = [dataclasses.replace(blob, path=str(link))]
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: the ranks hold 2 different files"):
-        run(0, ["first", "other"], held)
-    run(0, ["first", "first"], held)
-
-
-def test_small_tensors_lie_where_the_file_has_their_bytes(tmp_path: Path) -> None:
-    """Those of up to 64 KiB that are not empty."""
-    norm = torch.arange(16, dtype=torch.float32)
-    held = {"norm": norm, "large": torch.zeros(SMALL_BYTES + 1, dtype=torch.uint8), "empty": torch.zeros(0)}
-    save_file(held, tmp_path / "model.safetensors")
-    source = LocalFile(str(tmp_path / "model.safetensors"))
-    with contextlib.closing(source):
-        ((start, nbytes),) = small_tensors(Safetensors().describe(source))
-        assert read_bytes(source, start, nbytes) == norm.numpy().tobytes()
 
 
 # -- samples of files --------------------------------------------------------------------------------------------------
@@ -279,57 +228,10 @@ def test_places_depend_on_the_seed_alone() -> None:
     assert sample_offsets([file(1 << 30)], 7) != sample_offsets([file(1 << 30)], 8)
 
 
-def test_tensors_side_by_side_are_read_at_once() -> None:
-    """As the scales of DeepSeek-V3's experts: safetensors sorts tensors by dtype."""
-    scales = [(1000 + 3584 * number, 3584) for number in range(900)]
-    assert join_spans(scales[::-1]) == [(1000, 3584 * 900)]
-    assert join_spans([]) == []
-    assert join_spans([(0, 8), (8 + GAP_BYTES, 8), (17 + 2 * GAP_BYTES, 8)]) == [
-        (0, 16 + GAP_BYTES),
-        (17 + 2 * GAP_BYTES, 8),
-    ]
-
-
-@given(st.lists(st.tuples(st.integers(0, 100 << 20), st.integers(1, SMALL_BYTES)), max_size=300))
-def test_reads_cover_all_small_tensors(tensors: list[Span]) -> None:
-    reads = join_spans(tensors)
-    assert all(nbytes <= MAX_READ_BYTES for _, nbytes in reads)
-    assert reads == sorted(reads)
-    for first, nbytes in tensors:
-        assert any(start <= first and first + nbytes <= start + length for start, length in reads)
-
-
-def test_one_of_many_small_tensors_that_differs_is_found(tmp_path: Path) -> None:
-    """FP8 checkpoints of mixtures of experts have tens of thousands of scales beside their norms."""
-    small = [[(8192 * number, 64) for number in range(10_000)]]
-    for name, value in (("a", 0), ("b", 1)):
-        with (tmp_path / name).open("wb") as file:
-            file.truncate(80 << 20)
-            file.seek(8192 * 7001)
-            file.write(bytes([value]) * 64)
-    first, second = (
-        digests(tmp_path / name, LocalFile(str(tmp_path / name)).version, small=small) for name in ("a", "b")
-    )
-    assert first != second
-
-
-def test_a_small_tensor_that_differs_is_found(tmp_path: Path) -> None:
-    """The blocks of the sample miss it: 2 KiB of 64 MiB."""
-    for name, value in (("a", 0), ("b", 1)):
-        with (tmp_path / name).open("wb") as file:
-            file.truncate(64 << 20)
-            file.seek(32 << 20)
-            file.write(bytes([value]) * 2048)
-    versions = [LocalFile(str(tmp_path / name)).version for name in "ab"]
-    for small, differs in (([[]], False), ([[(32 << 20, 2048)]], True)):
-        found = [digests(tmp_path / name, version, small=small) for name, version in zip("ab", versions, strict=True)]
-        assert (found[0] != found[1]) is differs
-
-
-def digests(path: Path, version: str, seed: int = 0, small: Any = ((),)) -> list[str]:
+def digests(path: Path, version: str, seed: int = 0) -> list[str]:
     planned = PlannedFile(str(path), path.stat().st_size, "", version)
     with contextlib.closing(OpenSources(LocalFile)) as sources:
-        return sample_digests([planned], small, seed, sources, num_threads=1)
+        return sample_digests([planned], seed, sources, num_threads=1)
 
 
 def test_digests_tell_other_bytes(tmp_path: Path) -> None:
