@@ -20,7 +20,6 @@ from lowmem_load.io.remote_file import TRAFFIC, Counts
 from lowmem_load.io.source import retries
 from lowmem_load.phases import Phases
 from lowmem_load.planning.load_plan import SHARDED, LoadPlan, SlowPath
-from lowmem_load.planning.sharing import Shared
 from lowmem_load.text import count, size
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,6 @@ class LoadReport(Phases):
         needed_bytes: bytes of the files whose values this rank holds now.
         read_bytes: bytes read from the files, headers excluded.
         num_reads: reads that were made; small adjacent ones share a system call.
-        shared: the reads that the ranks of a node did once for all of them; None where this rank read alone.
         received_bytes: bytes that this rank holds and another one has read for it.
         requests: what was asked of a remote store: requests, those of them that repeated a failed one, bytes, and the
             seconds of all threads before they repeated one. Zeros where all files are on this machine.
@@ -95,7 +93,6 @@ class LoadReport(Phases):
     needed_bytes: int = 0
     read_bytes: int = 0
     num_reads: int = 0
-    shared: Shared | None = None
     received_bytes: int = 0
     requests: Counts = field(default_factory=Counts)
     peak_device_bytes: int = 0
@@ -158,7 +155,6 @@ class LoadReport(Phases):
             "read one by one": self._early_text(),
             "not read yet": f"{self.num_unread} tensors" if self.num_unread else "",
             "requests": self._requests_text(),
-            "shared reads": self._sharing_text(),
             "received": f"{size(self.received_bytes)} from ranks that hold the same" if self.received_bytes else "",
             "host memory": f"peak {size(self.peak_memory.total_bytes)} above the start",
             "device memory": on_device,
@@ -181,13 +177,6 @@ class LoadReport(Phases):
             return ""
         waited = f", {counts.num_retries:,} of them again after {counts.waited_s:.1f} s" if counts.num_retries else ""
         return f"{counts.num_requests:,}, {size(counts.received_bytes)}{waited}"
-
-    def _sharing_text(self) -> str:
-        if self.shared is None:
-            return ""
-        node, alone, here = map(size, (self.shared.node_bytes, self.shared.wanted_bytes, self.shared.read_bytes))
-        saved = f" instead of {alone}" if alone != node else ""
-        return f"{node} by {self.shared.num_ranks} ranks together{saved}, {here} of it by this rank"
 
 
 class Attempts:

@@ -8,19 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-BLOCK_BYTES, BYTES_PER_S = 16 << 10, 2e6
-"""So slow that the ranks of a node read slices of a few KiB together, in bands of which each rank has some."""
+BLOCK_BYTES = 16 << 10
 
 
 @contextlib.contextmanager
 def on_network() -> Iterator[None]:
-    """Inside, all files lie on a slow NFS."""
+    """Inside, all files lie on an NFS."""
     from lowmem_load.io import mounts
 
-    with (
-        mock.patch.object(mounts, "mount_of", return_value=mounts.Mount("nfs4", BLOCK_BYTES)),
-        mock.patch.object(mounts, "NETWORK_BYTES_PER_S", BYTES_PER_S),
-    ):
+    with mock.patch.object(mounts, "mount_of", return_value=mounts.Mount("nfs4", BLOCK_BYTES)):
         yield
 
 

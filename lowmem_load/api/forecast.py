@@ -23,7 +23,6 @@ from lowmem_load.pipeline.load import MAX_THREADS
 from lowmem_load.planning.load_plan import Costs, LoadPlan
 from lowmem_load.planning.reads import Apply, ReadLimits
 from lowmem_load.planning.replicas import once_bytes
-from lowmem_load.planning.sharing import node_requests, read_together
 from lowmem_load.planning.training_memory import (
     ADAM_STATE_BYTES,
     MASTER_BYTES,
@@ -92,10 +91,10 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Plans of ranks, and what follows from them. `stock` has the needs of stock by the names of ours."""
+    """The plan of a rank, and what follows from it. `stock` has the needs of stock by the names of ours."""
 
     checkpoint: Checkpoint
-    node: Sequence[LoadPlan]  # of the ranks of a node that may read together, or of rank 0
+    plan: LoadPlan  # of rank 0
     model: Model
     job: Job
     about: Mapping[str, str]
@@ -119,11 +118,9 @@ def plan_zero3(
     if training.is_four_bit:
         keywords["quantization_config"] = four_bit_config(settings.dtype)
     options = {"world_size": job.world_size, "device": device, **keywords}
-    node = plan_ranks(checkpoint.folder, ds_config or DS_CONFIG, ranks=[0], **options)
-    if node[0].shareable_bytes and job.offload_param != "nvme":
-        node = plan_ranks(checkpoint.folder, ds_config or DS_CONFIG, ranks=range(job.node_size), **options)
+    (plan,) = plan_ranks(checkpoint.folder, ds_config or DS_CONFIG, ranks=[0], **options)
     adapters = adapter_elements(checkpoint, training, keywords)
-    model = model_of(node[0], settings, training, adapters, is_host=job.is_host)
+    model = model_of(plan, settings, training, adapters, is_host=job.is_host)
     model = replace(model, activation_bytes=activation_bytes(config, training))
     optimizer = (settings.ds_config.get("optimizer") or {}).get("type")
     on_devices = "GPUs (cuda)" if kind == "cuda" else f"{kind} devices"
@@ -131,18 +128,18 @@ def plan_zero3(
     about = {
         "planned for": f"{training} under ZeRO-3, on {on_host if job.is_host else on_devices}",
         "ds_config": "" if ds_config else "none given: stage 3, bf16",
-        "model": _model_text(node[0], settings.dtype, training, adapters),
+        "model": _model_text(plan, settings.dtype, training, adapters),
         "optimizer": f"{optimizer or 'none in the ds_config: taken for Adam'}, {model.state_bytes} bytes for each "
         "trained parameter, with its fp32 copy",
     }
-    sizes = [target.numel * target.dtype.itemsize for target in node[0].targets]
-    on_rank = partition_places(model, job, node[0].partition_bytes)[0]
+    sizes = [target.numel * target.dtype.itemsize for target in plan.targets]
+    on_rank = partition_places(model, job, plan.partition_bytes)[0]
     stock = {
         "whole": max(sizes, default=0),
         # Rank 0 maps all files.
-        "host": file_bytes(node[0]) + on_rank + (whole_bytes(node[0]) if job.is_host else 0),
+        "host": file_bytes(plan) + on_rank + (whole_bytes(plan) if job.is_host else 0),
     }
-    return Planned(checkpoint, node, model, job, about, stock)
+    return Planned(checkpoint, plan, model, job, about, stock)
 
 
 def plan_mesh(
@@ -192,20 +189,17 @@ def plan_mesh(
     whole = [target.numel * target.dtype.itemsize for target in plan.targets]
     # Stock packs on the GPUs.
     stock = {"whole": max(whole, default=0), "host": 0 if is_packed else sum(whole)}
-    return Planned(checkpoint, [plan], model, job, about, stock)
+    return Planned(checkpoint, plan, model, job, about, stock)
 
 
 def forecast(planned: Planned, training: Training) -> Forecast:
     """Return what a job will need."""
-    node, plan, job, model = planned.node, planned.node[0], planned.job, planned.model
+    plan, job, model = planned.plan, planned.job, planned.model
     node_bytes, reading = job.node_size * plan.costs.read_bytes, {}
-    together = read_together(node)
-    if together is not None:
-        num_ranks, wanted_bytes, alone_bytes, shared_bytes = together
-        node_bytes -= wanted_bytes - shared_bytes
-        reading["read together"] = f"{size(shared_bytes)} by {num_ranks} ranks, instead of {size(alone_bytes)}"
+    if (read := plan.costs.read_bytes) > (needed := plan.costs.needed_bytes):
+        reading["read / needed"] = f"{read / needed:.2f}: what lies apart in the files is read with the gaps between"
     if plan.read_cost.request_bytes:
-        num_requests = node_requests(node) * (1 if len(node) > 1 else job.node_size)
+        num_requests = plan.costs.num_reads * job.node_size
         reading["requests to the store"] = f"{num_requests:,} by a node, beside those for small files"
     if (of_rank := once_bytes(plan)) < plan.costs.read_bytes:
         rate = "" if job.read_rate is None else f" in {_time(job.node_size * of_rank / job.read_rate)}"
@@ -329,7 +323,7 @@ def load_bytes(plan: LoadPlan, *, is_host: bool) -> tuple[int, int]:
 
 def load_needs(planned: Planned) -> Iterator[Need]:
     """Yield what a rank reads and holds, beside what stock needs at least. The peak is above what a process holds."""
-    plan, job, stock = planned.node[0], planned.job, planned.stock
+    plan, job, stock = planned.plan, planned.job, planned.stock
     on_host = partition_places(planned.model, job, plan.partition_bytes)[0]
     yield Need("partition", plan.partition_bytes)
     yield Need("whole on every rank", whole_bytes(plan), stock["whole"])

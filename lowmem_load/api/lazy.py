@@ -85,7 +85,7 @@ def describe_lazily(call: Call, executor: Executor, *, by_module: bool) -> tuple
         described = describe(call, settings, lambda *_: Unfilled(), executor, holds_values=True)
         check_described(described)
     with report.phase("plan"):
-        planned = make_plan(described, 0, shares_reads=False)
+        planned = make_plan(described, 0)
     report.take_plan(planned.plan, {})
     combine_companions(planned, executor)
     hand_out(described, planned, executor, report, by_module=by_module)

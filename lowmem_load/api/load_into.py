@@ -32,7 +32,7 @@ from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.hf.skeleton import blocks, file_keywords, filled_by, hand_over, is_kept_on_host, refuse_parted
 from lowmem_load.lazy_weights.fill import allocate_shards
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load, Options
-from lowmem_load.planning.sharing import ShareReads
+from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.report import LoadReport
 from lowmem_load.symbolic.attributes import hand_over_attributes
 from lowmem_load.symbolic.constructor import Constructor

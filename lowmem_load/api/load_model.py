@@ -32,7 +32,7 @@ from lowmem_load.hf.remote_names import urls_as_names
 from lowmem_load.hf.skeleton import is_distributed_config
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Options
-from lowmem_load.planning.sharing import ShareReads
+from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.report import LoadReport
 
 
@@ -68,9 +68,9 @@ def load_model(
             these. The rest is whole on every rank. None: all. Train such a model with `lowmem_load.initialize`.
         data_parallel_group: a group of torch.distributed whose ranks share the partitions. None: all ranks.
         stream: True reads a model on the Hub as one at a URL, unless the Hub's cache holds it.
-        share_reads: "job": ranks that hold the same read it once and send it to each other; "node": the ranks of a node
-            read together what lies interleaved; "off": neither. "auto": both, the former for files in a store or on a
-            file system of the network, unless all are on one node, whose page cache has it.
+        share_reads: "job": ranks that hold the same read it once and send it to each other; "off": each reads alone.
+            "auto": "job" for files in a store or on a file system of the network, unless all are on one node, whose
+            page cache has it.
         weights: a training checkpoint of FSDP2, torch DCP or verl, which has the weights; see `consolidate` for the
             kinds. `name` then says only which model it is. Each rank reads its own part, however many ranks saved.
         **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...

@@ -21,7 +21,7 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations.hooks import enter_if_usable, entered_once_imported, replaced_once_imported
 from lowmem_load.pipeline.load import Options
-from lowmem_load.planning.sharing import ShareReads
+from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.replaced import Handlers
 from lowmem_load.report import OnLoad
 

@@ -263,15 +263,6 @@ class Executor:
         if needed_bytes:
             self.on_bytes(needed_bytes)
 
-    def place(self, nest: Nest, values: torch.Tensor, destination: torch.Tensor) -> None:
-        """Move elements of a flat host tensor to `destination`. `values` may be overwritten once this returns."""
-        if destination.is_cpu:
-            scatter_elements(nest, values, destination)
-            return
-        for task in move_tasks(nest, values, self._put_into(destination)):
-            self.tasks.run(task)
-        self.tasks.finish()
-
     def finish(self) -> None:
         """Wait until all memory is filled. Raises CheckpointError, or RuntimeError of the device."""
         self.tasks.finish()

@@ -27,7 +27,7 @@ from lowmem_load.io.stand_ins import is_stand_in
 from lowmem_load.io.uploads import Uploads
 from lowmem_load.pipeline.describe import Described
 from lowmem_load.planning.load_plan import LoadPlan
-from lowmem_load.planning.sharing import ShareReads
+from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.text import size, spell_ranks
 
 PLACED_BY_STOCK = ("device_map", "quantization_config", "gguf_file")

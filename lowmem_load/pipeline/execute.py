@@ -14,7 +14,6 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.memory import naming_shortage
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.load_plan import BufferPlan, TargetPlan
-from lowmem_load.planning.sharing import Shared
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.target import Target
@@ -22,7 +21,6 @@ from lowmem_load.text import share
 
 if TYPE_CHECKING:
     from lowmem_load.pipeline.read_once import ReadOnce
-    from lowmem_load.pipeline.shared_reads import SharedReads
 
 
 def execute(
@@ -30,16 +28,12 @@ def execute(
     target: Target,
     executor: Executor,
     sample: Callable[[], None] = lambda: None,
-    sharing: SharedReads | None = None,
     once: ReadOnce | None = None,
-) -> Shared | None:
+) -> None:
     """Replace every symbolic parameter and buffer of the described model by one that holds its values.
 
-    This uses up `planned`. `sample` is called after each parameter. `sharing` carries out reads that the node shares,
-    `once` those of ranks that hold the same.
-
-    Returns:
-        What sharing reads came to; None where this rank read alone.
+    This uses up `planned`. `sample` is called after each parameter. `once` carries out the reads of ranks that hold
+    the same.
     """
     plan = planned.plan
     executor.sources.expect(plan.files)
@@ -56,7 +50,7 @@ def execute(
             made, memory = target.make(part, parameter, executor.finish)
         made_bytes += part.held_bytes
         _check_dtypes(part, (made, *memory))
-        _start_fills(position, memory, planned, executor, sharing, once)
+        _start_fills(position, memory, planned, executor, once)
         copies += _copies(part, memory)
         if isinstance(parameter, QuantizedTensor):
             restores.append(restore_later(part, parameter, made, planned, target, executor))
@@ -71,7 +65,6 @@ def execute(
         sample()
     if once is not None:
         once.run(plan.name, executor, planned.constants)
-    shared = None if sharing is None else sharing.run(executor)
     executor.finish()
     executor.sources.check_unchanged()
     for source, copy in copies:  # only now are the sources filled
@@ -79,7 +72,6 @@ def execute(
     for restore in restores:
         restore()
     target.finish()
-    return shared
 
 
 def _start_fills(
@@ -87,18 +79,16 @@ def _start_fills(
     memory: Sequence[torch.Tensor],
     planned: Planned,
     executor: Executor,
-    sharing: SharedReads | None,
     once: ReadOnce | None,
 ) -> None:
-    """Start to fill the memory of a target, but for what is read together once all memory is made."""
+    """Start to fill the memory of a target, but for what `once` reads when all memory is made."""
     for number, (destination, tensor) in enumerate(
         zip(planned.plan.targets[position].destinations, memory, strict=True)
     ):
         if destination.fill is not None:
             flat = tensor[: destination.fill.numel]
             if once is None or not once.takes(position, number, flat):
-                fill = destination.fill if sharing is None else sharing.take(destination.fill, flat)
-                executor.fill(fill, flat, planned.plan.values, planned.constants)
+                executor.fill(destination.fill, flat, planned.plan.values, planned.constants)
 
 
 def fill_buffers(planned: Planned, target: Target, executor: Executor) -> None:

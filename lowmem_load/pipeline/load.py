@@ -19,7 +19,7 @@ from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress, computing
-from lowmem_load.distributed.nodes import SharedMemory, node_name
+from lowmem_load.distributed.nodes import node_name
 from lowmem_load.ds.zero3_target import TargetMaker, Zero3, zero_init_disabled
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, error_text, outside_level
 from lowmem_load.families.call import Call
@@ -53,8 +53,7 @@ from lowmem_load.pipeline.describe import Described, describe, random_state_of
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.pipeline.same_bytes import FilesId, agree_on_bytes, identify_files
-from lowmem_load.pipeline.shared_reads import ReadSharing, SharedReads
-from lowmem_load.planning.sharing import ShareReads
+from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.report import Attempts, LoadReport, OnLoad, write_report
 from lowmem_load.text import MAX_VALUE, fingerprint, share
 
@@ -145,18 +144,18 @@ class Load:
             is_ordinary, nodes, random_state = self._check_call(call)
             if is_ordinary:
                 return None
-            neighbours = tuple(rank for rank, node in enumerate(nodes) if node == nodes[self.ranks.rank])
             around = stack.enter_context(zero_init_disabled())
             stack.enter_context(on_host())
             stack.enter_context(random_state_of(random_state))
             files = stack.enter_context(contextlib.ExitStack())
-            executor = files.enter_context(self._executor(len(neighbours), is_remote=is_stand_in(call.path)))
+            executor = files.enter_context(
+                self._executor(nodes.count(nodes[self.ranks.rank]), is_remote=is_stand_in(call.path))
+            )
             executor.sources.on_wait = self.ranks.check
-            sharing = stack.enter_context(contextlib.closing(ReadSharing()))
             once = self._read_once(nodes, stack)
             with self._streamable(is_remote=is_stand_in(call.path)):
                 described = self._describe(call, executor, report)
-                planned, ids, offers = self._plan(described, around, sharing, once, report, executor.num_threads)
+                planned, ids = self._plan(described, around, once, report, executor.num_threads)
             with self._streamable(is_remote=is_stand_in(call.path), made=True):
                 self._prepare(described, planned, report)
             self._check_files(described, executor, ids, report)
@@ -167,15 +166,14 @@ class Load:
                 executor.sources.on_wait = int
                 files.pop_all()  # they stay open for the model
                 return described.model, described.info
-            together = sharing.meet(self.ranks.rank, neighbours, offers, planned, self.ranks.check)
-            self._execute(planned, described, executor, together, once, report)
+            self._execute(planned, described, executor, once, report)
             report.requests = attempts.requests
             report.notes += attempts.notes
             report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
-            report.received_bytes = 0 if once is None else once.received_bytes
-            for shares in (once, together or sharing):
-                if shares is not None and shares.why_alone:
-                    report.notes.append(f"no reads were shared with other ranks: {shares.why_alone}")
+            if once is not None:
+                report.received_bytes = once.received_bytes
+                if once.why_alone:
+                    report.notes.append(f"no reads were shared with other ranks: {once.why_alone}")
         self._report(described, planned, report)
         return described.model, described.info
 
@@ -263,12 +261,11 @@ class Load:
         self,
         described: Described,
         around: Any,
-        sharing: ReadSharing,
         once: ReadOnce | None,
         report: LoadReport,
         threads: int,
-    ) -> tuple[Planned, list[FilesId], list[SharedMemory | None]]:
-        """Return the plan, and of each rank the files that it planned against and its offer to share reads."""
+    ) -> tuple[Planned, list[FilesId]]:
+        """Return the plan, and of each rank the files that it planned against."""
         # A step of its own. Otherwise a failure here would stop a rank that still describes, before it finds out by
         # itself that the load must be left to stock.
         planning = self.ranks.step("planning", name=described.name, progress=computing())
@@ -277,22 +274,19 @@ class Load:
             if described.settings.stage == 3:
                 check_around(around, described)
             cost = read_cost([file.path for file in described.files])
-            shares_reads, reads_once = self._share_reads() != "off", None if once is None else once.chooser(cost)
-            planned = make_plan(described, self.ranks.rank, cost, shares_reads=shares_reads, reads_once=reads_once)
+            planned = make_plan(described, self.ranks.rank, cost)
             step.digest = {"plan": planned.plan.fingerprint, "as share_reads": self.options.share_reads}
-            if planned.shared:
-                sharing.make(cost)
             summary, message_bytes = (
                 (None, 0) if once is None else once.plan(planned.plan, described.target.device, cost)
             )
             uses = memory_uses(self.ranks.rank, planned.plan, described, threads, message_bytes)
-            step.payload = identify_files(described.files), sharing.offer, uses, summary
-        uses_by_rank = [[Use(*use) for use in rank_uses] for _, _, rank_uses, _ in step.payloads]
+            step.payload = identify_files(described.files), uses, summary
+        uses_by_rank = [[Use(*use) for use in rank_uses] for _, rank_uses, _ in step.payloads]
         check_memory(described.name, [uses] if self.ranks.is_fake else uses_by_rank)
         ids = [(digest, seed) for (digest, seed), *_ in step.payloads]
         if once is not None:
             once.agree([summary for *_, summary in step.payloads], load=ids[0][1])
-        return planned, ids, [None if offer is None else SharedMemory(*offer) for _, offer, *_ in step.payloads]
+        return planned, ids
 
     def _share_reads(self) -> ShareReads:
         """Return which ranks share reads: those of files, into memory that stays."""
@@ -302,7 +296,7 @@ class Load:
 
     def _read_once(self, nodes: Sequence[str], stack: contextlib.ExitStack) -> ReadOnce | None:
         """Return what reads once what several ranks hold, while the stack is open; None if each reads alone."""
-        if (share := self._share_reads()) in ("node", "off"):
+        if (share := self._share_reads()) == "off":
             return None
         from lowmem_load.pipeline.read_once import ReadOnce  # a lone process needs none of it
 
@@ -345,7 +339,6 @@ class Load:
         planned: Planned,
         described: Described,
         executor: Executor,
-        together: SharedReads | None,
         once: ReadOnce | None,
         report: LoadReport,
     ) -> None:
@@ -356,7 +349,7 @@ class Load:
             read_bytes = executor.stats.read_bytes
             read = f"{share(read_bytes, needed_bytes)} read"
             detail = f"{num_made} parameters made, {read}, last from {executor.stats.path or 'no file'}"
-            waited = sum(shares.waited for shares in (once, together) if shares is not None)
+            waited = 0 if once is None else once.waited
             return Progress(read_bytes + num_made + waited, detail)
 
         def on_parameter() -> None:
@@ -378,7 +371,7 @@ class Load:
             self._combine_companions(planned, executor, progress)
             if once is not None:
                 once.progress = progress
-            report.shared = execute(planned, described.target, executor, on_parameter, together, once)
+            execute(planned, described.target, executor, on_parameter, once)
             described.constructor.finish(described.model, described.target.device)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from lowmem_load.planning.load_plan import BufferPlan, CompanionPlan, Destinatio
 from lowmem_load.planning.planner import Constants, Planner
 from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
-from lowmem_load.planning.sharing import shared_reads
 from lowmem_load.symbolic.initialise import INITIALISED, UNINITIALISED
 from lowmem_load.symbolic.quantized import QuantizedTensor, part_of_rank
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -34,7 +33,6 @@ class Planned:
     Attributes:
         constants: what the plan's steps refer to by number.
         places: all places of each parameter and buffer.
-        shared: the reads that the ranks of the node may do together.
         combined: what is made of the companions in parts of quantized parameters, once `combine_companions` has run.
     """
 
@@ -43,22 +41,11 @@ class Planned:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     places: dict[str, list[Place]] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    shared: tuple[Read, ...] = ()
     combined: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def make_plan(
-    described: Described,
-    rank: int,
-    cost: ReadCost | None = None,
-    *,
-    shares_reads: bool = True,
-    reads_once: Callable[[Sequence[int]], bool] | None = None,
-) -> Planned:
-    """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated.
-
-    `shares_reads`: whether the ranks of a node may read together; for `reads_once` see `shared_reads`.
-    """
+def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> Planned:
+    """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated."""
     cost = cost or ReadCost()
     limits = ReadLimits(max_gap_bytes=cost.max_gap_bytes)
     planner = Planner(limits._replace(direct_bytes=cost.request_bytes) if cost.request_bytes else limits)
@@ -97,9 +84,7 @@ def make_plan(
         costs=costs,
         read_cost=cost,
     )
-    shared = shared_reads(load_plan, reads_once) if shares_reads else ()
-    load_plan = replace(load_plan, shareable_bytes=sum(read.read_bytes for read in shared))
-    return Planned(load_plan, planner.constants, parameters, {**places, **buffer_places}, buffers, shared)
+    return Planned(load_plan, planner.constants, parameters, {**places, **buffer_places}, buffers)
 
 
 def _distinct(

@@ -23,8 +23,7 @@ from lowmem_load.io.memory import make_pages, own_memory
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.planner import Constants
 from lowmem_load.planning.reads import Fill, ReadCost
-from lowmem_load.planning.replicas import BATCH_BYTES, LEAST_BYTES, Piece, Replicas, chooser, plan_replicas
-from lowmem_load.planning.sharing import ShareReads
+from lowmem_load.planning.replicas import BATCH_BYTES, LEAST_BYTES, Piece, Replicas, ShareReads, chooser, plan_replicas
 
 SMALL_BYTES = 1 << 20
 """Pieces of fewer bytes are put together into one message, as those that do not lie where the group can send them."""

@@ -1,6 +1,6 @@
 """Loop nests: which elements of one flat tensor go to which elements of another. Pure, no I/O.
 
-Loads, proofs, shared reads and saves all describe what they move as a `Nest`.
+Loads, proofs and saves all describe what they move as a `Nest`.
 """
 
 from __future__ import annotations

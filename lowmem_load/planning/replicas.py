@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.nest import Axis, Nest, extent
 from lowmem_load.planning.reads import Apply, Fill, Read, ReadCost, Step
-from lowmem_load.planning.sharing import ShareReads
 from lowmem_load.text import fingerprint
+
+ShareReads = Literal["auto", "job", "off"]
+"""Which ranks share reads: see `load_model`."""
 
 PIECE_BYTES = 16 << 20
 """Bytes up to which pieces are joined, and to which larger ones are cut where that can be: as requests to a store."""
@@ -83,7 +85,7 @@ def chooser(share: ShareReads, cost: ReadCost, nodes: Sequence[str]) -> Callable
     """
 
     def reads_once(ranks: Sequence[int]) -> bool:
-        if len(ranks) < 2 or share in ("node", "off"):
+        if len(ranks) < 2 or share == "off":
             return False
         is_apart = cost.block_bytes > 1 and len({nodes[rank] for rank in ranks}) > 1
         return share == "job" or cost.request_bytes > 0 or is_apart

@@ -383,8 +383,7 @@ def subset() -> list[Case]:
             *(INTERRUPT, DEATHS[0], STOP, HANG, HANG_UNMEASURED, FAILED_WRITE, DISK_FULL),
         ),
         "stream": (READ_FAULTS[1], USERS_ERROR),
-        "share": (READ_FAULTS[1], DEATHS[0]),
-        "once": (INTERRUPT_ANYWHERE, DEATHS[0]),
+        "once": (READ_FAULTS[1], INTERRUPT_ANYWHERE, DEATHS[0]),
         "train": (DEATHS[0],),
     }
     chosen, rows = list[Case](), cases()
@@ -424,8 +423,6 @@ def _cases(rank: int, world_size: int) -> Iterator[Case]:
         yield from at(fault, moment, checkpoint="swapped", on_small_disk=fault in (DISK_FULL, DISK_FILLS))
     for fault in (READ_FAULTS[1], INTERRUPT, DEATHS[0], STOP):
         yield from at(fault, DESCRIBING, MIDDLE, job="stream")
-    for fault in (READ_FAULTS[1], SLOW, INTERRUPT, DEATHS[0], STOP, HANG):
-        yield from at(fault, FIRST, MIDDLE, LAST, job="share")
     yield from at(READ_FAULTS[1], FIRST, MIDDLE, LAST, job="once")
     for fault in (INTERRUPT_ANYWHERE, PAUSE, DEATHS[0], STOP, HANG):
         yield from at(fault, MIDDLE, SENDING, RECEIVING, job="once")

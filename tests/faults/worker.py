@@ -26,7 +26,7 @@ from typing import Any
 
 from tests.faults.shim import attach
 from tests.ranks import save_coverage
-from tests.storage import in_small_batches, on_network
+from tests.storage import in_small_batches
 
 MAX_GROWTH_BYTES = 16 << 20
 """Anonymous memory that one attempt may leave: the allocator's, and what Python and torch keep for the next one."""
@@ -102,16 +102,6 @@ def train(ds_config: Any = "ds.json") -> Any:
     return lowmem_load.initialize(model, ds_config)
 
 
-def share(ds_config: Any = "ds.json") -> Any:
-    """Loads with all reads shared by the ranks of the node."""
-    from lowmem_load import load_report
-
-    with on_network():
-        model = load(ds_config)
-    assert load_report(model).shared is not None
-    return model
-
-
 def read_once(ds_config: Any = "ds.json") -> Any:
     """Loads whole on each rank, of which each reads its share."""
     from lowmem_load import load_report
@@ -127,7 +117,6 @@ JOBS: dict[str, Callable[..., Any]] = {
     "load": load,
     "stream": stream,
     "train": train,
-    "share": share,
     "once": read_once,
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -52,36 +51,18 @@ def load_all(cases: dict[str, tuple[str, dict[str, Any], str | None, torch.dtype
             assert report.loading_info["missing_keys"] == ["classifier.bias", "classifier.weight"]
 
 
-def load_together(path: str, others: list[str]) -> tuple[int, int]:
-    """Rank function: the same with reads that are shared; what this rank reads alone, and together with the others."""
-    alone = assert_loads_alike(path, BF16, None, torch.bfloat16)
-    assert alone.shared is None  # not of itself: a small model pays nothing for it
-    with on_network():
-        together = assert_loads_alike(path, BF16, None, torch.bfloat16)
-        reports = [assert_loads_alike(other, BF16, None, torch.bfloat16) for other in others]
-    if together.world_size > 1:
-        assert together.shared is not None, together.notes
-        assert together.shared.num_ranks == together.world_size
-        assert together.shared.read_bytes < together.shared.node_bytes
-        assert "shared reads: " in str(together)
-    for report in reports:  # cast, fused, sharded: all of it is shared
-        assert report.world_size == 1 or report.shared is not None, report.notes
-    assert not [name for name in os.listdir("/dev/shm") if "lowmem_load" in name]
-    return alone.read_bytes, together.read_bytes
-
-
-def load_alone_and_together(cases: dict[str, Any], transposed: str, others: list[str]) -> tuple[int, int]:
+def load_from_disk_and_network(cases: dict[str, Any], others: list[str]) -> None:
     """Rank function."""
     load_all(cases)
-    return load_together(transposed, others) if transposed else (0, 0)
+    with on_network():
+        for path in others:
+            assert_loads_alike(path, BF16, None, torch.bfloat16)
 
 
 @pytest.mark.parametrize("world_size", [*(pytest.param(ranks, marks=pytest.mark.release) for ranks in (1, 2, 4)), 3])
 def test_partitions_equal_the_ordinary_load(checkpoints: Path, minilm: Path, world_size: int) -> None:
     found = cases(checkpoints, minilm)
-    transposes = Version(transformers.__version__).major >= 5  # on load; before, models hold experts as they lie
-    transposed = str(builders.tiny_qwen3_vl_moe(checkpoints)) if transposes else ""
     others = [found[name][0] for name in ("llama, odd sizes, sharded, cast", "mixtral, experts fused on load")]
-    read = run_ranks(load_alone_and_together, found, transposed, others, world_size=world_size, timeout_s=180)
-    alone, together = (sum(nbytes) for nbytes in zip(*read, strict=True))
-    assert together < alone if transposes and world_size > 1 else together == alone
+    if Version(transformers.__version__).major >= 5:  # transposes on load; before, models hold experts as they lie
+        others.append(str(builders.tiny_qwen3_vl_moe(checkpoints)))
+    run_ranks(load_from_disk_and_network, found, others, world_size=world_size, timeout_s=180)

@@ -131,5 +131,5 @@ def test_another_value_is_an_error() -> None:
     from lowmem_load.errors import ConfigError
 
     share: Any = "on"
-    with pytest.raises(ConfigError, match="share_reads: asked for 'on', expected one of auto, job, node, off"):
+    with pytest.raises(ConfigError, match="share_reads: asked for 'on', expected one of auto, job, off"):
         load_model("none", {}, share_reads=share)

@@ -13,12 +13,11 @@ from tests import builders
 from tests.parity import BF16
 from tests.ranks import run_ranks
 from tests.steps import CountingClient
-from tests.storage import on_network
 
 
 def count_round_trips(path: str, cache: str) -> dict[str, int]:
     """Rank function: returns the round trips of each kind of load. No heartbeat comes meanwhile, but at the start."""
-    from lowmem_load import DistributedInterface, load_model, load_report
+    from lowmem_load import DistributedInterface, load_model
     from lowmem_load.distributed import group
     from tests.hub import hub
 
@@ -35,16 +34,9 @@ def count_round_trips(path: str, cache: str) -> dict[str, int]:
     take("the first one")
     load_model(path, BF16)
     take("local")
-    with on_network():
-        model = load_model(path, BF16)
-    assert load_report(model).shared is not None
-    take("shared")
     with hub(Path(path), "org/model"):
         load_model("org/model", BF16, cache_dir=cache)
         take("from the Hub")
-        with on_network():
-            load_model("org/model", BF16, cache_dir=cache)
-        take("from the Hub, shared")
     return found
 
 

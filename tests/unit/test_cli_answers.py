@@ -23,9 +23,8 @@ from lowmem_load.cli.common import facts, table
 from lowmem_load.cli.start import main
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, RankError, UnsupportedError
 from lowmem_load.text import size
-from tests.builders import tiny_llama, tiny_mixtral, tiny_qwen2_tied
+from tests.builders import tiny_llama, tiny_mixtral, tiny_qwen2_tied, tiny_qwen3_vl_moe
 from tests.ranks import REPO
-from tests.storage import on_network
 
 Answer = Callable[..., tuple[int, Any]]
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
@@ -86,14 +85,14 @@ def test_plan_states_the_figures_of_a_ranks_plan(answer: Answer, llama: Path, ds
     assert answer(*asked, "--json")[1]["read_seconds"] == 2 * plan.costs.read_bytes / 1000
 
 
-def test_plan_says_what_a_node_reads_together(answer: Answer, llama: Path, ds_config: Path) -> None:
-    asked = ("plan", llama, "--ds-config", ds_config, "--world-size", 16, "--gpus-per-node", 4)
-    assert "read together" not in answer(*asked)[1]
-    with on_network():
-        found = answer(*asked, "--json")[1]
-        text = answer(*asked)[1]
-    assert found["node_bytes"] != 4 * found["costs"]["read_bytes"]
-    assert "by 4 ranks, instead of" in text
+def test_plan_says_where_more_is_read_than_needed(answer: Answer, llama: Path, tmp_path: Path) -> None:
+    asked = ("--world-size", 16, "--gpus-per-node", 4)
+    assert "read / needed" not in answer("plan", llama, *asked)[1]
+    transposed = tiny_qwen3_vl_moe(tmp_path)
+    costs = answer("plan", transposed, *asked, "--json")[1]["costs"]
+    assert costs["read_bytes"] > costs["needed_bytes"]
+    found = " ".join(answer("plan", transposed, *asked)[1].split())
+    assert f"read / needed {costs['read_bytes'] / costs['needed_bytes']:.2f}: " in found
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,7 @@ from lowmem_load.api.forecast import (
 from lowmem_load.api.plan_model import plan_ranks
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.hf.remote_names import Checkpoint
-from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import LoadPlan
-from lowmem_load.planning.reads import ReadCost
-from lowmem_load.planning.sharing import read_together
 from lowmem_load.planning.training_memory import (
     OFFLOADS,
     Job,
@@ -41,7 +38,6 @@ from lowmem_load.planning.training_memory import (
     training_bytes,
 )
 from tests.builders import tiny_llama, tiny_mixtral
-from tests.together import plan_of
 
 MIB, GIB = 1 << 20, 1 << 30
 B = 10**9
@@ -83,26 +79,11 @@ def test_casts_need_temporary_memory(tmp_path: Path) -> None:
     )
 
 
-def test_shared_reads_of_a_node_count_once() -> None:
-    """Eight of 16 ranks hold one of two transposed experts, of which each alone reads along all rows."""
-    turned = ex.permute(ex.Source("data", "w", 0, (2, 1024, 25_600), torch.bfloat16), (0, 2, 1))
-    slow, nbytes = ReadCost(1e-3, 5e8), 1024 * 25_600 * 2
-    plans = [plan_of(turned, 16, slow, rank) for rank in range(8)]
-    found = read_together(plans)
-    assert found is not None and (found[0], found[3]) == (8, nbytes)
-    assert 7 * nbytes < found[1] == found[2] < 8 * nbytes
-    run = ex.Source("data", "w", 0, (1 << 16, 1 << 12), torch.bfloat16)
-    of_blocks = [plan_of(run, 2048, ReadCost(1e-3, 5e8, 1 << 26), rank) for rank in range(8)]
-    assert read_together(of_blocks) == (8, 2 << 20, 8 << 26, 1 << 26)
-    assert read_together(plans[:1]) is None
-    assert read_together([plan_of(turned, 16, ReadCost(), rank) for rank in range(8)]) is None
-
-
 def test_stock_reads_all_files_on_rank_0(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path)
     job = Job(2, 2, offload_optimizer="cpu", offload_param="cpu")
     planned = plan_zero3(Checkpoint("x", str(folder), None), None, job, FULL, accelerator="cuda")
-    plan = planned.node[0]
+    plan = planned.plan
     needs = {need.what: need.stock_bytes for need in load_needs(planned)}
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert needs[f"read in {plan.costs.num_reads} reads"] == files

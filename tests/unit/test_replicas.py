@@ -13,8 +13,7 @@ from lowmem_load.planning.load_plan import Costs, Destination, LoadPlan, TargetP
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Read, ReadCost, ReadLimits
-from lowmem_load.planning.replicas import Replicas, chooser, plan_replicas
-from lowmem_load.planning.sharing import ShareReads
+from lowmem_load.planning.replicas import Replicas, ShareReads, chooser, plan_replicas
 
 NETWORK, STORE = ReadCost(1e-3, 5e8, block_bytes=1 << 20), ReadCost(0.03, 9e7, request_bytes=16 << 20)
 
@@ -88,7 +87,6 @@ def test_what_is_computed_of_whole_tensors_is_not_shared() -> None:
         ("auto", NETWORK, "aa", False),
         ("auto", STORE, "aa", True),
         ("job", ReadCost(), "aa", True),
-        ("node", STORE, "ab", False),
         ("off", STORE, "ab", False),
     ],
 )

@@ -24,7 +24,6 @@ from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import Destination, LoadPlan, PlannedFile, SlowPath, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.planning.sharing import Shared
 from lowmem_load.report import (
     REPORT_DIR,
     DeviceMemory,
@@ -245,7 +244,6 @@ def test_a_load_into_shards_has_no_ds_config() -> None:
 
 def test_what_only_some_loads_have_is_said_of_those() -> None:
     report = LoadReport("model", whole_bytes=MIB, num_quantized=14, notes=["stock rounds", "3 reads again"])
-    report.shared = Shared(2, 3 * MIB, 2 * MIB, MIB)
     report.peak_device_bytes = 5 * MIB
     report.loading_info = {"missing_keys": ["a", "b"], "unexpected_keys": list("rstuvwxyz"), "mismatched_keys": []}
     report.slow_paths = [SlowPath("slow.weight", "why")]
@@ -254,7 +252,6 @@ def test_what_only_some_loads_have_is_said_of_those() -> None:
         "  model: 0 tensors, 0 parameters; 14 tensors are quantized",
         "  holds: 1.00 MiB whole on every rank",
         "  read: nothing: built from its configuration",
-        "  shared reads: 2.00 MiB by 2 ranks together instead of 3.00 MiB, 1.00 MiB of it by this rank",
         "  host memory: peak 0 B above the start",
         "  device memory: peak 5.00 MiB above the start",
         "  missing keys: a, b",

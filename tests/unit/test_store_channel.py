@@ -345,7 +345,7 @@ def test_busy_ranks_hear_of_one_that_is_lost() -> None:
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_busy_rank_hears_that_the_others_went_on_without_it(late: int) -> None:
-    """As one that was stopped, and then waits in shared memory for ranks that are no longer there."""
+    """As one that was stopped, and then waits for ranks that are no longer there."""
 
     def work(channel: StoreChannel, group: Group, rank: int) -> Any:
         with channel.doing(group, "reading", busy(lambda: 5) if rank == late else busy()):
