@@ -19,12 +19,13 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import has_group
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, reshard, shard_fully
-from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, plain_name
+from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.families import diffusion
 from lowmem_load.families.files import Rename
 from lowmem_load.families.modules import Build, ModuleCall, snapshot, stand_in_for
 from lowmem_load.families.parts import PartsCall
+from lowmem_load.frameworks.wrappers import named_tensors, plain_modules, plain_name
 from lowmem_load.hf import loader, model_folder, names, quantizers
 from lowmem_load.hf.active import ordinary_path, transformers_models
 from lowmem_load.hf.load_lock import load_lock, outermost
@@ -120,7 +121,7 @@ def _calls(
         raise ConfigError("load_into: dtype and auto_class are for transformers models; a module has its own dtypes")
     path = name_text(name)
     options = replace(options, stream=options.stream and not os.path.exists(path))
-    return functools.partial(_by_names, path, plain_name=plain_name, **how), options
+    return functools.partial(_by_names, path, **how), options
 
 
 def _by_names(path: str, _: RankGroup, make: Callable[[Context], nn.Module], **how: Any) -> ModuleCall:
@@ -166,8 +167,7 @@ def _fill_buffers(ranks: RankGroup, model: nn.Module, sharded: ShardedModel, loa
         sharded.fill_buffers(loaded)
         for one, other in zip(transformers_models(loaded), transformers_models(model), strict=True):
             hand_over(one, other)
-        modules = {plain_name(name): module for name, module in model.named_modules()}
-        hand_over_attributes(loaded, modules, _device_of(model))
+        hand_over_attributes(loaded, plain_modules(model), _device_of(model))
     report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
     setattr(model, REPORT_ATTRIBUTE, report)
     return report
@@ -238,7 +238,7 @@ def _load_into(
         with ranks.step("filling buffers"), torch.no_grad():
             sharded.fill_buffers(loaded)
             hand_over(loaded, plain)
-            modules = {plain_name(name): module for name, module in plain.named_modules()}
+            modules = plain_modules(plain)
             if quantizers.is_four_bit_model(loaded):
                 from lowmem_load.frameworks import bitsandbytes
 
@@ -260,10 +260,10 @@ def _transformers_model(model: nn.Module) -> nn.Module:
 
 def _left(model: nn.Module, plain: nn.Module, leave: Collection[str]) -> set[str]:
     """Return which tensors of the transformers model the caller fills. Raise unless he fills all that is beside it."""
-    prefix = next(plain_name(name) for name, module in model.named_modules() if module is plain)
-    inside = {id(tensor) for _, tensor in _tensors(plain)}
-    named = {plain_name(name): id(tensor) in inside for name, tensor in _tensors(model)}
-    left = set(map(plain_name, leave))
+    prefix = next(name for name, module in plain_modules(model).items() if module is plain)
+    inside = {id(named.tensor) for named in named_tensors(plain)}
+    named = {named.name: id(named.tensor) in inside for named in named_tensors(model)}
+    left = {plain_name(model, name) for name in leave}
     if lost := sorted(name for name, is_inside in named.items() if not is_inside and name not in left):
         raise ConfigError(
             f"{type(model).__name__}: this load fills the {type(plain).__name__} at {prefix!r}, and not {listed(lost)} "
@@ -272,11 +272,6 @@ def _left(model: nn.Module, plain: nn.Module, leave: Collection[str]) -> set[str
     # A name may be one of either model.
     inner = {name.removeprefix(f"{prefix}.") if prefix else name for name in left if named.get(name, False)}
     return inner | (left - named.keys())
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def load_sharded(

@@ -12,10 +12,10 @@ from torch import nn
 
 from lowmem_load.api.request import Checked, agree_on_request, name_text, ordinary_load
 from lowmem_load.distributed.group import RankGroup
-from lowmem_load.dtensor.sharded_target import plain_name
 from lowmem_load.errors import ConfigError
 from lowmem_load.families.modules import ModuleCall
 from lowmem_load.families.parts import InnerCall, Part, PartsCall
+from lowmem_load.frameworks.wrappers import plain_name
 from lowmem_load.hf.active import transformers_class, transformers_models
 from lowmem_load.hf.remote_names import find_folder
 from lowmem_load.symbolic.context import Context
@@ -42,29 +42,29 @@ def parts_call(
     Collective: all ranks agree on each checkpoint. Local without `ranks`.
     """
     places = _places(model, names)
-    left = {plain_name(name) for name in leave}
-    of_modules |= {"plain_name": plain_name, "is_stand_in": is_stand_in}
+    left = {plain_name(model, name) for name in leave}
+    of_modules["is_stand_in"] = is_stand_in
     parts: dict[str, Part] = {}
     paths: dict[str, str] = {}
     for prefix, name in places.items():
         with nullcontext() if ranks is None else ranks.step("finding the files", name=name):
             paths[prefix], keywords = find_folder(name, kwargs or {}, stream=stream)
-        start = f"{plain_name(prefix)}."
+        start = f"{plain_name(model, prefix)}."
         left_inside = {full.removeprefix(start) for full in left if full.startswith(start)}
         submodule = model.get_submodule(prefix)
         if isinstance(submodule, transformers_class()):
             left_inside = left if not prefix else left_inside
             checked = _checked(ranks, submodule, paths[prefix], dtype, keywords)
-            how: dict[str, Any] = {"left": left_inside, "plain_name": plain_name, "is_stand_in": is_stand_in}
+            how: dict[str, Any] = {"left": left_inside, "is_stand_in": is_stand_in}
             parts[prefix] = functools.partial(
                 InnerCall, cls=checked.cls, name=checked.name, kwargs=dict(checked.kwargs), **how
             )
         elif prefix:
             parts[prefix] = functools.partial(_by_names, path=paths[prefix], leave=left_inside, **of_modules)
-    done = [plain_name(prefix) for prefix in parts]
+    done = [plain_name(model, prefix) for prefix in parts]
     beside = {name for name in left if not any(not top or name.startswith(f"{top}.") for top in done)}
     rest = functools.partial(_by_names, path=paths.get("", ""), leave=beside, done=done, **of_modules)
-    return PartsCall(make, parts, rest, list(paths.values()), plain_name)
+    return PartsCall(make, parts, rest, list(paths.values()))
 
 
 def _by_names(module: nn.Module, *, path: str, **how: Any) -> ModuleCall:

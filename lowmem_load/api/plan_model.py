@@ -18,7 +18,7 @@ from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.live_group import fake_group
 from lowmem_load.ds.zero3_target import TargetMaker, target_maker, zero_init_disabled
 from lowmem_load.dtensor.mesh import forget_meshes, host_mesh, mesh_device, shard_fully
-from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel, plain_name
+from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.families import diffusion
 from lowmem_load.families.call import Call
@@ -107,7 +107,7 @@ def _partitions_call(name: Any, build: Build, how: Mapping[str, Any]) -> Call:
             return build()
 
     if not isinstance(name, Mapping):
-        return ModuleCall(name_text(name), make, plain_name=plain_name, **how)
+        return ModuleCall(name_text(name), make, **how)
     with torch.device("meta"):
         model = build()
     return parts_call(model, name, None, make, **how)
@@ -129,7 +129,7 @@ def _plan_shards(name: Any, build: Build, how: Mapping[str, Any], rank: int, wor
             call: Call = parts_call(model, name, None, make, is_stand_in=True, **how)
         else:  # what the module computes is no part of a plan
             left = {buffer for buffer, _ in model.named_buffers()} - model.state_dict().keys()
-            call = ModuleCall(name_text(name), make, plain_name=plain_name, is_stand_in=True, leave=left, **how)
+            call = ModuleCall(name_text(name), make, is_stand_in=True, leave=left, **how)
         return plan_only(call, stage_3(torch.float32, world_size), _shards_of(model, world_size, left), [rank])[0]
 
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from lowmem_load.dtensor.mesh import dtypes_of_computation, holders, local_shard, refuse_fsdp1
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
+from lowmem_load.frameworks.wrappers import named_tensors, plain_name
 from lowmem_load.io.memory import untouched_bytes
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
 from lowmem_load.planning.ranges import FlatRange, Grid
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.target import HostBytes, Layout, Target
-
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_module")
-"""What torch.compile, activation checkpointing and PEFT put around a module: no part of a checkpoint's names."""
 
 
 class ShardedModel:
@@ -36,10 +34,10 @@ class ShardedModel:
         is_skeleton: bool = False,
     ) -> None:
         refuse_fsdp1(model)
-        self.left, self.planned_device = {plain_name(name) for name in left}, planned_device
+        self.left, self.planned_device = {plain_name(model, name) for name in left}, planned_device
         self._skeleton = model if is_skeleton else None
         self.casts = dtypes_of_computation(model)
-        self.parameters, self.buffers = _parameters(model, self.left), _buffers(model, self.left)
+        self.parameters, self.buffers = _tensors(model, self.left)
         self._shards = {
             id(tensor): local_shard(name, tensor, needs_memory=planned_device is None)
             for name, tensor in {**self.parameters, **self.buffers}.items()
@@ -56,7 +54,7 @@ class ShardedModel:
         """
         users: dict[int, str] = {}
         for group in groups:
-            names = [name for name in map(plain_name, group) if name in self.parameters]
+            names = [name for name in group if name in self.parameters]
             for name in names:
                 if self._skeleton is not None and self.parameters[name] is not self.parameters[names[0]]:
                     # Nothing reads into the memory of the second one, which goes with it.
@@ -75,9 +73,10 @@ class ShardedModel:
 
     def check_names(self, described: nn.Module) -> None:
         """Raise CheckpointError unless a described model has parameters and buffers of the same names and shapes."""
+        parameters, buffers = _tensors(described, self.left)
         for kind, present, expected in (
-            ("parameters", self.parameters, _parameters(described, self.left)),
-            ("buffers", self.buffers, _buffers(described, self.left)),
+            ("parameters", self.parameters, parameters),
+            ("buffers", self.buffers, buffers),
         ):
             problems = {
                 f"{kind} that neither a file nor a rule fills": sorted(present.keys() - expected.keys()),
@@ -98,18 +97,13 @@ class ShardedModel:
 
     def fill_buffers(self, described: nn.Module) -> None:
         """Copy the buffers of a loaded model. Buffers are small: each rank has read them in full."""
-        for name, buffer in _buffers(described, self.left).items():
+        for name, buffer in _tensors(described, self.left)[1].items():
             grid, memory = self.shard(self.buffers[name])
             source = buffer.reshape(buffer.shape or (1,))
             for dim, runs in enumerate(grid.runs):
                 parts = [source.narrow(dim, start, end - start) for start, end in runs]
                 source = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
             memory.copy_(source.reshape(-1))
-
-
-def plain_name(name: str) -> str:
-    """Return the name that a checkpoint gives a parameter or buffer."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 class Sharded(Target):
@@ -126,7 +120,7 @@ class Sharded(Target):
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:
         """See `Target`. Tied parameters have one region for each tensor that the sharded model has for them."""
         # Before `check` it is not known which parameters share a value, so any part of these may be needed.
-        is_open = name in _tied_names(self._described) or plain_name(name) not in self._sharded.parameters
+        is_open = name in _tied_names(self._described) or self._plain(name) not in self._sharded.parameters
         if is_open and not self._names:
             numel = parameter.numel()
             return Layout(SHARDED, parameter.dtype, (FlatRange(0, numel),), (numel,), on_host=True)
@@ -146,7 +140,7 @@ class Sharded(Target):
     def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
         """Return the buffers that the sharded model holds in fp32: a cast to a smaller dtype would lose bits."""
         names = {name for name, buffer in self._sharded.buffers.items() if buffer.dtype == torch.float32}
-        return [buffer for name, buffer in _buffers(model).items() if name in names]
+        return [buffer for name, buffer in _tensors(model)[1].items() if name in names]
 
     def check(self, model: nn.Module) -> None:
         """See `Target`. From here on parameters are tied."""
@@ -155,7 +149,7 @@ class Sharded(Target):
         first: dict[int, str] = {}  # the name by which a plan knows a tied parameter
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(first.setdefault(id(parameter), name), []).append(name)
-        self._sharded.tie(self._names.values())
+        self._sharded.tie([[*map(self._plain, names)] for names in self._names.values()])
 
     def host_bytes(self, plans: Sequence[TargetPlan]) -> HostBytes:
         """See `Target`. The shards are there, often without pages: `to_empty` does not touch them."""
@@ -171,17 +165,20 @@ class Sharded(Target):
             return self._left.make(plan, parameter, wait)
         return tensors[0], [self._sharded.shard(tensor)[1] for tensor in tensors]
 
+    def _plain(self, name: str) -> str:
+        return plain_name(self._described, name)
+
     def _tensors(self, names: Sequence[str]) -> Iterator[nn.Parameter]:
         """Yield the distinct parameters of the sharded model that have these names."""
         parameters = self._sharded.parameters
-        distinct = {id(parameters[name]): parameters[name] for name in map(plain_name, names) if name in parameters}
+        distinct = {id(parameters[name]): parameters[name] for name in map(self._plain, names) if name in parameters}
         yield from distinct.values()
 
 
 def _check_packed(described: nn.Module, sharded: ShardedModel) -> None:
     """Raise for packed weights that the sharded model cannot hold, or that FSDP2 would cast as if they were numbers."""
     for name, parameter in described.named_parameters():
-        own = sharded.parameters.get(plain_name(name))
+        own = sharded.parameters.get(plain_name(described, name))
         if not isinstance(parameter, QuantizedTensor) or own is None:
             continue
         shape = tuple(parameter.shape)
@@ -219,14 +216,10 @@ class Unfilled(Target):
         return nn.Parameter(values, requires_grad=parameter.requires_grad), [torch.empty(0, dtype=plan.dtype)]
 
 
-def _parameters(model: nn.Module, left: Collection[str]) -> dict[str, nn.Parameter]:
-    named = {plain_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-    return {name: parameter for name, parameter in named.items() if name not in left}
-
-
-def _buffers(model: nn.Module, left: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    named = {plain_name(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
-    return {name: buffer for name, buffer in named.items() if name not in left}
+def _tensors(model: nn.Module, left: Collection[str] = ()) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
+    named = [named for named in named_tensors(model) if named.name not in left]
+    parameters = {each.name: cast("nn.Parameter", each.tensor) for each in named if each.is_parameter}
+    return parameters, {each.name: each.tensor for each in named if not each.is_parameter}
 
 
 def _tied_names(model: nn.Module) -> set[str]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed, outside_level
 from lowmem_load.families.files import FILE_KEYWORDS, Rename, files_of, renamed, tensors_in
+from lowmem_load.frameworks.wrappers import named_tensors, plain_modules, plain_name
 from lowmem_load.io.stand_ins import origin_of
 from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.ranges import FlatRange
@@ -49,8 +50,8 @@ class ModuleCall:
     """A load of a module by names. See `load_into` for `rename`, `strict`, `initialize`, `leave` and `build`.
 
     `make` returns the module that is described. `is_stand_in`: it is not the caller's, and what is left has no place.
-    `plain_name` turns the name of a tensor into that without wrappers. Submodules `done` have their values already.
-    Without a path there are no files: all else is left, computed or initialised.
+    Submodules `done` have their values already. Without a path there are no files: all else is left, computed or
+    initialised.
     """
 
     def __init__(
@@ -59,7 +60,6 @@ class ModuleCall:
         make: Callable[[Context], nn.Module],
         kwargs: dict[str, Any],
         *,
-        plain_name: Callable[[str], str],
         rename: Rename | None = None,
         strict: bool = True,
         initialize: bool = False,
@@ -72,7 +72,7 @@ class ModuleCall:
             raise ConfigError(f"{', '.join(sorted(unknown))}: no keyword of a load by names")
         self._done = done
         self.path, self.name, self.kwargs = path, origin_of(path), kwargs
-        self._make, self._plain_name, self._rename, self._build = make, plain_name, rename, build
+        self._make, self._rename, self._build = make, rename, build
         self._strict, self._initialize, self._leave = strict, initialize, set(leave)
         self._is_stand_in = is_stand_in
 
@@ -98,7 +98,7 @@ class ModuleCall:
         if not context.is_quiet:
             _warn_of_code(model, self.name)
         context.constructor.note(model)
-        slots = slots_of(model, self._plain_name)
+        slots = slots_of(model)
         weights = context.weights
         if weights is None:
             weights = tensors_in(files_of(self.path, **self.kwargs), context) if self.path else {}
@@ -106,7 +106,7 @@ class ModuleCall:
         tensors = renamed(weights, self._rename, children)
         tensors = {name: tensor for name, tensor in tensors.items() if not is_below(name, self._done)}
         left, others = self._split(
-            [slot for slot in slots if not any(is_below(name, self._done) for name in slot.names)]
+            model, [slot for slot in slots if not any(is_below(name, self._done) for name in slot.names)]
         )
         missing, mismatched, used = _match(others, tensors, self.name)
         unexpected = tensors.keys() - used - {name for slot in left for name in slot.names}
@@ -124,10 +124,11 @@ class ModuleCall:
         }
         return model, info
 
-    def _split(self, slots: list[Slot]) -> tuple[list[Slot], list[Slot]]:
+    def _split(self, model: nn.Module, slots: list[Slot]) -> tuple[list[Slot], list[Slot]]:
         """Return those that the caller fills, and the others."""
-        left = [slot for slot in slots if not self._leave.isdisjoint(slot.names)]
-        if unknown := self._leave - {name for slot in left for name in slot.names}:
+        leave = {plain_name(model, name) for name in self._leave}
+        left = [slot for slot in slots if not leave.isdisjoint(slot.names)]
+        if unknown := leave - {name for slot in left for name in slot.names}:
             raise ConfigError(f"leave: the module has no parameter or buffer {', '.join(sorted(unknown))}")
         if empty := [slot.names[0] for slot in left if slot.tensor.is_meta and not self._is_stand_in]:
             raise ConfigError(f"leave: {', '.join(empty)} are on the meta device; give them values first")
@@ -169,9 +170,8 @@ class ModuleCall:
         if self._build is not None:
             with context.constructor.building():
                 built = self._build()
-            computed = {self._plain_name(name): buffer for name, buffer in built.named_buffers()}
-            modules = {self._plain_name(name): module for name, module in model.named_modules()}
-            hand_over_attributes(built, modules, CPU)
+            computed = {named.name: named.tensor for named in named_tensors(built) if not named.is_parameter}
+            hand_over_attributes(built, plain_modules(model), CPU)
         lost = []
         for slot in bare:
             value = next((computed[name] for name in slot.names if name in computed), slot.tensor)
@@ -186,18 +186,14 @@ class ModuleCall:
             )
 
 
-def slots_of(model: nn.Module, plain_name: Callable[[str], str]) -> list[Slot]:
+def slots_of(model: nn.Module) -> list[Slot]:
     """Return the distinct parameters and buffers of a module, in its order."""
     slots: dict[int, Slot] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for tensors, is_parameter in zip(own_tensors(module), (True, False), strict=True):
-            for key, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                slot = slots.setdefault(id(tensor), Slot(tensor, is_parameter))
-                slot.is_persistent |= is_parameter or key not in vars(module)["_non_persistent_buffers_set"]
-                slot.names.append(plain_name(f"{prefix}.{key}" if prefix else key))
-                slot.places.append((tensors, key))
+    for named in named_tensors(model):
+        slot = slots.setdefault(id(named.tensor), Slot(named.tensor, named.is_parameter))
+        slot.is_persistent |= named.is_persistent
+        slot.names.append(named.name)
+        slot.places.append((named.tensors, named.key))
     return list(slots.values())
 
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.families.call import Call
-from lowmem_load.families.modules import ModuleCall, own_tensors, slots_of
+from lowmem_load.families.modules import ModuleCall, slots_of
+from lowmem_load.frameworks.wrappers import named_tensors, plain_modules
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import transformers_class
 from lowmem_load.hf.skeleton import hand_over
@@ -42,7 +43,6 @@ class InnerCall(loader.Call):
         name: str,
         kwargs: dict[str, Any],
         *,
-        plain_name: Callable[[str], str],
         left: Collection[str],
         is_stand_in: bool,
     ) -> None:
@@ -52,7 +52,7 @@ class InnerCall(loader.Call):
                 f"{cls.__name__}: has a from_pretrained of its own; load that model by itself, and name it in leave="
             )
         super().__init__(ordinary, cls, (name,), kwargs)
-        self._inside, self._plain_name, self._left, self._is_stand_in = inside, plain_name, left, is_stand_in
+        self._inside, self._left, self._is_stand_in = inside, left, is_stand_in
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
@@ -61,8 +61,7 @@ class InnerCall(loader.Call):
             raise UnsupportedError(f"{self.name}: quantized weights of a part of a module; call load_into for it alone")
         self._put(described)
         hand_over(described, self._inside)
-        modules = {self._plain_name(name): module for name, module in self._inside.named_modules()}
-        hand_over_attributes(described, modules, CPU)
+        hand_over_attributes(described, plain_modules(self._inside), CPU)
         return described, info
 
     def _put(self, described: nn.Module) -> None:
@@ -70,21 +69,17 @@ class InnerCall(loader.Call):
         values: dict[str, torch.Tensor] = dict(described.named_parameters(remove_duplicate=False))
         values |= described.named_buffers(remove_duplicate=False)
         lacking, others, used = [], [], set[str]()
-        for prefix, module in self._inside.named_modules(remove_duplicate=False):
-            for tensors in own_tensors(module):
-                for key, tensor in tensors.items():
-                    name = self._plain_name(f"{prefix}.{key}" if prefix else key)
-                    used.add(name)
-                    if tensor is None:
-                        continue
-                    if name in self._left:
-                        tensors[key] = None if self._is_stand_in else tensor
-                    elif name not in values:
-                        lacking.append(name)
-                    elif values[name].shape != tensor.shape:
-                        others.append(f"{name} {tuple(values[name].shape)} instead of {tuple(tensor.shape)}")
-                    else:
-                        tensors[key] = values[name].requires_grad_(tensor.requires_grad)
+        for named in named_tensors(self._inside):
+            name = named.name
+            used.add(name)
+            if name in self._left:
+                named.tensors[named.key] = None if self._is_stand_in else named.tensor
+            elif name not in values:
+                lacking.append(name)
+            elif values[name].shape != named.tensor.shape:
+                others.append(f"{name} {tuple(values[name].shape)} instead of {tuple(named.tensor.shape)}")
+            else:
+                named.tensors[named.key] = values[name].requires_grad_(named.tensor.requires_grad)
         problems = {
             "missing": lacking,
             "unexpected": sorted(values.keys() - used),
@@ -111,11 +106,10 @@ class PartsCall:
         parts: Mapping[str, Part],
         make_rest: Callable[[nn.Module], ModuleCall],
         paths: Collection[str],
-        plain_name: Callable[[str], str],
     ) -> None:
         self.path = next(filter(is_stand_in, paths), next(iter(paths)))
         self.name, self.kwargs = ", ".join(map(origin_of, paths)), dict[str, Any]()
-        self._make, self._parts, self._make_rest, self._plain_name = make, parts, make_rest, plain_name
+        self._make, self._parts, self._make_rest = make, parts, make_rest
         self._calls: dict[str, Call] = {}
 
     def move(self, folder: str, _: dict[str, Any]) -> NoReturn:
@@ -142,7 +136,7 @@ class PartsCall:
         model = self._make(context)
         # The target knows the names of the whole module, so what no file of a part has is kept whole until the plan.
         inside = replace(context, keeps_of=lambda _: _keep_all)
-        slots = slots_of(model, self._plain_name)
+        slots = slots_of(model)
         infos: dict[str, dict[str, Any]] = {}
         for prefix, part in self._parts.items():
             self._calls[prefix] = part(model.get_submodule(prefix))

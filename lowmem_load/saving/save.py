@@ -26,6 +26,7 @@ from lowmem_load.families import diffusion
 from lowmem_load.families.files import renamed
 from lowmem_load.frameworks import peft
 from lowmem_load.frameworks.peft import Merge
+from lowmem_load.frameworks.wrappers import plain_name
 from lowmem_load.hf import saver
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.saver import SavedFile
@@ -33,6 +34,7 @@ from lowmem_load.io.memory import trim_heap
 from lowmem_load.io.mounts import has_caches_apart
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.expression import Source
+from lowmem_load.planning.proof import prove_names
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.local_shards import LocalShard, group_of, is_dtensor, local_shards, unwrapped
 from lowmem_load.saving.writer import (
@@ -133,19 +135,19 @@ def _describe_by_names(
     kwargs: Mapping[str, Any],
 ) -> list[SavedFile]:
     """Return the files of a module that has no way to save of its own: a tied weight once, by its first name."""
-    from lowmem_load.dtensor.sharded_target import plain_name
-
     kwargs = dict(kwargs)
     rename = kwargs.pop("rename", None)
     saver.refuse_arguments(dtype, kwargs)
     if kwargs:
         raise ConfigError(f"save_model: {', '.join(sorted(kwargs))}: this module has no save_pretrained to take it")
-    names: dict[int, str] = {}
+    first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in sources:
             raise UnsupportedError(f"{name}: is neither a parameter nor a buffer, so it cannot be saved in safetensors")
-        names.setdefault(id(tensor), plain_name(name))
-    tensors = renamed({name: sources[key] for key, name in names.items()}, rename or {}, ())
+        first.setdefault(id(tensor), name)
+    names = {name: plain_name(model, name) for name in first.values()}
+    prove_names(type(model).__name__, names, names)
+    tensors = renamed({names[name]: sources[key] for key, name in first.items()}, rename or {}, ())
     return saver.describe_plain(tensors, scratch, dtype=dtype, max_shard_size=max_shard_size)
 
 

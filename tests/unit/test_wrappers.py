@@ -1,0 +1,104 @@
+"""Names without what others put around modules: a part of a name goes by the class of the module that stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from lowmem_load.errors import CheckpointError
+from lowmem_load.families.modules import slots_of
+from lowmem_load.frameworks.wrappers import named_tensors, plain_modules, plain_name
+from lowmem_load.planning.expression import Source
+from lowmem_load.saving.local_shards import local_shards
+from lowmem_load.saving.save import describe_save
+
+WORDS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_module")
+
+
+class Holder(nn.Module):
+    """Somebody's own module, with a child of any name, and a weight that the child's would hide."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.add_module(key, nn.Linear(2, 2))
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.Linear(2, 2, bias=False)
+    )
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")
+
+
+def names_of(model: nn.Module) -> list[str]:
+    return [named.name for named in named_tensors(model)]
+
+
+@pytest.mark.parametrize("key", WORDS)
+def test_own_modules_keep_their_names(key: str, tmp_path: Path) -> None:
+    model = nn.Sequential(Holder(key), nn.ModuleDict({key: Holder(key)}))
+    names = list(model.state_dict())
+    assert [name for slot in slots_of(model) for name in slot.names] == sorted(names, key=names_of(model).index)
+    assert [plain_name(model, name) for name in names] == names
+    assert set(plain_modules(model)) == {name for name, _ in model.named_modules()}
+    assert saved(model, tmp_path) == {name: name for name in names}
+
+
+def saved(model: nn.Module, scratch: Path) -> dict[str, str]:
+    """Return the names in the files of a save, with those of their parameters."""
+    sources = {id(shard.tensor): shard.source for shard in local_shards(model, 0, masters=False)}
+    (file,) = describe_save(model, scratch, sources, dtype=None, max_shard_size="5GB", kwargs={})
+    return {name: part.name for name, part in file.tensors.items() if isinstance(part, Source)}
+
+
+def test_wrappers_are_no_part_of_names(tmp_path: Path) -> None:
+    model, plain = blocks(), list(blocks().state_dict())
+    model[1][0] = checkpoint_wrapper(compiled(checkpoint_wrapper(model[1][0])))
+    model[1] = compiled(model[1])
+    model[2] = checkpoint_wrapper(model[2])
+    assert set(names_of(model)) == {plain_name(model, name) for name in model.state_dict()} == set(plain)
+    assert {plain_name(model, name) for name, _ in model.named_parameters()} <= set(plain)
+    assert {plain_name(model, name) for name in plain} == set(plain), "names without wrappers stay"
+    assert set(saved(model, tmp_path)) == set(plain)
+    assert isinstance(plain_modules(model)["1.0"], nn.Linear)
+
+
+def test_adapters_of_peft_and_own_modules_that_look_alike() -> None:
+    model = nn.Sequential(Holder("base_layer"), nn.Linear(2, 2))
+    model = inject_adapter_in_model(LoraConfig(r=1, target_modules=["base_layer"], modules_to_save=["1"]), model)
+    assert set(names_of(model)) == {
+        *("0.weight", "0.base_layer.weight", "0.base_layer.bias"),
+        *("0.base_layer.lora_A.default.weight", "0.base_layer.lora_B.default.weight"),
+        *("1.weight", "1.bias", "1.modules_to_save.default.weight", "1.modules_to_save.default.bias"),
+    }
+    assert plain_name(model, "0.base_layer.base_layer.weight") == "0.base_layer.weight"
+    assert plain_modules(model)["0.base_layer"] is model[0].base_layer.base_layer
+
+
+def test_two_tensors_of_one_plain_name_are_an_error(tmp_path: Path) -> None:
+    model = inject_adapter_in_model(LoraConfig(r=1, target_modules=["0"]), blocks())
+    model[0].weight_of_mine = nn.Parameter(torch.ones(2))
+    model[0].base_layer.weight_of_mine = nn.Parameter(torch.ones(2))
+    message = r"0\.\S*weight_of_mine and 0\.\S*weight_of_mine would both become 0\.weight_of_mine"
+    with pytest.raises(CheckpointError, match=message):
+        slots_of(model)
+    with pytest.raises(CheckpointError, match=message):
+        saved(model, tmp_path)
+
+
+def test_a_tied_weight_has_all_of_its_names() -> None:
+    model = blocks()
+    model[2].weight = model[0].weight
+    model[0], model[2] = checkpoint_wrapper(model[0]), compiled(model[2])
+    assert next(slot.names for slot in slots_of(model)) == ["0.weight", "2.weight"]
+    assert not [name for name in names_of(model) if re.search("|".join(WORDS), name)]
