@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard, debug, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, debug
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lowmem_load import foreign_names
@@ -134,16 +134,21 @@ def made_real(make_real: Callable[[torch.Tensor], torch.Tensor]) -> contextlib.A
     return replaced({foreign_names.MESH_SCATTER: scatter, foreign_names.FLATTEN_TENSORS: flatten}, everywhere=True)
 
 
-def scatter_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Fill a parameter or buffer with the values of the first rank. Collective: of its mesh, or of all without one."""
-    with torch.no_grad():
-        if isinstance(tensor, DTensor):
-            values = values.to(tensor.device_mesh.device_type, tensor.dtype)
-            tensor.copy_(distribute_tensor(values, tensor.device_mesh, tensor.placements))
-        else:
-            values = values.to(tensor.device, tensor.dtype, copy=True).contiguous()
-            dist.broadcast(values.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
-            tensor.copy_(values)
+def scatter_into(name: str, tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Fill a parameter or buffer with the values of the first rank. Collective, of all ranks."""
+    grid, memory = local_shard(name, tensor, needs_memory=True)
+    values = values.to(memory.device, tensor.dtype, copy=True).contiguous()
+    dist.broadcast(values.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
+    memory.copy_(part_of(values, grid))
+
+
+def part_of(values: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Return the elements of a whole tensor that a grid holds, flat and in its order."""
+    values = values.reshape(values.shape or (1,))
+    for dim, runs in enumerate(grid.runs):
+        parts = [values.narrow(dim, start, end - start) for start, end in runs]
+        values = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return values.reshape(-1)
 
 
 # -- what this rank has of a DTensor -----------------------------------------------------------------------------------
@@ -159,9 +164,13 @@ def local_shard(name: str, tensor: torch.Tensor, *, needs_memory: bool) -> tuple
     """
     grid, local = grid_of(tensor.shape, ()), tensor.detach()
     if isinstance(tensor, DTensor):
-        coordinate = tensor.device_mesh.get_coordinate()  # None: this rank is not part of the mesh, so it holds nothing
-        splits = [replace(split, index=coordinate[dim]) for dim, split in _splits(name, tensor)] if coordinate else ()
-        grid = grid_of(tensor.shape, splits) if coordinate else Grid((((0, 0),),))
+        mesh, grid = tensor.device_mesh, Grid((((0, 0),),))
+        if mesh.get_coordinate():  # else this rank is not part of the mesh, so it holds nothing
+            splits = dict(_splits(name, tensor))
+            _check_places(name, mesh, list(splits))
+            # Not the coordinate: a group has its ranks in ascending order, in whatever order the mesh has them.
+            numbered = (replace(split, index=dist.get_rank(mesh.get_group(dim))) for dim, split in splits.items())
+            grid = grid_of(tensor.shape, numbered)
         local = tensor._local_tensor.detach()  # noqa: SLF001  `to_local` waits for collectives: there are none
         if tuple(local.shape) != grid.sizes and grid.numel + local.numel():
             raise UnsupportedError(
@@ -183,6 +192,22 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def all_ranks() -> Any:
     """Return the default process group, whose ranks hold the shards of all DTensors together."""
     return dist.group.WORLD
+
+
+def _check_places(name: str, mesh: DeviceMesh, dims: Sequence[int]) -> None:
+    """Raise UnsupportedError if the order of a mesh gives two of its ranks one part along these dims."""
+    if len(dims) < 2:
+        return
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    ranks = mesh.mesh[tuple(slice(None) if dim in dims else index for dim, index in enumerate(coordinate))]
+    places = torch.stack([ranks.argsort(dim).argsort(dim) for dim in range(ranks.ndim)])
+    if len(set(zip(*places.flatten(1).tolist(), strict=True))) < ranks.numel():
+        raise UnsupportedError(
+            f"{name}: torch sorts the ranks of each process group, so the mesh {mesh.mesh.tolist()} gives several "
+            "ranks the same part of this tensor, and some parts to none; make a mesh whose ranks are in one order "
+            "along each dim"
+        )
 
 
 def is_first_replica(tensor: Any) -> bool:
@@ -242,16 +267,18 @@ def holders(tensor: Any, world_size: int, known: dict[Any, Sequence[int]]) -> Se
     """
     if not isinstance(tensor, DTensor):
         return range(world_size)
-    key = tensor.device_mesh, tuple(isinstance(placement, Replicate) for placement in tensor.placements)
+    mesh, is_replica = tensor.device_mesh, tuple(isinstance(placement, Replicate) for placement in tensor.placements)
+    key = mesh, is_replica
     if key not in known:
-        root, (_, dims) = _root_mesh(tensor.device_mesh), _rooted(tensor.device_mesh, {})
-        along = [dims[mesh_dim] for mesh_dim, is_replica in enumerate(key[1]) if not is_replica]
-        coordinate = root.get_coordinate()
+        root, dims = _rooted(mesh, {})
+        along = {mesh_dim: dims[mesh_dim] for mesh_dim, is_alike in enumerate(is_replica) if not is_alike}
         known[key] = ()
-        if coordinate is not None and None not in along:
-            cut = {dim for root_dims in along for dim in root_dims or ()}
-            place = tuple(index if dim in cut else slice(None) for dim, index in enumerate(coordinate))
-            known[key] = tuple(sorted(root.mesh[place].flatten().tolist()))
+        if mesh.get_coordinate() is not None and None not in along.values():
+            numbers = [root.group_ranks(root_dims or ()) for root_dims in along.values()]
+            places = {rank: [numbered[rank] for numbered in numbers] for rank in root.ranks}
+            own = [dist.get_rank(mesh.get_group(mesh_dim)) for mesh_dim in along]
+            if places[dist.get_rank()] == own:
+                known[key] = tuple(sorted(rank for rank, place in places.items() if place == own))
     return known[key]
 
 

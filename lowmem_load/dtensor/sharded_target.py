@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from lowmem_load.dtensor.mesh import dtypes_of_computation, holders, local_shard, refuse_fsdp1
+from lowmem_load.dtensor.mesh import dtypes_of_computation, holders, local_shard, part_of, refuse_fsdp1
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.frameworks.wrappers import named_tensors, plain_name
 from lowmem_load.io.memory import untouched_bytes
@@ -99,11 +99,7 @@ class ShardedModel:
         """Copy the buffers of a loaded model. Buffers are small: each rank has read them in full."""
         for name, buffer in _tensors(described, self.left)[1].items():
             grid, memory = self.shard(self.buffers[name])
-            source = buffer.reshape(buffer.shape or (1,))
-            for dim, runs in enumerate(grid.runs):
-                parts = [source.narrow(dim, start, end - start) for start, end in runs]
-                source = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-            memory.copy_(source.reshape(-1))
+            memory.copy_(part_of(buffer, grid))
 
 
 class Sharded(Target):

@@ -64,7 +64,7 @@ def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: to
         for name in shards:
             if name in changed:
                 values = values_of(state[name]) if ranks.rank == 0 else torch.empty(shards[name].shape)
-                scatter_into(shards[name], values)
+                scatter_into(name, shards[name], values)
     leave(model)
 
 

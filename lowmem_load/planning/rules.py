@@ -6,7 +6,6 @@ So the rule holds for all of them.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -58,21 +57,29 @@ class Mesh:
         return indices
 
     def dims_along(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the dims along which these ranks follow each other, row-major, from the first one; None if none do."""
+        """Return the dims of which these ranks are one line, in any order; None if there are none."""
         places = {rank: place for place, rank in enumerate(self.ranks)}
         coordinates = [self.coordinate(places[rank]) for rank in ranks]
         dims = tuple(dim for dim in range(len(self.shape)) if len({indices[dim] for indices in coordinates}) > 1)
-        are_rows = [self.index(indices, dims) for indices in coordinates] == list(range(len(ranks)))
-        return dims if are_rows and math.prod(self.shape[dim] for dim in dims) == len(ranks) else None
+        return dims if math.prod(self.shape[dim] for dim in dims) == len(ranks) else None
 
-    def index(self, coordinate: Sequence[int], dims: Sequence[int]) -> int:
-        """Return the number of a coordinate among those that differ along these dims, row-major."""
-        return functools.reduce(lambda number, dim: number * self.shape[dim] + coordinate[dim], dims, 0)
+    def group_ranks(self, dims: Sequence[int]) -> dict[int, int]:
+        """Return the number of each rank in the process group along these dims.
+
+        torch sorts the ranks of a group, so this is not the rank's coordinate where the mesh has another order.
+
+        Source: torch 2.13 `distributed/distributed_c10d.py`, `new_group` and `split_group`.
+        """
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for place, rank in enumerate(self.ranks):
+            across = tuple(index for dim, index in enumerate(self.coordinate(place)) if dim not in dims)
+            lines.setdefault(across, []).append(rank)
+        return {rank: number for line in lines.values() for number, rank in enumerate(sorted(line))}
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """A DTensor. Each cut is the dims of the mesh that it runs along, and a split whose index counts along them."""
+    """A DTensor. Each cut is the dims of the mesh along which it runs, and a split; its index is the rank's there."""
 
     shape: Shape
     mesh: Mesh
@@ -81,10 +88,10 @@ class Cuts:
     def regions(self, world_size: int) -> list[Region]:
         """Return the elements that each rank holds; none on those that are not in the mesh."""
         regions: list[Region] = [Grid((((0, 0),),))] * world_size
+        numbers = [self.mesh.group_ranks(dims) for dims, _ in self.cuts]
         alike: dict[tuple[int, ...], Region] = {}
-        for place, rank in enumerate(self.mesh.ranks):
-            coordinate = self.mesh.coordinate(place)
-            indices = tuple(self.mesh.index(coordinate, dims) for dims, _ in self.cuts)
+        for rank in self.mesh.ranks:
+            indices = tuple(numbered[rank] for numbered in numbers)
             if indices not in alike:
                 splits = [replace(cut, index=index) for (_, cut), index in zip(self.cuts, indices, strict=True)]
                 alike[indices] = grid_of(self.shape, splits)

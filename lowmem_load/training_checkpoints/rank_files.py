@@ -74,7 +74,7 @@ class _Shard:
     local: Tensor
     shape: Shape  # of the whole tensor
     placements: tuple[Foreign, ...] = ()
-    coordinate: Sequence[int] = ()  # of the rank in the mesh
+    places: Sequence[int] = ()  # of the rank in the groups of the mesh, along each dim
     offsets: Shape | None = None  # where the file says that the local tensor begins
 
 
@@ -108,11 +108,11 @@ def put_together(
     `are_equal` compares small tensors of which the files have no checksum.
     """
     shards: dict[tuple[str, ...], list[_Shard]] = {}
-    for file in files:
+    for rank, file in enumerate(files):
         if not isinstance(file.tree, dict):
             raise CheckpointError(f"{file.path}: holds no state dict")
         for keys, value in _entries(file, file.tree, ()):
-            for shard in _shards_in(file, ".".join(keys), value):
+            for shard in _shards_in(file, rank, ".".join(keys), value):
                 shards.setdefault(keys, []).append(shard)
     return {keys: _whole(folder, ".".join(keys), parts, are_equal) for keys, parts in shards.items()}
 
@@ -129,7 +129,7 @@ def _entries(file: TorchObjects, tree: dict[Any, Any], above: tuple[str, ...]) -
             yield keys, value
 
 
-def _shards_in(file: TorchObjects, name: str, value: Any) -> Iterator[_Shard]:
+def _shards_in(file: TorchObjects, rank: int, name: str, value: Any) -> Iterator[_Shard]:
     if "_flat_param" in name:
         raise UnsupportedError(
             f"{file.path}: {name} is a flat parameter of FSDP1, whose cuts are not saved; save with "
@@ -138,7 +138,7 @@ def _shards_in(file: TorchObjects, name: str, value: Any) -> Iterator[_Shard]:
     if isinstance(value, Tensor):
         yield _Shard(file, value, value.size)
     elif isinstance(value, Foreign) and value.name == WRAPPER:
-        yield _dtensor(file, name, value)
+        yield _dtensor(file, rank, name, value)
     elif isinstance(value, Foreign) and value.name == _SHARDED_TENSOR:
         yield from _sharded_tensor(file, name, value)
     elif isinstance(value, Foreign) and value.name.startswith("torch._utils._rebuild"):
@@ -147,20 +147,54 @@ def _shards_in(file: TorchObjects, name: str, value: Any) -> Iterator[_Shard]:
         )
 
 
-def _dtensor(file: TorchObjects, name: str, value: Foreign) -> _Shard:
+def _dtensor(file: TorchObjects, rank: int, name: str, value: Foreign) -> _Shard:
     try:
         _, slots = value.state
         spec = slots["_spec"].state
-        local, placements, coordinate = slots["_local_tensor"], spec["placements"], spec["mesh"].state
-        coordinate = coordinate["_coordinate_on_dim"]
+        local, placements, places = slots["_local_tensor"], spec["placements"], _places(spec["mesh"].state, rank)
         shape = value.arguments[2]
-        is_right = isinstance(local, Tensor) and len(coordinate) == len(placements) and is_shape(shape)
+        is_right = isinstance(local, Tensor) and len(places) == len(placements) and is_shape(shape)
         is_right = is_right and all(isinstance(placement, Foreign) for placement in placements)
-    except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(f"{file.path}: {name}: is no DTensor as torch 2.6 to 2.13 saves it: {error!r}") from error
-    if not is_right or not all(type(index) is int and index >= 0 for index in coordinate):
+    if not is_right or not all(type(index) is int and index >= 0 for index in places):
         raise CheckpointError(f"{file.path}: {name}: is no DTensor as torch 2.6 to 2.13 saves it")
-    return _Shard(file, local, shape, tuple(placements), tuple(coordinate))
+    return _Shard(file, local, shape, tuple(placements), places)
+
+
+def _places(mesh: dict[str, Any], rank: int) -> tuple[int, ...]:
+    """Return the number of a rank in the process group of each dim of a mesh, which has its ranks in ascending order.
+
+    Source: torch 2.13 `distributed/device_mesh.py`, `DeviceMesh.__init__`, `_init_one_process_group`: the ranks are in
+    `_flatten_mesh_list` (to 2.9), or in `_flatten_rank_map`, of which `_layout` has the sizes and strides.
+    """
+    coordinate = tuple(mesh["_coordinate_on_dim"])
+    ranks = mesh["_flatten_rank_map"] if "_flatten_rank_map" in mesh else mesh["_flatten_mesh_list"]
+    if list(ranks) == sorted(ranks):
+        return coordinate
+    if "_layout" in mesh:
+        layout = mesh["_layout"].state
+        sizes, strides = (
+            [axis.state[key] for axis in layout["axes"]] if "axes" in layout else layout[key]
+            for key in ("shape", "stride")
+        )
+    else:
+        sizes = mesh["mesh"].size
+        strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    places = []
+    for size, stride, index in zip(sizes, strides, coordinate, strict=True):
+        steps = [range(0, step * num, step) for num, step in zip(_numbers(size), _numbers(stride), strict=True)]
+        if math.prod(map(len, steps)) > len(ranks):
+            raise ValueError("a dim of a mesh has more ranks than the mesh")
+        offsets = [sum(offset) for offset in itertools.product(*steps)]
+        first = ranks.index(rank) - offsets[index]
+        places.append(sorted(ranks[first + offset] for offset in offsets).index(rank))
+    return tuple(places)
+
+
+def _numbers(sizes: Any) -> list[int]:
+    """Return the numbers in a number or in tuples of tuples."""
+    return [sizes] if isinstance(sizes, int) else [number for inner in sizes for number in _numbers(inner)]
 
 
 def _sharded_tensor(file: TorchObjects, name: str, value: Foreign) -> Iterator[_Shard]:
@@ -202,7 +236,7 @@ def _check_replicas(name: str, shards: Sequence[_Shard], are_equal: Callable[[Ex
 
 def _place_of(shard: _Shard) -> tuple[int, ...]:
     """Return where in the mesh a rank is, along the dims that cut the tensor: replicas have one place."""
-    cuts = zip(shard.placements, shard.coordinate, strict=True)
+    cuts = zip(shard.placements, shard.places, strict=True)
     return tuple(index for placement, index in cuts if not placement.name.endswith(".Replicate"))
 
 
@@ -217,8 +251,8 @@ def _whole(
                 f"{os.path.basename(shards[0].file.path)}: the files are of different saves"
             )
     _check_replicas(name, shards, are_equal)
-    # A mesh dim has as many ranks as coordinates occur along it.
-    sizes = [max(along) + 1 for along in zip(*(shard.coordinate for shard in shards), strict=True)]
+    # A mesh dim has as many ranks as places occur along it.
+    sizes = [max(along) + 1 for along in zip(*(shard.places for shard in shards), strict=True)]
     tiles = [tile for shard in shards for tile in _tiles(name, shard, sizes)]
     return assemble(f"{folder}: {name}", shape, tiles)
 
@@ -229,7 +263,7 @@ def _tiles(name: str, shard: _Shard, mesh: Sequence[int]) -> Iterator[Tile]:
         return
     splits = [
         split
-        for placement, num_chunks, index in zip(shard.placements, mesh, shard.coordinate, strict=True)
+        for placement, num_chunks, index in zip(shard.placements, mesh, shard.places, strict=True)
         for split in _split(shard, name, placement, num_chunks, index)
     ]
     grid = grid_of(shard.shape, splits)

@@ -28,13 +28,14 @@ def test_cuts_of_all_ranks() -> None:
         return grid_of((4, 6), splits)
 
     found = Cuts((4, 6), mesh, (((1,), columns),)).regions(5)
-    assert found[3] == found[0] == held(columns) and found[1] == found[2] == held(replace(columns, index=1))
+    # Ranks 3 and 1 are one group, whose first is 1.
+    assert found[1] == found[0] == held(columns) and found[3] == found[2] == held(replace(columns, index=1))
     assert found[4] == Grid((((0, 0),),)) and not found[4].numel
     both = Cuts((4, 6), mesh, (((0,), rows), ((1,), columns))).regions(4)
-    assert both[0] == held(replace(rows, index=1), columns)
-    assert both[1] == held(rows, replace(columns, index=1))
+    assert both[0] == held(rows, columns)
+    assert both[3] == held(replace(rows, index=1), replace(columns, index=1))
     flat = Cuts((4, 6), mesh, (((0, 1), Split(0, 4, 0)),)).regions(4)
-    assert [flat[rank] for rank in mesh.ranks] == [held(Split(0, 4, index)) for index in range(4)]
+    assert flat == [held(Split(0, 4, index)) for index in range(4)]
 
 
 def test_dims_of_a_mesh_along_which_ranks_lie() -> None:
@@ -42,7 +43,8 @@ def test_dims_of_a_mesh_along_which_ranks_lie() -> None:
     assert mesh.dims_along([0, 6]) == (0,) and mesh.dims_along([1, 3, 5]) == (1,)
     assert mesh.dims_along([0, 2, 4, 6, 8, 10]) == (0, 1) and mesh.dims_along(mesh.ranks) == (0, 1, 2)
     assert mesh.dims_along([4]) == ()
-    assert mesh.dims_along([0, 4]) is mesh.dims_along([6, 0]) is None  # a part of a dim, and another order
+    assert mesh.dims_along([6, 0]) == (0,)  # a group has no order of its own
+    assert mesh.dims_along([0, 4]) is mesh.dims_along([0, 3]) is None  # a part of a dim, and a diagonal
 
 
 def test_ranks_that_hold_the_same_are_together() -> None:
