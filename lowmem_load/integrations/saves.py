@@ -30,20 +30,21 @@ from lowmem_load.saving.save import ranks_of, save_model
 
 
 class LookedIntoError(UnsupportedError):
-    """Code looked into a `NotGathered`."""
+    """Code read or changed a `NotGathered`."""
 
 
 class NotGathered(dict[str, Any]):
-    """Stands for a state dict whose weights are not gathered. It can be passed on, but not looked into."""
+    """Stands for a state dict whose weights are not gathered. It can be passed on, but neither read nor changed."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise LookedIntoError(
-            "this code looks into the weights of a state dict, and lowmem_load does not gather them; hand it to "
-            "save_pretrained on all ranks, or call lowmem_load.install(saves=False)"
+            "this code looks into the weights of a state dict, or changes it, and lowmem_load does not gather them; "
+            "hand it to save_pretrained on all ranks, or call lowmem_load.install(saves=False)"
         )
 
-    __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = _refuse
-    items = keys = values = get = pop = copy = _refuse
+    __getitem__ = __iter__ = __reversed__ = __len__ = __contains__ = __bool__ = __eq__ = __ne__ = _refuse
+    __setitem__ = __delitem__ = __or__ = __ror__ = __ior__ = _refuse
+    items = keys = values = get = copy = pop = popitem = setdefault = update = clear = fromkeys = _refuse
 
 
 @dataclass(frozen=True, slots=True)

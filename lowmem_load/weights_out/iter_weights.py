@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -26,6 +26,7 @@ from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.nest import Axis, Nest
+from lowmem_load.planning.proof import prove_names
 from lowmem_load.saving.local_shards import LocalShard, local_shards, unwrapped
 from lowmem_load.saving.save import describe_save, ranks_of
 from lowmem_load.saving.writer import proved_copies
@@ -113,6 +114,11 @@ class Arguments:
     merge_adapters: bool = False
     adapters: str | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.names, Iterable) and not callable(self.names):  # the caller may change his own in place
+            names = {self.names} if isinstance(self.names, str) else self.names
+            object.__setattr__(self, "names", frozenset(names))
+
     def check(self, world_size: int) -> None:
         """Raise ConfigError if one cannot be used."""
         if self.bucket_bytes < 1:
@@ -129,10 +135,9 @@ class Arguments:
             return dict(tensors)
         if callable(names):
             return {name: part for name, part in tensors.items() if names(name)}
-        wanted = {names} if isinstance(names, str) else set(names)
-        if unknown := sorted(wanted - tensors.keys()):
+        if unknown := sorted(set(names) - tensors.keys()):
             raise ConfigError(f"iter_weights: names: {', '.join(unknown)}: not in the checkpoint of this model")
-        return {name: part for name, part in tensors.items() if name in wanted}
+        return {name: part for name, part in tensors.items() if name in names}
 
 
 @dataclass(slots=True)
@@ -242,6 +247,8 @@ def _plan_tensors(
     with tempfile.TemporaryDirectory(prefix="lowmem_load-") as scratch:
         files, merges = _describe(model, arguments, sources, scratch)
         config = None if arguments.adapters is None else saver.read_adapter_config(Path(scratch))
+    names = {(file.name, name): name for file in files for name in file.tensors}
+    prove_names("iter_weights: the files of a save", names, names)  # a file for each adapter, and alike in names
     tensors = arguments.choose({name: part for file in files for name, part in file.tensors.items()})
     planned = [
         PlannedTensor(name, part.shape, part.dtype, tuple(proved_copies(name, part))) for name, part in tensors.items()

@@ -413,6 +413,11 @@ def plan_once(path: str) -> None:
     wanted = sent(plain, 1)
     assert_equal(sent(plain, 0), wanted, "again")
     assert_equal(sent(copy.deepcopy(plain), 1), wanted, "a copy")
+    names = ["lm_head.weight"]
+    assert [name for bucket in iter_all(plain, names=names) for name, _ in bucket] == ["lm_head.weight"]
+    names[:] = ["model.norm.weight"]  # the plan that stays has names of its own
+    assert [name for bucket in iter_all(plain, names=names) for name, _ in bucket] == ["model.norm.weight"]
+    sent(plain, 1)
     plain.lm_head.weight = torch.nn.Parameter(plain.lm_head.weight.detach() + 1)
     assert torch.equal(sent(plain, 1)["lm_head.weight"], wanted["lm_head.weight"] + 1)
     for config in [FP32, *([stage_3(mics_shard_size=2)] if HAS_MICS else [])]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
+from safetensors.torch import save
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
@@ -51,11 +57,34 @@ def test_a_save_without_a_state_is_checked_where_it_writes(
     assert seen == [model]
 
 
-def test_a_placeholder_cannot_be_looked_into(model: PreTrainedModel, seen: list[Any], tmp_path: Path) -> None:
-    for look in (len, list, dict, bool):
-        with pytest.raises(LookedIntoError, match="lowmem_load does not gather them"):
-            look(NotGathered())
-    assert seen == []
+LOOKS: list[Callable[[Any], Any]] = [
+    len,
+    list,
+    dict,
+    bool,
+    reversed,
+    copy.copy,
+    copy.deepcopy,
+    pickle.dumps,
+    OrderedDict,
+]
+LOOKS += [lambda state: state == {}, lambda state: state != {}, lambda state: {**state}, lambda state: "a" in state]
+LOOKS += [lambda state: state["a"], lambda state: state.get("a"), lambda state: state.fromkeys("a")]
+LOOKS += [nn.Linear(1, 1).load_state_dict, save, lambda state: torch.save(state, io.BytesIO())]
+CHANGES: list[Callable[[Any], Any]] = [
+    *(lambda state: state.__setitem__("a", 1), lambda state: state.__delitem__("a"), lambda state: state | {"a": 1}),
+    *(lambda state: {"a": 1} | state, lambda state: state.__ior__({"a": 1}), lambda state: state.update(a=1)),
+    *(lambda state: state.setdefault("a", 1), lambda state: state.pop("a", None), lambda state: state.popitem()),
+    *(lambda state: state.clear(), {}.update),
+]
+
+
+@pytest.mark.parametrize("use", [*LOOKS, *CHANGES])
+def test_a_placeholder_is_neither_read_nor_changed(use: Callable[[Any], Any]) -> None:
+    state = NotGathered()
+    with pytest.raises(LookedIntoError, match="or changes it, and lowmem_load does not gather them"):
+        use(state)
+    assert dict.__len__(state) == 0
 
 
 class Subclass(Accelerator):
