@@ -96,12 +96,12 @@ bench: $(SHM_COMM)
 	cd $(ROOT) && $(RUN) -m benchmarks.compare --preset llama-1.5b $(ARGS)
 
 modes: $(EXTENSIONS)
-	cd $(ROOT) && $(RUN) -m benchmarks.modes $(ARGS)
+	cd $(ROOT) && $(RUN) -m pytest -q -m "release or not release" tests/multi_rank/test_modes.py $(ARGS)
 
-# The cases of benchmarks/frameworks/cases.yaml, each framework in .cache/frameworks: ARGS="--only trl-sft-full". Their
+# The cases of tests/frameworks/cases.yaml, each framework in .cache/frameworks: ARGS="--only trl-sft-full". Their
 # Pythons and torches are those of compat, below.
 frameworks: $(STAMP)
-	cd $(ROOT) && $(RUN) -m benchmarks.frameworks $(ARGS)
+	cd $(ROOT) && $(RUN) -m tests.frameworks $(ARGS)
 
 check: $(STAMP)
 	cd $(ROOT) && $(RUN) -m ruff format --check .

@@ -1,14 +1,15 @@
-"""Random Llama checkpoints for the benchmarks: written once, kept on demand, and reused."""
+"""Random Llama checkpoints for the benchmarks."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import shutil
-from collections.abc import Callable, Iterator
+import sys
+import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from lowmem_load.api.inspect_checkpoint import weight_files
 HIDDEN_SIZES = (256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 8192)
 MAX_LAYERS = 32
 VOCAB_SIZE = 32_000
-SPEC_FILE = "benchmark_spec.json"
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,6 @@ class ModelShape:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    format_version: int = 2  # raise it when _write_checkpoint writes other bytes, so that old files are not reused
 
 
 class SourceTensor(NamedTuple):
@@ -52,36 +52,14 @@ def shape_for(num_params: int) -> ModelShape:
 
 
 @contextmanager
-def checkpoint_of(num_params: int, cache: Path, keep: bool, log: Callable[[str], None]) -> Iterator[Path]:
-    """Give a bf16 checkpoint of about `num_params` parameters; one that was not there before goes again unless kept."""
-    path = cache / f"llama-{num_params}"
-    existed = (path / SPEC_FILE).exists()
-    try:
-        yield _ensure_checkpoint(shape_for(num_params), path, log)
-    finally:
-        if not keep and not existed:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _ensure_checkpoint(shape: ModelShape, path: Path, log: Callable[[str], None]) -> Path:
-    spec_path = path / SPEC_FILE
-    if spec_path.exists() and json.loads(spec_path.read_text()) == asdict(shape):
-        log(f"checkpoint: reusing {path}")
-        return path
-    if path.exists() and not spec_path.exists():
-        raise FileExistsError(
-            f"{path}: exists and was not written by this benchmark; remove it or choose another --cache"
-        )
-    log(f"checkpoint: writing {path}")
-    unfinished = path.with_name(path.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    _write_checkpoint(shape, unfinished)
-    (unfinished / SPEC_FILE).write_text(json.dumps(asdict(shape)))
-    # Only files that this benchmark wrote (they carry its spec file) are ever replaced.
-    shutil.rmtree(path, ignore_errors=True)
-    unfinished.rename(path)
-    return path
+def checkpoint_of(num_params: int) -> Iterator[Path]:
+    """Write a bf16 checkpoint of about `num_params` parameters, and remove it in the end."""
+    cache = REPOSITORY / ".cache" / "benchmarks"
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"llama-{num_params}-", dir=cache) as folder:
+        print(f"checkpoint: writing {folder}", file=sys.stderr, flush=True)
+        _write_checkpoint(shape_for(num_params), Path(folder))
+        yield Path(folder)
 
 
 def _write_checkpoint(shape: ModelShape, path: Path) -> None:

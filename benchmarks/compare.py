@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,6 @@ class Plan:
     cold: bool
     is_touched: bool  # whether the memory of each load was touched before
     out: Path
-    cache: Path
-    keep_checkpoint: bool
     docs: bool
 
 
@@ -107,8 +105,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Plan]:
         "--also-cold", action="store_true", help="load, too, with a cold page cache and memory as found"
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/benchmarks"), help="folder of the checkpoints")
-    parser.add_argument("--keep-checkpoint", action="store_true", help="leave a new checkpoint for the next run")
     parser.add_argument("--docs", action="store_true", help="write the tables into docs/measured.md")
     chosen = parser.parse_args(arguments)
     preset = PRESETS[chosen.preset]
@@ -136,8 +132,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Plan]:
         cold=chosen.cold,
         is_touched=False,
         out=chosen.out.resolve(),
-        cache=chosen.cache.resolve(),
-        keep_checkpoint=chosen.keep_checkpoint,
         docs=chosen.docs,
     )
     plans = [plan, replace(plan, is_touched=True, train_steps=0, out=plan.out / "touched")]
@@ -200,7 +194,7 @@ def run_loads(plan: Plan, checkpoint: Path, train_steps: int, on_gpu: bool) -> t
 
 
 def report(plan: Plan, groups: list[Group], notes: list[str]) -> list[str]:
-    """Print the table and the checks, write results.json; return what failed."""
+    """Print the table and the checks; return what failed."""
     # Of another checkpoint, loading may convert what the files hold.
     is_floor_equal = plan.dtype == "bf16" and plan.model is None
     compared, failures = different_weights(groups, floor_dtype_equal=is_floor_equal)
@@ -213,16 +207,6 @@ def report(plan: Plan, groups: list[Group], notes: list[str]) -> list[str]:
             if rank.losses:
                 losses = " ".join(f"{loss:.6f}" for loss in rank.losses)
                 log(f"training losses: {group.method}, rank {rank.rank} of {group.world_size}: {losses}")
-    results: dict[str, Any] = {
-        "machine": asdict(describe_machine()),
-        "notes": notes,
-        "plan": asdict(plan),
-        "loads": [group.to_json() for group in groups],
-        "same_weights": compared,
-        "failures": failures,
-    }
-    (plan.out / "results.json").write_text(json.dumps(results, default=str))
-    log(f"written: {plan.out}/results.json")
     for line in summary_lines(groups):
         log(line)
     return failures
@@ -250,7 +234,7 @@ def compare(plans: Sequence[Plan]) -> int:
     if on_gpu and max(world_size for _, world_size in first.loads) > torch.cuda.device_count():
         raise SystemExit(f"--ranks: more than the {torch.cuda.device_count()} GPUs of this machine")
     failures, texts = [], []
-    random_model = checkpoint_of(first.num_params, first.cache, first.keep_checkpoint, log)
+    random_model = checkpoint_of(first.num_params)
     with contextlib.nullcontext(first.model) if first.model else random_model as checkpoint:
         for plan in plans:
             plan.out.mkdir(parents=True, exist_ok=True)

@@ -100,7 +100,7 @@ def main() -> None:
     rows: list[tuple[str, ...]] = [COLUMNS]
     with (
         tempfile.TemporaryDirectory() as scratch,
-        checkpoint_of(options.params, Path(scratch), keep=False, log=log) as path,
+        checkpoint_of(options.params) as path,
     ):
         for way in WAYS:
             warm_page_cache(path)

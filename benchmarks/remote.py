@@ -6,22 +6,17 @@
 - *fresh nodes*: two nodes of two ranks, each with a link of 1 Gbit/s to the server. Either each node downloads the
   checkpoint and then loads it, or the ranks load from the server.
 
-Nodes are network namespaces; the rate of a link is set by Linux' token bucket filter.
+Nodes are network namespaces (`benchmarks.nodes`).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
@@ -30,6 +25,7 @@ from typing import Any
 from benchmarks.checkpoint import checkpoint_of
 from benchmarks.memory import MemorySampler
 from benchmarks.methods import zero3_config
+from benchmarks.nodes import STORAGE, be_rank, nodes, run_on_nodes
 from benchmarks.results import MIB, log, show_table
 from tests.remote.range_server import in_own_process
 
@@ -46,11 +42,9 @@ COLUMNS = (
     "again",
 )
 REQUEST_BYTES, THREADS = 16 << 20, 16
-RATE = 125e6
-"""Bytes per second of a link: 1 Gbit/s."""
+LINK, RATE = "1gbit", 125e6
+"""What a link passes: 1 Gbit/s, and the same in bytes per second."""
 LATENCY_MS = 50
-PORT = 29_500
-SERVER = "10.79.0.1"
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -129,67 +123,6 @@ def download(url: str, files: Sequence[str], folder: Path) -> None:
         list(pool.map(one, files))
 
 
-# -- nodes -------------------------------------------------------------------------------------------------------------
-
-
-def call(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)
-
-
-@contextlib.contextmanager
-def nodes(number: int) -> Iterator[list[tuple[str, str]]]:
-    """Yield a namespace for each node, and the server's address. Nodes reach each other through this machine."""
-    made = [f"lowmem{node}" for node in range(number)]
-    try:
-        for node, name in enumerate(made):
-            call("ip", "netns", "add", name)
-            call("ip", "link", "add", f"lm{node}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            call("ip", "addr", "add", f"10.78.{node}.1/24", "dev", f"lm{node}")
-            call("ip", "link", "set", f"lm{node}", "up")
-            for command in (
-                f"addr add 10.78.{node}.2/24 dev eth0",
-                "link set eth0 up",
-                "link set lo up",
-                f"route add default via 10.78.{node}.1",
-            ):
-                call("ip", "netns", "exec", name, "ip", *command.split())
-            rate = f"{RATE * 8 / 1e6:.0f}mbit"
-            call(*f"tc qdisc add dev lm{node} root tbf rate {rate} burst 512kb latency 100ms".split())
-        Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
-        call("ip", "addr", "add", f"{SERVER}/32", "dev", "lo")  # ranks must name one URL
-        yield [(name, SERVER) for name in made]
-    finally:
-        subprocess.run(["ip", "addr", "del", f"{SERVER}/32", "dev", "lo"], check=False, capture_output=True)
-        for name in made:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-def run_ranks(
-    way: str, places: Sequence[tuple[str, str]], num_local: int, spec: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Run ranks on nodes; a node without a name is this machine."""
-    with tempfile.TemporaryDirectory() as out:
-        processes = []
-        for node, (name, address) in enumerate(places):
-            prefix = (
-                ["nsenter", f"--net=/var/run/netns/{name}"] if name else []
-            )  # `ip netns exec` would part their mounts
-            for local in range(num_local):
-                rank = node * num_local + local
-                told = {**spec, "way": way, "url": spec["url"].format(address), "out": f"{out}/{rank}"}
-                told["folder"] = f"{out}/node{node}"
-                os.makedirs(told["folder"], exist_ok=True)
-                environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(local), "MASTER_PORT": str(PORT)}
-                environment |= {"WORLD_SIZE": str(len(places) * num_local), "LOCAL_WORLD_SIZE": str(num_local)}
-                environment |= {"MASTER_ADDR": "10.78.0.2" if name else "127.0.0.1", "OMP_NUM_THREADS": "1"}
-                environment |= {"TMPDIR": told["folder"], **({"GLOO_SOCKET_IFNAME": "eth0"} if name else {})}
-                command = [*prefix, sys.executable, "-m", "benchmarks.remote", "--rank", json.dumps(told)]
-                processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
-        codes = [process.wait() for process in processes]
-        assert not any(codes), codes
-        return [json.loads(Path(f"{out}/{rank}").read_text()) for rank in range(len(processes))]
-
-
 # -- the tables --------------------------------------------------------------------------------------------------------
 
 
@@ -198,16 +131,16 @@ def rows(checkpoint: Path, repeats: int) -> Iterator[list[str]]:
     files = [path.name for path in checkpoint.iterdir() if path.is_file()]
     nbytes = sum(sizes.values())
 
-    def row(where: str, way: str, places: Sequence[tuple[str, str]], behaviour: dict[str, Any]) -> list[str]:
+    def row(where: str, way: str, names: Sequence[str], behaviour: dict[str, Any]) -> list[str]:
         found = []
         for _ in range(repeats):
             with in_own_process(checkpoint, host="0.0.0.0", **behaviour) as server:
-                url = server.url.replace("127.0.0.1", "{}") + "/"
-                spec = {"url": url, "sizes": sizes, "files": files}
-                found.append(run_ranks(way, places, 2, spec))
+                url = server.url.replace("127.0.0.1", STORAGE if names[0] else "127.0.0.1") + "/"
+                spec = {"way": way, "url": url, "sizes": sizes, "files": files}
+                found.append(run_on_nodes("benchmarks.remote", names, 2, spec))
         seconds = [max(each["seconds"] for each in ranks) for ranks in found]
         took, ranks = statistics.median(seconds), found[0]
-        link = f"{nbytes / len(places) / took / RATE:.2f}" if places[0][0] else ""
+        link = f"{nbytes / len(names) / took / RATE:.2f}" if names[0] else ""
         extra = max(each["extra"] for ranks in found for each in ranks) / MIB
         counts = [sum(each["requests"][kind] for each in ranks) for kind in range(2)]
         if way == "download, then load":
@@ -217,7 +150,7 @@ def rows(checkpoint: Path, repeats: int) -> Iterator[list[str]]:
         made = [
             where,
             way,
-            str(2 * len(places)),
+            str(2 * len(names)),
             f"{took:.2f}",
             f"{reading:.2f}",
             speed,
@@ -228,32 +161,27 @@ def rows(checkpoint: Path, repeats: int) -> Iterator[list[str]]:
         log(" | ".join(made))
         return made
 
-    here = [("", "127.0.0.1")]
+    here = [""]
     for way in ("client alone", "lowmem_load", "client alone", "lowmem_load"):
         yield row("this machine", way, here, {})
-    with nodes(1) as far:
+    with nodes(1, LINK) as far:
         for way in ("client alone", "lowmem_load"):
             yield row(f"{LATENCY_MS} ms, 1 Gbit/s", way, far, {"latency_ms": LATENCY_MS})
-    with nodes(2) as fresh:
+    with nodes(2, LINK) as fresh:
         for way in ("download, then load", "lowmem_load"):
             yield row("fresh nodes", way, fresh, {})
 
 
-def main(act: Callable[[dict[str, Any]], dict[str, Any]] = run_rank) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Loads from an HTTP server.")
     parser.add_argument("--params", type=float, default=1.5e9, help="of the model")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cache", type=Path, default=Path(".cache/benchmarks"))
     parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
-    parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    if chosen.rank is not None:
-        Path(chosen.rank["out"]).write_text(json.dumps(act(chosen.rank)))
-        return
-    with checkpoint_of(int(chosen.params), chosen.cache, True, print) as checkpoint:
+    with checkpoint_of(int(chosen.params)) as checkpoint:
         table = list(rows(checkpoint, chosen.repeats))
     show_table("benchmarks.remote", [COLUMNS, *table], docs=chosen.docs)
 
 
 if __name__ == "__main__":
-    main()
+    be_rank(run_rank) or main()

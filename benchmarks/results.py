@@ -5,12 +5,10 @@ Other benchmarks use `show_table`, `markdown` and `log`, too.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks.machine import describe_machine
 from benchmarks.worker import RankResult
@@ -85,17 +83,6 @@ class Group:
             f"{read / needed:.4f}" if self.method == "lowmem" and needed else "",
             _mib(max(rank.network.payload_bytes for rank in self.ranks)),
         ]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the group as JSON data; the digests of a rank are folded into one."""
-        ranks = []
-        for rank in self.ranks:
-            fields = asdict(rank)
-            digests = fields.pop("digests")
-            lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
-            ranks.append({**fields, "digest_of_digests": hashlib.sha256(lines.encode()).hexdigest()})
-        figures = {"seconds": self.seconds, "seconds_of_repeats": self.seconds_of_repeats}
-        return {"method": self.method, "world_size": self.world_size, **figures, "ranks": ranks}
 
 
 def _mib(num_bytes: int) -> str:

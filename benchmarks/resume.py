@@ -1,17 +1,15 @@
-"""Loads checkpoints of ZeRO-3 on other numbers of ranks: checks the result, and compares the cost with DeepSpeed's.
+"""What it costs to resume a ZeRO-3 checkpoint on other numbers of ranks, with lowmem_load and with DeepSpeed.
 
-    python -m benchmarks.resume matrix                           every way, tiny models, 2 to 1, 2 to 4, 4 to 3, 3 to 2
-    python -m benchmarks.resume cost [--params 1e8] [--ranks 4]  2 ranks save; as many and others go on
+    python -m benchmarks.resume [--params 1e8] [--ranks 4]
 
-`matrix` prints a line of JSON for each way. `cost` prints a table: seconds of the slowest rank, MiB above the start and
-MiB read of the rank that took most, and the largest difference of the next three losses from those of the run that was
-not interrupted.
+Two ranks save a checkpoint, which two ranks and `--ranks` ranks load. The table has the seconds of the slowest rank,
+the MiB above the start and the MiB read of the rank that took most, and how far the next three losses are from
+those of the run that was not interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +20,6 @@ from benchmarks.memory import PeakMemory
 from benchmarks.results import MIB, show_table
 from tests.ranks import run_ranks
 
-MATRIX = ("2:1", "2:4", "4:3", "3:2")
 LAYERS = 4
 TAG, UNIVERSAL_TAG = "global_step3", "universal"
 
@@ -115,35 +112,13 @@ def cost(params: float, other_ranks: int, docs: bool) -> None:
     show_table("benchmarks.resume", rows, docs=docs)
 
 
-def matrix(pairs: Sequence[str]) -> None:
-    """Go on from every way to save, on other ranks; raises where values or losses are wrong."""
-    from tests.multi_rank.test_modes import is_compiled
-    from tests.multi_rank.test_resume import cases, checkpoints_of, go_on_elsewhere, save_and_go_on
-
-    for pair in pairs:
-        saved_by, resumed_by = map(int, pair.split(":"))
-        with tempfile.TemporaryDirectory() as name:
-            paths = checkpoints_of(Path(name))
-            losses = run_ranks(save_and_go_on, paths, name, cases(), world_size=saved_by, timeout_s=300)[0]
-            swap = f"{name}/swap" if is_compiled("async_io") else None
-            differences = run_ranks(go_on_elsewhere, paths, name, losses, swap, world_size=resumed_by, timeout_s=300)[0]
-        for way, difference in differences.items():
-            found = {"saved_by": saved_by, "resumed_by": resumed_by, "way": way, "loss_difference": difference}
-            print(json.dumps(found), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("matrix", "cost"))
-    parser.add_argument("--ranks", type=int, default=4, help="cost: others than have saved")
-    parser.add_argument("--params", type=float, default=1e8, help="cost: of the model")
-    parser.add_argument("--pairs", nargs="+", default=MATRIX, help="matrix: ranks that save, and that go on")
-    parser.add_argument("--docs", action="store_true", help="cost: write the table into docs/measured.md")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks that load, besides the two that saved")
+    parser.add_argument("--params", type=float, default=1e8, help="parameters of the model")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
     options = parser.parse_args()
-    if options.part == "matrix":
-        matrix(options.pairs)
-    else:
-        cost(options.params, options.ranks, options.docs)
+    cost(options.params, options.ranks, options.docs)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import hashlib
 import os
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -146,9 +145,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "save")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
     arguments = parser.parse_args()
-    cache = REPOSITORY / ".cache" / "benchmarks"
     rows: list[Sequence[str]] = [COLUMNS]
-    with checkpoint_of(int(arguments.params), cache, keep=False, log=lambda text: print(text, file=sys.stderr)) as path:
+    with checkpoint_of(int(arguments.params)) as path:
         for world_size in arguments.ranks:
             out = arguments.out / f"{world_size}-ranks"
             args = str(path), str(out), arguments.max_shard_size, arguments.repeats

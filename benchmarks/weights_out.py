@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -144,9 +143,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "weights_out")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
     arguments = parser.parse_args()
-    cache = REPOSITORY / ".cache" / "benchmarks"
     rows: list[Sequence[str]] = [COLUMNS]
-    with checkpoint_of(int(arguments.params), cache, keep=False, log=lambda text: print(text, file=sys.stderr)) as path:
+    with checkpoint_of(int(arguments.params)) as path:
         for world_size in arguments.ranks:
             out = arguments.out / f"{world_size}-ranks"
             found = run_on_ranks(run_rank, str(path), arguments.repeats, out=out, world_size=world_size)

@@ -109,14 +109,13 @@ def parts() -> list[Part]:
     compat = "make compat ARGS='--again --groups seams parity sharded comparison pins --environments {}'"
     scale, zoo = "python -m benchmarks.scale --all --docs", "--world-sizes 2 --precision bf16 --methods lowmem --once"
     bench, cases = "make bench ARGS='--repeats 3 --once stock --also-cold --docs'", " ".join(FRAMEWORKS)
-    matrix, others = "python -m benchmarks.resume matrix", "python -m pytest -n 2 --dist loadfile -m release"
+    others = "python -m pytest -n 2 --dist loadfile -m release"
     return [
         Part("test", "formatting, lint, types and all tests", "make test", read_pytest, 9),
         Part("more-tests", "other numbers of ranks, launchers, examples", others, read_pytest, 8),
         Part("device", "a simulated accelerator", "make test-device", read_pytest, 6),
         Part("main-table", "1.5 B parameters", bench, lines("done: ", "FAILED: ", "skipped: "), 12),
         Part("scale", "the largest published models", scale, lines("done: ", "failed: "), 4),
-        Part("resume", "checkpoints on other ranks", matrix, lines(r'\{"saved_by"'), 4, lane=1),
         Part("faults", "every fault at every moment", "make faults", read_faults, 12, lane=1),
         Part("zoo", "all model types", f"make zoo ARGS='{zoo}'", read_zoo, 11, lane=1),
         Part(

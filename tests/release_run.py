@@ -37,7 +37,7 @@ WRITTEN = (
     "docs/measured.md",
     "docs/pipelines/frameworks.md",
     "lowmem_load/tested.json",
-    "benchmarks/frameworks/results.json",
+    "tests/frameworks/results.json",
 )
 """Files that the parts themselves write: they may differ from the commit."""
 

@@ -13,7 +13,6 @@ import transformers
 from packaging.version import Version
 from torch import nn
 
-from benchmarks.pipelines import import_example
 from lowmem_load import (
     CheckpointError,
     ConfigError,
@@ -24,6 +23,7 @@ from lowmem_load import (
     load_report,
 )
 from tests import builders
+from tests.pipelines.pipeline import import_example
 from tests.ranks import run_ranks
 
 TRAINS_ON_CPU = Version(torch.__version__) >= Version("2.7")

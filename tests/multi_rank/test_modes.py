@@ -1,4 +1,4 @@
-"""Every ZeRO-3 mode of benchmarks/modes.py that CPU ranks can run: partitions, whole parameters and losses of stock."""
+"""Every ZeRO-3 mode of `zero_modes.py` that CPU ranks can run: partitions, whole parameters and losses of stock."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 from packaging.version import Version
 
-from benchmarks.modes import MODES, Mode, ds_config
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.text import size
 from tests import builders
 from tests.as_stock import round_as_stock
+from tests.multi_rank.zero_modes import MODES, Mode, ds_config
 from tests.ranks import DEVICE, IS_SIMULATED, run_ranks
 
 STEPS = 3

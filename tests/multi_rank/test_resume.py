@@ -1,7 +1,7 @@
 """load_checkpoint: a run that DeepSpeed has saved goes on, on as many ranks as before or on others.
 
 Starting ranks is slow, so the test starts two, once, and has what three have saved made for them. Runs that really go
-on elsewhere are those of `python -m benchmarks.resume matrix`.
+on elsewhere are run by `-m release`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
 only what is large goes."""
 
 IN_THE_TEST = ("bf16",)
-"""The others, and other numbers of ranks, `python -m benchmarks.resume matrix` runs too."""
+"""The others, and other numbers of ranks, are run by `-m release`."""
 
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 
@@ -531,3 +531,12 @@ def checkpoints_of(folder: Path) -> dict[str, str]:
 def test_a_run_goes_on(checkpoints: Path, tmp_path: Path) -> None:
     paths, folder = checkpoints_of(checkpoints), str(tmp_path)
     run_ranks(save_and_resume, paths, folder, world_size=2, timeout_s=200)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(("saved_by", "resumed_by"), [(2, 1), (2, 4), (4, 3), (3, 2)])
+def test_every_way_to_save_goes_on_elsewhere(tmp_path: Path, saved_by: int, resumed_by: int) -> None:
+    paths, folder = checkpoints_of(tmp_path), str(tmp_path)
+    losses = run_ranks(save_and_go_on, paths, folder, cases(), world_size=saved_by, timeout_s=300)[0]
+    swap = f"{folder}/swap" if is_compiled("async_io") else None
+    run_ranks(go_on_elsewhere, paths, folder, losses, swap, world_size=resumed_by, timeout_s=300)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import pipelines
-from benchmarks.pipelines import LLAMAFACTORY, PIPELINES, Pipeline, PipelineResult, import_example, run_pipeline
+from tests.pipelines import pipeline as pipelines
+from tests.pipelines.pipeline import LLAMAFACTORY, PIPELINES, Pipeline, PipelineResult, import_example, run_pipeline
 from tests.ranks import RankFailure, run_ranks
 
 TIMEOUT_S = 150

@@ -126,7 +126,7 @@ def make_model_before_arguments(model_path: str, out: str) -> None:
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     import lowmem_load
-    from benchmarks.pipelines import import_example
+    from tests.pipelines.pipeline import import_example
 
     common = import_example("common")
     lowmem_load.install()

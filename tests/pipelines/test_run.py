@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.pipelines import import_example
 from tests.multi_rank.test_launchers import LAUNCHERS
+from tests.pipelines.pipeline import import_example
 from tests.ranks import REPO, reserved_port, run_ranks
 
 SCRIPT = REPO / "examples" / "hf_trainer.py"

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/frameworks that run nothing: its cases, what it compares, and the tables that it writes."""
+"""The parts of tests/frameworks that run nothing: its cases, what it compares, and the tables that it writes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.frameworks import page
-from benchmarks.frameworks.cases import FILE, read_cases
-from benchmarks.frameworks.compare import (
+from lowmem_load.report import LoadReport
+from tests.frameworks import page
+from tests.frameworks.cases import FILE, read_cases
+from tests.frameworks.compare import (
     STREAMED,
     RankResult,
     Run,
@@ -23,10 +24,9 @@ from benchmarks.frameworks.compare import (
     is_equal,
     saved_tensors,
 )
-from benchmarks.frameworks.install import without
-from benchmarks.frameworks.results import read_results
-from benchmarks.frameworks.run import HERE, reason
-from lowmem_load.report import LoadReport
+from tests.frameworks.install import without
+from tests.frameworks.results import read_results
+from tests.frameworks.run import HERE, reason
 
 EQUAL: dict[str, Any] = {
     "date": "2026-11-22",
@@ -118,7 +118,7 @@ def test_a_load_is_counted_by_what_the_report_says() -> None:
 
 
 def test_the_table_stands_between_the_markers() -> None:
-    text = "a\n<!-- written by benchmarks/frameworks -->\nold\n<!-- end -->\nb\n"
+    text = "a\n<!-- written by tests/frameworks -->\nold\n<!-- end -->\nb\n"
     written = page.with_table(text, [CASE], {CASE.name: EQUAL})
     assert written.startswith("a\n<!-- written") and written.endswith("<!-- end -->\nb\n") and "old" not in written
     [row] = [line for line in written.splitlines() if line.startswith(f"| {CASE.framework} ")]

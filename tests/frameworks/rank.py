@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.frameworks import stand_ins
+from tests.frameworks import stand_ins
 
 if TYPE_CHECKING:
     from benchmarks.memory import PeakMemory
@@ -32,7 +32,7 @@ FOLDER = "FRAMEWORKS_RANKS"
 """The variable that names the folder for `rank<N>.json`; see `compare.RankResult`."""
 
 M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES = -3, 64 * 1024  # malloc.h
-"""Larger blocks go back to the kernel when they are freed, as in `benchmarks.pipelines`."""
+"""Larger blocks go back to the kernel when they are freed, as in `tests.pipelines.pipeline`."""
 
 
 def watch() -> None:

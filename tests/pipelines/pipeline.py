@@ -20,7 +20,7 @@ from benchmarks.results import MIB, markdown
 from lowmem_load.phases import host_memory
 
 LLAMAFACTORY = "llamafactory_style/train"
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES = -3, 64 * 1024  # malloc.h
 """Larger blocks go back to the kernel when they are freed: what malloc keeps of them differs from run to run by more

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frameworks.cases import Case, read_cases
-from benchmarks.frameworks.compare import is_equal
+from tests.frameworks.cases import Case, read_cases
+from tests.frameworks.compare import is_equal
 
 FILE = Path(__file__).with_name("results.json")
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from benchmarks.frameworks.run import LOG, OUTPUT, RANKS
+from tests.frameworks.run import LOG, OUTPUT, RANKS
 
 NUM_RANKS = 2
 STREAMED = re.compile(r"^.*lowmem_load: .*: rank 0 of \d+$", re.MULTILINE)

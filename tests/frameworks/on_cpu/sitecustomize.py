@@ -1,5 +1,5 @@
 """Runs at the start of every Python of a case, stock and ours: PYTHONPATH names this folder and the repository."""
 
-from benchmarks.frameworks.rank import watch
+from tests.frameworks.rank import watch
 
 watch()

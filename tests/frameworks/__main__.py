@@ -1,4 +1,4 @@
-"""Runs frameworks as their users start them, stock and behind `lowmem-load run`: `python -m benchmarks.frameworks`.
+"""Runs frameworks as their users start them, stock and behind `lowmem-load run`: `python -m tests.frameworks`.
 
 Each framework has an environment of its own under .cache/frameworks. The result of each case is kept as it comes, in
 results.json, and goes from there into the table of docs/pipelines/frameworks.md. A case that fails is a result, too.
@@ -14,19 +14,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.frameworks import page
-from benchmarks.frameworks.cases import Case, read_cases
-from benchmarks.frameworks.compare import compare, read_run
-from benchmarks.frameworks.install import CACHE, install, installed_versions
-from benchmarks.frameworks.results import as_expected, keep
-from benchmarks.frameworks.run import OUT, WAYS, RunError, run
-from benchmarks.pipelines import import_example
 from tests.compat.install import InstallError
+from tests.frameworks import page
+from tests.frameworks.cases import Case, read_cases
+from tests.frameworks.compare import compare, read_run
+from tests.frameworks.install import CACHE, install, installed_versions
+from tests.frameworks.results import as_expected, keep
+from tests.frameworks.run import OUT, WAYS, RunError, run
+from tests.pipelines.pipeline import import_example
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     cases = {case.name: case for case in read_cases()}
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.frameworks", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.frameworks", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=cases, default=list(cases), metavar="CASE", help="instead of all")
     parser.add_argument("--keep", action="store_true", help="leave what the runs have saved in .cache/frameworks/out")
     options = parser.parse_args(arguments)

@@ -11,9 +11,9 @@ import signal
 import subprocess
 from pathlib import Path
 
-from benchmarks.frameworks.cases import Case
-from benchmarks.frameworks.install import CACHE, variables
-from benchmarks.frameworks.rank import FOLDER
+from tests.frameworks.cases import Case
+from tests.frameworks.install import CACHE, variables
+from tests.frameworks.rank import FOLDER
 from tests.ranks import REPO, reserved_port
 
 HERE = Path(__file__).resolve().parent

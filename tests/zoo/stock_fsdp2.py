@@ -1,6 +1,6 @@
 """Show tensors that transformers' sharded loading gives other values than its plain loading. Needs no lowmem_load.
 
-    torchrun --nproc-per-node 2 benchmarks/stock_fsdp2.py nomic_bert
+    torchrun --nproc-per-node 2 tests/zoo/stock_fsdp2.py nomic_bert
 
 The checkpoint has fused weights, which a converter of transformers splits. The sharded load cuts each tensor of the
 files along dim 0 first, and splits what is left.

@@ -1,4 +1,4 @@
-"""The table of docs/pipelines/frameworks.md, written from results.json: `python -m benchmarks.frameworks.page`."""
+"""The table of docs/pipelines/frameworks.md, written from results.json: `python -m tests.frameworks.page`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.frameworks.cases import Case, read_cases
-from benchmarks.frameworks.compare import is_equal
-from benchmarks.frameworks.results import read_results
 from benchmarks.results import markdown
+from tests.frameworks.cases import Case, read_cases
+from tests.frameworks.compare import is_equal
+from tests.frameworks.results import read_results
 from tests.ranks import REPO
 
 FILE = REPO / "docs" / "pipelines" / "frameworks.md"
-MARKED = re.compile(r"(<!-- written by benchmarks/frameworks -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- written by tests/frameworks -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 COLUMNS = ("framework", "case", "model", "losses and saved tensors", "load peak, stock", "lowmem_load")
 _UNTOLD = ("python", "peft", "datasets")
 """Packages whose releases only results.json has."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from benchmarks.frameworks.cases import Environment
 from tests.compat.install import INSTALLED, PIP_TRIES, clean_environ, make_venv, run
+from tests.frameworks.cases import Environment
 from tests.ranks import REPO
 
 CACHE = REPO / ".cache" / "frameworks"
