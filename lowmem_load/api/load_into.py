@@ -158,12 +158,19 @@ def _into_shards(model: nn.Module, make_call: MakeCall, options: Options, leave:
             settings, ranks, lambda settings, described: Sharded(sharded, described, settings.world_size), options
         )
         loaded, _ = loader.run_load(load, call)
-        return _fill_buffers(ranks, model, sharded, loaded)
+        return _fill_buffers(ranks, model, sharded, loaded, call.set_extra_states)
 
 
-def _fill_buffers(ranks: RankGroup, model: nn.Module, sharded: ShardedModel, loaded: nn.Module) -> LoadReport:
+def _fill_buffers(
+    ranks: RankGroup,
+    model: nn.Module,
+    sharded: ShardedModel,
+    loaded: nn.Module,
+    set_extra_states: Callable[[nn.Module], None] = lambda _: None,
+) -> LoadReport:
     """Give a sharded model all that a load leaves beside parameters; return the report."""
     with ranks.step("filling buffers"), torch.no_grad():
+        set_extra_states(model)
         sharded.fill_buffers(loaded)
         for one, other in zip(transformers_models(loaded), transformers_models(model), strict=True):
             hand_over(one, other)
@@ -191,7 +198,10 @@ def _into_partitions(
             step.digest = settings.compared
         before = list(snapshot(model))
         try:
-            loader.run_load(make_load(ranks, settings, options), make_call(ranks, lambda _: model))
+            call = make_call(ranks, lambda _: model)
+            loader.run_load(make_load(ranks, settings, options), call)
+            with ranks.step("setting extra states"):
+                call.set_extra_states(model)
         except BaseException:
             for tensors, key, tensor in before:
                 tensors[key] = tensor

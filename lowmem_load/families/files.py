@@ -12,11 +12,12 @@ from typing import Any, TypeAlias, TypeVar
 import huggingface_hub
 import torch
 
-from lowmem_load.errors import CheckpointError, ConfigError, listed
+from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.formats.format import NESTS, CheckpointFile, CheckpointFormat
 from lowmem_load.formats.index import check_index, read_json
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.model_folder import WEIGHTS_ENDS, is_training_state, no_folder
+from lowmem_load.planning.proof import prove_names
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.text import outer_prefix
@@ -135,23 +136,23 @@ def _symbols(file: CheckpointFile, context: Context) -> Iterator[tuple[str, torc
     yield from ((name, shared[id(node)]) for name, node in expressions.items())
 
 
-def renamed(tensors: Mapping[str, T], rename: Rename | None, children: Collection[str]) -> dict[str, T]:
-    """Return tensors under the names of the module. Without `rename`, what training code puts before all is dropped.
+def renamed(
+    tensors: Mapping[str, T], rename: Rename | None, children: Collection[str]
+) -> tuple[dict[str, T], set[str]]:
+    """Return tensors under the names of the module, and which are left out.
 
-    `children` are the first parts of the module's names. Raises ConfigError if two tensors get one name.
+    Without `rename`, what training code puts before all names is dropped. `children` are the first parts of the names
+    in the module.
+
+    Raises:
+        CheckpointError: two tensors get one name.
     """
     outer = outer_prefix(tensors.keys(), [key for key in NESTS if key not in children])
     new_name = (lambda name: name.removeprefix(outer)) if rename is None else _as_function(rename)
-    named: dict[str, T] = {}
-    old_names: dict[str, str] = {}
-    for old, tensor in tensors.items():
-        new = new_name(old)
-        if not new:
-            continue
-        if new in named:
-            raise ConfigError(f"rename: {old_names[new]} and {old} both become {new}")
-        named[new], old_names[new] = tensor, old
-    return named
+    names = {old: new for old in tensors if (new := new_name(old))}
+    left_out = tensors.keys() - names.keys()
+    prove_names("rename", tensors, names, left_out)
+    return {new: tensors[old] for old, new in names.items()}, left_out
 
 
 def _as_function(rename: Rename) -> Callable[[str], str | None]:

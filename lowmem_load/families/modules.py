@@ -15,11 +15,12 @@ from torch import nn
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed, outside_level
 from lowmem_load.families.files import FILE_KEYWORDS, Rename, files_of, renamed, tensors_in
-from lowmem_load.frameworks.wrappers import named_tensors, plain_modules, plain_name
+from lowmem_load.frameworks.wrappers import named_tensors, plain_modules, plain_name, walk
 from lowmem_load.io.stand_ins import origin_of
 from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.symbolic.attributes import hand_over_attributes
+from lowmem_load.symbolic.attributes import hand_over_attributes, tensor_attributes
+from lowmem_load.symbolic.attributes import tensors_in as attribute_tensors
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import CPU, UNINITIALISED
 from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
@@ -27,16 +28,19 @@ from lowmem_load.text import is_below
 
 Build = Callable[[], nn.Module]
 
+_EXTRA = "_extra_state"
+"""What torch calls the state that modules have besides tensors."""
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One parameter or buffer of a module: all of its names and places."""
+    """One parameter or buffer of a module: all of its names and places. `keys` are the names in its state dict."""
 
     tensor: torch.Tensor
     is_parameter: bool
-    is_persistent: bool = False
     names: list[str] = field(default_factory=list)
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # of these names, in this order
+    keys: list[str] = field(default_factory=list)
 
     def put(self, value: torch.Tensor | None) -> None:
         """Put a value into all places; it has the dtype of the module."""
@@ -75,6 +79,7 @@ class ModuleCall:
         self._make, self._rename, self._build = make, rename, build
         self._strict, self._initialize, self._leave = strict, initialize, set(leave)
         self._is_stand_in = is_stand_in
+        self._extra_states: dict[str, torch.Tensor] = {}
 
     def move(self, folder: str, kwargs: dict[str, Any]) -> None:
         """See `Call`."""
@@ -103,32 +108,67 @@ class ModuleCall:
         if weights is None:
             weights = tensors_in(files_of(self.path, **self.kwargs), context) if self.path else {}
         children = {name.partition(".")[0] for slot in slots for name in slot.names}
-        tensors = renamed(weights, self._rename, children)
-        tensors = {name: tensor for name, tensor in tensors.items() if not is_below(name, self._done)}
-        left, others = self._split(
-            model, [slot for slot in slots if not any(is_below(name, self._done) for name in slot.names)]
-        )
+        tensors, left_out = renamed(weights, self._rename, children)
+        left_out |= {name for name in tensors if is_below(name, self._done)}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+        _run_code_of_torch(model, tensors, self._done)
+        states, absent = self._take_extra_states(model, tensors, context)
+        left, others = self._split(model, slots, states)
         missing, mismatched, used = _match(others, tensors, self.name)
-        unexpected = tensors.keys() - used - {name for slot in left for name in slot.names}
-        self._check(model, missing, mismatched, unexpected)
+        unexpected = tensors.keys() - used - {name for slot in left for name in slot.names} - self._leave
+        self._check(model, missing, mismatched, unexpected, absent)
         empty = missing + [slot for slot, _ in mismatched]
-        self._compute_buffers(model, others, tensors, context)
+        self._compute_buffers(model, others, context)
         _fill(others, tensors, empty)
         _initialise(model, empty, context)
         for slot in left if self._is_stand_in else ():
             slot.put(None)
         info = {
-            "missing_keys": {slot.names[0] for slot in missing},
-            "unexpected_keys": unexpected,
+            "missing_keys": {slot.names[0] for slot in missing} | absent,
+            "unexpected_keys": unexpected | left_out,
             "mismatched_keys": [(slot.names[0], shape, tuple(slot.tensor.shape)) for slot, shape in mismatched],
         }
         return model, info
 
-    def _split(self, model: nn.Module, slots: list[Slot]) -> tuple[list[Slot], list[Slot]]:
-        """Return those that the caller fills, and the others."""
+    def _take_extra_states(
+        self, model: nn.Module, tensors: dict[str, torch.Tensor], context: Context
+    ) -> tuple[set[str], set[str]]:
+        """Read what modules get by `set_extra_state`, out of the tensors. Return its names, and those in no file."""
+        names: set[str] = set()
+        absent: set[str] = set()
+        for _, prefix, module in walk(model):
+            name = f"{prefix}.{_EXTRA}" if prefix else _EXTRA
+            if type(module).set_extra_state is nn.Module.set_extra_state or is_below(name, self._done):
+                continue
+            names.add(name)
+            if name not in tensors:
+                absent |= {name} - self._leave
+            elif name not in self._leave:
+                tensor = tensors.pop(name)
+                assert isinstance(tensor, SymbolicTensor)
+                self._extra_states[prefix] = context.read_now(tensor.expression, "set_extra_state")
+                context.constructor.filled_later.append(module)
+        return names, absent
+
+    def set_extra_states(self, model: nn.Module) -> None:
+        """Call `set_extra_state` of the modules whose state the files have. After the load, for the caller's module."""
+        modules = plain_modules(model) if self._extra_states else {}
+        for name, value in self._extra_states.items():
+            modules[name].set_extra_state(value)
+            for module, attribute, _ in tensor_attributes(modules[name]):
+                if module is modules[name] and any(
+                    tensor.is_meta for tensor in attribute_tensors(vars(module)[attribute])
+                ):
+                    raise UnsupportedError(
+                        f"{name}: its set_extra_state gives {attribute} no value; set it before the load"
+                    )
+
+    def _split(self, model: nn.Module, slots: list[Slot], states: Collection[str]) -> tuple[list[Slot], list[Slot]]:
+        """Return the tensors that the caller fills, and those that he does not. `states`: names of extra states."""
+        slots = [slot for slot in slots if not any(is_below(name, self._done) for name in slot.names)]
         leave = {plain_name(model, name) for name in self._leave}
         left = [slot for slot in slots if not leave.isdisjoint(slot.names)]
-        if unknown := leave - {name for slot in left for name in slot.names}:
+        if unknown := leave - {name for slot in left for name in slot.names}.union(states):
             raise ConfigError(f"leave: the module has no parameter or buffer {', '.join(sorted(unknown))}")
         if empty := [slot.names[0] for slot in left if slot.tensor.is_meta and not self._is_stand_in]:
             raise ConfigError(f"leave: {', '.join(empty)} are on the meta device; give them values first")
@@ -140,10 +180,11 @@ class ModuleCall:
         missing: list[Slot],
         mismatched: list[tuple[Slot, tuple[int, ...]]],
         unexpected: Collection[str],
+        absent: Collection[str],
     ) -> None:
         """Raise one CheckpointError that lists all keys that do not match."""
         problems = {
-            "missing": [] if self._initialize else sorted(slot.names[0] for slot in missing),
+            "missing": [] if self._initialize else sorted([*absent, *(slot.names[0] for slot in missing)]),
             "unexpected": sorted(unexpected) if self._strict else [],
             "mismatched": []
             if self._initialize and not self._strict
@@ -156,16 +197,9 @@ class ModuleCall:
                 "what the module shall initialise, and strict=False to pass over tensors that it does not have"
             )
 
-    def _compute_buffers(
-        self, model: nn.Module, slots: list[Slot], tensors: Mapping[str, torch.Tensor], context: Context
-    ) -> None:
-        """Give buffers that no file has the values that `build` computes; refuse those without."""
-        bare = [
-            slot
-            for slot in slots
-            if not (slot.is_parameter or slot.is_persistent or tensors.keys() & slot.names)
-            if not context.constructor.is_known(slot.tensor)
-        ]
+    def _compute_buffers(self, model: nn.Module, slots: list[Slot], context: Context) -> None:
+        """Give buffers that no state dict has the values that `build` computes; refuse those without."""
+        bare = [slot for slot in slots if not (slot.keys or context.constructor.is_known(slot.tensor))]
         computed: dict[str, torch.Tensor] = {}
         if self._build is not None:
             with context.constructor.building():
@@ -191,7 +225,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
     slots: dict[int, Slot] = {}
     for named in named_tensors(model):
         slot = slots.setdefault(id(named.tensor), Slot(named.tensor, named.is_parameter))
-        slot.is_persistent |= named.is_persistent
+        slot.keys += [named.name] if named.is_persistent else []
         slot.names.append(named.name)
         slot.places.append((named.tensors, named.key))
     return list(slots.values())
@@ -215,6 +249,24 @@ def _warn_of_code(model: nn.Module, where: str) -> None:
         )
 
 
+def _run_code_of_torch(model: nn.Module, tensors: dict[str, torch.Tensor], done: Collection[str]) -> None:
+    """Do what torch's own modules do in `load_state_dict` before tensors are copied: old names, a counter of 0.
+
+    Source: torch 2.13 `nn/utils/parametrizations.py`, `weight_norm`; `nn/modules/batchnorm.py`, `_NormBase`.
+    """
+    for _, plain, module in walk(model):
+        if is_below(plain, done):
+            continue
+        prefix = f"{plain}." if plain else ""
+        for hook in vars(module)["_load_state_dict_pre_hooks"].values():
+            if getattr(getattr(hook, "hook", hook), "__module__", "").startswith("torch.nn."):
+                hook(tensors, prefix, {}, True, [], [], [])
+        counter = f"{prefix}num_batches_tracked"
+        is_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001  the class that does it
+        if is_norm and vars(module)["_buffers"].get("num_batches_tracked") is not None and counter not in tensors:
+            tensors[counter] = torch.zeros((), dtype=torch.int64, device="cpu")
+
+
 def own_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the parameters and the buffers that a module itself has; None stands for an absent one."""
     return vars(module)["_parameters"], vars(module)["_buffers"]
@@ -226,13 +278,13 @@ def _match(
     """Return what no file has, what has another shape there (and which), and the names of tensors that are used."""
     missing, mismatched, used = [], [], set[str]()
     for slot in slots:
-        names = [name for name in slot.names if name in tensors]
+        names = [name for name in slot.keys if name in tensors]
         used.update(names)
         shapes = {tuple(tensors[name].shape) for name in names} - {tuple(slot.tensor.shape)}
         if shapes:
             mismatched.append((slot, shapes.pop()))
         elif not names:
-            missing += [slot] if slot.is_persistent else []
+            missing += [slot] if slot.keys else []
         for other in names[1:] if not shapes else ():
             if not torch.equal(tensors[names[0]], tensors[other]):
                 raise CheckpointError(
@@ -244,7 +296,7 @@ def _match(
 
 def _fill(slots: list[Slot], tensors: Mapping[str, torch.Tensor], empty: Collection[Slot]) -> None:
     for slot in slots:
-        name = next((name for name in slot.names if name in tensors), None)
+        name = next((name for name in slot.keys if name in tensors), None)
         if name is not None and slot not in empty:
             slot.put(tensors[name].to(slot.tensor.dtype))
 

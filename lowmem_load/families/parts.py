@@ -111,6 +111,7 @@ class PartsCall:
         self.name, self.kwargs = ", ".join(map(origin_of, paths)), dict[str, Any]()
         self._make, self._parts, self._make_rest = make, parts, make_rest
         self._calls: dict[str, Call] = {}
+        self._rest: ModuleCall | None = None
 
     def move(self, folder: str, _: dict[str, Any]) -> NoReturn:
         """See `Call`."""
@@ -130,6 +131,12 @@ class PartsCall:
 
     def log_zero_init(self, model: nn.Module) -> None:
         """See `Call`."""
+
+    def set_extra_states(self, model: nn.Module) -> None:
+        """See `ModuleCall`. transformers' own loader does it for its models."""
+        for prefix, call in (*self._calls.items(), ("", self._rest)):
+            if isinstance(call, ModuleCall):
+                call.set_extra_states(model.get_submodule(prefix))
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
@@ -153,7 +160,7 @@ class PartsCall:
                 )
             if others or len(places) < len(slot.places):
                 slot.put(first)
-        rest = self._make_rest(model)
+        rest = self._rest = self._make_rest(model)
         rest.name = rest.name or self.name
         _, infos[""] = rest.describe(context)
         return model, _joined(infos)

@@ -62,7 +62,7 @@ def _keys(module: nn.Module) -> set[str]:
 
 def plain_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules by their plain names: what is wrapped, not its wrapper."""
-    return {plain: module for _, plain, module in _walk(model)}
+    return {plain: module for _, plain, module in walk(model)}
 
 
 class NamedTensor(NamedTuple):
@@ -84,7 +84,7 @@ def named_tensors(model: nn.Module) -> list[NamedTensor]:
     """
     found: list[NamedTensor] = []
     full_names: dict[tuple[str, int], str] = {}
-    for full, plain, module in _walk(model):
+    for full, plain, module in walk(model):
         own = vars(module)
         for tensors, is_parameter in ((own["_parameters"], True), (own["_buffers"], False)):
             for key, tensor in tensors.items():
@@ -96,13 +96,13 @@ def named_tensors(model: nn.Module) -> list[NamedTensor]:
     return found
 
 
-def _walk(module: nn.Module, full: str = "", plain: str = "") -> Iterator[tuple[str, str, nn.Module]]:
+def walk(module: nn.Module, full: str = "", plain: str = "") -> Iterator[tuple[str, str, nn.Module]]:
     """Yield the modules, a shared one in each place, with their names in the model and their plain names."""
     yield full, plain, module
     inner = wrapped_key(module)
     for key, child in vars(module)["_modules"].items():
         if child is not None:
-            yield from _walk(child, _below(full, key), plain if key == inner else _below(plain, key))
+            yield from walk(child, _below(full, key), plain if key == inner else _below(plain, key))
 
 
 def _below(prefix: str, key: str) -> str:

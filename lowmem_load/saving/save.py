@@ -147,7 +147,7 @@ def _describe_by_names(
         first.setdefault(id(tensor), name)
     names = {name: plain_name(model, name) for name in first.values()}
     prove_names(type(model).__name__, names, names)
-    tensors = renamed({names[name]: sources[key] for key, name in first.items()}, rename or {}, ())
+    tensors, _ = renamed({names[name]: sources[key] for key, name in first.items()}, rename or {}, ())
     return saver.describe_plain(tensors, scratch, dtype=dtype, max_shard_size=max_shard_size)
 
 

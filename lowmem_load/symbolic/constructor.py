@@ -65,6 +65,7 @@ class Constructor:
         self._memory = _Memory(set(), {})
         self._depth = 0
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self.filled_later: list[nn.Module] = []  # whose tensor attributes get their values after the load
         self._parameters: dict[int, tuple[nn.Parameter, nn.Module, str]] = {}  # by id: those in attributes, and a place
 
     @property
@@ -138,7 +139,7 @@ class Constructor:
         """Raise UnsupportedError, which names the buffers and tensor attributes of a described model without values."""
         unfilled = {name_: buffer for name_, buffer in model.named_buffers() if not self._is_filled(buffer)}
         for module, attribute, full_name in tensor_attributes(model):
-            for tensor in tensors_in(vars(module)[attribute]):
+            for tensor in tensors_in(vars(module)[attribute]) if module not in self.filled_later else ():
                 is_loaded = id(tensor) in self._parameters or is_computed_in_forward(module, attribute)
                 if not (is_loaded or self._is_filled(tensor)):
                     unfilled[full_name] = tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.utils import weight_norm
 
 from lowmem_load.api.request import stage_3
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
@@ -68,6 +70,7 @@ def load(path: Path, model: nn.Module | None = None, **how: Any) -> nn.Module:
         described = describe(call, stage_3(torch.float32, 1), whole, executor, holds_values=True)
         check_described(described)
         execute(make_plan(described, 0), described.target, executor)
+    call.set_extra_states(model)
     return model
 
 
@@ -208,7 +211,7 @@ def test_names_are_turned_into_those_of_the_module(rename: Any, tmp_path: Path) 
 
 
 def test_two_names_must_not_become_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rename: .* and .* both become x"):
+    with pytest.raises(CheckpointError, match=r"rename: .* and .* would both become x"):
         load(in_one_file(tmp_path, state(reference())), rename=lambda _: "x")
 
 
@@ -242,6 +245,74 @@ def test_both_names_of_a_tied_weight_must_have_equal_values(change: float, tmp_p
         return
     with pytest.raises(CheckpointError, match=r"embed.weight and head.weight differ, and the module has one parameter"):
         load(in_one_file(tmp_path, tensors))
+
+
+# -- what torch does in `load_state_dict` ------------------------------------------------------------------------------
+
+
+def test_a_buffer_of_no_state_dict_keeps_its_value(tmp_path: Path) -> None:
+    expected = reference()
+    folder = in_one_file(tmp_path, state(expected) | {"table": torch.zeros(6)})
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        reference().load_state_dict({**expected.state_dict(), "table": torch.zeros(6)})
+    with pytest.raises(CheckpointError, match=r"Net\. unexpected: table\. "):
+        load(folder)
+    assert_equal(load(folder, strict=False), expected)
+
+
+class Extra(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.amax = torch.ones(2)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.amax
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.amax = state.clone()
+
+
+OLD_AND_NEW: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "weight norm": (
+        lambda: weight_norm(nn.Linear(3, 2)),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)),
+    ),
+    "batch norm": (lambda: nn.BatchNorm2d(3), lambda: nn.BatchNorm2d(3)),
+    "instance norm": (
+        lambda: nn.InstanceNorm1d(3, affine=True),
+        lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=False),
+    ),
+    "extra state": (Extra, Extra),
+}
+
+
+def changed(old: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.rand_like(value) for name, value in old.state_dict().items() if "tracked" not in name}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("kind", OLD_AND_NEW)
+def test_files_of_older_modules_load_as_in_torch(kind: str, tmp_path: Path) -> None:
+    old, new = OLD_AND_NEW[kind]
+    tensors = {f"inner.0.{name}": value for name, value in changed(old()).items()}
+    expected, model = nn.ModuleDict({"inner": nn.Sequential(new())}), nn.ModuleDict({"inner": nn.Sequential(new())})
+    expected.load_state_dict(tensors)
+    model.to("meta")
+    load(in_one_file(tmp_path, tensors), model)
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    for (name, tensor), other in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(tensor, other), name
+
+
+def test_extra_state_that_is_absent_unknown_or_left(tmp_path: Path) -> None:
+    folder = in_one_file(tmp_path, nn.Linear(2, 2).state_dict())
+    with pytest.raises(CheckpointError, match=r"missing: _extra_state\. "):
+        load(folder, Extra())
+    assert torch.equal(load(folder, Extra(), leave=["_extra_state"]).amax, torch.ones(2))
+    assert torch.equal(load(folder, Extra(), initialize=True).amax, torch.ones(2))
+    folder = in_one_file(tmp_path, Extra().state_dict())
+    with pytest.raises(CheckpointError, match=r"unexpected: _extra_state\. "):
+        load(folder, nn.Linear(2, 2))
 
 
 # -- what no file has --------------------------------------------------------------------------------------------------
