@@ -38,8 +38,8 @@ class SymbolicFile:
         pass
 
     def keys(self) -> list[str]:
-        """Return the names of the tensors."""
-        return list(self._file.names)
+        """Return the names of the tensors in the order of `safetensors.safe_open`: dtype "auto" is that of the first."""
+        return sorted(self._file.names)
 
     def metadata(self) -> Mapping[str, str] | None:
         """Return the strings in the header, such as the format."""

@@ -1,9 +1,10 @@
 """Building a model: no memory for its parameters, real values for all that its constructor computes.
 
 Inside `Constructor.building` the tensors that an ordinary load makes on meta are real, so `item()`, numpy and the like
-work. A parameter goes to meta when it is registered. Random numbers and tensors of more than `MAX_NUMEL` elements are
-on meta, and so is all that is computed from them. Memory that was allocated and not written is noted. So `is_known`
-says what the constructor has computed, and in the end `check` says which buffers and tensor attributes have no value.
+work. A parameter loses its memory when it is registered; the object stays the same, so it is also what lists of the
+constructor's own hold. Random numbers and tensors of more than `MAX_NUMEL` elements are on meta, and so is all that is
+computed from them. For other memory see [Note: known elements]. So `is_known` says what the constructor has computed,
+and in the end `check` says which buffers and tensor attributes have no value.
 
 What an ordinary load makes in memory (a tensor on a device that is named, `torch.Tensor(3)`) is made as ever: random
 numbers for it are drawn, so that those after it are the same.
@@ -14,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowmem_load.errors import UnsupportedError, listed
 from lowmem_load.planning.expression import Computed
@@ -50,8 +50,17 @@ _EMPTY = {aten.empty, aten.empty_strided, aten.empty_permuted, aten.empty_like, 
 _OF_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 """Functions that make tensors of data, which they would lose on meta."""
 
-_OVERWRITES = {aten.copy_, aten.fill_, aten.zero_, aten.index_put_, aten.index_copy_, aten.scatter_, aten.masked_fill_}
-"""Operations that give elements values that do not depend on those before."""
+_FILLS = {aten.copy_, aten.fill_, aten.zero_}
+"""Operations that give all elements values that do not depend on those before."""
+
+_FILLS_SOME = {
+    *(aten.index_put_, aten.index_copy_, aten.index_fill_, aten.put_, aten.scatter_),
+    *(aten.masked_fill_, aten.masked_scatter_, aten.fill_diagonal_),
+}
+"""Those that do so for some elements."""
+
+_NEW_VALUES = {"values", "source", "src", "value", "fill_value"}
+"""How schemas of `_FILLS_SOME` call the values that are written."""
 
 
 class Constructor:
@@ -62,7 +71,7 @@ class Constructor:
     """
 
     def __init__(self) -> None:
-        self._memory = _Memory(set(), {})
+        self._memory = _Memory()
         self._depth = 0
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.filled_later: list[nn.Module] = []  # whose tensor attributes get their values after the load
@@ -75,25 +84,23 @@ class Constructor:
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Return whether the constructor has computed the value of a tensor."""
-        return tensor.numel() == 0 or not (tensor.is_meta or _storage(tensor) in self._memory.unknown)
+        return tensor.numel() == 0 or not (tensor.is_meta or self._memory.has_unknown([tensor]))
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
         """Inside, constructors of this thread make values, and parameters without memory."""
-        on_meta, thread = WeakTensorKeyDictionary(), threading.get_ident()
+        thread = threading.get_ident()
 
-        def move(_: nn.Module, __: str, parameter: Any) -> nn.Parameter | None:
+        def move(_: nn.Module, __: str, parameter: Any) -> None:
             if threading.get_ident() != thread or parameter is None or parameter.is_meta or _is_special(parameter):
-                return None
-            if parameter not in on_meta:
-                if _storage(parameter) not in self._memory.instead_of_meta:
-                    return None
-                self._memory.forget(_storage(parameter))
-                on_meta[parameter] = _without_memory(parameter)
-            moved: nn.Parameter = on_meta[parameter]
-            return moved
+                return
+            if self._memory.is_instead_of_meta(parameter):
+                shape, stride, dtype = parameter.shape, parameter.stride(), parameter.dtype
+                empty = torch.empty_strided(shape, stride, dtype=dtype, device=META)
+                # `swap_tensors`, which would also refuse what autograd refers to. Without its memory it is of no use.
+                torch._C._swap_tensor_impl(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
 
-        registering = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
+        registering = register_module_parameter_registration_hook(move)
         self._depth += 1
         try:
             with _DefaultDevice(self._memory), _Values(self._memory):
@@ -172,23 +179,62 @@ class Constructor:
             setattr(module, name, replaced_in(vars(module)[name], replace))
 
 
-class _Memory(NamedTuple):
-    """Notes on the memory of tensors."""
+class _Memory:
+    """Notes on the memory of tensors: whether an ordinary load has it, and which of its elements have values.
 
-    instead_of_meta: set[StorageWeakRef]  # real, where an ordinary load has no memory
-    unknown: dict[StorageWeakRef, bool]  # without values; True: random, also where a part was overwritten
+    [Note: known elements] Memory that was allocated or drawn into has a mask, which says which elements were given
+    known values since. Memory without a mask is known.
 
-    def note(self, tensors: Iterable[torch.Tensor], *, instead_of_meta: bool, is_random: bool | None) -> None:
-        """Note what is known of real tensors; `is_random` None means that their values are known."""
-        for key in [_storage(tensor) for tensor in tensors if not tensor.is_meta]:
-            if instead_of_meta:
-                self.instead_of_meta.add(key)
-            if is_random is not None:
-                self.unknown[key] = is_random
+        table = torch.empty(3)        # mask 0 0 0
+        table[0] = 5                  # mask 1 0 0
+        table[1:] = torch.ones(2)     # mask 1 1 1: as good as none
+        table[2] = torch.rand(1)      # mask 1 1 0
+        twice = table * 2             # mask 0 0 0: what is computed from unknown elements is unknown as a whole
+    """
 
-    def forget(self, key: StorageWeakRef) -> None:
-        self.instead_of_meta.discard(key)
-        self.unknown.pop(key, None)
+    def __init__(self) -> None:
+        self._instead_of_meta: set[StorageWeakRef] = set()  # real, where an ordinary load has no memory
+        self._masks: dict[StorageWeakRef, torch.Tensor | None] = {}  # of bytes; None: nothing is known
+
+    def note_instead_of_meta(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note real tensors that an ordinary load has on meta."""
+        self._instead_of_meta.update(_storage(part) for part in _strided(tensors))
+
+    def is_instead_of_meta(self, tensor: torch.Tensor) -> bool:
+        """Return whether an ordinary load has a real tensor on meta."""
+        return any(_storage(part) in self._instead_of_meta for part in _strided([tensor]))
+
+    def note(self, tensors: Iterable[torch.Tensor], *, known: bool) -> None:
+        """Note that known or unknown values were written to all elements of tensors."""
+        for part in _strided(tensors):
+            key = _storage(part)
+            is_whole = part.numel() * part.itemsize == part.untyped_storage().nbytes()
+            if known and is_whole:
+                self._masks.pop(key, None)
+            elif is_whole:
+                self._masks[key] = None
+            elif not known or key in self._masks:
+                self._mask_of(part).fill_(known)
+
+    def note_some(self, tensor: torch.Tensor, written: torch.Tensor) -> None:
+        """Note that known values were written to those elements of a tensor that a mask of its shape names."""
+        if _storage(tensor) in self._masks:
+            self._mask_of(tensor).logical_or_(written.unsqueeze(-1))
+
+    def has_unknown(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return whether elements of real tensors are unknown."""
+        masked = [part for part in _strided(tensors) if _storage(part) in self._masks]
+        return any(self._masks[_storage(part)] is None or not self._mask_of(part).all() for part in masked)
+
+    def _mask_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of the mask for a tensor: its shape, with a last dim for the bytes of an element."""
+        key, nbytes, size = _storage(tensor), tensor.untyped_storage().nbytes(), tensor.itemsize
+        mask = self._masks[key] if key in self._masks else torch.ones(nbytes, dtype=torch.bool, device=CPU)
+        if mask is None or mask.numel() != nbytes:  # an operation may enlarge its out=
+            mask = torch.zeros(nbytes, dtype=torch.bool, device=CPU)
+        self._masks[key] = mask
+        strides = (*(stride * size for stride in tensor.stride()), 1)
+        return mask.as_strided((*tensor.shape, size), strides, tensor.storage_offset() * size)
 
 
 class _DefaultDevice(TorchFunctionMode):
@@ -206,7 +252,7 @@ class _DefaultDevice(TorchFunctionMode):
             return func(*args, **{**kwargs, "device": _DEFAULT})
         made = func(*args, **kwargs)
         if not any(isinstance(value, torch.Tensor) for value in args):  # else it may be the same memory
-            self._memory.note([made], instead_of_meta=True, is_random=None)
+            self._memory.note_instead_of_meta([made])
         return made
 
 
@@ -237,9 +283,11 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return metas
             kwargs = {**kwargs, "device": CPU} if device == _DEFAULT else kwargs
         result = func(*args, **kwargs)
-        unknown = [] if uses_shape_only else self._unknown(inputs)
-        is_random = any(unknown) if unknown or func.overloadpacket in _EMPTY else None
-        self._memory.note(_tensors(result), instead_of_meta=is_on_meta, is_random=is_random)
+        made = _tensors(result)
+        if is_on_meta:
+            self._memory.note_instead_of_meta(made)
+        if func.overloadpacket in _EMPTY or (not uses_shape_only and self._memory.has_unknown(inputs)):
+            self._memory.note(made, known=False)
         return result
 
     def _write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any], draws: bool) -> Any:
@@ -249,30 +297,34 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = _tensors(*places)
         others = [tensor for tensor in tensors if all(tensor is not target for target in written)]
         if any(tensor.is_meta for tensor in tensors):
-            self._memory.note(written, instead_of_meta=False, is_random=True)
+            self._memory.note(written, known=False)
             if not all(tensor.is_meta for tensor in written) or draws:  # there is nothing to write or to draw
                 return places[0] if len(places) == 1 else tuple(places)
             return _on_meta(func, args, kwargs)
         draws_apart = draws and any(map(self._is_on_meta, written))
         result = func(*args, **kwargs, **({"generator": self._generator} if draws_apart else {}))
-        unknown = self._unknown(others)
-        if draws_apart or unknown:
-            self._memory.note(written, instead_of_meta=False, is_random=draws_apart or any(unknown))
-        elif draws or func.overloadpacket in _OVERWRITES:
-            for tensor in written:
-                # Memory that was allocated is filled part by part. Random numbers must all be overwritten.
-                key, nbytes = _storage(tensor), tensor.numel() * tensor.itemsize
-                if not self._memory.unknown.get(key) or nbytes == tensor.untyped_storage().nbytes():
-                    self._memory.unknown.pop(key, None)
+        self._note_written(func, args, kwargs, written, draws_apart or self._memory.has_unknown(others), draws)
         return result
+
+    def _note_written(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], written: list[Any], is_unknown: bool, draws: bool
+    ) -> None:
+        """Note what an operation that writes has made known, or unknown."""
+        is_out = any(argument.is_write and argument.kwarg_only for argument in func._schema.arguments)
+        if is_unknown or func.overloadpacket in (aten.resize_, aten.resize_as_):
+            self._memory.note(written, known=False)
+        elif draws or is_out or func.overloadpacket in _FILLS:
+            self._memory.note(written, known=True)
+        elif self._memory.has_unknown(written):
+            places = _places_written(func, args, kwargs) if func.overloadpacket in _FILLS_SOME else None
+            if places is not None:
+                self._memory.note_some(written[0], places)
+            elif torch.Tag.pointwise not in func.tags:  # it may spread what is unknown
+                self._memory.note(written, known=False)
 
     def _is_on_meta(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on meta in an ordinary load."""
-        return tensor.is_meta or _storage(tensor) in self._memory.instead_of_meta
-
-    def _unknown(self, tensors: Iterable[torch.Tensor]) -> list[bool]:
-        keys = [_storage(tensor) for tensor in tensors if not tensor.is_meta]
-        return [self._memory.unknown[key] for key in keys if key in self._memory.unknown]
+        return tensor.is_meta or self._memory.is_instead_of_meta(tensor)
 
 
 def _tensors(*values: Any) -> list[torch.Tensor]:
@@ -282,15 +334,38 @@ def _tensors(*values: Any) -> list[torch.Tensor]:
     return tensors + _tensors(*itertools.chain(*lists)) if lists else tensors
 
 
+def _strided(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield those tensors that have memory; of sparse ones, their values."""
+    for tensor in tensors:
+        is_compressed = tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+        part = tensor._values() if tensor.is_sparse else tensor.values() if is_compressed else tensor
+        if not part.is_meta and part.layout is torch.strided:
+            yield part
+
+
+def _places_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return a mask of the elements that one of `_FILLS_SOME` gives new values; None if they depend on the old ones."""
+    target, *others = func._schema.arguments
+    named = {argument.name: value for argument, value in zip(others, args[1:], strict=False)} | dict(kwargs)
+    if named.get("accumulate") or named.get("reduce"):
+        return None
+    for name in _NEW_VALUES & named.keys():
+        value = named[name]
+        named[name] = torch.ones_like(value, dtype=torch.bool) if isinstance(value, torch.Tensor) else True
+    written = torch.zeros(args[0].shape, dtype=torch.bool, device=CPU)
+    func(**{target.name: written}, **named)
+    return written
+
+
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
     # While there is a weak reference, no other memory gets the same one.
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _is_special(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor runs operations by itself or has no memory of its own: it is symbolic, lazy or sparse."""
+    """Return whether a tensor runs operations by itself or has no memory yet: it is symbolic or lazy."""
     is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    return not is_plain or nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided
+    return not is_plain or nn.parameter.is_lazy(tensor)
 
 
 def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -310,18 +385,7 @@ def _shapes(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return None
 
 
-def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
-    data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=META)
-    if type(parameter) is nn.Parameter:
-        made = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    else:  # as transformers 4 does it
-        keywords: dict[str, Any] = {**vars(parameter), "requires_grad": parameter.requires_grad}
-        made = type(parameter)(data, **keywords)
-    vars(made).update(vars(parameter))
-    return made
-
-
 def _reason(tensor: torch.Tensor) -> str:
     if tensor.numel() > MAX_NUMEL:
         return f"{tensor.numel()} elements, of which at most {MAX_NUMEL} are computed"
-    return "made of random numbers, or of memory that nothing was written to"
+    return "made of random numbers, or of memory that was not written in full"

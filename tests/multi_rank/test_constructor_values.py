@@ -60,6 +60,10 @@ class TableForCausalLM(PreTrainedModel):
         self.head = nn.Linear(dim, config.vocab_size, bias=False)
         self.score = nn.Linear(dim, 2)  # the files lack it: it is drawn
         self.hidden = [self.score.weight]
+        gains = [nn.Parameter(torch.empty(dim)) for _ in range(2)]
+        for number, gain in enumerate(gains):
+            self.register_parameter(f"gain{number}", gain)
+        self.gains = {"gains": gains}
         torch.Tensor(3).uniform_()  # as wav2vec2 does, also where parameters are on meta
         if config.trouble == "large":
             self.register_buffer("too_large", torch.zeros(1 << 25), persistent=False)
@@ -94,6 +98,7 @@ def make_checkpoint(folder: Path, **config: Any) -> str:
     (folder / "config.json").write_text(json.dumps({**names, **config}))
     torch.manual_seed(0)
     tensors = {"embed.weight": torch.randn(53, 16), "head.weight": torch.randn(53, 16), "steps": torch.randn(16)}
+    tensors |= {"gain0": torch.randn(16), "gain1": torch.randn(16)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 
@@ -128,6 +133,7 @@ def check(model: Any, right: dict[str, torch.Tensor]) -> None:
     assert [name for name, value in found.items() if not torch.equal(value.cpu(), right[name])] == []
     assert model.scale.device == model.tables[1]["bias"][0].device == model.mean.device
     assert model.hidden[0] is model.score.weight
+    assert list(map(id, model.gains["gains"])) == [id(model.gain0), id(model.gain1)]
 
 
 def load_all(path: str) -> None:
@@ -187,7 +193,7 @@ def load_on_meshes(path: str) -> None:
     model.tables[0], model.tables[1]["bias"] = model.tables[0].to("meta"), (torch.empty(2, device="meta"), "name")
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
-    model.hidden = [model.score.weight]
+    model.hidden, model.gains = [model.score.weight], {"gains": [model.gain0, model.gain1]}
     lowmem_load.load_into(model, path, **REMOTE)
     check(model, right)
 

@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import io
+import json
 import os
 import pickle
 import shutil
@@ -73,6 +74,24 @@ def test_a_load_reads_nothing(path: str) -> None:
     assert "not read yet: " in str(load_report(model))
     assert_equal(model, ordinary(path))
     assert num_lazy(model) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("is_zip", [False, True])
+@pytest.mark.parametrize("narrow", ["lm_head.weight", "model.norm.weight"])
+def test_dtype_auto_of_files_that_mix_dtypes_is_that_of_an_ordinary_load(
+    path: str, tmp_path: Path, narrow: str, *, is_zip: bool
+) -> None:
+    """Where config.json names none, it is that of the first tensor. `save_file` puts wide dtypes first."""
+    tensors = {name: tensor.float() for name, tensor in load_file(f"{path}/model.safetensors").items()}
+    tensors[narrow] = tensors[narrow].bfloat16()
+    if is_zip:
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads(Path(path, "config.json").read_text())
+    config.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_equal(lazily(str(tmp_path), dtype="auto"), ordinary(str(tmp_path), dtype="auto"))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT's calls of transformers
