@@ -38,7 +38,7 @@ class SymbolicFile:
         pass
 
     def keys(self) -> list[str]:
-        """Return the names of the tensors in the order of `safetensors.safe_open`: dtype "auto" is that of the first."""
+        """Return the names of the tensors, sorted as those of `safe_open`: dtype "auto" is that of the first."""
         return sorted(self._file.names)
 
     def metadata(self) -> Mapping[str, str] | None:
