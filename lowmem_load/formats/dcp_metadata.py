@@ -81,9 +81,8 @@ def read_metadata(source: ByteSource) -> DcpMetadata:
         f"{_PACKAGE}.metadata.MetadataIndex": _index_state,
         f"{_PACKAGE}.filesystem._StorageInfo": _storage_state,
     }
-    # An opcode has a byte at least, and about 2.5 on average.
     # The list of a tensor's chunks makes nine objects of 34 bytes for a chunk that has one dim.
-    tree = objects(pickled, path, max_opcodes=nbytes, nbytes_per_object=3, compact=compact)
+    tree = objects(pickled, path, nbytes_per_object=3, compact=compact)
     try:
         state = _state(tree, "Metadata")
         places = _places(path, state["storage_data"])

@@ -1,12 +1,15 @@
 """Reads the pickle of a torch file without running it: describes tensors, names other objects.
 
-The pickle is untrusted, so no unpickler sees it. `_Machine` executes the opcodes that torch.save writes, and keeps each
-global as its name, so its stack holds nothing that can be called. torch's weights-only unpickler refuses DeepSpeed's
-objects, has no limits, and gives the place of a storage only since torch 2.7.
+The pickle is untrusted. `_Unpickler` is the standard library's, with a list of opcodes, and each opcode that could call
+something is replaced: globals are kept as their names, so its stack holds nothing that can be called. The faster one in
+C would hash a deeply nested tuple as the key of a dict, which overflows the stack of C. torch's weights-only unpickler
+refuses DeepSpeed's objects, also under `FakeTensorMode`, which would give the places of storages.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import pickletools
 import struct
 from collections.abc import Callable, Mapping
@@ -18,12 +21,9 @@ import torch
 from lowmem_load.errors import CheckpointError
 from lowmem_load.planning.expression import Shape
 
-MAX_OPCODES = 1 << 22
-"""A tensor needs about 25; each may create an object of some 64 bytes."""
-
 MIN_NBYTES_PER_OBJECT, FREE_OBJECTS = 6, 4096
-"""Bound on objects by the bytes of the pickle, so that memory stays below 30 times these bytes. A tensor has about ten
-containers and ten memo entries of at least nine bytes each, and takes up to 14 times the bytes of its pickle."""
+"""Bound on containers and on memo entries by the bytes of the pickle, so that memory stays below 64 times these bytes.
+A tensor has about ten containers and ten memo entries of at least nine bytes each."""
 
 MAX_DIMS = 64  # the limit of numpy: many tensors may share one long tuple
 
@@ -88,7 +88,7 @@ class Tensor:
     offset: int
     size: Shape
     strides: Shape
-    attributes: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    attributes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 class OrderedNames(dict[Any, Any]):
@@ -100,7 +100,6 @@ def objects(
     path: str,
     *,
     only_tensors: bool = False,
-    max_opcodes: int | None = None,
     nbytes_per_object: int = MIN_NBYTES_PER_OBJECT,
     compact: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> Any:
@@ -110,18 +109,16 @@ def objects(
     fewest bytes in which an honest pickle of this kind makes an object.
     """
     try:
-        return _Machine(
-            pickled,
-            path,
-            max_opcodes=max_opcodes or MAX_OPCODES,
-            nbytes_per_object=nbytes_per_object,
-            compact=compact or {},
-            only_tensors=only_tensors,
-        ).run()
+        return _Unpickler(pickled, path, nbytes_per_object, compact or {}, only_tensors=only_tensors).load()
     except CheckpointError:
         raise
-    except (ValueError, TypeError, AttributeError, LookupError, struct.error) as error:
-        raise CheckpointError(f"{path}: its pickle is malformed: {error}") from error
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        *(ValueError, TypeError, AttributeError, LookupError, struct.error),
+    ) as error:
+        reason = str(error) or "it has no end"
+        raise CheckpointError(f"{path}: its pickle is malformed: {reason}") from error
 
 
 def _is_size(value: object) -> bool:
@@ -198,91 +195,78 @@ def _storage(kind: Any, storage: Any, key: Any, _device: Any, numel: Any) -> Sto
     return Storage(key, STORAGE_DTYPES[storage.name], numel)
 
 
-@dataclass(slots=True)
-class _Machine:
-    pickled: bytes
-    path: str
-    max_opcodes: int
-    nbytes_per_object: int
-    compact: Mapping[str, Callable[[Any], Any]]
-    only_tensors: bool
-    at: int = 0  # byte of the next opcode
-    stack: list[Any] = field(default_factory=list)
-    below: list[list[Any]] = field(default_factory=list)  # the stacks under each mark
-    memo: dict[int, Any] = field(default_factory=dict)
+class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (as torch.package does)
+    stack: list[Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
+    memo: dict[int, Any]
 
-    def run(self) -> Any:
-        num_objects, pickled, memo = 0, self.pickled, self.memo
-        known = _OF_TENSORS if self.only_tensors else _EXECUTE
-        for _ in range(self.max_opcodes):
-            position = self.at
-            opcode = pickled[position]
-            self.at += 1
-            execute = known.get(opcode)
-            if execute is None:
-                if opcode == _STOP:
-                    (result,) = self.stack
-                    return result
-                if opcode not in _NAMES:
-                    raise ValueError(f"no opcode at byte {position}")
-                raise CheckpointError(f"{self.path}: its pickle uses {_NAMES[opcode]}, which no state dict needs")
-            num_objects += opcode in _MAKES
-            if max(num_objects, len(memo)) > FREE_OBJECTS + position // self.nbytes_per_object:
-                raise CheckpointError(
-                    f"{self.path}: its pickle makes too many objects for tensors up to byte {position}"
-                )
-            execute(self)
-        raise CheckpointError(f"{self.path}: its pickle has more than {self.max_opcodes} opcodes")
+    def __init__(
+        self,
+        pickled: bytes,
+        path: str,
+        nbytes_per_object: int,
+        compact: Mapping[str, Callable[[Any], Any]],
+        *,
+        only_tensors: bool,
+    ) -> None:
+        self._file = io.BytesIO(pickled)
+        super().__init__(self._file)
+        self._path, self._nbytes_per_object, self._compact = path, nbytes_per_object, compact
+        self._only_tensors, self._num_objects = only_tensors, 0
 
-    # -- opcodes that do not just push a value -------------------------------------------------------------------------
+    def count(self, num_objects: int) -> None:
+        """Count what an opcode makes; raise if it is too much for the bytes so far."""
+        self._num_objects += num_objects
+        position = self._file.tell()
+        if max(self._num_objects, len(self.memo)) > FREE_OBJECTS + position // self._nbytes_per_object:
+            raise CheckpointError(f"{self._path}: its pickle makes too many objects for tensors up to byte {position}")
 
-    def _proto(self) -> None:
-        self.at += 1
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a dtype, or the name alone."""
+        full = f"{module}.{name}"
+        if full in DTYPES:
+            return DTYPES[full]
+        if self._only_tensors and full not in STORAGE_DTYPES and full not in _CALLS:
+            raise CheckpointError(
+                f"{self._path}: its pickle names {full:.200}, which describes no tensor; nothing was run. If you trust "
+                "its maker, save the tensors alone: torch.save(model.state_dict(), path), or better as safetensors"
+            )
+        return Global(full)
 
-    def _frame(self) -> None:
-        self.at += 8
+    def persistent_load(self, pid: Any) -> Storage:
+        """Return a storage."""
+        return _storage(*pid)
 
-    def _mark(self) -> None:
-        self.below.append(self.stack)
-        self.stack = []
+    def load_reduce(self) -> None:
+        """Describe a call, or a new object of a class."""
+        arguments, function = self.stack.pop(), self.stack.pop()
+        self.append(_call(function, arguments))
 
-    def _memoize(self) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
-
-    def _binput(self) -> None:
-        self.memo[self.number(1)] = self.stack[-1]
-
-    def _long_binput(self) -> None:
-        self.memo[self.number(4)] = self.stack[-1]
-
-    def _stack_global(self) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
-        if not isinstance(name, str) or not isinstance(module, str):
-            raise TypeError("the name of a global is no text")
-        self.stack.append(self.named(module, name))
-
-    def _build(self) -> None:
+    def load_build(self) -> None:
         """Give an object its state."""
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Foreign):
-            target.state = self.compact[target.name](state) if target.name in self.compact else state
+            target.state = self._compact[target.name](state) if target.name in self._compact else state
         elif not isinstance(target, OrderedNames):  # a state dict's state is the versions of its modules
             raise TypeError(f"BUILD changes a {type(target).__name__}")
 
-    def _append(self) -> None:
+    def load_append(self) -> None:
+        """Append one item."""
         self._extend([self.stack.pop()])
 
-    def _appends(self) -> None:
-        self._extend(self.pop_marked())
+    def load_appends(self) -> None:
+        """Append items."""
+        self._extend(self.pop_mark())
 
-    def _setitem(self) -> None:
+    def load_setitem(self) -> None:
+        """Set one item."""
         value, key = self.stack.pop(), self.stack.pop()
         self._update([key, value])
 
-    def _setitems(self) -> None:
-        self._update(self.pop_marked())
-
-    # -- what several of them need -------------------------------------------------------------------------------------
+    def load_setitems(self) -> None:
+        """Set items."""
+        self._update(self.pop_mark())
 
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -298,99 +282,43 @@ class _Machine:
         elif not isinstance(target, Foreign):  # the items of a foreign dict are dropped
             raise TypeError(f"items of a {type(target).__name__} are set, or a key is neither text nor int")
 
-    def take(self, nbytes: int) -> bytes:
-        start, self.at = self.at, self.at + nbytes
-        if self.at > len(self.pickled):
-            raise ValueError(f"it ends within an opcode, at byte {len(self.pickled)}")
-        return self.pickled[start : self.at]
 
-    def number(self, nbytes: int) -> int:
-        return int.from_bytes(self.take(nbytes), "little")
-
-    def text(self, nbytes_of_size: int) -> str:
-        return self.take(self.number(nbytes_of_size)).decode("utf-8", "surrogatepass")
-
-    def line(self) -> str:
-        end = self.pickled.index(b"\n", self.at)
-        start, self.at = self.at, end + 1
-        return self.pickled[start:end].decode()
-
-    def pop(self, count: int) -> tuple[Any, ...]:
-        items = [self.stack.pop() for _ in range(count)]
-        return tuple(reversed(items))
-
-    def pop_marked(self) -> list[Any]:
-        items, self.stack = self.stack, self.below.pop()
-        return items
-
-    def named(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if full in DTYPES:
-            return DTYPES[full]
-        if self.only_tensors and full not in STORAGE_DTYPES and full not in _CALLS:
-            raise CheckpointError(
-                f"{self.path}: its pickle names {full:.200}, which describes no tensor; nothing was run. If you trust "
-                "its maker, save the tensors alone: torch.save(model.state_dict(), path), or better as safetensors"
-            )
-        return Global(full)
+class _Opcodes(dict[int, Callable[[Any], None]]):
+    def __missing__(self, code: int) -> None:
+        name = next((opcode.name for opcode in pickletools.opcodes if ord(opcode.code) == code), f"byte {code}")
+        raise pickle.UnpicklingError(f"it uses {name}, which no state dict needs")
 
 
-_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
-_STOP = ord(".")
-_PUSHES: Mapping[str, Callable[[_Machine], Any]] = {
-    "NONE": lambda _: None,
-    "NEWTRUE": lambda _: True,
-    "NEWFALSE": lambda _: False,
-    "BININT": lambda machine: int.from_bytes(machine.take(4), "little", signed=True),
-    "BININT1": lambda machine: machine.number(1),
-    "BININT2": lambda machine: machine.number(2),
-    "LONG1": lambda machine: int.from_bytes(machine.take(machine.number(1)), "little", signed=True),
-    "BINFLOAT": lambda machine: struct.unpack(">d", machine.take(8))[0],
-    "SHORT_BINUNICODE": lambda machine: machine.text(1),
-    "BINUNICODE": lambda machine: machine.text(4),
-    "EMPTY_TUPLE": lambda _: (),
-    "EMPTY_LIST": lambda _: [],
-    "EMPTY_DICT": lambda _: {},
-    "TUPLE": lambda machine: tuple(machine.pop_marked()),
-    "TUPLE1": lambda machine: machine.pop(1),
-    "TUPLE2": lambda machine: machine.pop(2),
-    "TUPLE3": lambda machine: machine.pop(3),
-    "REDUCE": lambda machine: _call(*machine.pop(2)),
-    "NEWOBJ": lambda machine: _call(*machine.pop(2)),
-    "BINPERSID": lambda machine: _storage(*machine.stack.pop()),
-    "BINGET": lambda machine: machine.memo[machine.number(1)],
-    "LONG_BINGET": lambda machine: machine.memo[machine.number(4)],
-    "GLOBAL": lambda machine: machine.named(machine.line(), machine.line()),
-}
-"""Opcodes that push one value."""
+def _counted(load: Callable[[Any], None], num_objects: int) -> Callable[[Any], None]:
+    def counted(unpickler: _Unpickler) -> None:
+        unpickler.count(num_objects)
+        load(unpickler)
+
+    return counted
 
 
-def _pushing(value: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
-    def execute(machine: _Machine) -> None:
-        pushed = value(machine)  # first: a tuple of marked items takes them off the stack
-        machine.stack.append(pushed)
+_MAKES = (
+    *("EMPTY_LIST", "EMPTY_DICT", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ"),
+    *("GLOBAL", "STACK_GLOBAL"),
+)
+_REMEMBERS = ("BINPUT", "LONG_BINPUT", "MEMOIZE")
+_OTHERS = (
+    *("PROTO", "FRAME", "STOP", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("BINUNICODE", "SHORT_BINUNICODE", "EMPTY_TUPLE", "BINPERSID", "BINGET", "LONG_BINGET"),
+    *("BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+)
+"""The opcodes that torch.save and DCP write."""
 
-    return execute
+
+def _loader(name: str, code: int) -> Callable[[Any], None]:
+    stock = pickle._Unpickler.dispatch[code]  # noqa: SLF001
+    # A dispatch table has functions, not the names of methods, so those replaced above are found by name.
+    load: Callable[[Any], None] = getattr(_Unpickler, "load_reduce" if name == "NEWOBJ" else stock.__name__)
+    return load if name in _OTHERS else _counted(load, name in _MAKES)
 
 
-_EXECUTE: Mapping[int, Callable[[_Machine], None]] = {
-    **{code: _pushing(_PUSHES[name]) for code, name in _NAMES.items() if name in _PUSHES},
-    **{
-        code: getattr(_Machine, f"_{name.lower()}")
-        for code, name in _NAMES.items()
-        if hasattr(_Machine, f"_{name.lower()}")
-    },
-}
-_OF_TENSORS = {
-    code: execute
-    for code, execute in _EXECUTE.items()
-    if _NAMES[code] not in ("NEWOBJ", "FRAME", "MEMOIZE", "STACK_GLOBAL", "SHORT_BINUNICODE")
-}
-"""Without what only pickles of training have: torch's weights-only loader refuses them, too."""
-
-_MAKES = {
-    code
-    for code, name in _NAMES.items()
-    if name in ("EMPTY_LIST", "EMPTY_DICT", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ")
-    or name.endswith("GLOBAL")
-}
+_Unpickler.dispatch = _Opcodes(
+    (ord(opcode.code), _loader(opcode.name, ord(opcode.code)))
+    for opcode in pickletools.opcodes
+    if opcode.name in (*_MAKES, *_REMEMBERS, *_OTHERS)
+)

@@ -5,7 +5,9 @@ A file has 8 bytes of little-endian header length, the header as JSON, then the 
 
 from __future__ import annotations
 
+import collections
 import hashlib
+import json
 import math
 import reprlib
 import struct
@@ -16,11 +18,11 @@ import torch
 
 from lowmem_load.errors import HeaderError, TruncatedFileError, UnsupportedError
 from lowmem_load.formats.format import CheckpointFile, refuse_git_lfs_pointer
-from lowmem_load.formats.header_json import FIELDS, HeaderReader
 from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Source
 
 PREFIX_NBYTES = 8
+METADATA, FIELDS = "__metadata__", {"dtype", "shape", "data_offsets"}
 MAX_HEADER_NBYTES = 100_000_000  # as in safetensors: a forged length must not allocate gigabytes
 MAX_SIZE = (1 << 64) - 1  # of a dimension, an offset, and the elements and bits of a tensor, as in safetensors
 MAX_TORCH_SIZE = (1 << 63) - 1  # of strides, where an empty dimension counts as 1
@@ -134,35 +136,53 @@ def header_nbytes(prefix: bytes, file_name: str, file_nbytes: int) -> int:
 def parse_header(header: bytes, file_name: str, file_nbytes: int) -> Header:
     """Parse and validate the JSON `header` of a file of `file_nbytes` bytes."""
     data_start = PREFIX_NBYTES + len(header)
-    entries: dict[str, TensorEntry] = {}
     try:
-        reader = HeaderReader(header)
-        for name, fields in reader.tensors():
-            if name in entries:
-                raise HeaderError(f"{file_name}: header describes tensor {name!r} twice")
-            entries[name] = _entry(name, fields, data_start, file_name)
-    except HeaderError:
-        raise
-    except ValueError as error:
+        tensors = json.loads(header.decode("utf-8"), object_pairs_hook=_without_twins, parse_constant=_refuse)
+        if not isinstance(tensors, dict):
+            raise TypeError(f"expected an object {{...}}, got {reprlib.repr(tensors)}")
+        metadata = tensors.pop(METADATA, None)
+        texts = {} if metadata is None else metadata
+        if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+            raise TypeError(f"{METADATA} must map strings to strings")
+        "".join((*tensors, *texts, *texts.values())).encode()  # fails for half a surrogate, which no name may have
+    except (ValueError, TypeError, RecursionError) as error:
         raise HeaderError(f"{file_name}: header is not valid JSON of tensors: {error}") from error
+    entries = {name: _entry(name, fields, data_start, file_name) for name, fields in tensors.items()}
     _check_tiling(entries, data_start, file_name, file_nbytes)
-    return Header(entries, reader.metadata)
+    return Header(entries, metadata)
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of the JSON. Of two equal names safetensors and Python take the last, without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = collections.Counter(name for name, _ in pairs)
+        raise ValueError(f"{reprlib.repr(max(counts, key=counts.__getitem__))} comes twice")
+    return found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE
 
 
-def _entry(name: str, fields: Mapping[str, Any], data_start: int, file_name: str) -> TensorEntry:
-    if len(fields) < len(FIELDS):
+def _entry(name: str, fields: Any, data_start: int, file_name: str) -> TensorEntry:
+    if not isinstance(fields, dict) or not fields.keys() >= FIELDS:
         raise HeaderError(f"{file_name}: tensor {name!r} lacks dtype, shape or data_offsets")
     code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(code, str) or code not in BITS:
-        raise HeaderError(f"{file_name}: tensor {name!r} has unknown dtype {code!r}; known are {', '.join(BITS)}")
+        raise HeaderError(
+            f"{file_name}: tensor {name!r} has unknown dtype {reprlib.repr(code)}; known are {', '.join(BITS)}"
+        )
     if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
         raise HeaderError(f"{file_name}: tensor {name!r} has shape {reprlib.repr(shape)}, expected a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
-        raise HeaderError(f"{file_name}: tensor {name!r} has data_offsets {offsets!r}, expected [start, end)")
+        raise HeaderError(
+            f"{file_name}: tensor {name!r} has data_offsets {reprlib.repr(offsets)}, expected [start, end)"
+        )
     numel = 1
     for size in shape:
         numel *= size

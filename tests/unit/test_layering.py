@@ -52,7 +52,7 @@ ONLY = {
     "diffusers": "families",
     "deepspeed.accelerator": "distributed",
     "deepspeed.comm": "partial",
-    "pickle": "distributed",
+    "pickle": "distributed formats",
     "socket": "cli partial distributed",
     "subprocess": "cli",
     "torch.distributed": "distributed dtensor",
