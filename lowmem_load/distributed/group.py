@@ -201,3 +201,31 @@ class RankGroup:
         with contextlib.suppress(AttributeError, TypeError):  # of a class with slots
             setattr(error, _KNOWN_TO, getattr(error, _KNOWN_TO, frozenset()).union(self._world_ranks()))
         return error
+
+
+class Alone(RankGroup):
+    """This process, where there is no group of torch.distributed: it agrees with itself."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    @property
+    def rank(self) -> int:
+        """0."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """1."""
+        return 1
+
+    def check(self) -> None:
+        """There is no other rank that could have failed."""
+
+    def _channel(self) -> None:
+        return None
+
+    def _world_ranks(self) -> list[int]:
+        return [0]

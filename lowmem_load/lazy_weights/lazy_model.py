@@ -29,6 +29,7 @@ from lowmem_load.planning.load_plan import Costs, reading_order
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.report import LoadReport, OnLoad, write_report
+from lowmem_load.saving.folder import refuse_url
 from lowmem_load.saving.writer import Writer, lay_out
 from lowmem_load.symbolic.initialise import SharedValue
 from lowmem_load.symbolic.lazy import (
@@ -267,6 +268,7 @@ def _unhook(module: nn.Module) -> None:
 
 def save_lazily(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Do what `save_pretrained` of a transformers model does; safetensors files get one tensor after the other."""
+    refuse_url(args[0] if args else kwargs.get("save_directory", ""))
     with files_written_by(_write_file):
         return type(model).save_pretrained(model, *args, **kwargs)
 

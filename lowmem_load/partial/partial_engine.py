@@ -26,6 +26,7 @@ from lowmem_load.partial.replicated import (
     follow,
     options_of,
 )
+from lowmem_load.saving.folder import refuse_url, replacing
 from lowmem_load.saving.local_shards import Wrapper
 from lowmem_load.training_checkpoints.zero_checkpoint import find_folder
 
@@ -178,6 +179,7 @@ class PartialEngine(Wrapper):
         distributed = DistributedInterface()
         writes = distributed.rank == 0 or (self.zero3.use_node_local_storage() and distributed.local_rank == 0)
         with distributed.step("saving", name=save_dir):
+            refuse_url(save_dir)
             if writes:  # before DeepSpeed names this checkpoint the latest
                 state = {
                     **self._replicated.state(exclude_frozen=exclude_frozen_parameters),
@@ -272,8 +274,8 @@ class PartialEngine(Wrapper):
         state = self.consolidated_state_dict(exclude_frozen_parameters)
         with DistributedInterface().step("saving", name=str(save_dir)):
             if state is not None:
-                os.makedirs(save_dir, exist_ok=True)
-                torch.save(state, os.path.join(save_dir, save_filename))
+                with replacing(save_dir) as folder:
+                    torch.save(state, folder / save_filename)
         return True
 
     def module_state_dict(self, *_: Any, **__: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lowmem_load.distributed.group import Alone, RankGroup
 from lowmem_load.distributed.nodes import node_name
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import CheckpointError, ConfigError
@@ -26,7 +27,7 @@ from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.resume.copy_weights import CHUNK_BYTES, Copying, read_chunks
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.save import shared_staging, step_of
+from lowmem_load.saving.save import shared_staging
 from lowmem_load.saving.writer import FileLayout, SaveReport, digest_of, lay_out_saved, plan_writes
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.adapter_config import adapter_config
@@ -86,24 +87,21 @@ def consolidate(
     """
     if dtype is not None and dtype not in saver.DTYPES:
         raise ConfigError(f"consolidate: dtype={dtype!r}, expected None or one of {saver.DTYPES}")
-    ranks = DistributedInterface() if together else None
-    rank, world_size = (ranks.rank, ranks.world_size) if ranks is not None else (0, 1)
-    report = SaveReport(os.fspath(output_folder), rank=rank, world_size=world_size)
+    ranks = DistributedInterface() if together else Alone()
+    report = SaveReport(os.fspath(output_folder), rank=ranks.rank, world_size=ranks.world_size)
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lowmem_load-")))
         executor = stack.enter_context(Executor())
-        if ranks is not None:
-            stack.enter_context(ranks.session("consolidate"))
-        with step_of(ranks, "planning", report) as step, report.phase("plan"):
+        stack.enter_context(ranks.session("consolidate"))
+        with ranks.step("planning", name=report.folder) as step, report.phase("plan"):
+            target = folders.find_target(output_folder)
             model = open_model(os.fspath(checkpoint_folder), executor, tag=tag, part=part)
             in_files = dtype or (torch.float32 if model.num_masters else None)
             files = _describe(model, scratch, executor, config, in_files, max_shard_size)
             read = (f"{os.path.basename(file.path)} {file.nbytes} {file.digest}" for file in model.files)
             step.digest = {"dtype": repr(dtype), "files": digest_of(files), "checkpoint": fingerprint(read)}
-            step.payload = folders.find_target(output_folder), node_name(rank), identify_files(model.files)
-        _write(
-            model, files, step.payloads or [step.payload], ranks, executor, report, scratch=scratch, progress=progress
-        )
+            step.payload = target, node_name(ranks.rank), identify_files(model.files)
+        _write(model, files, step.payloads, ranks, executor, report, scratch=scratch, progress=progress)
     return report
 
 
@@ -111,7 +109,7 @@ def _write(
     model: SavedModel,
     files: Sequence[FileLayout],
     payloads: Sequence[tuple[str, str, Any]],
-    ranks: DistributedInterface | None,
+    ranks: RankGroup,
     executor: Executor,
     report: SaveReport,
     *,
@@ -120,7 +118,7 @@ def _write(
 ) -> None:
     """Write the files, given the folder, the node and the identity of the files of each rank."""
     targets, nodes, ids = zip(*payloads, strict=True)
-    if ranks is not None:  # of equal names, sizes and shapes are two saves of one run, too
+    if ranks.world_size > 1:  # of equal names, sizes and shapes are two saves of one run, too
         agree_on_bytes(
             ranks,
             model.folder,
@@ -133,10 +131,10 @@ def _write(
     with shared_staging(ranks, report, files, targets) as staging:
         past_cache = len(set(nodes)) > 1 and has_caches_apart(targets[report.rank])
         work.write(staging, executor, progress, past_cache=past_cache)
-        with step_of(ranks, "renaming", report), report.phase("rename"):
+        with ranks.step("renaming", name=report.folder), report.phase("rename"):
             if report.rank == 0:
                 folders.put_beside(staging, scratch)
-                folders.commit(staging, [file.name for file in files])
+                folders.commit(staging)
     report.files = {file.name: file.nbytes for file in files}
     report.num_masters = model.num_masters
     report.source = f"a checkpoint of {model.kind}: {len(model.files)} files"

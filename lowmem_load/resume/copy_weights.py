@@ -16,7 +16,6 @@ from lowmem_load.phases import progress_bar
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.save import step_of
 from lowmem_load.saving.writer import FileLayout, SaveReport, Write, Writer, own_writes, total_bytes
 from lowmem_load.text import share
 from lowmem_load.training_checkpoints.open_model import Values
@@ -29,7 +28,7 @@ CHUNK_BYTES = 32 << 20
 class Copying:
     """What all processes write together."""
 
-    ranks: RankGroup | None
+    ranks: RankGroup
     files: Sequence[FileLayout]
     writes: Sequence[Write]
     tensors: Mapping[str, Values]
@@ -53,13 +52,12 @@ class Copying:
         def on_bytes(num_bytes: int) -> None:
             update(num_bytes)
             report.sample_memory()
-            if self.ranks is not None:
-                self.ranks.check()
+            self.ranks.check()
 
         paths = [staging.path / file.name for file in self.files]
         bar = progress_bar(total, "Consolidating", show_progress, report.rank)
         with bar as update, Writer(paths, on_bytes, past_cache=past_cache) as writer:
-            with step_of(self.ranks, "writing", report, progress):
+            with self.ranks.step("writing", name=report.folder, progress=progress):
                 with report.phase("write"):
                     buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
                     for name, writes in mine.items():

@@ -1,14 +1,11 @@
-"""A folder that appears all at once: a save fills a staging folder, which then takes the place of its target.
+"""A folder of which loaders see one save or the other.
 
-[Note: all at once] A save writes to a staging folder of another name. When everything in it has reached the disk, the
-staging folder and the target are exchanged by one system call (`renameat2`; two renames where the file system lacks
-it). What the former folder had besides is then moved over. So after a save that ended in any way, also by a signal or
-with the machine, there is the former folder or the new one. A mixture of both would load wrong weights without an
-error, because their shards have the same names and shapes.
-
-Some folders cannot be renamed: those that are or have a mount point, the working directory, folders whose parent may
-not be written, and those of a lower layer of overlayfs. Their files are replaced one by one. The files that loaders
-look for are removed first and come back last, so the folder does not load in between.
+[Note: all at once] A save writes to a staging folder of another name. When everything in it has reached the disk, it
+becomes the target by one rename. A folder that exists already is kept, with its owner, group, access lists, stripes and
+quotas: there the staging folder lies inside, and the files are replaced one by one. Those that loaders look for go away
+first and come back last. So a folder never loads a mixture of two saves, whose shards have the same names and shapes:
+that would be wrong weights without an error. A save that is killed between the two leaves a folder that does not load,
+with all files in it, and the next save finishes the replacement.
 """
 
 from __future__ import annotations
@@ -22,8 +19,9 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,14 +39,14 @@ PROBE = ".lowmem_load_probe"
 _SAVING, _REMOVED = "saving-", "removed-"
 """Parts of the names of folders that are being filled, and of folders that are being deleted."""
 
-_FORMER = ".former"
-"""Folder in a staging folder inside the target, for files of the target that have the same names as the new ones."""
+_FORMER, _REPLACING = ".former", ".replacing"
+"""Folder in a staging folder, for files of the target that the new ones replace, and its name when all are there."""
 
 _SHARD = r"-\d{5}-of-\d{5}"
 """In the name of a file of weights where there are several."""
 
-_EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
-_AT_CWD = -100  # AT_FDCWD of linux/fcntl.h
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""How a URL begins, also one of which `pathlib` has made a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class Staging:
     Attributes:
         target: folder that the files are meant for, without symbolic links.
         token: random text of this save, in the name of the staging folder and in the probe file.
-        is_inside: whether the staging folder lies in the target, because that cannot be renamed.
+        is_inside: whether the staging folder lies in the target, because that was there.
     """
 
     target: Path
@@ -76,7 +74,8 @@ class Staging:
 
 
 def find_target(folder: str | os.PathLike[str]) -> str:
-    """Return the folder of a save, without symbolic links; raise ConfigError if it is a file."""
+    """Return the folder of a save, without symbolic links; raise ConfigError if it is a file or a URL."""
+    refuse_url(folder)
     target = os.path.realpath(folder)
     # One look: whoever saves or tidies up may rename or remove it now.
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -85,19 +84,26 @@ def find_target(folder: str | os.PathLike[str]) -> str:
     return target
 
 
-def make_staging(targets: Sequence[str], files: Sequence[FileLayout]) -> Staging:
-    """Make a staging folder with files, and remove what earlier saves to the target left when they were killed.
+def refuse_url(folder: str | os.PathLike[str]) -> None:
+    """Raise ConfigError if what shall be written to is a URL, of which the system would make a folder of that name."""
+    if _URL.match(os.fsdecode(folder)):
+        raise ConfigError(
+            f"{os.fsdecode(folder)}: is a URL, and files are only written to local folders; name a folder, and copy it "
+            "to the store afterwards"
+        )
 
-    The files have their full length, and everything but the tensors' data. `targets` are those of all ranks, this one's
-    first. Raises ConfigError if the folder cannot be made, or the disk is too small.
+
+def make_staging(folder: str, files: Sequence[FileLayout]) -> Staging:
+    """Make a staging folder for a target with files; finish or remove what killed saves to the target have left.
+
+    The files have their full length, and everything but the tensors' data. Raises ConfigError if the folder cannot be
+    made, or the disk is too small.
     """
-    target = Path(targets[0])
+    target = Path(folder)
     try:
-        # Under another path it may be a mount point, beside which this node and another see different folders.
-        is_inside = target.is_dir() and not (len({*targets}) == 1 and _can_be_renamed(target))
-        staging = Staging(target, secrets.token_hex(4), is_inside)
         target.parent.mkdir(parents=True, exist_ok=True)
-        _finish_what_is_left(staging)
+        _finish_what_is_left(target)
+        staging = Staging(target, secrets.token_hex(4), is_inside=target.is_dir())
         needed_bytes = sum(file.nbytes for file in files)
         free_bytes = shutil.disk_usage(staging.path.parent).free
         if free_bytes < needed_bytes:
@@ -108,13 +114,11 @@ def make_staging(targets: Sequence[str], files: Sequence[FileLayout]) -> Staging
             )
         staging.path.mkdir()
         try:
-            (staging.path / PROBE).write_text(staging.token)
-            if target.is_dir():
-                shutil.copymode(target, staging.path)
+            (staging.path / PROBE).write_text(f"{staging.token} {os.getpid()} {socket.gethostname()}")
             for file in files:
                 _make_file(staging.path / file.name, file)
         except BaseException:
-            _remove(staging.path, staging)
+            _remove(staging.path)
             raise
     except OSError as error:
         raise ConfigError(f"{target}: cannot be saved to: {error}") from error
@@ -124,7 +128,7 @@ def make_staging(targets: Sequence[str], files: Sequence[FileLayout]) -> Staging
 def check_seen(staging: Staging, made: str) -> None:
     """Raise ConfigError unless this rank sees the staging folder that rank 0 made, whose path there is `made`."""
     with contextlib.suppress(OSError):
-        if (staging.path / PROBE).read_text() == staging.token:
+        if (staging.path / PROBE).read_text().split()[:1] == [staging.token]:
             return
     raise ConfigError(
         f"{staging.target}: this rank does not see the folder that rank 0 made: it looked for {staging.path}, rank 0 "
@@ -142,36 +146,43 @@ def put_beside(staging: Staging, scratch: Path) -> None:
             _sync(copied)
 
 
-def commit(staging: Staging, weights: Sequence[str]) -> None:
+def commit(staging: Staging) -> None:
     """Let the staging folder take the place of its target. See [Note: all at once].
 
-    Its files are complete and on the disk. `weights` are the paths in it of the files of weights.
+    Its files are complete and on the disk.
     """
     try:
         for below, _, _ in os.walk(staging.path):
             _sync(Path(below))
-        stale = _stale(weights)
-        if staging.is_inside:
-            _replace_inside(staging, stale)
-            return
-        try:
-            former = _take_place(staging)
-        except OSError:  # EXDEV of overlayfs, EPERM in a sticky folder of another user: its files can be replaced
-            _replace_inside(staging, stale)
-            return
-        (staging.target / PROBE).unlink(missing_ok=True)
-        _sync(staging.target.parent)
-        if former is not None:
-            _move_over(former, staging.target, stale)
-            _remove(former, staging)
+        if staging.target.exists():
+            _replace(staging.path, staging.target)
+        else:
+            os.rename(staging.path, staging.target)
+            (staging.target / PROBE).unlink(missing_ok=True)
+            _sync(staging.target.parent)
     except OSError as error:
         raise ConfigError(f"{staging.target}: the saved folder cannot take its place: {error}") from error
 
 
 def discard(staging: Staging) -> None:
     """Remove the staging folder of a save that has failed."""
-    if (staging.path / PROBE).exists():  # otherwise it is taking its place
-        _remove(staging.path, staging)
+    if not _is_taking_its_place(staging.path):
+        _remove(staging.path)
+
+
+@contextlib.contextmanager
+def replacing(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a folder for files, which all come into `folder` after the block; if it fails, none does. Local."""
+    staging = make_staging(find_target(folder), [])
+    try:
+        yield staging.path
+        for path in staging.path.rglob("*"):
+            if path.is_file():
+                _sync(path)
+        commit(staging)
+    except BaseException:
+        discard(staging)
+        raise
 
 
 def _make_file(path: Path, file: FileLayout) -> None:
@@ -203,83 +214,83 @@ def _call(name: str, *arguments: Any) -> int:
     return 0 if function(*arguments) == 0 else ctypes.get_errno()
 
 
-def _finish_what_is_left(staging: Staging) -> None:
-    """Finish earlier saves that were killed. Leave folders that may be the only copy of something."""
-    target, place = staging.target, staging.path.parent
-    for removed in place.glob(f"{glob.escape(staging.folder(_REMOVED).name)}*"):
-        shutil.rmtree(removed, ignore_errors=True)
-    for left in place.glob(f"{glob.escape(staging.folder(_SAVING).name)}*"):
-        if not (left / PROBE).exists() and (left / _FORMER).exists():
-            continue  # it has files that the target lacks; see `_replace_inside`
-        if not (left / PROBE).exists() and target.is_dir():  # the former folder, exchanged already
-            _move_over(left, target, _stale([path.name for path in target.iterdir() if _is_of_weights(path.name)]))
-        _remove(left, staging)
-    # A save that was killed right after the exchange left it. It must not be in what the next exchange takes away.
-    (target / PROBE).unlink(missing_ok=True)
+def _finish_what_is_left(target: Path) -> None:
+    """Finish the saves that were killed while they took their place, and remove those that were killed before."""
+    for inside in (False, True):
+        places = Staging(target, "", inside)
+        beside = places.path.parent
+        for removed in beside.glob(f"{glob.escape(places.folder(_REMOVED).name)}*"):
+            shutil.rmtree(removed, ignore_errors=True)
+        for left in beside.glob(f"{glob.escape(places.path.name)}*"):
+            if _is_alive(left):
+                continue
+            if _is_taking_its_place(left):
+                _replace(left, target)
+            else:
+                _remove(left)
+    (target / PROBE).unlink(missing_ok=True)  # of a save that was killed right after it was renamed
 
 
-def _remove(folder: Path, staging: Staging) -> None:
-    """Delete a folder. It is renamed first, so that the next save deletes what is left of it, and takes nothing."""
-    removed = staging.folder(_REMOVED + folder.name.rpartition("-")[2])
+def _is_alive(left: Path) -> bool:
+    """Return whether another process of this machine, which still runs, makes a staging folder."""
+    try:
+        _, process, machine = (left / PROBE).read_text().split()
+        if machine == socket.gethostname() and int(process) != os.getpid():
+            os.kill(int(process), 0)
+            return True
+    except PermissionError:  # another user's
+        return True
+    except (OSError, ValueError):
+        pass
+    return False
+
+
+def _is_taking_its_place(staging: Path) -> bool:
+    return (staging / _FORMER).exists() or (staging / _REPLACING).exists()
+
+
+def _remove(folder: Path) -> None:
+    """Delete a staging folder. It is renamed first, so that the next save deletes what is left of it."""
+    removed = folder.with_name(_REMOVED.join(folder.name.rsplit(_SAVING, 1)))
     with contextlib.suppress(OSError):
         os.rename(folder, removed)
         shutil.rmtree(removed, ignore_errors=True)
 
 
-def _can_be_renamed(folder: Path) -> bool:
-    works_there = folder in (cwd := Path(os.path.realpath(os.getcwd())), *cwd.parents)
-    has_mounts = any(map(os.path.ismount, (folder, *folder.iterdir())))
-    return not has_mounts and not works_there and os.access(folder.parent, os.W_OK | os.X_OK)
-
-
-def _take_place(staging: Staging) -> Path | None:
-    """Rename the staging folder to its target; return the new path of the former folder, if any. All or nothing."""
-    if not staging.target.exists() or not any(staging.target.iterdir()):
-        os.rename(staging.path, staging.target)
-        return None
-    paths = os.fsencode(staging.path), os.fsencode(staging.target)
-    number = _call("renameat2", _AT_CWD, paths[0], _AT_CWD, paths[1], _EXCHANGE)  # both at once
-    if number == 0:
-        return staging.path
-    if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        raise OSError(number, os.strerror(number), str(staging.target))
-    ready, former = staging.folder(f"ready-{staging.token}"), staging.folder(f"former-{staging.token}")
-    os.rename(staging.path, ready)  # from here on no other save may remove it
-    try:
-        os.rename(staging.target, former)
-    except OSError:
-        os.rename(ready, staging.path)
-        raise
-    os.rename(ready, staging.target)
-    return former
-
-
-def _move_over(former: Path, new: Path, stale: re.Pattern[str]) -> None:
-    """Move what only the former folder has, except weights that the new ones replace."""
-    for entry in sorted(former.iterdir()):
-        place = new / entry.name
-        if entry.is_dir() and not entry.is_symlink() and place.is_dir():
-            _move_over(entry, place, stale)
-        elif not os.path.lexists(place) and not stale.fullmatch(entry.name):
-            os.rename(entry, place)
-
-
-def _replace_inside(staging: Staging, stale: re.Pattern[str]) -> None:
-    former = staging.path / _FORMER
-    former.mkdir()
-    (staging.path / PROBE).unlink()  # from here on no other save may remove it
-    names = [path.relative_to(staging.path) for path in sorted(staging.path.rglob("*")) if path.is_file()]
+def _replace(staging: Path, target: Path) -> None:
+    """Move the files of a staging folder into the target, one by one, or go on with that. See [Note: all at once]."""
+    hidden = (_FORMER, _REPLACING, PROBE)
+    found = (path.relative_to(staging) for path in staging.rglob("*") if path.is_file())
     # Single files and indexes are what loaders look for: away first, and back last.
-    names.sort(key=lambda name: (_opens(name.name), name))
-    gone = {entry.name for entry in staging.target.iterdir() if stale.fullmatch(entry.name)}
-    for old in sorted(gone, key=lambda old: (not _opens(old), old)):
-        os.rename(staging.target / old, former / old)
-    _sync(staging.target)
+    names = sorted((name for name in found if name.parts[0] not in hidden), key=lambda name: (_opens(name.name), name))
+    if folders := [str(name) for name in names if (target / name).is_dir()]:
+        raise IsADirectoryError(errno.EISDIR, "is a folder, where a file has to go", folders[0])
+    if not (staging / _REPLACING).exists():  # no new file has come yet, so all that look like weights are old
+        former = staging / _FORMER
+        former.mkdir(exist_ok=True)
+        for old in sorted(_replaced_by(names, target), key=lambda old: (not _opens(old.name), old)):
+            (former / old).parent.mkdir(parents=True, exist_ok=True)
+            os.rename(target / old, former / old)
+        _sync(target)
+        os.rename(former, staging / _REPLACING)
+        _sync(staging)
     for name in names:
-        (staging.target / name).parent.mkdir(parents=True, exist_ok=True)
-        os.rename(staging.path / name, staging.target / name)
-    _sync(staging.target)
-    _remove(staging.path, staging)
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.rename(staging / name, target / name)
+    for folder in {(target / name).parent for name in names}:
+        _sync(folder)
+    _remove(staging)
+
+
+def _replaced_by(names: Sequence[Path], target: Path) -> set[Path]:
+    """Return the files of the target that are of an earlier save of the same weights as these: shards, file, index."""
+    weights = [name for name in names if _is_of_weights(name.name)]
+    found = set()
+    for folder in {name.parent for name in weights}:
+        stale = _stale([name.name for name in weights if name.parent == folder])
+        with contextlib.suppress(FileNotFoundError):
+            found |= {folder / entry.name for entry in (target / folder).iterdir() if stale.fullmatch(entry.name)}
+    return found
 
 
 def _is_of_weights(name: str) -> bool:
@@ -292,9 +303,9 @@ def _opens(name: str) -> bool:
 
 def _stale(weights: Sequence[str]) -> re.Pattern[str]:
     """Return a pattern of the names that an earlier save may have given the same weights: shards, one file, index."""
-    patterns = [re.escape(PROBE)]
+    patterns = []
     for name in weights:
-        stem, suffix = map(re.escape, os.path.splitext(re.sub(_SHARD, "", os.path.basename(name))))
+        stem, suffix = map(re.escape, os.path.splitext(re.sub(_SHARD, "", name)))
         base, dot, variant = stem.partition(r"\.")
         patterns.append(f"{stem}({_SHARD})?{suffix}")
         patterns.append(rf"{base}{suffix}\.index{dot}{variant}\.json")
@@ -311,9 +322,7 @@ def _sync(path: Path) -> None:
 
 def write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
     """Write the two files of PEFT's `save_pretrained` that engines read, in the place of former ones."""
-    folder.mkdir(parents=True, exist_ok=True)
-    staging = folder / f".{_SAVING}{secrets.token_hex(8)}"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staging, metadata={"format": "pt"})
-    staging.replace(folder / "adapter_model.safetensors")
-    staging.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
-    staging.replace(folder / "adapter_config.json")
+    with replacing(folder) as made:
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, made / "adapter_model.safetensors", metadata={"format": "pt"})
+        (made / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")

@@ -93,7 +93,7 @@ class LocalShard:
 
     @contextlib.contextmanager
     def flat(self) -> Iterator[torch.Tensor]:
-        """Yield the flat memory that begins with the elements of `held`, in order."""
+        """Yield the flat memory: that of `local_region` in order, of a whole tensor on each rank all of it."""
         if is_dtensor(self.tensor):
             from lowmem_load.dtensor.mesh import local_shard
 

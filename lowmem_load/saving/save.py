@@ -17,8 +17,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lowmem_load.distributed.group import RankGroup, Step
+from lowmem_load.distributed.group import Alone, RankGroup
 from lowmem_load.distributed.heartbeat import Progress
+from lowmem_load.distributed.live_group import has_group
 from lowmem_load.distributed.nodes import node_name
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, PlanError, UnsupportedError, listed
@@ -70,8 +71,9 @@ def save_model(
 
     Every rank must call it, between steps and outside of `GatheredParameters`. The files are ordinary Hugging Face
     files, with the same names, keys, shards and bytes. Works under ZeRO-3 in every mode (offload, hpZ, MiCS, partial
-    ZeRO-3, frozen parts), under stages 0 to 2, and without DeepSpeed. The folder appears all at once when all ranks are
-    done. Until then, and after any failure, the former folder stays. Files that a save does not write stay too.
+    ZeRO-3, frozen parts), under stages 0 to 2, and without DeepSpeed. A new folder appears all at once when all ranks
+    are done. In an existing one, files are replaced at that moment, and what a save does not write stays; until then,
+    and after a failure, all of it is as before.
 
     Args:
         model: of transformers, diffusers or PEFT (whose adapters are written), or an engine, DDP or what torch.compile
@@ -166,7 +168,7 @@ def save_described(
     `masters`: see `local_shards`. `also` are the processors of `save_model`.
     """
     with load_lock():
-        ranks = ranks_of(model)
+        ranks = ranks_of(model, may_be_alone=True)
         report = SaveReport(os.fspath(folder), rank=ranks.rank, world_size=ranks.world_size)
         save = _Save(ranks, os.fspath(folder), report)
         with contextlib.ExitStack() as stack:
@@ -193,42 +195,37 @@ def save_described(
                         for processor in also:
                             processor.save_pretrained(scratch)
                         folders.put_beside(staging, scratch)
-                        folders.commit(staging, [file.name for file in planned.files])
+                        folders.commit(staging)
     return report
 
 
-def ranks_of(model: nn.Module) -> RankGroup:
-    """Return the ranks that save a model together. Makes a group of one rank where there is no group."""
+def ranks_of(model: nn.Module, *, may_be_alone: bool = False) -> RankGroup:
+    """Return the ranks that save a model together. Without a group they make one, unless they `may_be_alone`."""
     groups = list(dict.fromkeys(group for p in model.parameters() if (group := group_of(p)) is not None))
     if len(groups) > 1:
         raise UnsupportedError(f"the model's parameters are partitioned among {len(groups)} different groups of ranks")
-    return RankGroup(groups[0]) if groups else DistributedInterface()
-
-
-def step_of(
-    ranks: RankGroup | None, title: str, report: SaveReport, progress: Callable[[], Progress] | None = None
-) -> contextlib.AbstractContextManager[Step]:
-    """Return a step of all processes; of this one alone where there are no others."""
-    return contextlib.nullcontext(Step()) if ranks is None else ranks.step(title, name=report.folder, progress=progress)
+    if groups or has_group():
+        return RankGroup(groups[0] if groups else None)
+    return Alone() if may_be_alone else DistributedInterface()
 
 
 @contextlib.contextmanager
 def shared_staging(
-    ranks: RankGroup | None, report: SaveReport, files: Sequence[FileLayout], targets: Sequence[str]
+    ranks: RankGroup, report: SaveReport, files: Sequence[FileLayout], targets: Sequence[str]
 ) -> Iterator[folders.Staging]:
     """Have rank 0 make the staging folder for the block; it is removed if the block fails on any rank. Collective.
 
-    `targets` are the folder as each rank knows it. Without `ranks` there is this process alone.
+    `targets` are the folder as each rank knows it.
     """
     made: folders.Staging | None = None
     try:
-        with step_of(ranks, "making the folder", report) as step:
-            if report.rank == 0:
-                made = folders.make_staging(targets, files)
+        with ranks.step("making the folder", name=report.folder) as step:
+            if ranks.rank == 0:
+                made = folders.make_staging(targets[0], files)
                 step.payload = str(made.path), made.token, made.is_inside
-        path, token, is_inside = step.payloads[0] if ranks is not None else step.payload
-        staging = folders.Staging(Path(targets[report.rank]), token, is_inside)
-        with step_of(ranks, "reaching the folder", report):
+        path, token, is_inside = step.payloads[0]
+        staging = folders.Staging(Path(targets[ranks.rank]), token, is_inside)
+        with ranks.step("reaching the folder", name=report.folder):
             folders.check_seen(staging, path)
         yield staging
     except BaseException:  # on any rank: by now all have stopped writing

@@ -7,17 +7,22 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import lowmem_load
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.folder import PROBE, Staging
 from lowmem_load.saving.writer import FileLayout
+from tests import builders
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 INDEX = "model.safetensors.index.json"
@@ -27,13 +32,12 @@ class Crash(BaseException):
     """The process ends here."""
 
 
-def staged(target: Path, files: Mapping[str, bytes] = MappingProxyType({}), others: Sequence[str] = ()) -> Staging:
-    """Make a staging folder; `others` are the paths of other ranks."""
+def staged(target: Path, files: Mapping[str, bytes] = MappingProxyType({})) -> Staging:
     layouts = [FileLayout(name, content, len(content), {}) for name, content in files.items()]
-    return folders.make_staging([folders.find_target(target), *others], layouts)
+    return folders.make_staging(folders.find_target(target), layouts)
 
 
-def stage(target: Path, text: str, *, sharded: bool = True) -> tuple[Staging, list[str]]:
+def stage(target: Path, text: str, *, sharded: bool = True) -> Staging:
     """Stage a save whose every file says `text`."""
     weights = SHARDS if sharded else ["model.safetensors"]
     staging = staged(target, dict.fromkeys(weights, text.encode()))
@@ -44,11 +48,11 @@ def stage(target: Path, text: str, *, sharded: bool = True) -> tuple[Staging, li
     if sharded:
         (scratch / INDEX).write_text(json.dumps({"weights": SHARDS, "text": text}))
     folders.put_beside(staging, scratch)
-    return staging, weights
+    return staging
 
 
 def save(target: Path, text: str, *, sharded: bool = True) -> None:
-    folders.commit(*stage(target, text, sharded=sharded))
+    folders.commit(stage(target, text, sharded=sharded))
 
 
 def loaded(target: Path) -> set[str] | None:
@@ -61,36 +65,15 @@ def loaded(target: Path) -> set[str] | None:
     return None
 
 
-def refused(*_: Any) -> bool:
+def refused(*_: Any) -> None:
     raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-
-def not_exchanged(*_: Any) -> int:
-    ctypes.set_errno(errno.EXDEV)
-    return -1
-
-
-def renamed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the system have no call that exchanges folders."""
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
 
 
 def beside(target: Path) -> list[str]:
     return sorted(path.name for path in target.parent.iterdir() if path.name not in ("scratch", target.name))
 
 
-@pytest.fixture(params=["exchanged", "renamed twice", "inside", "refused"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "renamed twice":
-        renamed_twice(monkeypatch)
-    if request.param == "inside":
-        monkeypatch.setattr(os.path, "ismount", lambda _: True)
-    if request.param == "refused":  # as by overlayfs, of a folder of the image that a container was made of
-        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(renameat2=not_exchanged))
-    return str(request.param)
-
-
-def test_a_new_folder_appears(tmp_path: Path, way: str) -> None:
+def test_a_new_folder_appears(tmp_path: Path) -> None:
     target = tmp_path / "some" / "model"
     save(target, "new")
     assert sorted(path.name for path in target.iterdir()) == sorted([*SHARDS, INDEX, "config.json"])
@@ -99,7 +82,7 @@ def test_a_new_folder_appears(tmp_path: Path, way: str) -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("after", [True, False])
-def test_a_folder_is_replaced_and_keeps_what_is_not_saved(tmp_path: Path, way: str, before: bool, after: bool) -> None:
+def test_a_folder_is_replaced_and_keeps_what_is_not_saved(tmp_path: Path, before: bool, after: bool) -> None:
     target = tmp_path / "model"
     save(target, "old", sharded=before)
     (target / "README.md").write_text("mine")
@@ -123,7 +106,7 @@ def test_what_is_inside_another_folder_goes_there(tmp_path: Path) -> None:
     target = tmp_path / "model"
     for text in ("old", "new"):
         staging = staged(target, {"second/adapter_model.safetensors": text.encode()})
-        folders.commit(staging, ["second/adapter_model.safetensors"])
+        folders.commit(staging)
         (target / "second" / "notes").write_text("mine")
     assert (target / "second" / "adapter_model.safetensors").read_text() == "new"
     assert (target / "second" / "notes").read_text() == "mine"
@@ -144,61 +127,99 @@ def steps(monkeypatch: pytest.MonkeyPatch, crash_at: int) -> list[int]:
 
     for owner, name in ((os, "rename"), (os, "unlink"), (os, "mkdir"), (os, "rmdir"), (shutil, "rmtree")):
         monkeypatch.setattr(owner, name, ending(getattr(owner, name)))
-    system = ctypes.CDLL(None, use_errno=True)
-    if hasattr(system, "renameat2"):
-        exchanging = SimpleNamespace(renameat2=ending(system.renameat2))
-        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: exchanging)
     return counted
 
 
+@pytest.mark.parametrize("is_new", [True, False])
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_crash_at_any_step_leaves_one_model_or_the_other(
-    tmp_path: Path, way: str, sharded: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_crash_at_any_step_leaves_one_model_or_the_other_and_the_next_save_finishes(
+    tmp_path: Path, sharded: bool, is_new: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
     for crash_at in range(1, 100):
         target = tmp_path / str(crash_at) / "model"
-        save(target, "old", sharded=sharded)
-        (target / "README.md").write_text("mine")
-        staging, weights = stage(target, "new", sharded=sharded)
+        if not is_new:
+            save(target, "old", sharded=not sharded)
+            (target / "README.md").write_text("mine")
+            number = target.stat().st_ino
+        staging = stage(target, "new", sharded=sharded)
         with monkeypatch.context() as patch:
             counted = steps(patch, crash_at)
             try:
-                folders.commit(staging, weights)
+                folders.commit(staging)
             except Crash:
                 folders.discard(staging)  # at worst: a handler runs
         seen.append(loaded(target))
-        everywhere = [path.read_text() for path in target.parent.rglob("*") if path.is_file()]
-        assert "mine" in everywhere
-        if seen[-1] is None:
-            assert everywhere.count("old") + everywhere.count("new") >= 2 * len(weights), "both are on the disk"
         if counted[0] < crash_at:
             break
+        with pytest.raises(ConfigError, match="free; nothing was written"):  # the next save, which fails
+            folders.make_staging(str(target), [FileLayout("f", b"", 1 << 60, {})])
+        finished = loaded(target)
+        if is_new:
+            assert finished == seen[-1]
+        else:
+            assert finished in (seen[-1], {"new"})
+            assert {path.name for path in target.iterdir()} == {"README.md", "config.json", *of_kind(finished, sharded)}
+            assert target.stat().st_ino == number and beside(target) == []
         save(target, "newer", sharded=sharded)
-        assert loaded(target) == {"newer"}
-        if way == "exchanged":
-            assert (target / "README.md").read_text() == "mine" and beside(target) == []
-    assert seen[0] == {"old"} and seen[-1] == {"new"}
+        assert loaded(target) == {"newer"} and beside(target) == []
+    assert seen[0] == (None if is_new else {"old"}) and seen[-1] == {"new"}
     assert all(state in ({"old"}, {"new"}, None) for state in seen)
-    if way == "exchanged":
-        assert None not in seen
-    print(way, ["-" if state is None else "".join(state) for state in seen])
+    print(["-" if state is None else "".join(state) for state in seen])
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path, way: str) -> None:
+def of_kind(found: set[str] | None, new_is_sharded: bool) -> set[str]:
+    """Return the names of the weights of the old or the new model, of which one is sharded."""
+    return {*SHARDS, INDEX} if (found == {"new"}) == new_is_sharded else {"model.safetensors"}
+
+
+def test_a_folder_is_kept_with_all_that_is_its_own(tmp_path: Path) -> None:
+    """Owner, group, the bit that passes the group on, and attributes, of which access lists and stripes are made."""
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "notes").write_text("mine")
+    os.setxattr(target, "user.purpose", b"models")
+    if os.getuid() == 0:
+        os.chown(target, 1234, 4321)
+    target.chmod(0o2775)
+    before = target.stat()
+    for text in ("old", "new"):
+        save(target, text)
+        after = target.stat()
+        assert [getattr(after, name) for name in ("st_ino", "st_mode", "st_uid", "st_gid")] == [
+            getattr(before, name) for name in ("st_ino", "st_mode", "st_uid", "st_gid")
+        ]
+        assert os.getxattr(target, "user.purpose") == b"models"
+        assert (target / SHARDS[0]).stat().st_gid == before.st_gid
+
+
+def test_a_save_that_still_runs_is_left_alone(tmp_path: Path) -> None:
+    """Two processes without a group may save one model to one folder."""
     target = tmp_path / "model"
     save(target, "old")
-    staging, _ = stage(target, "killed")
+    other = stage(target, "another's")
+    token, _, machine = (other.path / PROBE).read_text().split()
+    (other.path / PROBE).write_text(f"{token} {os.getppid()} {machine}")
+    save(target, "new")
+    assert loaded(target) == {"new"} and other.path.exists()
+    folders.commit(other)
+    assert loaded(target) == {"another's"}
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    save(target, "old")
+    staging = stage(target, "killed")
     others = staged(tmp_path / "model2")
     save(target, "new")
     assert not staging.path.exists()
     assert (others.path / PROBE).exists(), "another folder's is left alone"
 
 
-def test_a_failed_save_leaves_nothing(tmp_path: Path, way: str) -> None:
+def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
     target = tmp_path / "model"
     save(target, "old")
-    staging, _ = stage(target, "failed")
+    staging = stage(target, "failed")
     folders.discard(staging)
     assert loaded(target) == {"old"} and beside(target) == []
     assert not any(path.name.startswith(".") for path in target.iterdir())
@@ -219,13 +240,13 @@ def test_a_discard_that_is_killed_leaves_no_weights(tmp_path: Path, monkeypatch:
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(Crash):
             folders.discard(staging)
-    folders.commit(staged(target, {"adapter_model.safetensors": b"new"}), ["adapter_model.safetensors"])
+    folders.commit(staged(target, {"adapter_model.safetensors": b"new"}))
     assert {path.name for path in target.iterdir()} == {"README.md", "adapter_model.safetensors"}
     assert beside(target) == []
 
 
 def test_a_folder_that_other_ranks_do_not_see_is_refused(tmp_path: Path) -> None:
-    staging, _ = stage(tmp_path / "model", "new")
+    staging = stage(tmp_path / "model", "new")
     folders.check_seen(staging, str(staging.path))
     for spoil in (lambda: (staging.path / PROBE).write_text("another"), (staging.path / PROBE).unlink):
         spoil()
@@ -235,68 +256,43 @@ def test_a_folder_that_other_ranks_do_not_see_is_refused(tmp_path: Path) -> None
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs [\d.]+ TiB, but [\d.]+ \w+ are free"):
-        folders.make_staging([folders.find_target(tmp_path / "model")], [FileLayout("f", b"", 1 << 60, {})])
+        folders.make_staging(folders.find_target(tmp_path / "model"), [FileLayout("f", b"", 1 << 60, {})])
     assert list(tmp_path.iterdir()) == []
     save(tmp_path / "model", "old")
     with pytest.raises(ConfigError, match=r"needs [\d.]+ TiB beside the former files, .* but [\d.]+ \w+ are free"):
-        folders.make_staging([folders.find_target(tmp_path / "model")], [FileLayout("f", b"", 1 << 60, {})])
+        folders.make_staging(folders.find_target(tmp_path / "model"), [FileLayout("f", b"", 1 << 60, {})])
     assert loaded(tmp_path / "model") == {"old"} and beside(tmp_path / "model") == []
 
 
-def test_what_was_killed_right_after_the_exchange_does_not_cost_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What marks an unfinished save is in the folder itself then, and the next save may fail or be killed as well."""
+def test_a_folder_where_a_file_has_to_go_is_refused_and_nothing_is_moved(tmp_path: Path) -> None:
     target = tmp_path / "model"
     save(target, "old")
-    (target / "README.md").write_text("mine")
-    (target / PROBE).write_text("of the killed save")
-    staging, weights = stage(target, "new")
-    ordinary = os.rename
-
-    def rename(source: Path, destination: Path) -> None:
-        ordinary(source, destination) if source.name != "README.md" else refused()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", rename)
-        with pytest.raises(ConfigError, match="cannot take its place"):
-            folders.commit(staging, weights)
+    (target / "config.json").unlink()
+    (target / "config.json").mkdir()
+    staging = stage(target, "new")
+    with pytest.raises(
+        ConfigError, match=r"cannot take its place: .*is a folder, where a file has to go: 'config\.json'"
+    ):
+        folders.commit(staging)
     folders.discard(staging)
-    save(target, "newer")
-    assert loaded(target) == {"newer"} and (target / "README.md").read_text() == "mine"
-    assert beside(target) == [] and not (target / PROBE).exists()
+    assert loaded(target) == {"old"} and not any(path.name.startswith(".") for path in target.iterdir())
 
 
-def test_two_renames_of_which_one_is_refused_fall_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, ordinary = tmp_path / "model", os.rename
-    save(target, "old")
-    staging, weights = stage(target, "new")
-
-    def rename(source: Path, destination: Path) -> None:
-        if source == target:
-            refused()
-        ordinary(source, destination)
-
-    renamed_twice(monkeypatch)
-    monkeypatch.setattr(os, "rename", rename)
-    folders.commit(staging, weights)
-    assert loaded(target) == {"new"} and beside(target) == []
-
-
-@pytest.mark.parametrize("why", ["it has a mount point", "somebody works there"])
-def test_a_folder_that_must_stay_is_not_renamed(tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     target = tmp_path / "model"
-    save(target, "old")
-    (target / "checkpoints").mkdir()
-    if why == "somebody works there":
-        monkeypatch.chdir(target)
-    else:
-        monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "checkpoints")
-    staging, weights = stage(target, "new")
-    assert staging.is_inside
-    folders.commit(staging, weights)
-    assert loaded(target) == {"new"} and (target / "checkpoints").is_dir()
-    assert why == "it has a mount point" or loaded(Path()) == {"new"}
+    staging = stage(target, "new")
+    target.mkdir()
+    (target / "tokenizer.json").write_text("mine")
+    folders.commit(staging)
+    assert loaded(target) == {"new"} and (target / "tokenizer.json").exists() and beside(target) == []
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/run", Path("s3://bucket/run"), "gs://b/m", "https://host/m", "hf://a/b"])
+def test_a_url_is_refused(name: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is a URL, and files are only written to local folders"):
+        folders.find_target(name)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_marked_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,11 +326,11 @@ def test_weights_of_a_variant_replace_those_of_the_same_variant(tmp_path: Path, 
     for name in stale | others:
         (target / name).write_text("old")
     staging = staged(target, {weights: b"new"})
-    folders.commit(staging, [weights])
+    folders.commit(staging)
     assert {path.name for path in target.iterdir()} == others | {weights}
 
 
-def test_files_of_torch_are_weights_as_well(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_torch_are_weights_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaders prefer one file to several. Where files are replaced one by one, what opens the new ones comes last."""
     index, shards = "pytorch_model.bin.index.json", [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
     target, ordinary, moved = tmp_path / "model", os.rename, []
@@ -342,22 +338,18 @@ def test_files_of_torch_are_weights_as_well(tmp_path: Path, way: str, monkeypatc
     (target / "pytorch_model.bin").write_text("old")
     staging = staged(target, {index: b"new", **dict.fromkeys(shards, b"new")})
     monkeypatch.setattr(os, "rename", lambda old, new: moved.append(Path(old).name) or ordinary(old, new))
-    folders.commit(staging, shards)
+    folders.commit(staging)
     assert {path.name for path in target.iterdir()} == {index, *shards}
-    if way in ("inside", "refused"):
-        assert moved[:4] == ["pytorch_model.bin", *shards, index]
+    assert [name for name in moved if not name.startswith(".")] == ["pytorch_model.bin", *shards, index]
 
 
-def test_a_folder_of_two_names_is_changed_inside(tmp_path: Path) -> None:
-    """Another node may have mounted the folder itself, under another name: it does not see what is beside it."""
+def test_ranks_may_see_a_folder_under_different_names(tmp_path: Path) -> None:
     target = tmp_path / "model"
     save(target, "old")
-    assert not staged(target, others=[str(target)]).is_inside
-    staging = staged(target, others=["/mnt/other"])
-    assert staging.is_inside
+    staging = staged(target)
     (tmp_path / "other").symlink_to("model")
-    folders.check_seen(Staging(tmp_path / "other", staging.token, is_inside=True), str(staging.path))
-    fresh = staged(tmp_path / "new", others=[str(tmp_path / "another")])
+    folders.check_seen(Staging(tmp_path / "other", staging.token, staging.is_inside), str(staging.path))
+    fresh = staged(tmp_path / "new")
     with pytest.raises(ConfigError, match="name the same folder on each"):
         folders.check_seen(Staging(tmp_path / "another", fresh.token, fresh.is_inside), str(fresh.path))
 
@@ -370,7 +362,7 @@ def test_a_file_without_allocation_has_its_length(tmp_path: Path, monkeypatch: p
     for call in (None, unsupported):
         monkeypatch.setattr(ctypes, "CDLL", lambda *_, call=call, **__: SimpleNamespace(fallocate=call))
         file = FileLayout("f", b"head", 10_000, {}, {9_000: b"others"})
-        staging = folders.make_staging([folders.find_target(tmp_path / "model")], [file])
+        staging = folders.make_staging(folders.find_target(tmp_path / "model"), [file])
         assert (staging.path / "f").read_bytes() == b"head".ljust(9_000, b"\0") + b"others".ljust(1_000, b"\0")
 
 
@@ -383,3 +375,52 @@ def test_a_file_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(CheckpointError, match=r"f: cannot be made, with 4 bytes: .*No space left"):
         staged(tmp_path / "model", {"f": b"head"})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_module_is_saved_by_a_lone_process_without_a_group_or_deepspeed(tmp_path: Path) -> None:
+    """And with one, that a script has made, without DeepSpeed."""
+    code = f"""
+import sys, torch, torch.distributed as dist, lowmem_load
+model = torch.nn.Linear(3, 2)
+lowmem_load.save_model(model, {str(tmp_path / "alone")!r})
+assert not dist.is_initialized()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+lowmem_load.save_model(model, {str(tmp_path / "group")!r})
+assert "deepspeed" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert os.listdir(tmp_path / "alone") == os.listdir(tmp_path / "group") == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("where", ["save_model", "consolidate", "lazy", "adapter"])
+def test_urls_are_refused_wherever_files_are_written(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: Path
+) -> None:
+    url, llama = "s3://bucket/run", str(builders.tiny_llama(checkpoints))
+    ways: dict[str, Callable[[], Any]] = {
+        "save_model": lambda: lowmem_load.save_model(torch.nn.Linear(2, 2), url),
+        "consolidate": lambda: lowmem_load.consolidate(tmp_path, url),
+        "lazy": lambda: lowmem_load.lazy(llama).save_pretrained(url),
+        "adapter": lambda: folders.write_adapter(Path(url), {}, {}),
+    }
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^s3:/+bucket/run: is a URL, and files are only written to local folders"):
+        ways[where]()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_fail_half_way_leave_the_former_ones(tmp_path: Path) -> None:
+    """What `PartialEngine.save_16bit_model` and adapters for an engine are written by."""
+    (tmp_path / "pytorch_model.bin").write_text("old")
+
+    def fail() -> None:
+        with folders.replacing(tmp_path) as made:
+            (made / "pytorch_model.bin").write_text("ne")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+    with folders.replacing(tmp_path) as made:
+        (made / "pytorch_model.bin").write_text("new")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["new"]

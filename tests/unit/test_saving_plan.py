@@ -242,7 +242,7 @@ def test_torch_loads_what_is_written_to_the_offsets(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     layout = lay_out_zip("below/model.bin", parts, tmp_path / "scratch")
     assert not list((tmp_path / "scratch").iterdir())
-    staging = make_staging([find_target(tmp_path / "out")], [layout])
+    staging = make_staging(find_target(tmp_path / "out"), [layout])
     path = staging.path / layout.name
     with path.open("r+b") as file:
         for name, value in values.items():
