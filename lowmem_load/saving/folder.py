@@ -19,7 +19,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,7 +113,7 @@ def make_staging(folder: str, files: Sequence[FileLayout]) -> Staging:
             )
         staging.path.mkdir()
         try:
-            (staging.path / PROBE).write_text(f"{staging.token} {os.getpid()} {socket.gethostname()}")
+            (staging.path / PROBE).write_text(f"{staging.token} {os.getpid()} {os.uname().nodename}")
             for file in files:
                 _make_file(staging.path / file.name, file)
         except BaseException:
@@ -235,7 +234,7 @@ def _is_alive(left: Path) -> bool:
     """Return whether another process of this machine, which still runs, makes a staging folder."""
     try:
         _, process, machine = (left / PROBE).read_text().split()
-        if machine == socket.gethostname() and int(process) != os.getpid():
+        if machine == os.uname().nodename and int(process) != os.getpid():
             os.kill(int(process), 0)
             return True
     except PermissionError:  # another user's
