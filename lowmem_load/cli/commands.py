@@ -104,7 +104,10 @@ def consolidate(
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
     config: Annotated[
-        str | None, typer.Option(help="Folder or Hub id of the model; the checkpoint's own config.json by default.")
+        str | None,
+        typer.Option(
+            help="Folder or Hub id of the model; the checkpoint's own config.json by default. none: keep the names."
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
     as_json: Json = False,
@@ -135,8 +138,9 @@ def consolidate(
             part=part,
             dtype=None if dtype is None else getattr(torch, name),
             max_shard_size=max_shard_size,
-            config=config,
-            together=int(os.environ.get("WORLD_SIZE", "1")) > 1,
+            config=False if config == "none" else config,
+            # Not by WORLD_SIZE, which pods export without ranks.
+            together="TORCHELASTIC_RUN_ID" in os.environ,
         )
     if report.rank:
         return

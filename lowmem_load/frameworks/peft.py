@@ -1,4 +1,4 @@
-"""Adapters merged into base weights by PEFT's own code, one layer at a time.
+"""What only PEFT's own code knows: the names by which it saves an adapter, and how an adapter is merged.
 
 PEFT's `merge_and_unload` runs on a copy of the modules, and each layer's `merge` is only recorded. It runs later, on a
 copy of the layer that has the gathered weights. Written for peft 0.15 to 0.21.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from lowmem_load.contract import PEFT, require
-from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +77,47 @@ def unloaded(model: nn.Module) -> tuple[nn.Module, list[Merge]]:
     finally:
         for parameter in parameters:
             del vars(parameter)["data_ptr"]
+
+
+def saved_names(
+    base: nn.Module, folder: str, adapter: str, shapes: Mapping[str, tuple[int, ...]], of_adapter: Collection[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return which tensor PEFT saves under which name, and those that it leaves out, as they are tied to one of these.
+
+    Args:
+        base: the model that PEFT has wrapped, on meta. It is changed.
+        folder: has the adapter's configuration.
+        adapter: its name in the state dict.
+        shapes: of the tensors in the state dict, by PEFT's names.
+        of_adapter: those of them that are the adapter's for sure.
+
+    Raises CheckpointError if the configuration is of another adapter.
+    """
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names and places of the base
+        config: Any = peft.PeftConfig.from_pretrained(folder)
+        origin = config.base_model_name_or_path
+        if isinstance(getattr(config, "init_lora_weights", None), str):  # would need the values of the base
+            config.init_lora_weights = True
+        model = peft.get_peft_model(base, config, adapter, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
+        config.base_model_name_or_path = origin  # whose vocabulary PEFT compares
+        state = model.state_dict(keep_vars=True)
+        names = {name: name for name in state}
+        saved = peft.get_peft_model_state_dict(model, state_dict=names, adapter_name=adapter)
+    expected = {old: tuple(state[old].shape) for old in saved.values()}
+    tied = {id(state[old]) for old in expected}
+    left_out = [old for old in of_adapter if old in state and old not in expected and id(state[old]) in tied]
+    wrong = [
+        f"{old} is {shapes.get(old, 'missing')}, not {shape}"
+        for old, shape in expected.items()
+        if shapes.get(old) != shape
+    ]
+    wrong += [f"{old} is no part of it" for old in of_adapter if old not in expected and old not in left_out]
+    if wrong:
+        raise CheckpointError(f"adapter_config.json is not that of the adapter in the checkpoint: {listed(wrong, 4)}")
+    return saved, left_out
 
 
 def check_adapter(model: nn.Module, name: str) -> None:

@@ -34,6 +34,9 @@ from lowmem_load.symbolic.tensor import SymbolicTensor
 OURS = ("state_dict", "is_main_process", "safe_serialization", "push_to_hub", "distributed_checkpoint", "save_function")
 """Keywords of `save_pretrained` that a caller may not set."""
 
+NO_CONFIG = "config=False (on the command line --config none)"
+"""How `consolidate` is told to keep names, for messages."""
+
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes to which weights can be cast. Integers and fp8 would need scales."""
 
@@ -220,7 +223,7 @@ def model_of(config: str | os.PathLike[str]) -> transformers.PreTrainedModel:
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ConfigError(
             f"config {config}: its 'architectures' name {name}, which is no model of transformers; name one that "
-            "is, or pass config=False, which writes the parameters under the names that the checkpoint has"
+            f"is, or pass {NO_CONFIG}, which writes the parameters under the names that the checkpoint has"
         )
     with torch.device("meta"):
         model = kind(values)

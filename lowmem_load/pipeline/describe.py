@@ -104,7 +104,7 @@ def _training_weights(folder: str, executor: Executor, context: Context) -> dict
     """Return the weights of a training checkpoint by name; note its files."""
     from lowmem_load.training_checkpoints.open_model import open_model
 
-    model = open_model(folder, executor)
+    model = open_model(folder, executor).without_wrappers()
     if model.adapter:
         raise UnsupportedError(
             f"{folder}: holds an adapter; make a folder of it by `lowmem-load consolidate`, and load that"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,22 +20,23 @@ from lowmem_load.distributed.group import Alone, RankGroup
 from lowmem_load.distributed.nodes import node_name
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import CheckpointError, ConfigError
+from lowmem_load.frameworks import peft
 from lowmem_load.hf import saver
 from lowmem_load.hf.hub_files import files_beside
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import has_caches_apart
 from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files
-from lowmem_load.planning.expression import Source
+from lowmem_load.planning.expression import Source, leaves
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.resume.copy_weights import CHUNK_BYTES, Copying, read_chunks
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.save import shared_staging
 from lowmem_load.saving.writer import FileLayout, SaveReport, digest_of, lay_out_saved, plan_writes
 from lowmem_load.text import fingerprint
-from lowmem_load.training_checkpoints.adapter_config import adapter_config
+from lowmem_load.training_checkpoints.adapter_config import ADAPTER_CONFIG, adapter_config, check_names_suffice
 from lowmem_load.training_checkpoints.names import advice_on
-from lowmem_load.training_checkpoints.open_model import SavedModel, Values, open_model
+from lowmem_load.training_checkpoints.open_model import SavedModel, Values, open_model, own_files
 from lowmem_load.training_checkpoints.zero_checkpoint import differences_of
 
 BESIDE = (
@@ -44,6 +48,9 @@ BESIDE = (
 
 ADAPTER_FOLDER = "adapter"
 """Folder for the adapters of a checkpoint that has their base model, too."""
+
+_OF_ADAPTER = "adapter: "
+"""Before the names of an adapter's tensors in a plan, which has those of its base, too."""
 
 
 def consolidate(
@@ -97,7 +104,7 @@ def consolidate(
             target = folders.find_target(output_folder)
             model = open_model(os.fspath(checkpoint_folder), executor, tag=tag, part=part)
             in_files = dtype or (torch.float32 if model.num_masters else None)
-            files = _describe(model, scratch, executor, config, in_files, max_shard_size)
+            model, files = _describe(model, scratch, executor, config, in_files, max_shard_size)
             read = (f"{os.path.basename(file.path)} {file.nbytes} {file.digest}" for file in model.files)
             step.digest = {"dtype": repr(dtype), "files": digest_of(files), "checkpoint": fingerprint(read)}
             step.payload = target, node_name(ranks.rank), identify_files(model.files)
@@ -127,7 +134,8 @@ def _write(
             ids=ids,
             num_threads=executor.num_threads,
         )
-    work = Copying(ranks, files, plan_writes(files), {**model.tensors, **model.adapter}, report)
+    tensors = {**model.tensors, **{_OF_ADAPTER + name: tensor for name, tensor in model.adapter.items()}}
+    work = Copying(ranks, files, plan_writes(files), tensors, report)
     with shared_staging(ranks, report, files, targets) as staging:
         past_cache = len(set(nodes)) > 1 and has_caches_apart(targets[report.rank])
         work.write(staging, executor, progress, past_cache=past_cache)
@@ -138,7 +146,8 @@ def _write(
     report.files = {file.name: file.nbytes for file in files}
     report.num_masters = model.num_masters
     report.source = f"a checkpoint of {model.kind}: {len(model.files)} files"
-    report.source += f"; {model.left_out} tensors of optimizers and the like left out" if model.left_out else ""
+    report.source += f"; {model.removed} was removed from all names" if model.removed else ""
+    report.left_out = list(model.left_out)
 
 
 # -- what the files of the new folder are ------------------------------------------------------------------------------
@@ -151,58 +160,99 @@ def _describe(
     config: str | os.PathLike[str] | bool | None,
     dtype: torch.dtype | None,
     max_shard_size: int | str,
-) -> list[FileLayout]:
-    """Return the files of weights; write the others to `scratch`."""
+) -> tuple[SavedModel, list[FileLayout]]:
+    """Return what is written, and the files of weights; write the others to `scratch`."""
     saved: list[saver.SavedFile] = []
-    sources = _sources(saved_model.tensors)
     named = None if isinstance(config, bool) else config
     config = saved_model.companion("config.json") if config is None else named
-    if sources and config:
-        saved = _as_saved_by_transformers(saved_model, sources, scratch, executor, config, dtype, max_shard_size)
-    elif sources and not saved_model.has_shapes:
+    model: Any = None
+    if config and (saved_model.tensors or saved_model.adapted is not None):
+        saved_model = saved_model.without_wrappers()
+    if saved_model.tensors and config:
+        with load_lock():
+            model = _model_of(config, _sources(saved_model.tensors))
+            plain = copy.deepcopy(model) if saved_model.adapter else None  # which PEFT wraps
+            saved, left_out = _as_saved_by_transformers(
+                saved_model, model, scratch, executor, config, dtype, max_shard_size
+            )
+        saved_model = replace(saved_model, left_out=(*saved_model.left_out, *left_out))
+        model = plain
+    elif saved_model.tensors and not saved_model.has_shapes:
         raise ConfigError(
             f"{saved_model.folder}: its files do not say how large the tensors are, so a missing last one would not be "
             "noticed: name the model by config"
         )
-    elif sources:
+    elif saved_model.tensors:
+        sources = _sources(saved_model.tensors)
         saved = saver.describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)
     if saved_model.adapter:
-        text = adapter_config(saved_model, None if named is None else os.fspath(named))
-        place = scratch / ADAPTER_FOLDER if sources else scratch
-        place.mkdir(exist_ok=True)
-        (place / "adapter_config.json").write_text(text, encoding="utf-8")
+        place = scratch / ADAPTER_FOLDER if saved_model.tensors else scratch
+        saved_model = _describe_adapter(saved_model, model, place, config, None if named is None else os.fspath(named))
         name = (place / "adapter_model.safetensors").relative_to(scratch).as_posix()
-        saved.append(saver.plain_file(name, _sources(saved_model.adapter), dtype))
-    return [lay_out_saved(file, scratch) for file in saved]
+        saved.append(saver.plain_file(name, _sources(saved_model.adapter, _OF_ADAPTER), dtype))
+    return saved_model, [lay_out_saved(file, scratch) for file in saved]
 
 
-def _sources(tensors: Mapping[str, Values]) -> dict[str, Source]:
-    return {name: Source("", name, 0, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+def _describe_adapter(
+    saved_model: SavedModel, model: Any, place: Path, config: str | os.PathLike[str] | None, named: str | None
+) -> SavedModel:
+    """Return the model with the adapter as PEFT would save it; write the adapter's configuration to `place`."""
+    values, adapted = adapter_config(saved_model, named), saved_model.adapted
+    place.mkdir(exist_ok=True)
+    if saved_model.tensors and isinstance(values.get("init_lora_weights"), str):
+        values["init_lora_weights"] = True  # such as PiSSA, which would change the base once more
+    (place / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if adapted is None or adapted.adapter is None:
+        return saved_model
+    if not config:
+        check_names_suffice(saved_model, values)
+        return saved_model
+    shapes = {name: tensor.shape for name, tensor in adapted.wrapped.items()}
+    with load_lock():
+        base = saver.model_of(config) if model is None else model
+        saved, tied = peft.saved_names(base, os.fspath(place), adapted.adapter, shapes, adapted.own)
+    tensors = {new: adapted.wrapped[old] for new, old in saved.items()}
+    return replace(saved_model, adapted=replace(adapted, saved=tensors), left_out=(*saved_model.left_out, *tied))
+
+
+def _sources(tensors: Mapping[str, Values], before: str = "") -> dict[str, Source]:
+    return {name: Source("", before + name, 0, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _as_saved_by_transformers(
     saved_model: SavedModel,
-    sources: Mapping[str, Source],
+    model: Any,
     scratch: Path,
     executor: Executor,
     config: str | os.PathLike[str],
     dtype: torch.dtype | None,
     max_shard_size: int | str,
-) -> list[saver.SavedFile]:
-    with load_lock():
-        model = _model_of(config, sources)
-        _check_ties(model, saved_model.tensors, config, executor)
-        named = (*model.named_parameters(), *model.named_buffers())
-        of_model = {id(tensor): sources[name] for name, tensor in named if name in sources}
-        saver.give_dtypes(model, {key: source.dtype for key, source in of_model.items()})
-        saved = saver.describe_save(model, scratch, of_model, dtype=dtype, max_shard_size=max_shard_size, kwargs={})
+) -> tuple[list[saver.SavedFile], list[str]]:
+    """Return the files of weights, and the tensors of which they have nothing."""
+    sources = _sources(saved_model.tensors)
+    _check_ties(model, saved_model.tensors, config, executor)
+    named = (*model.named_parameters(), *model.named_buffers())
+    of_model = {id(tensor): sources[name] for name, tensor in named if name in sources}
+    saver.give_dtypes(model, {key: source.dtype for key, source in of_model.items()})
+    saved = saver.describe_save(model, scratch, of_model, dtype=dtype, max_shard_size=max_shard_size, kwargs={})
     # The trained tokenizer is the checkpoint's; where it has none, that of the configuration.
-    for place in (*filter(os.path.isdir, saved_model.near), os.fspath(config)):
-        if files := files_beside(place, BESIDE):
-            for path in files:
-                shutil.copyfile(path, scratch / os.path.basename(path))
+    for place in filter(os.path.isdir, saved_model.near):
+        if files := own_files(place, BESIDE):
             break
-    return saved
+    else:
+        files = files_beside(os.fspath(config), BESIDE)
+    for path in files:
+        shutil.copyfile(path, scratch / os.path.basename(path))
+    used = {
+        leaf.name
+        for file in saved
+        for part in file.tensors.values()
+        for leaf in leaves(part)
+        if isinstance(leaf, Source)
+    }
+    state = model.state_dict(keep_vars=True)
+    written = {name for name in sources if (source := of_model.get(id(state[name]))) and source.name in used}
+    return saved, [name for name in sources if name not in written]
 
 
 def _model_of(config: str | os.PathLike[str], sources: Mapping[str, Source]) -> Any:
@@ -216,7 +266,7 @@ def _model_of(config: str | os.PathLike[str], sources: Mapping[str, Source]) -> 
     if differences:
         raise CheckpointError(
             f"the checkpoint is not of a {type(model).__name__} as config {config} says: {differences}. Name another "
-            "config, or pass config=False, which writes the parameters under the names that the checkpoint has"
+            f"config, or pass {saver.NO_CONFIG}, which writes the parameters under the names that the checkpoint has"
             f"{advice_on(sources)}"
         )
     return model
@@ -242,7 +292,7 @@ def _check_ties(
         if not _are_equal(tensors[other], tensors[name], executor):
             raise CheckpointError(
                 f"{other} and {name} are two parameters in the checkpoint, and one in a {type(model).__name__} as "
-                f"config {config} says: set tie_word_embeddings in it to false, or pass config=False"
+                f"config {config} says: set tie_word_embeddings in it to false, or pass {saver.NO_CONFIG}"
             )
 
 

@@ -36,7 +36,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowmem_load.errors import CheckpointError, UnsupportedError
+from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.formats.safetensors import BITS, DTYPES, PACKED
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf.saver import SavedFile
@@ -367,6 +367,7 @@ class SaveReport(Phases):
         num_masters: parameters of which the optimizer's fp32 values were written.
         num_merged: layers whose adapters were merged; see `save_model`.
         source: what it was made of, for `consolidate`.
+        left_out: names of tensors of the training checkpoint that were not written, such as an optimizer's.
         seconds, peak_memory: see `Phases`; the phases are plan, merge, write, sync, rename.
     """
 
@@ -379,6 +380,7 @@ class SaveReport(Phases):
     num_masters: int = 0
     num_merged: int = 0
     source: str = ""
+    left_out: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [
@@ -389,6 +391,8 @@ class SaveReport(Phases):
             f"peak {size(self.peak_memory.total_bytes)} above the start",
             ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()),
         ]
+        if self.left_out:
+            lines.append(f"left out {len(self.left_out)} tensors: {listed(self.left_out, 3)}")
         if self.num_masters:
             lines.append(f"{self.num_masters} parameters as the optimizer's fp32 values")
         if self.num_merged:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from lowmem_load.errors import ConfigError
+from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.io.executor import Executor
 from lowmem_load.planning.expression import Expression, Shape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.training_checkpoints.names import weights_in
+from lowmem_load.training_checkpoints.adapter_names import Adapted, place_in
+from lowmem_load.training_checkpoints.names import weights_in, without_wrappers
 from lowmem_load.training_checkpoints.open_state import is_saved_state, open_state
 from lowmem_load.training_checkpoints.open_zero import open_checkpoint
 from lowmem_load.training_checkpoints.zero_checkpoint import find_folder
@@ -52,9 +54,11 @@ class SavedModel:
         kind: who writes such files.
         tensors: under the names of the model's parameters and buffers. Two names may have one tensor.
         files: all files that were opened.
-        adapter: tensors of an adapter, under the names by which PEFT saves them.
+        near: folders that may have files about the model.
+        adapted: what PEFT has made of the model; None if it has not.
         num_masters: of the tensors, those that are the fp32 values of an optimizer, while the model had 16 bits.
-        left_out: number of other tensors in the files, such as an optimizer's.
+        left_out: names of other tensors in the files, such as an optimizer's.
+        removed: what the names of all tensors began with.
         has_shapes: whether the files say how large the tensors are; else a missing last part is not noticed.
     """
 
@@ -62,22 +66,58 @@ class SavedModel:
     kind: str
     tensors: Mapping[str, Values]
     files: tuple[PlannedFile, ...]
-    adapter: Mapping[str, Values] = field(default_factory=dict)
+    near: tuple[str, ...] = ()
+    adapted: Adapted[Values] | None = None
     num_masters: int = 0
-    left_out: int = 0
+    left_out: tuple[str, ...] = ()
+    removed: str = ""
     has_shapes: bool = True
 
     @property
-    def near(self) -> tuple[str, ...]:
-        """Folders that may have files about the model: the checkpoint's, verl's in it, and the one above it."""
-        return self.folder, os.path.join(self.folder, "huggingface"), os.path.dirname(os.path.abspath(self.folder))
+    def adapter(self) -> Mapping[str, Values]:
+        """Tensors of an adapter, under the names by which PEFT saves them."""
+        return self.adapted.saved if self.adapted is not None else {}
 
     def companion(self, name: str) -> str | None:
-        """Return the folder that has a file about the model, such as config.json: the checkpoint's, or one near it."""
-        for folder in self.near:
-            if os.path.isfile(os.path.join(folder, name)):
-                return folder
-        return None
+        """Return the folder that has a file about the model, such as config.json; None if none has it."""
+        return next((folder for folder in self.near if own_files(folder, [name])), None)
+
+    def without_wrappers(self) -> SavedModel:
+        """Return it for a model that checks names: without what wraps modules inside of it."""
+        names, adapted = without_wrappers(self.folder, self.tensors), self.adapted
+        if adapted is not None:
+            of_peft = without_wrappers(self.folder, adapted.wrapped)
+            wrapped = {of_peft[name]: tensor for name, tensor in adapted.wrapped.items()}
+            adapted = replace(adapted, wrapped=wrapped, own=tuple(of_peft[name] for name in adapted.own))
+        return replace(self, tensors={names[name]: tensor for name, tensor in self.tensors.items()}, adapted=adapted)
+
+
+def own_files(folder: str, names: Iterable[str]) -> list[str]:
+    """Return the paths of those of the files that a checkpoint's folder has.
+
+    Raises CheckpointError for a link that leads out of it: whoever made the folder may have chosen a private file.
+    """
+    paths = [path for path in (os.path.join(folder, name) for name in names) if os.path.isfile(path)]
+    root = os.path.realpath(folder)
+    if match := re.match(r"(.*/models--[^/]+)/snapshots/[^/]+(?:/|$)", f"{root}/"):
+        root = match[1]  # in the Hub's cache all files are links to its blobs
+    for path in paths:
+        if os.path.commonpath((root, os.path.realpath(path))) != root:
+            raise CheckpointError(
+                f"{path}: is a link to a file outside of its folder; copy that file there, or remove it"
+            )
+    return paths
+
+
+def _near(named: str, opened: str) -> tuple[str, ...]:
+    """Return the folders that may have files about a model, given the folder that a user has named, and that opened.
+
+    verl has a folder `huggingface`. accelerate's folder of weights is always in that of the checkpoint.
+    """
+    folders = [opened, os.path.join(opened, "huggingface"), named]
+    if re.fullmatch(r"pytorch_model_fsdp_\d+", os.path.basename(os.path.abspath(opened))):
+        folders.append(os.path.dirname(os.path.abspath(opened)))
+    return tuple(dict.fromkeys(map(os.path.abspath, folders)))
 
 
 def open_model(folder: str, executor: Executor, *, tag: str | None = None, part: str | None = None) -> SavedModel:
@@ -96,17 +136,42 @@ def open_model(folder: str, executor: Executor, *, tag: str | None = None, part:
     """
     is_of_torch = tag is None and not os.path.isfile(os.path.join(folder, "latest"))
     tagged = None if is_of_torch and is_saved_state(folder) else find_folder(folder, tag)
+    entries: Mapping[tuple[str, ...], Values]
     if tagged is None:
         state = open_state(folder, executor)
-        tensors, adapter = weights_in(state.folder, state.tensors, part)
-        left_out = len(state.tensors) - len(tensors) - len(adapter)
-        return SavedModel(
-            state.folder, state.kind, tensors, state.files, adapter, left_out=left_out, has_shapes=state.has_shapes
-        )
-    if part is not None:
-        raise ConfigError(f"{folder}: part={part!r} names a part of torch's state dicts; a ZeRO checkpoint has tags")
-    checkpoint = open_checkpoint(tagged, executor)
-    values: dict[str, Values] = {**checkpoint.replicated, **checkpoint.of_module}
-    values |= {name: values[other] for name, other in checkpoint.shared.items() if other in values}
-    num_masters = sum(saved.group is not None for saved in checkpoint.parameters.values())
-    return SavedModel(tagged, "DeepSpeed's ZeRO", values, tuple(checkpoint.files), num_masters=num_masters)
+        entries = state.tensors
+        model = SavedModel(state.folder, state.kind, {}, state.files, has_shapes=state.has_shapes)
+    else:
+        if part is not None:
+            raise ConfigError(
+                f"{folder}: part={part!r} names a part of torch's state dicts; a ZeRO checkpoint has tags"
+            )
+        checkpoint = open_checkpoint(tagged, executor)
+        values: dict[str, Values] = {**checkpoint.replicated, **checkpoint.of_module}
+        values |= {name: values[other] for name, other in checkpoint.shared.items() if other in values}
+        entries = {(name,): tensor for name, tensor in values.items()}
+        num_masters = sum(saved.group is not None for saved in checkpoint.parameters.values())
+        model = SavedModel(tagged, "DeepSpeed's ZeRO", {}, tuple(checkpoint.files), num_masters=num_masters)
+    model = replace(model, near=_near(folder, model.folder))
+    has_adapter_config = model.companion("adapter_config.json") is not None
+    weights = weights_in(model.folder, entries, part, has_adapter_config=has_adapter_config)
+    model = replace(model, adapted=weights.adapted, removed=weights.removed)
+    if weights.adapted is not None and _is_packed(weights.adapted):
+        return replace(model, left_out=(*weights.left_out, *weights.adapted.base))
+    return replace(model, tensors=weights.model, left_out=weights.left_out)
+
+
+def _is_packed(adapted: Adapted[Values]) -> bool:
+    """Whether the base is quantized. Its scales are no parameters, so sharded state dicts have none."""
+    for name, of_adapter in adapted.wrapped.items():
+        place = place_in(name)
+        if place is None or place.kind != "lora_A" or len(of_adapter.shape) != 2:
+            continue
+        weight = adapted.wrapped.get(f"{place.layer}.base_layer.weight")
+        other = adapted.wrapped.get(name.replace(f"{place.layer}.lora_A.", f"{place.layer}.lora_B."))
+        if weight is None or other is None:
+            continue
+        numel = other.shape[0] * of_adapter.shape[1]
+        if not weight.dtype.is_floating_point or weight.numel * weight.dtype.itemsize * 2 == numel:
+            return True
+    return False

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
 
 from lowmem_load import consolidate
 from lowmem_load.cli.start import app
@@ -224,3 +225,52 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(hostile))
     with pytest.raises(CheckpointError, match=r"config\.json: num_hidden_layers: expected 0 to"):
         consolidate(tmp_path, tmp_path / "made")
+
+
+def test_no_file_from_outside_of_the_checkpoint_is_taken(llama: PreTrainedModel, tmp_path: Path) -> None:
+    checkpoint = saved_model(llama, tmp_path / "run" / "checkpoint-5", world_size=2).parent
+    llama.config.save_pretrained(tmp_path / "run")  # whoever has written it
+    made = consolidate(checkpoint, tmp_path / "made", progress=False)
+    assert not (tmp_path / "made" / "config.json").exists()
+    assert made.left_out == []
+    llama.config.save_pretrained(checkpoint)
+    (tmp_path / "secret").write_text("private")
+    (checkpoint / "tokenizer.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: is a link to a file outside of its folder"):
+        consolidate(checkpoint, tmp_path / "other", progress=False)
+    assert not (tmp_path / "other").exists()
+    (checkpoint / "tokenizer.json").unlink()
+    (checkpoint / "tokenizer-7.json").write_text("own")
+    (checkpoint / "tokenizer.json").symlink_to("tokenizer-7.json")
+    consolidate(checkpoint, tmp_path / "other", progress=False)
+    assert (tmp_path / "other" / "tokenizer.json").read_text() == "own"
+    (checkpoint / "config.json").rename(tmp_path / "config.json")
+    (checkpoint / "config.json").symlink_to(tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match=r"config.json: is a link to a file outside of its folder"):
+        consolidate(checkpoint, tmp_path / "third", progress=False)
+
+
+def test_links_in_the_cache_of_the_hub_are_followed(llama: PreTrainedModel, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    checkpoint = saved_model(llama, snapshot / "checkpoint-5", world_size=2).parent
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    llama.config.save_pretrained(blobs)
+    (checkpoint / "config.json").symlink_to("../../../blobs/config.json")
+    consolidate(checkpoint, tmp_path / "made", progress=False)
+    assert (tmp_path / "made" / "config.json").exists()
+    assert not (tmp_path / "made" / "config.json").is_symlink()
+
+
+def test_pods_export_a_world_size_without_ranks(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = saved_model(llama, tmp_path / "saved", world_size=2).parent
+    for key, value in {"WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    llama.config.save_pretrained(checkpoint)
+    result = CliRunner().invoke(app, ["consolidate", str(checkpoint), str(tmp_path / "made"), "--config", "none"])
+    assert result.exit_code == 0, result.output
+    assert "rank 0 of 1" in result.output
+    assert not (tmp_path / "made" / "config.json").exists()

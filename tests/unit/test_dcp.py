@@ -29,7 +29,7 @@ from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError,
 from lowmem_load.formats.dcp_metadata import read_metadata
 from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.io.source import LocalFile
-from lowmem_load.training_checkpoints.names import weights_in
+from lowmem_load.training_checkpoints.names import Weights, weights_in, without_wrappers
 from lowmem_load.training_checkpoints.open_state import open_state
 
 TENSORS = {
@@ -59,7 +59,7 @@ def saved(once: Path, tmp_path: Path) -> Path:
 
 def values_in(folder: Path) -> dict[str, torch.Tensor]:
     with Executor() as executor:
-        tensors, _ = weights_in(str(folder), open_state(str(folder), executor).tensors, None)
+        tensors = weights_in(str(folder), open_state(str(folder), executor).tensors, None).model
         return {name: read_whole(executor, tensor.whole) for name, tensor in tensors.items()}
 
 
@@ -276,56 +276,96 @@ def test_files_that_are_not_one_save_are_named(tmp_path: Path) -> None:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def named(*names: str, part: str | None = None) -> tuple[dict[str, int], dict[str, int]]:
-    """What is found in a flat state dict: the number of each name, for the model and for its adapter."""
+def found(*names: str, part: str | None = None) -> Weights[int]:
+    """What is found in a flat state dict: the number of each name."""
     return weights_in("x", {(name,): number for number, name in enumerate(names)}, part)
 
 
-def test_names_lose_what_training_has_put_before_them() -> None:
-    base, adapter = named("module.model.layers.0._checkpoint_wrapped_module.w", "module._orig_mod.head")
-    assert (base, adapter) == ({"model.layers.0.w": 0, "head": 1}, {})
+def named(*names: str, part: str | None = None) -> tuple[dict[str, int], dict[str, int]]:
+    """The numbers that are found, for the model and for its adapter."""
+    weights = found(*names, part=part)
+    return weights.model, weights.adapted.saved if weights.adapted is not None else {}
+
+
+def test_names_lose_what_all_of_them_begin_with() -> None:
+    weights = found("module._orig_mod.model.w", "module._orig_mod.head")
+    assert (weights.model, weights.removed) == ({"model.w": 0, "head": 1}, "module._orig_mod.")
     assert named("module.a", "b")[0] == {"module.a": 0, "b": 1}
-    with pytest.raises(CheckpointError, match=r"b\._orig_mod\.w and another tensor are both b\.w"):
-        named("b.w", "b._orig_mod.w")
+    names = ("b.w", "b._orig_mod.w", "layers.0._checkpoint_wrapped_module.w")
+    assert [*named(*names)[0]] == [*names]
+
+
+def test_a_model_that_checks_names_has_no_wrappers_in_them() -> None:
+    names = ("layers.0._checkpoint_wrapped_module._orig_mod.w", "b.w", "b._orig_mod.w", "c._orig_mod", "d.module.w")
+    plain = ["layers.0.w", "b.w", "b._orig_mod.w", "c._orig_mod", "d.module.w"]
+    assert without_wrappers("x", names) == dict(zip(names, plain, strict=True))
 
 
 def test_the_part_that_is_the_model_is_found() -> None:
     entries = {("model", "w"): 1, ("ema", "w"): 2, ("optimizer", "state", "w", "exp_avg"): 3}
-    assert weights_in("x", entries, None)[0] == {"w": 1}
-    assert weights_in("x", entries, "ema")[0] == {"w": 2}
-    assert weights_in("x", {("w",): 1, ("state.w.exp_avg",): 2, ("optim", "w"): 3}, None)[0] == {"w": 1}
-    assert weights_in("x", {("app", "model", "w"): 1, ("app", "optim", "w"): 2}, None)[0] == {"w": 1}
+    assert weights_in("x", entries, None).model == {"w": 1}
+    assert weights_in("x", entries, None).left_out == ("ema.w", "optimizer.state.w.exp_avg")
+    assert weights_in("x", entries, "ema").model == {"w": 2}
+    assert weights_in("x", {("app", "model", "w"): 1, ("app", "optim", "w"): 2}, None).model == {"w": 1}
+    assert weights_in("x", {("epoch",): 1, ("model", "w"): 2}, None).model == {"w": 2}
     with pytest.raises(ConfigError, match="parts 'ema', 'student'; say which is the model: part="):
         weights_in("x", {("ema", "w"): 1, ("student", "w"): 2}, None)
+    with pytest.raises(ConfigError, match="say which is the model: part="):
+        weights_in("x", {("w",): 1, ("a._extra_state", "model", "w"): 2}, None)
     with pytest.raises(ConfigError, match=r"has no part 'emma'; it has 'ema', 'model', 'optimizer\.state\.w'"):
         weights_in("x", entries, "emma")
-    with pytest.raises(CheckpointError, match="holds no weights of a model"):
+    with pytest.raises(CheckpointError, match="holds no weights of a model; its parts are 'optimizer'"):
         weights_in("x", {("optimizer", "w"): 1}, None)
 
 
-def test_weights_that_sound_like_a_training_are_kept() -> None:
-    assert [*named("w", "encoder.scaler.weight", "model.sched_proj.weight")[0]] == [
-        "w",
-        "encoder.scaler.weight",
-        "model.sched_proj.weight",
-    ]
-    assert named("scaler.weight", "w", part="")[0] == {"scaler.weight": 0, "w": 1}
+def test_an_optimizer_s_state_is_known_by_the_parameters_beside_it() -> None:
+    names = ("w", "state.w.exp_avg", "optimizer.state.exp_avg.w", "param_groups.w.lr", "state.v.exp_avg", "state.w.w")
+    weights = found(*names)
+    assert [*weights.model] == ["w", "state.v.exp_avg", "state.w.w"]
+    assert weights.left_out == ("state.w.exp_avg", "optimizer.state.exp_avg.w", "param_groups.w.lr")
+    assert weights_in("x", {("w",): 1, ("optim", "w"): 3}, None).model == {"w": 1}
 
 
-def test_an_adapter_is_told_from_its_base() -> None:
+@pytest.mark.parametrize("word", ["scaler", "state", "loader", "progress", "trainer", "scheduler", "optim", "rng"])
+def test_weights_that_sound_like_a_training_are_kept(word: str) -> None:
+    names = (f"{word}.weight", "w", f"encoder.{word}.weight", f"model.{word}_proj.weight")
+    assert [*named(*names)[0]] == [*names]
+    nested = {("model", name): 0 for name in names} | {(word, "x"): 1}
+    weights = weights_in("x", nested, None)
+    assert ([*weights.model], weights.left_out) == ([*names], (f"{word}.x",))
+
+
+@pytest.mark.parametrize("adapter", ["default", "model", "policy", "q", "lora_A", "weight", "base_layer"])
+def test_an_adapter_is_told_from_its_base(adapter: str) -> None:
     before = "base_model.model."
     names = (
-        *("q.base_layer.weight", "q.lora_A.default.weight", "q.lora_magnitude_vector.default.weight"),
-        *("experts.base_layer.base_layer.up", "score.original_module.weight", "score.modules_to_save.default.weight"),
+        *("model.q.base_layer.weight", f"model.q.lora_A.{adapter}.weight"),
+        f"model.q.lora_magnitude_vector.{adapter}.weight",
+        *("experts.base_layer.base_layer.up", f"experts.lora_A.{adapter}.weight"),
+        f"experts.base_layer.lora_A.{adapter}.weight",
+        *("score.original_module.weight", f"score.modules_to_save.{adapter}.weight"),
+        *("own.base_layer.weight", "own.original_module.weight"),
     )
-    base, adapter = named(*(before + name for name in names))
-    assert base == {"q.weight": 0, "experts.up": 3, "score.weight": 4}
-    saved_by_peft = ("q.lora_A.weight", "q.lora_magnitude_vector", "score.weight")
-    assert adapter == dict(zip((before + name for name in saved_by_peft), (1, 2, 5), strict=True))
-    own = [before + name for name in saved_by_peft]
-    assert named(*own) == ({}, {name: number for number, name in enumerate(own)})
+    base, saved = named(*(before + name for name in names))
+    assert base == {"model.q.weight": 0, "experts.up": 3, "score.weight": 6, names[8]: 8, names[9]: 9}
+    saved_by_peft = {"model.q.lora_A.weight": 1, "model.q.lora_magnitude_vector": 2, "experts.lora_A.weight": 4}
+    saved_by_peft |= {"experts.base_layer.lora_A.weight": 5, "score.weight": 7}
+    assert saved == {before + name: number for name, number in saved_by_peft.items()}
+    assert named(*saved) == ({}, dict(zip(saved, range(len(saved)), strict=True)))
+
+
+def test_several_adapters_are_refused() -> None:
+    before = "base_model.model."
     with pytest.raises(ConfigError, match="holds the adapters a, b"):
         named(f"{before}q.lora_A.a.weight", f"{before}q.lora_A.b.weight")
+    with pytest.raises(UnsupportedError, match="holds an adapter that is not of LoRA"):
+        weights_in(
+            "x",
+            {(before + name,): 0 for name in ("q.base_layer.weight", "q.ia3_l.default")},
+            None,
+            has_adapter_config=True,
+        )
+    assert [*named(f"{before}q.base_layer.weight")[0]] == [f"{before}q.base_layer.weight"]  # of no adapter
 
 
 def test_an_adapter_needs_its_configuration(tmp_path: Path) -> None:

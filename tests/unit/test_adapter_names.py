@@ -1,0 +1,206 @@
+"""Adapters in training checkpoints: what PEFT's own `save_pretrained` writes is what is written, or one error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+
+from lowmem_load import CheckpointError, ConfigError, consolidate
+from tests.zero3_checkpoint import save_zero3
+
+Tensors = dict[str, torch.Tensor]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": "lora_only"},
+    "all biases": {"bias": "all"},
+    "tokens": {"trainable_token_indices": [1, 5]},
+    "embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
+    "dora": {"use_dora": True},
+    "head": {"modules_to_save": ["lm_head", "norm"]},
+    "ranks": {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"v_proj": 2}},
+    "pissa": {"init_lora_weights": "pissa"},
+}
+NAMES_SUFFICE = {"plain", "dora", "head", "ranks", "pissa"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    for name, tied in (("apart", False), ("tied", True)):
+        config = transformers.Qwen2Config(
+            hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+        )
+        config.vocab_size, config.tie_word_embeddings, config.architectures = 23, tied, ["Qwen2ForCausalLM"]
+        config.save_pretrained(folder / name)
+    return folder
+
+
+def trained(base: Path, adapter: str = "default", **how: Any) -> Any:
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(transformers.AutoConfig.from_pretrained(base))
+    options = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **how}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = get_peft_model(model, LoraConfig(**options), adapter)
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            parameter.normal_()
+    return wrapped
+
+
+def saved_by_peft(model: Any, folder: Path, adapter: str = "default") -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder)
+    return folder if adapter == "default" else folder / adapter
+
+
+def save(state: Tensors, folder: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": state}, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+def assert_equal(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "folder", "adapter"),
+    [
+        *((kind, "apart", "model") for kind in KINDS),
+        *((kind, "tied", "default") for kind in ("plain", "tokens", "bias")),
+        *(("head", "apart", adapter) for adapter in ("lora_B", "modules_to_save", "q_proj", "base_layer")),
+    ],
+)
+def test_the_adapter_is_what_peft_saves(kind: str, folder: str, adapter: str, base: Path, tmp_path: Path) -> None:
+    model = trained(base / folder, adapter, **KINDS[kind])
+    expected = saved_by_peft(model, tmp_path / "peft", adapter)
+    tensors = load_file(expected / "adapter_model.safetensors")
+    plain = transformers.Qwen2ForCausalLM(transformers.AutoConfig.from_pretrained(base / folder)).state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = get_peft_model_state_dict(model, adapter_name=adapter)
+    for way, state in (("whole", model.state_dict()), ("only", alone)):
+        checkpoint = save(state, tmp_path / way)
+        shutil.copy(expected / "adapter_config.json", checkpoint)
+        for config in (base / folder, False):
+            out = tmp_path / f"{way} {config is not False}"
+            if way == "whole" and not config and kind not in NAMES_SUFFICE:
+                with pytest.raises(ConfigError, match=r"depends on the model; name that by config"):
+                    consolidate(checkpoint, out, config=config, progress=False)
+                assert not out.exists()
+                continue
+            report = consolidate(checkpoint, out, config=config, progress=False)
+            place = out / "adapter" if way == "whole" else out
+            assert_equal(load_file(place / "adapter_model.safetensors"), tensors)
+            made = json.loads((place / "adapter_config.json").read_text())
+            origin = json.loads((expected / "adapter_config.json").read_text())
+            if kind == "pissa" and way == "whole":  # whose base has lost what the adapter has
+                origin["init_lora_weights"] = True
+            assert made == origin
+            tied = ["base_model.model.lm_head.token_adapter.trainable_tokens_delta." + adapter]
+            assert report.left_out == (tied if (kind, folder, way) == ("tokens", "tied", "whole") else [])
+            if way == "whole":
+                ties = {"lm_head.weight"} if folder == "tied" and config else set()
+                assert load_file(out / "model.safetensors").keys() == plain.keys() - ties
+
+
+@pytest.mark.parametrize("has_base", [True, False])
+@pytest.mark.parametrize("before", ["", "_orig_mod."])
+def test_zero_checkpoints_of_peft_and_torch_compile(has_base: bool, before: str, base: Path, tmp_path: Path) -> None:
+    model = trained(base / "apart", "policy", modules_to_save=["norm"])
+    expected = saved_by_peft(model, tmp_path / "peft", "policy")
+    state = {before + name: tensor.detach() for name, tensor in model.named_parameters()}
+    learning = {before + name for name, tensor in model.named_parameters() if tensor.requires_grad}
+    mine = {name: state[name] for name in state if name in learning}
+    rest = {name: state[name] for name in state if name not in learning}
+    save_zero3(tmp_path / "zero", mine, world_size=2, frozen=rest if has_base else None)
+    shutil.copy(expected / "adapter_config.json", tmp_path / "zero")
+    for config in (None, base / "apart"):
+        out = tmp_path / str(bool(config))
+        report = consolidate(tmp_path / "zero", out, config=config, progress=False)
+        place = out / "adapter" if has_base else out
+        assert_equal(load_file(place / "adapter_model.safetensors"), load_file(expected / "adapter_model.safetensors"))
+        assert (out / "model.safetensors").exists() == has_base
+        assert (out / "config.json").exists() == (has_base and config is not None)
+        assert report.left_out == []
+
+
+def test_compiled_layers_lose_their_wrappers_where_a_model_checks(base: Path, tmp_path: Path) -> None:
+    model = trained(base / "apart", bias="lora_only")
+    expected = saved_by_peft(model, tmp_path / "peft")
+    state = {name.replace("layers.0.", "layers.0._orig_mod."): tensor for name, tensor in model.state_dict().items()}
+    checkpoint = save(state, tmp_path / "saved")
+    shutil.copy(expected / "adapter_config.json", checkpoint)
+    consolidate(checkpoint, tmp_path / "made", config=base / "apart", progress=False)
+    made = load_file(tmp_path / "made" / "adapter" / "adapter_model.safetensors")
+    assert_equal(made, load_file(expected / "adapter_model.safetensors"))
+    assert load_file(tmp_path / "made" / "model.safetensors").keys() == model.unload().state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit", "text"),
+    [
+        ("dora", {"use_dora": False}, "use_dora is False, but the checkpoint has tensors lora_magnitude_vector"),
+        ("plain", {"use_dora": True}, "use_dora is True, but the checkpoint has no tensors lora_magnitude_vector"),
+        ("plain", {"r": 3}, r"says r=3, but .*lora_A.weight is of shape \(2, 16\): it is of another adapter"),
+        ("plain", {"target_modules": ["q_proj"]}, r"not that of the adapter .*v_proj.lora_A.default.weight is no part"),
+        ("plain", {"modules_to_save": ["norm"]}, r"norm.modules_to_save.default.weight is missing, not \(16,\)"),
+        ("plain", {"trainable_token_indices": [3]}, r"trainable_tokens_delta.default is missing"),
+    ],
+)
+def test_a_configuration_of_another_adapter_is_refused(
+    kind: str, edit: dict[str, Any], text: str, base: Path, tmp_path: Path
+) -> None:
+    model = trained(base / "apart", **KINDS[kind])
+    checkpoint = save(model.state_dict(), tmp_path / "saved")
+    values = json.loads((saved_by_peft(model, tmp_path / "peft") / "adapter_config.json").read_text())
+    (checkpoint / "adapter_config.json").write_text(json.dumps({**values, **edit}))
+    with pytest.raises(CheckpointError, match=text):
+        consolidate(checkpoint, tmp_path / "made", config=base / "apart", progress=False)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_missing_configuration_says_how_to_make_one(base: Path, tmp_path: Path) -> None:
+    model = trained(base / "apart")
+    checkpoint = save(get_peft_model_state_dict(model), tmp_path / "checkpoint-5" / "pytorch_model_fsdp_0")
+    with pytest.raises(CheckpointError, match=rf"LoraConfig\(.*\).save_pretrained\('{checkpoint.parent}'\)"):
+        consolidate(checkpoint.parent, tmp_path / "made", progress=False)
+    LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"]).save_pretrained(str(checkpoint.parent))
+    consolidate(checkpoint.parent, tmp_path / "made", progress=False)
+    expected = saved_by_peft(model, tmp_path / "peft") / "adapter_model.safetensors"
+    assert_equal(load_file(tmp_path / "made" / "adapter_model.safetensors"), load_file(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_a_packed_base_is_left_out_by_name(dtype: torch.dtype, base: Path, tmp_path: Path) -> None:
+    model = trained(base / "apart")
+    expected = saved_by_peft(model, tmp_path / "peft")
+    state = {
+        name: torch.zeros(tensor.numel() // 2 // dtype.itemsize, 1, dtype=dtype)
+        if name.endswith("proj.base_layer.weight") or "mlp" in name
+        else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    checkpoint = save(state, tmp_path / "saved")
+    shutil.copy(expected / "adapter_config.json", checkpoint)
+    for config in (base / "apart", False):
+        report = consolidate(checkpoint, tmp_path / str(config is False), config=config, progress=False)
+        assert sorted(report.left_out) == sorted(model.unload().state_dict()) if config is False else report.left_out
+        made = tmp_path / str(config is False)
+        assert not (made / "model.safetensors").exists()
+        assert_equal(load_file(made / "adapter_model.safetensors"), load_file(expected / "adapter_model.safetensors"))
