@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -81,7 +82,7 @@ class Phases:
 
 @contextlib.contextmanager
 def progress_bar(total: int, description: str, is_wanted: bool | None, rank: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function to call with the bytes that were done since its last call.
+    """Yield a function to call, from any thread, with the bytes that were done since its last call.
 
     Only rank 0 shows its own progress: a bar with `is_wanted` True; with None a bar in long loads where stderr is a
     terminal, else a line every `LINE_S` seconds.
@@ -89,7 +90,7 @@ def progress_bar(total: int, description: str, is_wanted: bool | None, rank: int
     if rank != 0 or is_wanted is False:
         yield lambda _: None
     elif is_wanted is None and not sys.stderr.isatty():
-        yield ProgressLines(total, description).update
+        yield _one_by_one(ProgressLines(total, description).update)
     else:
         with tqdm(
             total=total,
@@ -100,7 +101,17 @@ def progress_bar(total: int, description: str, is_wanted: bool | None, rank: int
             disable=False,  # whatever TQDM_DISABLE says
             delay=0 if is_wanted else DELAY_S,
         ) as bar:
-            yield bar.update
+            yield _one_by_one(bar.update)
+
+
+def _one_by_one(update: Callable[[int], object]) -> Callable[[int], object]:
+    lock = threading.Lock()
+
+    def count(num_bytes: int) -> None:
+        with lock:
+            update(num_bytes)
+
+    return count
 
 
 class ProgressLines:

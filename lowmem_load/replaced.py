@@ -10,7 +10,6 @@ import contextlib
 import functools
 import importlib
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -22,6 +21,7 @@ from torch.compiler import is_compiling
 from lowmem_load.contract import Releases, check_release, installed_release, is_release_between, refuse, warn_of_newer
 from lowmem_load.errors import NotStreamedWarning, outside_level
 from lowmem_load.foreign_names import TABLE, ForeignName
+from lowmem_load.locks import ForkedLock
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class _Place:
 _PLACES: dict[tuple[int, str], _Place] = {}
 """The latest place by the `id` of its owner, and the attribute. Kept: others may have kept the dispatcher, too."""
 
-_PLACING = threading.RLock()  # a finalizer may leave a block at any moment
+_PLACING = ForkedLock()  # a finalizer may leave a block at any moment
 
 
 @contextlib.contextmanager

@@ -18,21 +18,19 @@ from lowmem_load.hf.active import on_host
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.stand_ins import open_file
-from lowmem_load.lazy_weights.lazy_model import hand_out
+from lowmem_load.lazy_weights.lazy_model import LazyReader, hand_out
 from lowmem_load.pipeline.checks import check_described
 from lowmem_load.pipeline.companions import combine_companions
 from lowmem_load.pipeline.describe import describe
 from lowmem_load.pipeline.load import MAX_THREADS
 from lowmem_load.pipeline.make_plan import make_plan
-from lowmem_load.report import LoadReport
+from lowmem_load.report import LoadReport, OnLoad
 
 
 def lazy(
     name: str | os.PathLike[str],
     *,
     auto_class: str | type | None = None,
-    by_module: bool = False,
     stream: bool = False,
     **from_pretrained_kwargs: Any,
 ) -> Any:
@@ -46,9 +44,9 @@ def lazy(
     `save_pretrained` holds one tensor at a time, and pickles hold the values. `.to(device)` of a model that is not
     read yet reads nothing: the forward reads to the device.
 
-    With `by_module` a forward reads the parameters of each module when that module is called, and so never those of
-    modules that it skips; else all parameters first, in the order of the files. Other arguments are those of
-    `load_model`, without keywords of `from_pretrained` that place, shard or quantize (but in 4 bits).
+    The files are those that were there when the model was made, until nobody refers to a weight that is made of them:
+    the folder may be deleted or replaced. Other arguments are those of `load_model`, without keywords of
+    `from_pretrained` that place, shard or quantize (but in 4 bits).
 
     Local: a plain process, or one rank of many.
     Memory: the modules, buffers, and what was read to describe the model; later what looks at it holds, and a staging
@@ -66,27 +64,37 @@ def lazy(
     cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
 
     def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
-        executor = Executor(num_threads=min(MAX_THREADS, environment.cores(1)), open_source=open_file)
-        try:
-            return describe_lazily(call, executor, by_module=by_module)
-        except BaseException as error:
-            executor.__exit__(type(error), error, None)
-            raise
+        return describe_lazily(call, Executor(num_threads=min(MAX_THREADS, environment.cores(1))))[1:]
 
-    with load_lock(), zero_init_disabled(), on_host(), loader.intercepted(load):
+    with load_lock(), loader.intercepted(load):
         return rename_loaded(cls.from_pretrained(where, **kwargs))
 
 
-def describe_lazily(call: Call, executor: Executor, *, by_module: bool) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the lazy model of a call of `from_pretrained`, and the loading info. Local."""
-    report = LoadReport(call.name)
-    with report.phase("describe"):
-        settings = stage_3(torch.float32, 1)
-        described = describe(call, settings, lambda *_: Unfilled(), executor, holds_values=True)
-        check_described(described)
-    with report.phase("plan"):
-        planned = make_plan(described, 0)
-    report.take_plan(planned.plan, {})
-    combine_companions(planned, executor)
-    hand_out(described, planned, executor, report, by_module=by_module)
-    return described.model, described.info
+def describe_lazily(
+    call: Call,
+    executor: Executor,
+    report: LoadReport | None = None,
+    *,
+    progress: bool | None = None,
+    on_load: OnLoad | None = None,
+) -> tuple[LazyReader, nn.Module, dict[str, Any]]:
+    """Return a reader, the lazy model of a call of `from_pretrained` that it reads for, and the loading info. Local."""
+    report = report or LoadReport(call.name)
+    executor.sources.keeps_all = True
+    try:
+        with zero_init_disabled(), on_host():
+            with report.phase("describe"):
+                settings, is_quiet = stage_3(torch.float32, 1), report.rank != 0
+                described = describe(
+                    call, settings, lambda *_: Unfilled(), executor, holds_values=True, is_quiet=is_quiet
+                )
+                check_described(described)
+            with report.phase("plan"):
+                planned = make_plan(described, 0)
+            report.take_plan(planned.plan, {})
+            combine_companions(planned, executor)
+            reader = hand_out(described, planned, executor, report, progress=progress, on_load=on_load)
+    except BaseException as error:
+        executor.__exit__(type(error), error, None)
+        raise
+    return reader, described.model, described.info

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 
 from lowmem_load.errors import ConfigError
+from lowmem_load.locks import ForkedLock
 from lowmem_load.replaced import holding
 
 PATIENCE_S = 30.0
@@ -16,7 +16,7 @@ PATIENCE_S = 30.0
 constructors: list[object] = []
 """One object for each constructor of a model that runs in the thread that loads."""
 
-_LOCK = threading.RLock()
+_LOCK = ForkedLock()
 
 _IS_LOADING: ContextVar[bool] = ContextVar("lowmem_load_is_loading", default=False)
 """Whether a load runs. Calls that the model's own code makes are part of it."""
@@ -29,7 +29,7 @@ def load_lock() -> Iterator[None]:
     Raises ConfigError if the other thread stays in one constructor, which may wait for this thread.
     """
     before: list[object] = []
-    while not _LOCK.acquire(timeout=PATIENCE_S):
+    while not _LOCK.acquire(PATIENCE_S):
         now = constructors[:1]
         if now and now == before:
             raise ConfigError(

@@ -71,12 +71,12 @@ def lazy_loads(options: Options, *, everywhere: bool) -> Iterator[None]:
 def load_lazily(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]]:
     """Run a call; return a model that is lazy until accelerate shards it. Collective."""
 
-    def hand_out_hooked(*args: Any) -> None:
+    def hand_out_hooked(described: Any, planned: Any, executor: Any, report: Any) -> None:
         from lowmem_load.lazy_weights.lazy_model import (
             hand_out,  # most jobs have no FSDP2, and need not import all this
         )
 
-        reader = hand_out(*args, progress=options.progress, on_load=options.on_load)
+        reader = hand_out(described, planned, executor, report, progress=options.progress, on_load=options.on_load)
         reader.closing.enter_context(_hooks())  # also after the block
 
     place = _device_of(call.kwargs.pop("device_map", None))

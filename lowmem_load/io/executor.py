@@ -21,7 +21,8 @@ from lowmem_load.io.memory import Take, Temporaries, compute_into, make_pages, n
 from lowmem_load.io.source import Opener, OpenSources
 from lowmem_load.io.stand_ins import open_file
 from lowmem_load.io.uploads import Put, Uploads, move_tasks
-from lowmem_load.planning.expression import Expression, Source, numel
+from lowmem_load.locks import ForkedLock
+from lowmem_load.planning.expression import Expression, Source, leaves, numel
 from lowmem_load.planning.load_plan import ComputedValue, Value
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.planner import Constants, Planner
@@ -190,9 +191,27 @@ class Executor:
         self.on_bytes: Callable[[int], object] = int  # called with needed bytes that arrived, from any thread
         self.num_threads = num_threads
         self.tasks = Tasks(num_threads, starts_late=starts_late)
-        self._lock = threading.Lock()
+        self._starts_late = starts_late
+        self._lock = ForkedLock()
         self._temporaries = Temporaries()
         self._uploads: Uploads | None = None
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """A block of reads. If it raises, what it has begun is left to itself, and later reads are as if it never was.
+
+        Tasks that have not begun are dropped. Those at work write into memory that nobody uses.
+        """
+        try:
+            yield
+        except BaseException:
+            self.tasks.close(patience_s=0)
+            self.renew_tasks(self.num_threads)
+            raise
+
+    def renew_tasks(self, num_threads: int) -> None:
+        """Leave further reads to other threads, without a look at those that there were."""
+        self.tasks, self._uploads = Tasks(num_threads, starts_late=self._starts_late), None
 
     def __enter__(self) -> Executor:
         return self
@@ -240,11 +259,19 @@ class Executor:
         for task in move_tasks(nest, values.detach().contiguous().view(-1), self._put_into(destination)):
             self.tasks.run(task)
 
-    def read_range(self, path: str, start: int, memory: torch.Tensor, what: str, needed_bytes: int = 0) -> None:
+    def read_range(
+        self,
+        path: str,
+        start: int,
+        memory: torch.Tensor,
+        what: str,
+        needed_bytes: int = 0,
+        sources: OpenSources | None = None,
+    ) -> None:
         """Fill host memory with the bytes of a file from `start` on. Raises as `finish`, naming `what`."""
         self.stats.path, content = path, memory.view(torch.uint8).numpy().data
         try:
-            with self.sources.reading(path) as source:
+            with (sources or self.sources).reading(path) as source:
                 for done in range(0, content.nbytes, PART_BYTES):
                     part = content[done : done + PART_BYTES]
                     if needed_bytes:
@@ -296,8 +323,9 @@ class Executor:
                         yield partial(self._staged_read, step, first, step.nest.shifted(destination=shift), put)
             elif isinstance(step, Apply):
                 apply = partial(self._apply_on_host, destination) if destination.is_cpu else partial(self._apply, put)
+                index = _device_in_use()
                 for piece in step.pieces:
-                    yield partial(apply, step, piece, known)
+                    yield partial(_on_device, index, partial(apply, step, piece, known))
             elif destination.is_cpu:
                 scatter_elements(step.nest, known.tensors[step.value], destination)
             else:
@@ -314,7 +342,7 @@ class Executor:
 
     def _read_elements(self, tensor: Source, first: int, memory: torch.Tensor, needed_bytes: int = 0) -> None:
         start = tensor.start + first * tensor.dtype.itemsize
-        self.read_range(tensor.path, start, memory, repr(tensor.name), needed_bytes)
+        self.read_range(tensor.path, start, memory, repr(tensor.name), needed_bytes, tensor.files)
 
     def _apply(self, put: Put, step: Apply, piece: Piece, known: Constants) -> None:
         def write(memory: torch.Tensor) -> None:
@@ -362,12 +390,38 @@ class Executor:
             self.tasks.have_threads(num_threads)  # uploads change the current stream of the threads that make them
         return self._uploads.into(destination)
 
+    def check_unchanged(self, expressions: Iterable[Expression]) -> None:
+        """Raise CheckpointError if a file has changed that expressions have elements of."""
+        paths: dict[OpenSources, set[str]] = {}
+        for leaf in (leaf for expression in expressions for leaf in leaves(expression)):
+            if isinstance(leaf, Source):
+                paths.setdefault(leaf.files or self.sources, set()).add(leaf.path)
+        for sources, of_them in paths.items():
+            sources.check_unchanged(of_them)
+
+
+def _device_in_use() -> int | None:
+    """Return the index of this thread's device; None if the process uses none, which the question would change."""
+    if not torch.accelerator.is_available():
+        return None
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return torch.accelerator.current_device_index() if getattr(module, "is_initialized", bool)() else None
+
+
+def _on_device(index: int | None, task: Task) -> None:
+    """Run a task, whose function may compute on a device, on that of its maker: a new thread has the first one."""
+    if index is not None:
+        torch.accelerator.set_device_index(index)
+    task()
+
 
 def read_whole(executor: Executor, expression: Expression) -> torch.Tensor:
-    """Return the value of an expression as a tensor in host memory."""
+    """Return the value of an expression as a host tensor. Raises CheckpointError if its files have changed."""
     planner = Planner()
     fill = planner.plan_fill("a value", expression, FlatRange(0, numel(expression)))
     whole = torch.empty(fill.numel, dtype=expression.dtype, device="cpu")
-    executor.fill(fill, whole, planner.values, planner.constants)
-    executor.finish()
+    with executor.undone_on_error():
+        executor.fill(fill, whole, planner.values, planner.constants)
+        executor.finish()
+        executor.check_unchanged([expression])
     return whole.reshape(expression.shape)

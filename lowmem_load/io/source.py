@@ -6,7 +6,8 @@ Errors of the operating system become errors of this package here.
 [Note: one descriptor] Header, sample and data of a file are read from one open source. If another file is renamed over
 it, the load reads the old one to its end, whose bytes exist while it is open. Only if more than `MAX_OPEN_SOURCES` are
 in use are some closed and opened again by their path; if another file is there then, that is an error. So is a file
-that is written to in place, at any time.
+that is written to in place, at any time. Files of a lazy model, which its folder may outlive or not, all stay open as
+long as the process may open `SPARE_FILES` others; the limit of open files is raised for them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import stat
-import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,7 @@ from typing import Protocol, TypeVar
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.io.remote_file import RemoteFile
+from lowmem_load.locks import ForkedLock
 from lowmem_load.planning.load_plan import PlannedFile
 
 T = TypeVar("T")
@@ -39,7 +41,7 @@ RETRY_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
 by themselves (NFS with `hard`) show no error."""
 
 _retries: Counter[str] = Counter()  # of this process, by file and fault
-_retries_lock = threading.Lock()
+_retries_lock = ForkedLock()
 
 OPENING_BYTES = 128 << 10
 """Bytes of each of the first two calls of a large read from a disk.
@@ -86,6 +88,8 @@ Opener = Callable[[str], ByteSource]
 class LocalFile:
     """A regular file, read with `preadv`. After a transient fault it is opened again, if it is still the same file.
 
+    It is closed when nobody refers to it.
+
     Files are not mapped: mapped memory does not count as the process's own, is read page by page on network file
     systems, and raises SIGBUS if the file is lost.
     """
@@ -123,6 +127,19 @@ class LocalFile:
             with contextlib.suppress(OSError):  # it is closed anyway, and nothing was written to it
                 os.close(descriptor)
 
+    __del__ = close
+
+    def leaves_room(self) -> bool:
+        """Return whether this process may open `SPARE_FILES` others beside; raise its limit for that if need be."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = self._descriptor + SPARE_FILES
+        if wanted <= soft or soft == resource.RLIM_INFINITY:
+            return True
+        with contextlib.suppress(ValueError, OSError):  # more than the hard limit, or than the system allows
+            resource.setrlimit(resource.RLIMIT_NOFILE, (2 * wanted if 2 * wanted <= hard else wanted, hard))
+            return True
+        return False
+
     def _call(self, call: Callable[..., T], *args: object) -> T:
         delays = iter(RETRY_DELAYS_S)
         while True:
@@ -155,12 +172,13 @@ class LocalFile:
 
 
 def _open_regular(path: str) -> tuple[int, os.stat_result]:
-    # O_NONBLOCK: opening a FIFO would wait for a writer.
+    # O_NONBLOCK: opening a FIFO would wait for a writer. With it, reads of a file that is on tape would not wait.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path}: is not a regular file")
+        os.set_blocking(descriptor, True)
     except BaseException:
         os.close(descriptor)
         raise
@@ -210,6 +228,9 @@ MAX_OPEN_SOURCES = 96
 """Sources that stay open when nobody reads them. A process may open 256 files (macOS) or 1024 (most Linux), and the job
 opens others. Few checkpoints have more files, but a ZeRO checkpoint has some for each rank that wrote it."""
 
+SPARE_FILES = 256
+"""Files that a process may open beside those of lazy models."""
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -217,7 +238,7 @@ class _Entry:
 
     num_readers: int = 0
     source: ByteSource | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: ForkedLock = field(default_factory=ForkedLock)
 
 
 class OpenSources:
@@ -230,9 +251,10 @@ class OpenSources:
     def __init__(self, open_source: Opener) -> None:
         self._opener = open_source
         self.on_wait: Callable[[], object] = int  # called while a remote source waits; may raise to end it
+        self.keeps_all = False  # whether more than `MAX_OPEN_SOURCES` stay open, where the process may open so many
         self._versions: dict[str, str] = {}
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently read first
-        self._lock = threading.Lock()
+        self._lock = ForkedLock()
 
     def expect(self, files: Iterable[PlannedFile]) -> None:
         """Refuse files that have another version than was planned against. Raises CheckpointError if one had before."""
@@ -257,11 +279,13 @@ class OpenSources:
         finally:
             with self._lock:
                 entry.num_readers -= 1
-        self._close_idle()
+        if not self.keeps_all or (isinstance(entry.source, LocalFile) and not entry.source.leaves_room()):
+            self._close_idle()
 
-    def check_unchanged(self) -> None:
-        """Raise CheckpointError if an open source has changed."""
-        self._check_all(self._entries.values())
+    def check_unchanged(self, paths: Iterable[str] | None = None) -> None:
+        """Raise CheckpointError if an open source, of these paths or of all, has changed."""
+        entries = dict(self._entries)  # others may open some meanwhile
+        self._check_all(entries.values() if paths is None else [entries[path] for path in paths if path in entries])
 
     def interrupt(self) -> bool:
         """End requests to remote stores, which then raise; return whether there are such sources."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
-import threading
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +21,13 @@ from lowmem_load.dtensor.mesh import local_tensor, made_real
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import transformers_class
 from lowmem_load.hf.saver import files_written_by
-from lowmem_load.io.executor import Executor, Tasks, read_whole
+from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.locks import ForkedLock
 from lowmem_load.pipeline.describe import Described
 from lowmem_load.pipeline.execute import fill_buffers, restore_later
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.pipeline.make_plan import Planned
-from lowmem_load.planning.expression import Expression, Source, cast, leaves
+from lowmem_load.planning.expression import Expression, Source, cast, leaves, substituted
 from lowmem_load.planning.load_plan import Costs, reading_order
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, Region
@@ -48,6 +51,9 @@ from lowmem_load.symbolic.tensor import SymbolicTensor
 _WAS_LAZY = "lowmem_load_was_lazy"
 """Attribute of the modules of a lazy model."""
 
+_ENDS: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
+"""What is called once the parameters of a model are ordinary. A copy of the model has none."""
+
 _NOT_A_CALLER = ("lowmem_load.", "torch.", "accelerate.big_modeling")
 """Modules that read for others: the report names who asked them to."""
 
@@ -62,34 +68,29 @@ class Part(NamedTuple):
 
 
 class LazyReader:
-    """Reads for the parameters of one lazy model, and keeps its report. Closes the files when nobody refers to it.
+    """Reads for the parameters of one lazy model, and keeps its report.
 
     Any number of threads may use it; they take turns. Processes that are forked off have threads of their own.
     `leaves` are those of the expressions that the load has given the parameters, by id. `progress` is as for
-    `load_model`. `on_load` is called when nobody has a weight that is still to be read.
+    `load_model`.
 
     Raises CheckpointError if a file cannot be read, or has changed since the load: files are compared after each read.
+
+    [Note: whose files] A weight may come to be made of weights of other lazy models, and outlive these and their
+    folders. So its sources refer to what has their files open, which are closed with the last of them.
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        described: Described,
-        report: LoadReport,
-        progress: bool | None = None,
-        on_load: OnLoad | None = None,
+        self, executor: Executor, described: Described, report: LoadReport, progress: bool | None = None
     ) -> None:
         self.executor, self.name, self.report, self.progress = executor, described.name, report, progress
         self.leaves: dict[int, Expression] = {}
-        self._lock, self._process = threading.RLock(), os.getpid()
+        self._lock, self._process = ForkedLock(), os.getpid()
         executor.sources.expect(described.files)
         self.closing = contextlib.ExitStack()
-        """What happens when nobody refers to the reader any more, the last first."""
-        self.closing.callback(executor.sources.close)
-        self.closing.callback(executor.tasks.close)
+        """What ends when nobody refers to the reader any more. In any thread: it neither waits nor runs users' code."""
         self.closing.enter_context(made_real(values_of))
         self.closing.enter_context(assigned_data_is_real())
-        self.closing.callback(_publish, report, on_load)
         weakref.finalize(self, self.closing.close)
 
     def now(self, expression: Expression, _: str) -> torch.Tensor:
@@ -118,33 +119,26 @@ class LazyReader:
             for part in parts
         ]
         order = sorted(range(len(parts)), key=lambda number: reading_order([fills[number]], parts[number].name))
-        with self._reading():
+        with self._reading(), self.executor.undone_on_error():
             for number in order:
                 self.executor.fill(fills[number], parts[number].memory, planner.values, planner.constants)
                 on_part()
             self.executor.finish()
+            self.executor.check_unchanged(part.expression for part in parts)
         self.count_reads()
         return planner.costs(fills)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        if self._process != os.getpid():  # its threads and the holder of its lock may be in the process it came from
-            self._lock, self._process = threading.RLock(), os.getpid()
-            self.executor.tasks = Tasks(1)
         with self._lock, normal_tensors():
+            if self._process != os.getpid():  # its threads are in the process it came from
+                self._process = os.getpid()
+                self.executor.renew_tasks(1)
             yield
-            self.executor.sources.check_unchanged()
 
     def count_reads(self) -> None:
         """Bring the report's counts of reads up to date."""
         self.report.read_bytes, self.report.num_reads = self.executor.stats.read_bytes, self.executor.stats.num_reads
-
-
-def _publish(report: LoadReport, on_load: OnLoad | None) -> None:
-    """Hand out the report once nothing is left to read."""
-    write_report(report)
-    if on_load is not None:
-        on_load(report)
 
 
 def reader_of(tensor: LazyTensor) -> LazyReader:
@@ -159,25 +153,31 @@ def hand_out(
     planned: Planned,
     executor: Executor,
     report: LoadReport,
-    *,
-    by_module: bool = False,
-    **options: Any,
+    progress: bool | None = None,
+    on_load: OnLoad | None = None,
 ) -> LazyReader:
     """Give a described model lazy parameters and ordinary buffers; return what reads them, as long as one is there.
 
-    A forward reads all parameters below its module first; with `by_module`, each module reads its own.
-    `options` are those of `LazyReader`.
+    A forward reads all parameters below its module first. `progress` is that of the reader. `on_load` is called with
+    the report before the first forward of the model, or when it has been filled.
     """
     fill_buffers(planned, described.target, executor)
     executor.finish()
     plans = {part.name: part for part in planned.plan.targets}
     restores: list[Callable[[], None]] = []
-    reader = LazyReader(executor, described, report, **options)
+    reader = LazyReader(executor, described, report, progress)
+    originals: list[Expression] = []  # kept: `bound` knows them by id
+    bound: dict[int, Expression] = {}
     for name, parameter in planned.parameters.items():
         if isinstance(parameter, SymbolicTensor):
-            reader.leaves |= {id(leaf): leaf for leaf in leaves(parameter.expression)}
+            originals.append(parameter.expression)
+            for leaf in leaves(originals[-1]):
+                if isinstance(leaf, Source):
+                    bound.setdefault(id(leaf), replace(leaf, files=executor.sources))  # see [Note: whose files]
+            expression = substituted(originals[-1], bound)
+            reader.leaves |= {id(leaf): leaf for leaf in leaves(expression)}
             with normal_tensors():
-                made = nn.Parameter(LazyTensor(parameter.expression, reader.now), parameter.requires_grad)
+                made = nn.Parameter(LazyTensor(expression, reader.now), parameter.requires_grad)
             loader.copy_marks(parameter, made)
             for module, last in planned.places[name]:
                 setattr(module, last, made)
@@ -191,11 +191,18 @@ def hand_out(
     described.constructor.finish(described.model, described.target.device)
     for module in described.model.modules():
         setattr(module, _WAS_LAZY, True)
-        module.register_forward_pre_hook(_read_own_before_forward if by_module else _read_before_forward)
+        module.register_forward_pre_hook(_read_before_forward)
         if isinstance(module, transformers_class()):
             module.save_pretrained = functools.partial(save_lazily, module)
     setattr(described.model, REPORT_ATTRIBUTE, report)
+    _ENDS[described.model] = functools.partial(_publish, report, on_load)
     return reader
+
+
+def _publish(report: LoadReport, on_load: OnLoad | None) -> None:
+    write_report(report)
+    if on_load is not None:
+        on_load(report)
 
 
 def was_lazy(model: nn.Module) -> bool:
@@ -238,56 +245,72 @@ def _read_parameters(lazy: Mapping[str, LazyTensor]) -> None:
 def _read_before_forward(module: nn.Module, _: Any) -> None:
     with KEEPING:
         read_parameters(module)
-        leave(module)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _read_own_before_forward(module: nn.Module, _: Any) -> None:
-    with KEEPING:
-        read_parameters(module, recurse=False)
-        _unhook(module)
+    leave(module)
 
 
 def leave(module: nn.Module) -> None:
-    """Take back what `hand_out` has put on the modules of a model whose parameters are ordinary."""
-    for submodule in module.modules():
-        _unhook(submodule)
-        saves = vars(submodule).get("save_pretrained")
-        if isinstance(saves, functools.partial) and saves.func is save_lazily:
-            del submodule.save_pretrained
-
-
-def _unhook(module: nn.Module) -> None:
-    hooks = module._forward_pre_hooks  # noqa: SLF001  a handle would not survive a deepcopy
-    for key in [key for key, hook in hooks.items() if hook in (_read_before_forward, _read_own_before_forward)]:
-        del hooks[key]
+    """Take back what `hand_out` has put on the modules of a model whose parameters are ordinary, and call `on_load`."""
+    ends = []
+    with KEEPING:
+        for submodule in module.modules():
+            hooks = submodule._forward_pre_hooks  # noqa: SLF001  a handle would not survive a deepcopy
+            for key in [key for key, hook in hooks.items() if hook is _read_before_forward]:
+                del hooks[key]
+            saves = vars(submodule).get("save_pretrained")
+            if isinstance(saves, functools.partial) and saves.func is save_lazily:
+                del submodule.save_pretrained
+            if submodule in _ENDS:
+                ends.append(_ENDS.pop(submodule))
+    for end in ends:
+        end()
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
 
-
-def save_lazily(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Do what `save_pretrained` of a transformers model does; safetensors files get one tensor after the other."""
-    refuse_url(args[0] if args else kwargs.get("save_directory", ""))
-    with files_written_by(_write_file):
-        return type(model).save_pretrained(model, *args, **kwargs)
+_SHARD = r"-\d{5}-of-\d{5}"
 
 
-def _write_file(ordinary: Any, tensors: Mapping[str, torch.Tensor], path: Any, metadata: Any = None) -> None:
+def save_lazily(model: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    """Do what `save_pretrained` of a transformers model does; safetensors files get one tensor after the other.
+
+    The folder may be the one that the values are read from. So its files stay until the new ones are complete.
+    """
+    refuse_url(save_directory)
+    folder, weights = os.fspath(save_directory), set[str]()
+    if os.path.isfile(folder):
+        return type(model).save_pretrained(model, folder, *args, **kwargs)  # refuses it
+
+    def write(ordinary: Any, tensors: Mapping[str, torch.Tensor], path: Any, metadata: Any = None) -> None:
+        weights.add(os.path.basename(path))
+        _write_file(ordinary, tensors, os.fspath(path), metadata)
+
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".lowmem_load-", dir=folder) as scratch, files_written_by(write):
+        named = os.path.join(scratch, os.path.basename(folder))  # names what is pushed to the Hub
+        result = type(model).save_pretrained(model, named, *args, **kwargs)
+        new = [path.relative_to(named) for path in sorted(Path(named).rglob("*")) if path.is_file()]
+        for path in sorted(new, key=lambda path: path.name not in weights):
+            os.makedirs(os.path.join(folder, path.parent), exist_ok=True)
+            os.replace(os.path.join(named, path), os.path.join(folder, path))
+    # Source: transformers 5.24 `modeling_utils.py`, `save_pretrained`: shards of a former save.
+    stems = tuple({re.sub(_SHARD, "", name).removesuffix(".safetensors") for name in weights})
+    for name in set(os.listdir(folder)) - weights:
+        if name.startswith(stems) and re.search(f"{_SHARD}$", re.sub(r"\.bin|\.safetensors", "", name)):
+            with contextlib.suppress(IsADirectoryError):
+                os.remove(os.path.join(folder, name))
+    return result
+
+
+def _write_file(ordinary: Any, tensors: Mapping[str, torch.Tensor], path: str, metadata: Any) -> None:
     if not any(isinstance(tensor, LazyTensor) for tensor in tensors.values()):
         ordinary(tensors, path, metadata)
         return
-    # Beside the target and renamed: the target may be one of the files that the values are read from.
-    target = Path(os.fsdecode(path))
-    file = target.with_name(f".{target.name}.{os.getpid()}")
-    layout = lay_out(
-        target.name, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, metadata or {}
-    )
-    with open(file, "wb") as opened:
+    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    layout = lay_out(os.path.basename(path), kinds, metadata or {})
+    with open(path, "xb") as opened:
         opened.write(layout.header)
         opened.truncate(layout.nbytes)
-    with Writer([file], int) as writer:
+    with Writer([Path(path)], int) as writer:
         for name in sorted(tensors, key=layout.starts.__getitem__):
             writer.put(0, values_of(tensors[name].detach()).contiguous().view(-1).cpu(), layout.starts[name])
         writer.sync()
-    os.replace(file, target)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -23,13 +24,17 @@ IN_MEMORY = "in memory"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor in a shard file. `start` is the byte of the file at `path` where its data starts."""
+    """A tensor in a shard file. `start` is the byte of the file at `path` where its data starts.
+
+    `files` reads the file as it was when the tensor was found; None leaves that to who carries out the plan.
+    """
 
     path: str
     name: str
     start: int
     shape: Shape
     dtype: torch.dtype
+    files: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,20 +177,27 @@ class Instance:
 
     def expanded(self) -> Expression:
         """Return the expression that this stands for."""
-        return _substituted(self.pattern, dict(zip(map(id, self.slots), self.inputs, strict=True)))
+        return substituted(self.pattern, dict(zip(map(id, self.slots), self.inputs, strict=True)))
 
 
-def _substituted(node: Expression, places: dict[int, Expression]) -> Expression:
-    if isinstance(node, Slot):
-        return places[id(node)]
-    if isinstance(node, Instance):
-        return replace(node, inputs=tuple(_substituted(part, places) for part in node.inputs))
-    parts = tuple(_substituted(part, places) for part in children(node))
+def substituted(node: Expression, places: dict[int, Expression]) -> Expression:
+    """Return an expression with others in the place of some of its nodes, by `id`. `places` gets its other nodes."""
+    if id(node) not in places:
+        places[id(node)] = _rebuilt(node, places)
+    return places[id(node)]
+
+
+def _rebuilt(node: Expression, places: dict[int, Expression]) -> Expression:
+    if isinstance(node, Source | Held | Slot):
+        return node
+    if isinstance(node, Instance):  # its pattern has no sources
+        return replace(node, inputs=tuple(substituted(part, places) for part in node.inputs))
+    parts = tuple(substituted(part, places) for part in children(node))
     if isinstance(node, Computed):
         return replace(node, inputs=parts)
     if isinstance(node, Concat | Elementwise):
         return replace(node, parts=parts)
-    return replace(node, part=parts[0]) if parts and not isinstance(node, Source | Held) else node
+    return replace(node, part=parts[0])
 
 
 Leaf = Source | Held | Computed | Elementwise

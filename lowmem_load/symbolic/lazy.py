@@ -12,6 +12,7 @@ tensors, and through writes of such values. Everything else meets real values:
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -22,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem_load.errors import UnsupportedError
+from lowmem_load.locks import ForkedLock
 from lowmem_load.planning.expression import Expression, cast, expand, hold, numel
 from lowmem_load.replaced import holding
 from lowmem_load.symbolic.initialise import CPU, SharedValue
@@ -35,10 +37,18 @@ _OWN = frozenset({"value", "views", "meta", "read_now", "_is_param", "kind"})
 
 _RESHAPES = frozenset({aten.set_, aten.resize_, aten.resize_as_})
 
-KEEPING = threading.RLock()
-"""Held while lazy tensors become ordinary ones: forwards may run in several threads."""
+KEEPING = ForkedLock()
+"""Held while lazy tensors become ordinary ones, also while they are read: forwards may run in several threads.
+
+A finalizer, which may run in the thread that is waited for, must not take it."""
+
+_SWAPPING = threading.RLock()
+"""Held for the moment in which a tensor is neither lazy nor ordinary. No fork comes between."""
+
+os.register_at_fork(before=_SWAPPING.acquire, after_in_parent=_SWAPPING.release, after_in_child=_SWAPPING.release)
 
 _assigning: list[object] = []  # blocks of `assigned_data_is_real`
+_ASSIGNING = ForkedLock()  # held for a moment: finalizers take it
 _ONLY_COMPARED: ContextVar[bool] = ContextVar("lowmem_load_addresses_are_only_compared", default=False)
 
 
@@ -62,16 +72,16 @@ def assigned_data_is_real() -> Iterator[None]:
             value = value.read_now(value.expression, "assigning to data")
         ordinary.__set__(parameter, keep(value))  # type: ignore[attr-defined]
 
-    with KEEPING:
+    with _ASSIGNING:
         _assigning.append(block)
         if len(_assigning) == 1:
             nn.Parameter.data = property(ordinary.__get__, assign)  # type: ignore[assignment]
     try:
         yield
     finally:
-        with KEEPING:
+        with _ASSIGNING:
             _assigning.remove(block)
-            if not _assigning:
+            if not _assigning and "data" in vars(nn.Parameter):  # a finalizer may have come in between
                 del nn.Parameter.data
 
 
@@ -86,8 +96,6 @@ class LazyTensor(SymbolicTensor):
         if isinstance(args[0], torch.Tensor):  # accelerate makes another parameter of the class of this one
             return nn.Parameter(args[0], **kwargs)
         tensor: Any = SymbolicTensor.__new__(cls, *args)
-        if not tensor.views and not tensor.value.strides:
-            tensor.value.strides = tensor.meta.stride()
         torch._C._set_throw_on_mutable_data_ptr(tensor)
         return tensor
 
@@ -290,10 +298,11 @@ def become(tensor: LazyTensor, other: torch.Tensor) -> None:
     is_alike = (other.shape, other.dtype, other.device) == (tensor.shape, tensor.dtype, tensor.device)
     if tensor._use_count() == 1 or (not is_alike and _only_a_graph_refers_to(tensor)):
         # As `torch.utils.swap_tensors`, which refuses weak references: those to this object go on to mean it.
-        tensor.__class__, made.__class__ = type(made), type(tensor)  # type: ignore[assignment]
-        tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
-        torch._C._swap_tensor_impl(tensor, made)
-        tensor.grad = gradient
+        with _SWAPPING:
+            tensor.__class__, made.__class__ = type(made), type(tensor)  # type: ignore[assignment]
+            tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
+            torch._C._swap_tensor_impl(tensor, made)
+            tensor.grad = gradient
         for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # torch keeps them, but calls them no more
             setattr(tensor, hooks, getattr(tensor, hooks))
     elif not is_alike:

@@ -73,9 +73,10 @@ def equal(a: Expression, b: Expression, read_now: ReadNow) -> bool:
     """Return what `torch.equal` returns, comparing in pieces. Nothing is read of one value under two names."""
     if a.shape != b.shape:
         return False
-    while isinstance(a, Cast) and isinstance(b, Cast) and a.dtype == b.dtype:
-        a, b = a.part, b.part
-    if a is b:
+    part_a, part_b = a, b
+    while isinstance(part_a, Cast) and isinstance(part_b, Cast) and part_a.dtype == part_b.dtype:
+        part_a, part_b = part_a.part, part_b.part
+    if part_a is part_b:
         return True
     flat_a, flat_b = reshape(a, (numel(a),)), reshape(b, (numel(b),))
     for start in range(0, numel(a), EQUAL_NUMEL):

@@ -43,9 +43,10 @@ FACTORIES = {
 class _ViewCall:
     """A call of a view operation, which may give several views, on a tensor of some strides."""
 
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> None:
-        self.func, self.args, self.kwargs, self.metas = func, args[1:], kwargs, metas
-        self.strides: tuple[int, ...] = args[0].stride()
+    def __init__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any, strides: tuple[int, ...]
+    ) -> None:
+        self.func, self.args, self.kwargs, self.metas, self.strides = func, args, kwargs, metas, strides
         self._latest: tuple[Expression, Any] | None = None
 
     def describe(self, base: Expression) -> Any:
@@ -66,6 +67,9 @@ class _View:
 
     def apply(self, real: torch.Tensor) -> torch.Tensor:
         """Return the view of a real tensor."""
+        if self.call.func.overloadpacket is aten.as_strided:
+            offset = self.meta.storage_offset() + real.storage_offset()
+            return real.as_strided(self.meta.shape, self.meta.stride(), offset)
         views: list[torch.Tensor] = tree_leaves(self.call.func(real, *self.call.args, **self.call.kwargs))
         return views[self.position]
 
@@ -74,7 +78,7 @@ class _View:
         parts = self.call.describe(base)
         if parts is not None:
             return parts[self.position] if isinstance(parts, list) else parts
-        # What an as_strided gives depends on the strides that the caller saw.
+        # What this gives depends on the strides that the caller saw.
         strides, shape = self.call.strides, tuple(self.meta.shape)
         return Computed(
             str(self.call.func),
@@ -110,9 +114,17 @@ class SymbolicTensor(torch.Tensor):
         if meta is None:
             meta = _meta(value.expression.shape, value.expression.dtype)
         tensor = torch.Tensor._make_wrapper_subclass(
-            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=value.device, requires_grad=False
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=value.device,
+            requires_grad=False,
         )
         tensor.value, tensor.views, tensor.meta, tensor.read_now = value, views, meta, read_now
+        if not views and not value.strides:
+            value.strides = meta.stride()
         return tensor
 
     @property
@@ -284,11 +296,12 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: A
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> Any:
     base: SymbolicTensor = args[0]
-    call = _ViewCall(func, args, kwargs, metas)
+    # An as_strided is one of the memory of the value, whatever views are between.
+    is_of_value = func.overloadpacket is aten.as_strided
+    call = _ViewCall(func, args[1:], kwargs, metas, base.value.strides if is_of_value else base.stride())
     views = (_View(call, position, meta) for position, meta in enumerate(tree_leaves(metas)))
-    return Template(metas).fill(
-        base.family(base.value, base.read_now, view.meta, (*base.views, view)) for view in views
-    )
+    before = () if is_of_value else base.views
+    return Template(metas).fill(base.family(base.value, base.read_now, view.meta, (*before, view)) for view in views)
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -314,13 +327,15 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return full
 
     if value.initialiser is None:  # no parameter: the write waits, with the random numbers that it would have drawn
-        before = value.expression
+        before, strides = value.expression, value.strides
         state = torch.get_rng_state() if draws else None
         if value.computed_from is not None and draws:
             value.computed_from.skip(lambda: change(torch.empty(before.shape, dtype=before.dtype, device=CPU), ()))
         value.expression = Computed(
             str(func),
-            lambda values: with_random_state(state, lambda: change(values[0].clone(), values[1:])),
+            lambda values: with_random_state(
+                state, lambda: change(with_strides(values[0].clone(), strides), values[1:])
+            ),
             (before, *others),
             before.shape,
             before.dtype,
@@ -362,7 +377,10 @@ def with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """Return `value` with the strides that the caller saw, on which as_strided and its like depend."""
     if value.stride() == strides:
         return value
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)
+    # Along a stride of 0 all elements are one.
+    distinct = value[tuple(slice(None) if stride else slice(1) for stride in strides)]
+    made = torch.empty_strided(distinct.shape, strides, dtype=value.dtype, device=value.device)
+    return made.copy_(distinct).expand(value.shape)
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> Any:

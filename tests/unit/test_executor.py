@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.io import executor as executor_module
 from lowmem_load.io import memory as memory_module
-from lowmem_load.io.executor import Executor
+from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.io.memory import Take, Temporaries
 from lowmem_load.io.source import LocalFile
 from lowmem_load.planning import expression as ex
@@ -253,6 +254,37 @@ def test_groups_are_computed_whole_of_what_they_need_alone(
     assert torch.equal(found, sums([VALUES.view(-1)[:718]])[span[0] : span[1]])
     groups = -(-span[1] // 3) - span[0] // 3 if span[1] > span[0] else 0
     assert executor.stats.read_bytes <= groups * 48 * 1.5
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_operations_run_on_the_device_of_the_thread_that_asks(
+    file: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    """Else they would all run on the first device."""
+
+    class Device(threading.local):
+        index = 0
+
+    device, seen = Device(), set()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: types.SimpleNamespace(is_initialized=lambda: True))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: device.index)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: setattr(device, "index", index))
+
+    def double(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        seen.add((threading.current_thread().name.startswith("lowmem_load-read"), device.index))
+        return values[0] * 2
+
+    part = ex.Source(str(file), "w", 0, (60,), torch.float32)
+    inner = ex.Elementwise("double", double, (part,), (60,), torch.float32)
+    outer = ex.Elementwise("double", double, (inner,), (60,), torch.float32)
+    with Executor(num_threads=num_threads) as executor:
+        for index in (5, 7):  # of one executor, as of a lazy model
+            device.index = index
+            read_whole(executor, outer)
+            assert seen == {(True, index)}
+            seen.clear()
 
 
 @pytest.mark.parametrize("destination", [torch.zeros(99), torch.zeros(200)[::2]], ids=["short", "strided"])

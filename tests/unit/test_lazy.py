@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
+import errno
 import functools
 import gc
 import io
 import json
 import os
 import pickle
+import resource
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,10 +28,23 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lowmem_load import CheckpointError, ConfigError, lazy, load_report
+from lowmem_load.api.lazy import describe_lazily
+from lowmem_load.distributed import environment
+from lowmem_load.hf import loader
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.source import MAX_OPEN_SOURCES, SPARE_FILES, LocalFile
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread
 from tests import builders, ranks
 
 TOKENS = torch.arange(1, 9)[None]
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+}
 
 
 @pytest.fixture(scope="module")
@@ -460,16 +476,6 @@ def _pointer(address: int) -> Any:
     return ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
 
 
-def test_by_module_a_forward_never_reads_what_it_skips(path: str) -> None:
-    ours, theirs = lazily(path, by_module=True), ordinary(path)
-    for model in (ours, theirs):
-        model.config.num_hidden_layers = 1
-    assert torch.equal(ours(TOKENS).logits, theirs(TOKENS).logits)
-    assert not any(isinstance(parameter, LazyTensor) for parameter in ours.model.layers[0].parameters())
-    assert all(isinstance(parameter, LazyTensor) for parameter in ours.model.layers[1].parameters())
-    assert_equal(ours, theirs)
-
-
 def test_code_past_the_dispatcher_meets_an_error(path: str) -> None:
     with pytest.raises(RuntimeError, match="data pointer"):
         torch._C._to_dlpack(lazily(path).lm_head.weight.detach())
@@ -507,6 +513,113 @@ def test_a_model_can_be_saved_over_the_files_it_is_read_from(path: str, tmp_path
     assert torch.equal(ordinary(str(folder)).lm_head.weight, ordinary(path).lm_head.weight * 2)
 
 
+def fetched(step: Path, folder: Path) -> str:
+    """Put a checkpoint into a folder as a download does: what was there before is gone."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return str(shutil.copytree(step, folder))
+
+
+MERGES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "add": lambda a, b: a.data.add_(b.data),
+    "lerp": lambda a, b: a.data.lerp_(b.data, 0.3),
+    "assign": lambda a, b: setattr(a, "data", (a.data + b.data) / 2),
+    "copy": lambda a, b: a.data.copy_(b),
+    "joined": lambda a, b: setattr(a, "data", torch.cat([a.data[:1], b.data[1:]])),
+    "expanded": lambda a, b: a.data.add_(b.data.flatten()[:1].expand(a.shape)),
+    "strided": lambda a, b: a.data.view(-1)[:4].add_(b.data[1:].as_strided((4,), (1,), 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folders = [tmp_path_factory.mktemp(f"step{seed}") for seed in range(3)]
+    for seed, folder in enumerate(folders):
+        torch.manual_seed(seed)
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).save_pretrained(folder, max_shard_size="20KB")
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("merge", "end"), [*((merge, "replaced") for merge in MERGES), ("add", "deleted"), ("add", "linked elsewhere")]
+)
+def test_weights_keep_the_files_they_were_made_of(steps: list[Path], tmp_path: Path, merge: str, end: str) -> None:
+    def total(load: Callable[[str], Any]) -> Any:
+        made = load(fetched(steps[0], tmp_path / "latest"))
+        for step in steps[1:]:
+            other = load(fetched(step, tmp_path / "latest"))
+            for ours, theirs in zip(made.parameters(), other.parameters(), strict=True):
+                if ours.dim() == 2:
+                    MERGES[merge](ours, theirs)
+            del other
+            gc.collect()
+        return made
+
+    theirs, ours = total(ordinary), total(lazily)
+    assert num_lazy(ours) == len(list(ours.parameters()))
+    shutil.rmtree(tmp_path / "latest")
+    if end == "replaced":
+        shutil.copytree(steps[0], tmp_path / "latest")
+    elif end == "linked elsewhere":
+        (tmp_path / "latest").symlink_to(steps[0])
+    assert_equal(ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def many_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("many")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY | {"num_hidden_layers": 15}))
+    model.save_pretrained(folder, max_shard_size="1KB")
+    assert len(list(folder.glob("*.safetensors"))) > MAX_OPEN_SOURCES
+    return folder
+
+
+def test_more_files_than_usual_may_be_deleted(many_files: Path, tmp_path: Path) -> None:
+    model = lazily(fetched(many_files, tmp_path / "model"))
+    shutil.rmtree(tmp_path / "model")
+    assert_equal(model, ordinary(str(many_files)))
+
+
+def save_over(folder: str, expected: str) -> None:
+    """Rank function: a process that may open few files saves a model over the files that it is read from."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 350))
+    model = lazily(folder)
+    assert len(os.listdir("/proc/self/fd")) <= 350 - SPARE_FILES + MAX_OPEN_SOURCES
+    model.save_pretrained(folder, max_shard_size="30KB")
+    assert_equal(ordinary(folder), ordinary(expected))
+
+
+@pytest.mark.ranks
+def test_old_files_go_last(many_files: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    ranks.run_ranks(save_over, fetched(many_files, folder), str(many_files), world_size=1)
+    model = lazily(fetched(many_files, folder))
+    model.save_pretrained(folder)
+    assert [file.name for file in folder.glob("*.safetensors")] == ["model.safetensors"]
+    assert_equal(model, ordinary(str(many_files)))
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 5])
+def test_a_save_that_fails_leaves_the_files_that_were_there(
+    many_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    folder, numbers = tmp_path / "model", iter(range(1, 1000))
+    write = os.pwrite
+
+    def pwrite(*args: Any) -> int:
+        if next(numbers) == fails_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args)
+
+    model = lazily(fetched(many_files, folder))
+    before = sorted(folder.rglob("*"))
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(CheckpointError, match="No space left"):
+        model.save_pretrained(folder, max_shard_size="30KB")
+    assert sorted(folder.rglob("*")) == before
+    assert_equal(lazily(str(folder)), ordinary(str(many_files)))
+    assert_equal(model, ordinary(str(many_files)))
+
+
 def test_files_that_change_are_an_error(path: str, tmp_path: Path) -> None:
     folder = shutil.copytree(path, tmp_path / "model")
     model = lazily(str(folder))
@@ -534,12 +647,118 @@ def test_threads_and_forked_processes_read(path: str) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         parameters = list(model.parameters())
         assert all(pool.map(lambda at: torch.equal(parameters[at], expected[at]), list(range(len(expected))) * 3))
-        by_module, logits = lazily(path, by_module=True), ordinary(path)(TOKENS).logits
-        assert all(pool.map(lambda _: torch.equal(by_module(TOKENS).logits, logits), range(8)))
+        run, logits = lazily(path), ordinary(path)(TOKENS).logits
+        assert all(pool.map(lambda _: torch.equal(run(TOKENS).logits, logits), range(8)))
     child = os.fork()
     if child == 0:
         os._exit(0 if torch.equal(parameters[0], expected[0]) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+class Failing:
+    """Reads of local files, which fail while `error` is set, or do something else first."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.error: BaseException | None = None
+        self.act: Callable[[], object] = int
+        read = LocalFile.read_into
+
+        def read_into(file: LocalFile, offset: int, memory: memoryview) -> None:
+            self.act()
+            if self.error is not None:
+                raise self.error
+            read(file, offset, memory)
+
+        monkeypatch.setattr(LocalFile, "read_into", read_into)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@pytest.mark.parametrize("error", [CheckpointError("the network is away"), KeyboardInterrupt()])
+def test_a_failed_read_is_over(
+    path: str, monkeypatch: pytest.MonkeyPatch, num_threads: int, error: BaseException
+) -> None:
+    monkeypatch.setattr(environment, "cores", lambda _: num_threads)
+    model, failing, expected = lazily(path), Failing(monkeypatch), ordinary(path)
+    for _ in range(3):
+        failing.error = error
+        for read in (model.lm_head.weight.sum, lambda: model(TOKENS)):
+            with pytest.raises(type(error)):
+                read()
+        failing.error = None
+        assert torch.equal(model.model.norm.weight.detach() + 0, expected.model.norm.weight)
+    assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
+    assert_equal(model, expected)
+
+
+def test_a_collection_in_a_reading_thread_waits_for_nobody(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python may collect garbage at any allocation, in any thread, and then a lazy model that was dropped ends."""
+    monkeypatch.setattr(environment, "cores", lambda _: 4)
+    failing, expected = Failing(monkeypatch), ordinary(path)
+    failing.act = gc.collect
+    gc.disable()
+    gc.freeze()  # so that a collection takes no time
+    try:
+        for _ in range(5):
+            for script in (lambda model: model(TOKENS), lambda model: model.lm_head.weight.numpy(force=True)):
+                dropped = lazily(path)
+                del dropped
+                script(model := lazily(path))
+                assert_equal(model, expected)
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+def test_on_load_is_called_once_the_weights_are_read(path: str) -> None:
+    # Never by a finalizer, which may run in a thread that others wait for.
+    seen: list[Any] = []
+    for forward in (False, True):
+        call = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, path, dtype=torch.float32)
+        with loader.intercepted(lambda call: describe_lazily(call, Executor(), on_load=seen.append)[1:]):
+            model = call()
+        copied = copy.deepcopy(model)
+        copied(TOKENS)
+        if forward:
+            model.model(TOKENS)
+            assert not seen
+            model(TOKENS)
+            model(TOKENS)
+            assert seen == [load_report(model)]
+        del model, copied
+        gc.collect()
+        assert len(seen) == forward
+
+
+def read_in_a_thread(path: str, what: str) -> None:
+    """Rank function: a child reads, whatever a thread of its parent was at when it was forked off."""
+    model, expected = lazily(path), ordinary(path)
+    stopped = threading.Event()
+
+    def work() -> None:
+        while not stopped.is_set():
+            other = lazily(path)
+            if what == "forward":
+                other(TOKENS)
+            else:
+                other.lm_head.weight.detach().numpy()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for _ in range(40):
+        child = os.fork()
+        if child == 0:
+            read = torch.equal(model.lm_head.weight.detach() + 0, expected.lm_head.weight)
+            made = copy.deepcopy(model)
+            os._exit(0 if read and torch.equal(made(TOKENS).logits, expected(TOKENS).logits) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    stopped.set()
+    thread.join()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what", ["forward", "memory"])
+def test_a_fork_during_a_read(path: str, what: str) -> None:
+    ranks.run_ranks(read_in_a_thread, path, what, world_size=1, timeout_s=60)
 
 
 # -- calls that cannot be --------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -22,6 +23,12 @@ DATA = bytes(range(256))
 def file(tmp_path: Path) -> str:
     (tmp_path / "data").write_bytes(DATA)
     return str(tmp_path / "data")
+
+
+def test_a_read_may_wait(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    with contextlib.closing(LocalFile(str(tmp_path / "file"))) as source:
+        assert os.get_blocking(source._descriptor)  # a file that is on tape would have no bytes otherwise
 
 
 def fifo(path: str) -> str:

@@ -91,6 +91,13 @@ COMPUTED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sort, second output": lambda x, y: torch.sort(x, dim=1, descending=True)[1],
     "view as bytes": lambda x, y: x.view(torch.int32),
     "as_strided": lambda x, y: x.as_strided((3, 2), (7, 3)),
+    "as_strided of a slice": lambda x, y: x[1:].as_strided((3, 2), (7, 3), 2),
+    "as_strided of a transpose": lambda x, y: x.transpose(0, 2)[2:].as_strided((3, 2), (7, 3), 1)[1:],
+    "as_strided of an expand": lambda x, y: x[0, 0].expand(3, 5).as_strided((2, 8), (8, 1), 0),
+    "as_strided of a result": lambda x, y: (x.transpose(0, 2) * 2).as_strided((3, 2), (7, 3), 1),
+    "flip of an expand": lambda x, y: x[:1].expand(4, 6, 5).flip(1),
+    "bmm of an expand": lambda x, y: torch.bmm(x[0].expand(4, 6, 5), y.transpose(1, 2)),
+    "view of an expand as bytes": lambda x, y: x[0, :1].expand(4, 1, 5).view(torch.int16),
 }
 
 
@@ -124,6 +131,10 @@ def test_equal_reads_and_answers(pair: tuple[SymbolicTensor, SymbolicTensor, Exe
     assert torch.equal(x.transpose(0, 1), x.permute(1, 0, 2))
     assert not torch.equal(x, x.half())
     assert torch.equal(x, X)
+    close = x * (1 + 2**-13)
+    assert torch.equal(x.bfloat16(), close.bfloat16())
+    assert torch.equal(x.bfloat16().float(), close.bfloat16().float())
+    assert not torch.equal(x.double(), close.double())
 
 
 def test_an_answer_now_reads_now(pair: tuple[SymbolicTensor, SymbolicTensor, Executor]) -> None:
