@@ -15,7 +15,7 @@ from torch import nn
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed, outside_level
 from lowmem_load.families.files import FILE_KEYWORDS, Rename, files_of, renamed, tensors_in
-from lowmem_load.frameworks.wrappers import named_tensors, plain_modules, plain_name, walk
+from lowmem_load.frameworks.wrappers import named_modules, named_tensors, plain_modules, plain_name
 from lowmem_load.io.stand_ins import origin_of
 from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.ranges import FlatRange
@@ -136,7 +136,7 @@ class ModuleCall:
         """Read what modules get by `set_extra_state`, out of the tensors. Return its names, and those in no file."""
         names: set[str] = set()
         absent: set[str] = set()
-        for _, prefix, module in walk(model):
+        for prefix, module in named_modules(model):
             name = f"{prefix}.{_EXTRA}" if prefix else _EXTRA
             if type(module).set_extra_state is nn.Module.set_extra_state or is_below(name, self._done):
                 continue
@@ -254,7 +254,7 @@ def _run_code_of_torch(model: nn.Module, tensors: dict[str, torch.Tensor], done:
 
     Source: torch 2.13 `nn/utils/parametrizations.py`, `weight_norm`; `nn/modules/batchnorm.py`, `_NormBase`.
     """
-    for _, plain, module in walk(model):
+    for plain, module in named_modules(model):
         if is_below(plain, done):
             continue
         prefix = f"{plain}." if plain else ""

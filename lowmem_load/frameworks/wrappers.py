@@ -5,9 +5,10 @@ They are known by their classes. A word in a name tells nothing: anybody may cal
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -60,20 +61,36 @@ def _keys(module: nn.Module) -> set[str]:
     return {*own["_modules"], *own["_parameters"], *own["_buffers"]}
 
 
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules with their plain names, a shared one in each place, a wrapper before what it holds."""
+    yield from ((_text(path), module) for path, module in _walk(model))
+
+
 def plain_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules by their plain names: what is wrapped, not its wrapper."""
-    return {plain: module for _, plain, module in walk(model)}
+    return dict(named_modules(model))
+
+
+Path: TypeAlias = tuple[tuple[str, bool], ...]
+"""The keys that lead to a module or tensor, and whether each is that of what a wrapper holds."""
 
 
 class NamedTensor(NamedTuple):
     """A parameter or buffer in one of its places: `tensors[key]` of a module. Its name has no wrappers."""
 
     name: str
+    path: Path
     tensor: torch.Tensor
     tensors: dict[str, Any]
     key: str
     is_parameter: bool
     is_persistent: bool
+
+    def may_be(self, name: str) -> bool:
+        """Return whether this is the name of the tensor with all, some or none of its wrappers, as in state dicts."""
+        *modules, (key, _) = self.path
+        pattern = "".join(f"(?:{re.escape(part)}[.]){'?' * is_wrapped}" for part, is_wrapped in modules)
+        return re.fullmatch(pattern + re.escape(key), name) is not None
 
 
 def named_tensors(model: nn.Module) -> list[NamedTensor]:
@@ -84,26 +101,25 @@ def named_tensors(model: nn.Module) -> list[NamedTensor]:
     """
     found: list[NamedTensor] = []
     full_names: dict[tuple[str, int], str] = {}
-    for full, plain, module in walk(model):
+    for above, module in _walk(model):
         own = vars(module)
         for tensors, is_parameter in ((own["_parameters"], True), (own["_buffers"], False)):
             for key, tensor in tensors.items():
                 if tensor is not None:
-                    is_persistent = key not in own["_non_persistent_buffers_set"]
-                    found.append(NamedTensor(_below(plain, key), tensor, tensors, key, is_parameter, is_persistent))
-                    full_names.setdefault((found[-1].name, id(tensor)), _below(full, key))
+                    path, is_persistent = (*above, (key, False)), key not in own["_non_persistent_buffers_set"]
+                    found.append(NamedTensor(_text(path), path, tensor, tensors, key, is_parameter, is_persistent))
+                    full_names.setdefault((_text(path), id(tensor)), ".".join(part for part, _ in path))
     prove_names(type(model).__name__, (), {full: name for (name, _), full in full_names.items()})
     return found
 
 
-def walk(module: nn.Module, full: str = "", plain: str = "") -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield the modules, a shared one in each place, with their names in the model and their plain names."""
-    yield full, plain, module
+def _walk(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
+    yield path, module
     inner = wrapped_key(module)
     for key, child in vars(module)["_modules"].items():
         if child is not None:
-            yield from walk(child, _below(full, key), plain if key == inner else _below(plain, key))
+            yield from _walk(child, (*path, (key, key == inner)))
 
 
-def _below(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key
+def _text(path: Path) -> str:
+    return ".".join(key for key, is_wrapped in path if not is_wrapped)

@@ -27,7 +27,7 @@ from lowmem_load.families import diffusion
 from lowmem_load.families.files import renamed
 from lowmem_load.frameworks import peft
 from lowmem_load.frameworks.peft import Merge
-from lowmem_load.frameworks.wrappers import plain_name
+from lowmem_load.frameworks.wrappers import NamedTensor, named_tensors
 from lowmem_load.hf import saver
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.saver import SavedFile
@@ -147,7 +147,14 @@ def _describe_by_names(
         if id(tensor) not in sources:
             raise UnsupportedError(f"{name}: is neither a parameter nor a buffer, so it cannot be saved in safetensors")
         first.setdefault(id(tensor), name)
-    names = {name: plain_name(model, name) for name in first.values()}
+    places: dict[int, list[NamedTensor]] = {}
+    for named in named_tensors(model):
+        places.setdefault(id(named.tensor), []).append(named)
+    # Hooks may give a state dict any names.
+    names = {
+        name: next((place.name for place in places.get(key, ()) if place.may_be(name)), name)
+        for key, name in first.items()
+    }
     prove_names(type(model).__name__, names, names)
     tensors, _ = renamed({names[name]: sources[key] for key, name in first.items()}, rename or {}, ())
     return saver.describe_plain(tensors, scratch, dtype=dtype, max_shard_size=max_shard_size)

@@ -73,6 +73,19 @@ def test_wrappers_are_no_part_of_names(tmp_path: Path) -> None:
     assert isinstance(plain_modules(model)["1.0"], nn.Linear)
 
 
+def test_a_wrapper_around_a_module_that_looks_alike(tmp_path: Path) -> None:
+    model, key = nn.Sequential(Holder("_checkpoint_wrapped_module")), "0._checkpoint_wrapped_module"
+    model[0] = compiled(checkpoint_wrapper(model[0]))
+    assert set(saved(model, tmp_path)) == set(names_of(model)) == {f"{key}.weight", f"{key}.bias", "0.weight"}
+
+
+def test_names_that_the_module_chooses_for_its_state_dict(tmp_path: Path) -> None:
+    model = blocks()
+    model[0] = compiled(model[0])
+    model.register_state_dict_post_hook(lambda _, state, *__: state.update(mine=state.pop("0._orig_mod.weight")))
+    assert set(saved(model, tmp_path)) == {"mine", *blocks().state_dict()} - {"0.weight"}
+
+
 def test_adapters_of_peft_and_own_modules_that_look_alike() -> None:
     model = nn.Sequential(Holder("base_layer"), nn.Linear(2, 2))
     model = inject_adapter_in_model(LoraConfig(r=1, target_modules=["base_layer"], modules_to_save=["1"]), model)
