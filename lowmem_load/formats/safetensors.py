@@ -28,10 +28,10 @@ MAX_SIZE = (1 << 64) - 1  # of a dimension, an offset, and the elements and bits
 MAX_TORCH_SIZE = (1 << 63) - 1  # of strides, where an empty dimension counts as 1
 
 _DTYPES: Mapping[str, tuple[int, str]] = {
+    "BOOL": (8, "bool"),
     "F4": (4, "float4_e2m1fn_x2"),
     "F6_E2M3": (6, ""),
     "F6_E3M2": (6, ""),
-    "BOOL": (8, "bool"),
     "U8": (8, "uint8"),
     "I8": (8, "int8"),
     "F8_E5M2": (8, "float8_e5m2"),
@@ -51,7 +51,7 @@ _DTYPES: Mapping[str, tuple[int, str]] = {
     "I64": (64, "int64"),
     "U64": (64, "uint64"),
 }
-"""Dtypes of safetensors 0.8.0 (`Dtype` in `tensor.rs`): bits of an element, and the name in torch; "" for none."""
+"""Dtypes of safetensors 0.8.0, in the order of `Dtype` in `tensor.rs`: bits of an element, name in torch if any."""
 
 BITS: Mapping[str, int] = {code: bits for code, (bits, _) in _DTYPES.items()}
 DTYPES: Mapping[str, torch.dtype] = {

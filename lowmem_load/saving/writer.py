@@ -60,7 +60,7 @@ from lowmem_load.planning.proof import prove_coverage
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.text import fingerprint, size
 
-_CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items() if code not in PACKED}
+_CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 _ORDER = {code: number for number, code in enumerate(BITS)}
 _ALIGNMENT = 8
 
@@ -117,13 +117,12 @@ def _offset(layout: FileLayout, name: str, copy: Copy) -> int:
 
 def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]) -> FileLayout:
     """Return the layout of a safetensors file; raise UnsupportedError if it cannot hold the dtype of a tensor."""
-    for key, (dtype, _) in tensors.items():
-        if dtype not in _CODES:
-            raise UnsupportedError(f"{name}: {key} is of {dtype}, which a safetensors file cannot hold")
+    for key, (dtype, shape) in tensors.items():
+        if dtype not in _CODES or (_CODES[dtype] in PACKED and not shape):
+            raise UnsupportedError(f"{name}: {key} is {shape} of {dtype}, which a safetensors file cannot hold")
 
-    def place(key: str) -> tuple[int, int, bytes]:
-        code = _CODES[tensors[key][0]]
-        return -BITS[code], -_ORDER[code], key.encode()
+    def place(key: str) -> tuple[int, bytes]:
+        return -_ORDER[_CODES[tensors[key][0]]], key.encode()
 
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offsets: dict[str, int] = {}
@@ -131,7 +130,9 @@ def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadat
     for key in sorted(tensors, key=place):
         dtype, shape = tensors[key]
         offsets[key], end = end, end + math.prod(shape) * dtype.itemsize
-        entries[key] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offsets[key], end]}
+        code = _CODES[dtype]
+        in_file = [*shape[:-1], shape[-1] * PACKED[code]] if code in PACKED else list(shape)
+        entries[key] = {"dtype": code, "shape": in_file, "data_offsets": [offsets[key], end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     header = struct.pack("<Q", len(text)) + text
