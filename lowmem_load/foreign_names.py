@@ -164,6 +164,16 @@ ENGINE_SAVE = _engine(
     "DeepSpeedEngine.save_16bit_model", "integrations.engine", loss=f"engine.save_16bit_model {_STOCK}"
 )
 
+_UNREAD = "every rank reads a lazy model whole before ZeRO-3 partitions it"
+PARTITION = ForeignName(
+    DEEPSPEED,
+    "deepspeed.runtime.zero.partition_parameters",
+    "Init._convert_to_zero_parameters",
+    "integrations.accelerate",
+    loss=_UNREAD,
+)
+BROADCAST_MODEL = _engine("DeepSpeedEngine._broadcast_model", "integrations.accelerate", loss=_UNREAD)
+
 # -- accelerate, and axolotl's copy of it ------------------------------------------------------------------------------
 
 _BROADCASTS = "rank 0 reads all weights of FSDP2 models with cpu_ram_efficient_loading, and broadcasts them"

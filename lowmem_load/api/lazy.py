@@ -12,6 +12,7 @@ from lowmem_load.api.request import name_text, refuse_placing, stage_3
 from lowmem_load.distributed import environment
 from lowmem_load.ds.zero3_target import zero_init_disabled
 from lowmem_load.dtensor.sharded_target import Unfilled
+from lowmem_load.families import diffusion
 from lowmem_load.families.call import Call
 from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import on_host
@@ -60,13 +61,15 @@ def lazy(
     refuse_placing(from_pretrained_kwargs, "lazy: remove {}; place, shard or quantize the model that lazy() returns")
     where, kwargs = find_folder(name_text(name), from_pretrained_kwargs, stream=stream)
     model_folder.check_name(where, kwargs.get("subfolder", ""))
-    config = names.model_config(where, kwargs)
-    cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
+    cls = diffusion.model_class(where, auto_class, kwargs)
+    if cls is None:
+        config = names.model_config(where, kwargs)
+        cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
 
     def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
         return describe_lazily(call, Executor(num_threads=min(MAX_THREADS, environment.cores(1))))[1:]
 
-    with load_lock(), loader.intercepted(load):
+    with load_lock(), loader.intercepted(load), diffusion.intercepted(load):
         return rename_loaded(cls.from_pretrained(where, **kwargs))
 
 

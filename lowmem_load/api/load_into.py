@@ -13,7 +13,15 @@ import torch
 from torch import nn
 
 from lowmem_load.api.parts import parts_call
-from lowmem_load.api.request import agree_on_request, make_load, name_text, ordinary_load, stage_3, weights_folder
+from lowmem_load.api.request import (
+    agree_on_request,
+    make_load,
+    name_text,
+    ordinary_load,
+    stage_3,
+    storage_dtype,
+    weights_folder,
+)
 from lowmem_load.config.settings import Partition, read_settings
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import has_group
@@ -332,10 +340,12 @@ def _diffusers_over_mesh(
     kwargs: dict[str, Any],
 ) -> Any:
     """Return a model of diffusers that `fully_shard` has sharded, in fp32 unless there is a dtype."""
-    if dtype not in (None, "auto"):
-        kwargs["torch_dtype"] = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype))
+    older = kwargs.pop("torch_dtype", None)
+    dtype = older if dtype in (None, "auto") else dtype
     ranks, constructor = RankGroup(None), Constructor()
     with ranks.step("building the model", name=name):
+        if dtype not in (None, "auto"):
+            kwargs["torch_dtype"] = storage_dtype(dtype, torch.float32)
         model = diffusion.skeleton(cls, name, kwargs, constructor.building())
         shard_fully(model, mesh, blocks(model), policy)
         device = torch.device("cpu") if offloads(policy) else mesh_device(model)

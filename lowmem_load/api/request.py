@@ -48,7 +48,7 @@ class Request(NamedTuple):
         older = kwargs.pop("torch_dtype", "auto")  # the older name of the same keyword
         dtype = older if self.dtype == "auto" else self.dtype
         is_partitioned = settings.stage == 3
-        storage = _storage_dtype(dtype, settings.dtype, must_agree=is_partitioned and settings.partition is None)
+        storage = storage_dtype(dtype, settings.dtype, must_agree=is_partitioned and settings.partition is None)
         kwargs[names.DTYPE_KEYWORD] = storage
         model_folder.check_name(self.name, kwargs.get("subfolder", ""))
         if (cls := diffusion.model_class(self.name, self.auto_class, kwargs)) is not None:
@@ -172,7 +172,8 @@ def weights_folder(path: Any) -> str | None:
     return text
 
 
-def _storage_dtype(dtype: str | torch.dtype | None, engine: torch.dtype, *, must_agree: bool) -> torch.dtype:
+def storage_dtype(dtype: str | torch.dtype | None, engine: torch.dtype, *, must_agree: bool = False) -> torch.dtype:
+    """Return the dtype of `load_model` and the like, which is the engine's for None and "auto"."""
     if dtype in (None, "auto"):
         return engine
     wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)

@@ -39,8 +39,9 @@ from torch import nn
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.ds import swapping
 from lowmem_load.ds.parameters import is_partitioned
-from lowmem_load.ds.swapping import Swapping
+from lowmem_load.ds.swapping import Folder, Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.planning.ranges import FlatRange, partition_range, secondary_range
 
 logger = logging.getLogger(__name__)
 
@@ -100,17 +101,34 @@ class Partitioner:
         swap_folder = swapping.folder_of(ds_config)
         if swap_folder is not None:
             swapping.prepare(swap_folder, ds_config)
-        self._init = _zero_init(ds_config, group, mpu)
+        self._take(_zero_init(ds_config, group, mpu), swap_folder)
+        if self._init.mem_efficient_linear:  # zero.Init does this when it is entered
+            enable = getattr(self._init, "_enable_mem_efficient_linear", None)  # since deepspeed 0.19.4
+            if enable is not None:
+                enable()
+            else:
+                torch.nn.functional.linear = zero3_linear_wrap
+
+    @classmethod
+    def of(cls, init: Any) -> Partitioner:
+        """Return one that makes parameters for a zero.Init of DeepSpeed's own, which is converting a module."""
+        partitioner = cls.__new__(cls)
+        partitioner._take(init, None)
+        return partitioner
+
+    def _take(self, init: Any, swap_folder: Folder | None) -> None:
         require_attributes(
             DEEPSPEED,
-            self._init,
+            init,
             (
-                *("dtype", "local_device", "mem_efficient_linear"),
+                *("ds_process_group", "dtype", "local_device", "mem_efficient_linear", "module"),
                 *("num_ranks_in_param_group", "param_swapper", "pin_memory"),
                 *("quantized_nontrainable_weights", "rank_in_group", "remote_device", "zero_param_process_group"),
             ),
         )
-        self.swapping = None if swap_folder is None else Swapping(self._init.param_swapper, swap_folder)
+        self._init = init
+        self.swapping = None if init.param_swapper is None else Swapping(init.param_swapper, swap_folder)
+        self.group, self.module = init.ds_process_group, init.module
         self.dtype: torch.dtype = self._init.dtype
         self.device: torch.device = self._init.local_device
         self.rank: int = self._init.get_partition_rank()
@@ -118,12 +136,6 @@ class Partitioner:
         self.secondary: tuple[int, int] = (0, 0)
         if self._init.zero_param_process_group is not None:
             self.secondary = self._init.rank_in_group, self._init.num_ranks_in_param_group
-        if self._init.mem_efficient_linear:  # zero.Init does this when it is entered
-            enable = getattr(self._init, "_enable_mem_efficient_linear", None)  # since deepspeed 0.19.4
-            if enable is not None:
-                enable()
-            else:
-                torch.nn.functional.linear = zero3_linear_wrap
 
     def reserve_ids(self, module: nn.Module) -> dict[int, int]:
         """Return the `ds_id` of each parameter by `id(parameter)`, in the order in which zero.Init would give them."""
@@ -141,6 +153,23 @@ class Partitioner:
         # Without elements: DeepSpeed would partition what is there. Its true shape is set below.
         parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=requires_grad)
         next_id = Init.param_id
+        self.convert(parameter)
+        Init.param_id = next_id  # ids were reserved in zero.Init's order; this one is not new
+        parameter.ds_id = ds_id
+        parameter.ds_shape = shape
+        parameter.ds_numel = shape.numel()
+        return parameter
+
+    def takes(self, parameter: torch.Tensor) -> bool:
+        """Return whether `convert` and `allocate` do all that DeepSpeed does with a parameter that it partitions.
+
+        It cuts some for groups of their own (AutoEP), and quantizes frozen ones.
+        """
+        is_quantized = self._init.quantized_nontrainable_weights and not parameter.requires_grad
+        return not (is_partitioned(parameter) or is_quantized or hasattr(parameter, "ds_zero_partition_process_group"))
+
+    def convert(self, parameter: nn.Parameter) -> None:
+        """Give a parameter what makes it one of ZeRO-3. It keeps its elements, and has no partition yet."""
         self._init._convert_to_deepspeed_param(parameter)
         # What it sets under another name would keep the value of the empty parameter.
         require_attributes(
@@ -148,12 +177,14 @@ class Partitioner:
             parameter,
             ("ds_id", "ds_numel", "ds_process_group", "ds_secondary_tensor", "ds_shape", "ds_status", "ds_tensor"),
         )
-        Init.param_id = next_id  # ids were reserved in zero.Init's order; this one is not new
-        parameter.ds_id = ds_id
-        parameter.ds_shape = shape
-        parameter.ds_numel = shape.numel()
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        return parameter
+
+    def regions(self, numel: int) -> list[FlatRange]:
+        """Return which elements of a parameter this rank's partition holds, and under hpZ its secondary partition."""
+        regions = [partition_range(numel, self.rank, self.world_size)]
+        if self.secondary[1]:
+            regions.append(secondary_range(numel, self.secondary[0], self.world_size, self.secondary[1])[0])
+        return regions
 
     def allocate(self, parameter: nn.Parameter, numels: Sequence[int]) -> list[torch.Tensor]:
         """Allocate the partition of `parameter` and, under hpZ, its secondary partition; the caller fills them.

@@ -77,7 +77,7 @@ class Swapping:
     # Live swappers by folder. One table per process, as DeepSpeed empties such a folder whenever it makes a swapper.
     _live: ClassVar[weakref.WeakValueDictionary[Folder, Any]] = weakref.WeakValueDictionary()
 
-    def __init__(self, swapper: Any, folder: Folder) -> None:
+    def __init__(self, swapper: Any, folder: Folder | None) -> None:
         require_attributes(
             DEEPSPEED,
             swapper,
@@ -89,8 +89,9 @@ class Swapping:
         self._swapper = swapper
         self._filling: list[nn.Parameter] = []
         self._writing: list[tuple[str, int]] = []  # path and final length in bytes of each file
-        Swapping._live[folder] = swapper
-        _free_with_last_view(swapper, self._writing)
+        if folder is not None:  # else it is an engine's own
+            Swapping._live[folder] = swapper
+            _free_with_last_view(swapper, self._writing)
 
     @classmethod
     def refuse_held(cls, folder: Folder) -> None:

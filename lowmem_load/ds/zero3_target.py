@@ -22,7 +22,7 @@ from lowmem_load.config.settings import Choice, Partition, Settings, choices_of
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError, listed
 from lowmem_load.planning.load_plan import TargetPlan
-from lowmem_load.planning.ranges import FlatRange, partition_numel, partition_range
+from lowmem_load.planning.ranges import partition_numel, partition_range, secondary_range
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.target import HostBytes, Layout, Replicated, Target
 from lowmem_load.text import is_below
@@ -73,10 +73,9 @@ class Zero3(Target):
         world_size, secondary_size = self._world_size, self._settings.secondary_size
         regions, numels = [partition_range(numel, self._rank, world_size)], [partition_numel(numel, world_size)]
         holders = [range(self._rank, num_ranks, world_size)]
-        if secondary_size:  # a whole number of partitions: padding is that of the first
-            size = numels[0] * (world_size // secondary_size)
-            first = size * (self._rank % secondary_size)
-            regions.append(FlatRange(min(first, numel), min(first + size, numel)))
+        if secondary_size:
+            region, size = secondary_range(numel, self._rank, world_size, secondary_size)
+            regions.append(region)
             numels.append(size)
             holders.append(range(self._rank % secondary_size, num_ranks, secondary_size))
         dtype = self._settings.dtype if stored.is_floating_point else stored

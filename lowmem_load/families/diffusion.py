@@ -102,6 +102,11 @@ class DiffusersCall:
         if getattr(model, "hf_quantizer", None) is not None:
             raise UnsupportedError(f"{self.name}: quantized weights of diffusers cannot be streamed")
         if empty := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+            if not self.kwargs.get("low_cpu_mem_usage", True):
+                raise UnsupportedError(
+                    f"{self.name}: {', '.join(empty)}: with low_cpu_mem_usage=False these keep what the constructor of "
+                    f"{type(model).__name__} leaves in them"
+                )
             raise CheckpointError(
                 f"{self.name}: no file has {', '.join(empty)} of {type(model).__name__}, and diffusers gives them no "
                 "value. Correct config.json, or build the model yourself and call load_into with initialize=True"

@@ -1,7 +1,6 @@
-"""accelerate: FSDP2 under `install` and `streaming`, and saves under ZeRO-3.
+"""accelerate: models that are lazy until FSDP2 shards or ZeRO-3 partitions them, and saves under ZeRO-3.
 
-With FSDP2 the model is lazy until it is sharded.
-
+FSDP2:
 In stock every rank builds the whole model, in fp32 if it trains in mixed precision, before it is sharded. With
 `cpu_ram_efficient_loading` rank 0 then broadcasts it, tensor by tensor. Of a lazy model `fully_shard` reads slices by
 itself, and `fsdp2_load_full_state_dict` has each rank read its shards, all together.
@@ -18,7 +17,8 @@ import inspect
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ from lowmem_load.hf.skeleton import ties_kept
 from lowmem_load.integrations.hooks import replaced_once_imported
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, Load, Options
-from lowmem_load.replaced import Handlers, replaced, warn_of_missing
+from lowmem_load.replaced import Handlers, holding, replaced, warn_of_missing
 from lowmem_load.symbolic.lazy import addresses_are_only_compared
 from lowmem_load.target import Target
 
@@ -100,17 +100,25 @@ def load_lazily(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]
 
 def _hooks() -> contextlib.ExitStack:
     """Inside, each rank reads its shards of a lazy model that accelerate shards on the meta device."""
-    return replaced_once_imported(_FSDP2_HANDLERS, lambda: _FSDP2_HANDLERS)
+    return replaced_once_imported(_HANDLERS, lambda: _HANDLERS)
 
 
 def is_for_fsdp2(kwargs: Mapping[str, Any]) -> bool:
     """Return whether accelerate may shard a model by FSDP2 that is loaded with these keywords now."""
-    if kwargs.get("device_map") is not None and not _is_of_this_rank(_device_of(kwargs["device_map"])):
-        return False
-    if not has_group() or any(kwargs.get(keyword) is not None for keyword in _NOT_LAZY):
-        return False
     if (quantization := kwargs.get("quantization_config")) is not None and not is_four_bit(quantization):
         return False
+    return may_be_lazy(kwargs) and uses_fsdp2()
+
+
+def may_be_lazy(kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a load with these keywords makes a whole model, where this rank will need it."""
+    if kwargs.get("device_map") is not None and not _is_of_this_rank(_device_of(kwargs["device_map"])):
+        return False
+    return has_group() and all(kwargs.get(keyword) is None for keyword in _NOT_LAZY)
+
+
+def uses_fsdp2() -> bool:
+    """Return whether accelerate may shard a model by FSDP2 that is loaded now."""
     return _fsdp_version() != "1" and active_zero3_config() is None
 
 
@@ -176,7 +184,37 @@ def _prepare_model(ordinary: Any, accelerator: Any, model: nn.Module) -> Any:
         return ordinary(accelerator, model)
 
 
-_FSDP2_HANDLERS: Handlers = {
+# -- ZeRO-3 ------------------------------------------------------------------------------------------------------------
+
+_IS_PARTITIONING: ContextVar[bool] = ContextVar("lowmem_load_is_partitioning", default=False)
+
+
+def _partition(ordinary: Callable[..., None], init: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Have each rank read its partitions of what is still as in the files; all else is partitioned as in stock.
+
+    Also of models that are ordinary on this rank: they may be lazy on others.
+    """
+    from lowmem_load.ds.partition import Partitioner
+    from lowmem_load.lazy_weights.fill import fill_partitions
+
+    if _IS_PARTITIONING.get():  # an outer block's
+        ordinary(init, parameters)
+        return
+    with holding(_IS_PARTITIONING, True):
+        ordinary(init, fill_partitions(Partitioner.of(init), list(parameters)))
+
+
+def _broadcast_model(ordinary: Callable[..., None], engine: Any) -> None:
+    """Leave out what is broadcast again as it is partitioned, and would have a lazy model read whole."""
+    from lowmem_load.ds.hooks import partitions_all
+
+    if not partitions_all(engine):
+        ordinary(engine)
+
+
+_HANDLERS: Handlers = {
+    foreign_names.PARTITION: _partition,
+    foreign_names.BROADCAST_MODEL: _broadcast_model,
     foreign_names.ACCELERATE_FILL: _fill,
     foreign_names.AXOLOTL_FILL: _fill,
     foreign_names.PREPARE_FSDP2: _prepare_all,

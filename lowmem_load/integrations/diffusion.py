@@ -1,14 +1,12 @@
-"""diffusers under `install` and `streaming`: its models become ZeRO-3 partitions, or are lazy for accelerate's FSDP2.
+"""diffusers under `install` and `streaming`: its models are lazy until DeepSpeed or accelerate's FSDP2 takes them.
 
-Under ZeRO-3 autoencoders are left to diffusers, as is all that loads while accelerate's `zero3_init_flag` is off:
-diffusers' scripts switch it off around models that no engine will train, whose forward needs whole weights.
+diffusers knows no ZeRO-3: its stock models are whole until `deepspeed.initialize`, and scripts change them before that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,13 +14,12 @@ from typing import Any
 from torch import nn
 
 from lowmem_load import foreign_names
-from lowmem_load.api.load_model import load_by_active_config
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, outside_level
 from lowmem_load.families import diffusion
 from lowmem_load.families.call import Call
 from lowmem_load.hf.active import active_zero3_config
 from lowmem_load.hf.load_lock import inside_load
-from lowmem_load.integrations.accelerate import is_for_fsdp2, load_lazily
+from lowmem_load.integrations.accelerate import load_lazily, may_be_lazy, uses_fsdp2
 from lowmem_load.integrations.hooks import replaced_once_imported
 from lowmem_load.pipeline.load import Options
 from lowmem_load.replaced import Handlers
@@ -32,8 +29,6 @@ def diffusers_loads(options: Options, *, everywhere: bool) -> contextlib.Abstrac
     """Inside, models of diffusers are streamed: in this thread if diffusers is imported, or in all."""
 
     def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
-        if active_zero3_config() is not None:
-            return load_by_active_config(call, options)
         return load_lazily(call, options)
 
     if not everywhere:
@@ -47,9 +42,9 @@ def diffusers_loads(options: Options, *, everywhere: bool) -> contextlib.Abstrac
 
 
 def _is_wanted(cls: type, kwargs: Mapping[str, Any]) -> bool:
-    if active_zero3_config() is None:
-        return is_for_fsdp2(kwargs) and not diffusion.is_autoencoder(cls)
-    return not (diffusion.is_autoencoder(cls) or _is_switched_off())
+    if diffusion.is_autoencoder(cls) or not may_be_lazy(kwargs):
+        return False
+    return active_zero3_config() is not None or uses_fsdp2()
 
 
 def _load_pipeline(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -66,18 +61,6 @@ def _load_single_file(ordinary: Callable[..., Any], cls: type, *args: Any, **kwa
         )
         warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())
     return ordinary(cls, *args, **kwargs)
-
-
-def _is_switched_off() -> bool:
-    """Return whether accelerate's plugin says that models are not partitioned as they are made.
-
-    Source: accelerate 1.15 `utils/dataclasses.py`, `DeepSpeedPlugin.zero3_init_context_manager`.
-    """
-    state: Any = sys.modules.get("accelerate.state")
-    if state is None or not state.is_initialized():
-        return False
-    plugin = getattr(state.AcceleratorState(), "deepspeed_plugin", None)
-    return plugin is not None and not plugin.zero3_init_flag
 
 
 # -- saves -------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
-"""Fills a model that was sharded on the meta device from the lazy state dict that it had before.
+"""Fills the parts that ranks hold of a model that was lazy: shards on the meta device, and ZeRO-3 partitions.
 
-What comes from files unchanged, or moved and cast, each rank reads for itself: the elements of its shards. What a
-script has made or changed comes from rank 0, as in stock.
+What comes from files unchanged, or moved and cast, each rank reads for itself: the elements of its part. What a script
+has made or changed comes from rank 0, as in stock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,9 +19,12 @@ from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.io.memory import naming_shortage
 from lowmem_load.lazy_weights.lazy_model import LazyReader, Part, leave, reader_of
 from lowmem_load.phases import progress_bar
-from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children
-from lowmem_load.symbolic.lazy import LazyTensor, is_unread, values_of
+from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children, leaves
+from lowmem_load.symbolic.lazy import LazyTensor, become, is_unread, keep, values_of
 from lowmem_load.text import fingerprint, share
+
+if TYPE_CHECKING:
+    from lowmem_load.ds.partition import Partitioner
 
 
 def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -66,6 +70,69 @@ def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: to
                 values = values_of(state[name]) if ranks.rank == 0 else torch.empty(shards[name].shape)
                 scatter_into(name, shards[name], values)
     leave(model)
+
+
+def fill_partitions(partitioner: Partitioner, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Partition those of a model's parameters that are still as in the files. DeepSpeed has to partition the others.
+
+    Returns the others, which then have memory: on the first rank with their values. They stay the same objects.
+    Collective: the ranks among which parameters are partitioned. Memory: the partitions, a staging buffer for each
+    reading thread, and the others.
+
+    Raises:
+        CheckpointError: the ranks hold different weights.
+        RankError: another rank failed.
+    """
+    ranks = RankGroup(partitioner.group)
+    lazy = {number: local for number, local in enumerate(parameters) if isinstance(local, LazyTensor)}
+    with ranks.session("partitioning the model"), torch.no_grad():
+        with ranks.step("finding what was changed") as step:
+            step.payload = [number for number in lazy if partitioner.takes(lazy[number]) and _is_of_files(lazy[number])]
+        taken = sorted(set(step.payloads[0]).intersection(*step.payloads))
+        with ranks.step("comparing the weights") as step:
+            lines = (f"{number} {line}" for number in taken for line in _lines(lazy[number]))
+            step.digest = {"weights that are not read yet": fingerprint(lines)}
+        parts: dict[LazyReader, list[Part]] = {}
+
+        def read() -> None:
+            for reader, own in parts.items():
+                _read(reader, own, ranks)
+            parts.clear()
+
+        for number in taken:
+            if partitioner.swapping is not None and partitioner.swapping.is_swap_due:
+                read()
+                partitioner.swapping.swap_out()
+            parameter, reader = lazy[number], reader_of(lazy[number])
+            parts.setdefault(reader, []).extend(_partition(partitioner, parameter))
+        read()
+        if partitioner.swapping is not None:
+            partitioner.swapping.finish()
+        with ranks.step("reading what was changed"):
+            for number in lazy.keys() - set(taken):
+                _make_ordinary(lazy[number], has_values=ranks.rank == 0)
+    if partitioner.module is not None:
+        leave(partitioner.module)
+    return [parameter for number, parameter in enumerate(parameters) if number not in set(taken)]
+
+
+def _partition(partitioner: Partitioner, parameter: Any) -> list[Part]:
+    """Let a lazy parameter be one of ZeRO-3; return what its partitions are to be filled with."""
+    expression, regions = parameter.expression, partitioner.regions(parameter.numel())
+    partitioner.convert(parameter)
+    become(parameter, torch.empty(0, dtype=parameter.dtype, device=partitioner.device))
+    tensors = partitioner.allocate(parameter, [region.numel for region in regions])
+    name = next((leaf.name for leaf in leaves(expression) if isinstance(leaf, Source)), "a parameter")
+    return [
+        Part(name, expression, region, tensor[: region.numel]) for region, tensor in zip(regions, tensors, strict=True)
+    ]
+
+
+def _make_ordinary(parameter: LazyTensor, *, has_values: bool) -> None:
+    if has_values or not is_unread(parameter):
+        become(parameter, keep(parameter))
+    else:
+        become(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
 
 
 def allocate_shards(model: nn.Module, device: torch.device) -> None:

@@ -87,3 +87,13 @@ def partition_range(numel: int, rank: int, world_size: int) -> FlatRange:
     """
     size = partition_numel(numel, world_size)
     return FlatRange(min(rank * size, numel), min((rank + 1) * size, numel))
+
+
+def secondary_range(numel: int, rank: int, world_size: int, secondary_size: int) -> tuple[FlatRange, int]:
+    """Return the range of hpZ's secondary partition on `rank`, without padding, and its elements with padding.
+
+    Among `secondary_size` ranks each holds a whole number of partitions: padding is that of partitions.
+    """
+    size = partition_numel(numel, world_size) * (world_size // secondary_size)
+    first = size * (rank % secondary_size)
+    return FlatRange(min(first, numel), min(first + size, numel)), size

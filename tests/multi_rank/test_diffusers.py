@@ -44,6 +44,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "out_channels": 4,
         "rope_max_seq_len": 32,
     },
+    "UNet2DConditionModel": {
+        "sample_size": 8,
+        "layers_per_block": 1,
+        "block_out_channels": (16, 32),
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "cross_attention_dim": 16,
+        "attention_head_dim": 4,
+        "norm_num_groups": 4,
+    },
     "AutoencoderKL": {"block_out_channels": (32,), "norm_num_groups": 8, "latent_channels": 2},
 }
 WITHOUT = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
@@ -137,7 +147,7 @@ def load_by_name(folder: Path) -> list[int]:
     for name in MODELS:
         cls = getattr(diffusers, name)
         whole = cls.from_pretrained(folder / name, torch_dtype=torch.bfloat16)
-        model = load_model(folder / name, mesh, dtype="bfloat16")
+        model = load_model(folder / name, mesh, dtype="torch.bfloat16")
         assert {n: p.dtype for n, p in model.named_parameters()} == {n: p.dtype for n, p in whole.named_parameters()}
         assert not differing(model, whole)
         all_bytes = sum(file.stat().st_size for file in (folder / name).glob("*.safetensors"))
@@ -194,30 +204,34 @@ def load_in_script(folder: Path) -> None:
     from torch.distributed.fsdp import fully_shard
     from transformers.integrations import HfDeepSpeedConfig
 
-    from lowmem_load import DistributedInterface, streaming
+    from lowmem_load import DistributedInterface, load_report, streaming
     from lowmem_load.symbolic.lazy import is_unread
 
-    del deepspeed
     rank = DistributedInterface().rank
     flux, vae = diffusers.FluxTransformer2DModel, diffusers.AutoencoderKL
     whole = flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16)
+    all_bytes = sum(file.stat().st_size for file in (folder / "FluxTransformer2DModel").glob("*.safetensors"))
     install()
-    for block in (contextlib.nullcontext(), streaming()):
+    for block in (contextlib.nullcontext, streaming):
         alive = HfDeepSpeedConfig(BF16)
-        with block:
+        with block():
             model = flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16)
+            with_lora = adapted(flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16))
             left = vae.from_pretrained(folder / "AutoencoderKL")
-        assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
+        assert all(map(is_unread, model.parameters()))
+        assert not any(map(is_unread, left.parameters()))
+        deepspeed.initialize(model=model, config=BF16)
+        assert load_report(model).read_bytes < 0.55 * all_bytes
         assert not differing(model, whole)
-        assert not any(hasattr(parameter, "ds_id") for parameter in left.parameters())
-        if isinstance(block, contextlib.nullcontext):  # under `install`
+        if block is contextlib.nullcontext:  # under `install`
             assert_own_save(model, whole, folder / "zero3")
             assert_left_to_stock(folder / "FluxTransformer2DModel")
+        deepspeed.initialize(model=with_lora, config=BF16)
         del alive
         uninstall()
-        expected = adapted(copy.deepcopy(whole))
-        assert not differing(adapted(model), expected)
-        assert_lora_is_sent(model, expected)
+        expected = adapted(copy.deepcopy(whole)).bfloat16()
+        assert not differing(with_lora, expected)
+        assert_lora_is_sent(with_lora, expected)
     os.environ |= {"ACCELERATE_USE_FSDP": "1", "FSDP_VERSION": "2"}
     install()
     if rank == 0:  # scripts try what they have trained on the main rank
@@ -292,20 +306,149 @@ def train(folder: Path) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def load_around_engine(folder: Path) -> None:
-    """Rank function: what a script loads while it has switched accelerate's zero.Init off is left to diffusers."""
-    from accelerate import Accelerator, DeepSpeedPlugin
-
-    plugin = DeepSpeedPlugin(hf_ds_config={**Z3, "gradient_accumulation_steps": 1}, zero3_init_flag=True)
-    Accelerator(deepspeed_plugin=plugin)
-    install()
-    for is_on in (False, True):
-        with plugin.zero3_init_context_manager(enable=is_on):
-            model = diffusers.FluxTransformer2DModel.from_pretrained(folder / "FluxTransformer2DModel")
-        assert all(hasattr(parameter, "ds_id") == is_on for parameter in model.parameters())
+# -- what scripts do to a model before its engine ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("act", [load_by_name, load_in_script, load_around_engine, train])
+def untouched(_: Any, __: Path) -> None:
+    pass
+
+
+def zeroed(unet: Any, _: Path) -> None:
+    nn.init.zeros_(unet.conv_out.weight)
+
+
+def scaled(unet: Any, _: Path) -> None:
+    unet.conv_in.weight.data.mul_(2)
+
+
+def drawn(unet: Any, _: Path) -> None:
+    """Ranks draw different values: those of rank 0 count."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    nn.init.normal_(unet.conv_in.weight)
+    nn.init.normal_(unet.mid_block.resnets[0].conv1.weight[:4])
+
+
+def read_by_one(unet: Any, _: Path) -> float:
+    is_first = os.environ["RANK"] == "0"
+    return float(unet.conv_in.weight.sum()) if is_first and unet.conv_in.weight.data_ptr() else 0.0
+
+
+def copied(unet: Any, folder: Path) -> None:
+    other = type(unet).from_pretrained(folder)
+    other.conv_in.weight.data.mul_(3)
+    unet.load_state_dict(other.state_dict())
+
+
+def counted(unet: Any, _: Path) -> list[Any]:
+    return [(p.numel(), p.shape, float(p.abs().sum())) for p in unet.parameters()]
+
+
+def taught(unet: Any, _: Path) -> float:
+    teacher = copy.deepcopy(unet).requires_grad_(requires_grad=False)
+    unet.conv_in.weight.data.zero_()
+    return float(sum(p.abs().sum() for p in teacher.parameters()))
+
+
+def averaged(unet: Any, _: Path) -> list[Any]:
+    from diffusers.training_utils import EMAModel
+
+    return [float(tensor.sum()) for tensor in EMAModel(unet.parameters()).shadow_params]
+
+
+def widened(unet: Any, _: Path) -> None:
+    """As in diffusers' example for instruct-pix2pix."""
+    with torch.no_grad():
+        wide = nn.Conv2d(8, 16, 3, padding=1)
+        wide.weight.zero_()
+        wide.weight[:, :4].copy_(unet.conv_in.weight)
+        unet.conv_in = wide
+
+
+def controlled(unet: Any, _: Path) -> Any:
+    """As in its examples for ControlNet."""
+    return diffusers.ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(4, 8))
+
+
+def fused(unet: Any, _: Path) -> None:
+    unet.fuse_qkv_projections()
+
+
+def halved(unet: Any, _: Path) -> None:
+    unet.bfloat16()
+
+
+def tied(unet: Any, _: Path) -> None:
+    unet.time_embedding.linear_2.bias = unet.time_embedding.linear_1.bias
+
+
+def checkpointed(unet: Any, _: Path) -> None:
+    unet.enable_gradient_checkpointing()
+    unet.train()
+
+
+def mismatched(unet: Any, folder: Path) -> Any:
+    """The new conv_in is what diffusers leaves in it: a script fills it."""
+    how = {"in_channels": 9, "low_cpu_mem_usage": False, "ignore_mismatched_sizes": True}
+    model = type(unet).from_pretrained(folder, **how)
+    nn.init.ones_(model.conv_in.weight)
+    return model
+
+
+SCRIPTS = (
+    (untouched,),
+    (counted, scaled, zeroed, averaged, taught, drawn),
+    (read_by_one, copied, halved),
+    (widened, fused, tied, checkpointed),
+    (controlled,),
+    (mismatched,),
+)
+
+
+def edit_before_engine(folder: Path) -> None:
+    """Rank function: under ZeRO-3 a model is whole until its engine is made, as in stock."""
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from lowmem_load import DistributedInterface
+
+    DistributedInterface()
+    folder = folder / "UNet2DConditionModel"
+    alive = HfDeepSpeedConfig(Z3)
+    for script in SCRIPTS:
+        results = []
+        for does_install in (False, True):
+            if does_install:
+                install()
+            torch.manual_seed(0)
+            model = diffusers.UNet2DConditionModel.from_pretrained(folder)
+            seen = [edit(model, folder) for edit in script]
+            model = seen[-1] if isinstance(seen[-1], nn.Module) else model
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine, *_ = deepspeed.initialize(model=model, config={**Z3, **TAKES_ANY}, optimizer=optimizer)
+            uninstall()
+            results.append((seen, gathered_of(engine.module)))
+        (seen, stock), (seen_here, ours) = results
+        assert isinstance(seen[-1], nn.Module) or seen == seen_here, script
+        assert stock.keys() == ours.keys(), script
+        assert not [name for name in stock if not torch.equal(stock[name], ours[name])], script
+    del alive
+
+
+TAKES_ANY = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+
+def gathered_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    import deepspeed
+
+    whole = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert hasattr(parameter, "ds_id"), name
+        with deepspeed.zero.GatheredParameters([parameter]):
+            whole[name] = parameter.data.clone()
+    return whole
+
+
+@pytest.mark.parametrize("act", [load_by_name, load_in_script, edit_before_engine, train])
 def test_values_and_files_are_those_of_diffusers(act: Any, tmp_path: Path) -> None:
     write(tmp_path)
     answers = run_ranks(act, tmp_path, timeout_s=300)
