@@ -359,7 +359,7 @@ def load_with_moved_names(path: str) -> None:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
     stock = prepare(from_files(path), efficient=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accelerate, "_FSDP2_HANDLERS", {})
+        patch.setattr(accelerate, "_HANDLERS", {})
         lowmem_load.install()
         ours = prepare(from_files(path), efficient=True)
     lowmem_load.integrations.install.uninstall()

@@ -397,10 +397,11 @@ def mismatched(unet: Any, folder: Path) -> Any:
 SCRIPTS = (
     (untouched,),
     (counted, scaled, zeroed, averaged, taught, drawn),
-    (read_by_one, copied, halved),
+    (read_by_one, copied),
     (widened, fused, tied, checkpointed),
     (controlled,),
     (mismatched,),
+    (halved,),
 )
 
 
@@ -410,6 +411,7 @@ def edit_before_engine(folder: Path) -> None:
     from transformers.integrations import HfDeepSpeedConfig
 
     from lowmem_load import DistributedInterface
+    from lowmem_load.integrations import accelerate
 
     DistributedInterface()
     folder = folder / "UNet2DConditionModel"
@@ -417,6 +419,8 @@ def edit_before_engine(folder: Path) -> None:
     for script in SCRIPTS:
         results = []
         for does_install in (False, True):
+            if does_install and script == (halved,):  # a release of DeepSpeed without the names costs time only
+                accelerate._HANDLERS = {}
             if does_install:
                 install()
             torch.manual_seed(0)
