@@ -28,6 +28,7 @@ from lowmem_load.partial.replicated import (
 )
 from lowmem_load.saving.folder import refuse_url, replacing
 from lowmem_load.saving.local_shards import Wrapper
+from lowmem_load.training_checkpoints.open_zero import STEPS, check_steps, steps_of
 from lowmem_load.training_checkpoints.zero_checkpoint import find_folder
 
 
@@ -185,6 +186,7 @@ class PartialEngine(Wrapper):
                     **self._replicated.state(exclude_frozen=exclude_frozen_parameters),
                     "groups": [options_of(group) for group in self._leader.param_groups],
                     "schedule": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+                    STEPS: self.zero3.global_steps,
                 }
                 save_replicated(os.path.join(save_dir, tag), state)
         return bool(
@@ -228,6 +230,8 @@ class PartialEngine(Wrapper):
             step.digest = {"checkpoint": "none" if folder is None else os.path.basename(folder)}
             if folder is not None:
                 state = load_replicated(folder)
+                if STEPS in state:
+                    check_steps(folder, str(state[STEPS]), steps_of(folder, distributed.rank))
                 num_groups = len(self._leader.param_groups) if load_optimizer_states else None
                 self._replicated.check(state, strict=load_module_strict, num_groups=num_groups)
         if folder is None:

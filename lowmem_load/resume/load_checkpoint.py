@@ -152,7 +152,7 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted, progress: bool | None) -
             folder = find_folder(name, wanted.tag)
             step.digest = {"files": "none: there is no file 'latest'"}
             if folder is not None:
-                checkpoint = open_checkpoint(folder, executor)
+                checkpoint = open_checkpoint(folder, executor, with_moments=wanted.optimizer)
                 own_rank = ranks.rank if len(checkpoint.states) == ranks.world_size else 0
                 plan = make_plan(checkpoint, state, wanted, own_rank, has_scheduler=engine.lr_scheduler is not None)
                 step.digest = _compared(checkpoint, state, wanted)

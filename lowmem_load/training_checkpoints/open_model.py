@@ -146,7 +146,7 @@ def open_model(folder: str, executor: Executor, *, tag: str | None = None, part:
             raise ConfigError(
                 f"{folder}: part={part!r} names a part of torch's state dicts; a ZeRO checkpoint has tags"
             )
-        checkpoint = open_checkpoint(tagged, executor)
+        checkpoint = open_checkpoint(tagged, executor, with_moments=False)
         values: dict[str, Values] = {**checkpoint.replicated, **checkpoint.of_module}
         values |= {name: values[other] for name, other in checkpoint.shared.items() if other in values}
         entries = {(name,): tensor for name, tensor in values.items()}

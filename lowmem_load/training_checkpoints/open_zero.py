@@ -59,11 +59,21 @@ _SWAPPED = "offloaded_tensors"
 
 _SWAPPED_DTYPE = torch.float32
 
+STEPS = "global_steps"
+"""Key of the number of steps, in the model states and in the file of partial ZeRO-3 (since 0.4.0)."""
 
-def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
+STEP = "step"
+"""Key of the number of steps, in an optimizer's state of a parameter."""
+
+_OF_BLOCKS = ("absmax", "qmap")
+"""Beginnings of the keys under which bitsandbytes keeps the scales of an optimizer's blocks."""
+
+
+def open_checkpoint(folder: str, executor: Executor, *, with_moments: bool = True) -> Checkpoint:
     """Return what a checkpoint holds. Everything that decides what lies where is checked.
 
-    The executor reads small values, and keeps the files open.
+    The executor reads small values, and keeps the files open. Without the moments nothing is asked of the optimizer's
+    states but the number of steps: optimizers of 8 bits keep them in blocks, which are no elements of parameters.
     """
     model_names, optim_names = _names(folder)
     stage = 2 if model_names[0] == _STATES_FOR_ALL else 3
@@ -71,7 +81,7 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
     models, optims = [files.open(name) for name in model_names], [files.open(name) for name in optim_names]
     groups, frozen = _shapes(models)
     _check_worlds(models, optims, stage)
-    trained = trained_parameters(files, groups, optims, stage)
+    trained = trained_parameters(files, groups, optims, stage, with_moments=with_moments)
     first, tree, path = models[0], models[0].tree, models[0].path
     module: dict[Any, Any] = at(tree, "module", dict, path)
     names = [name for name in at(tree, "buffer_names", list, path) if isinstance(name, str)]
@@ -92,12 +102,28 @@ def open_checkpoint(folder: str, executor: Executor) -> Checkpoint:
         parameters={**trained, **others},
         lacks_frozen=frozen is None,
         shared=shared,
-        replicated={**buffers, **_replicated(files)},
+        replicated={**buffers, **_replicated(files, first)},
         optimizer=zero_state(optims[0], stage),
         states=models,
         files=files.opened,
         _executor=executor,
     )
+
+
+def steps_of(folder: str, rank: int) -> str:
+    """Return how many steps the engine had made that saved a rank's model states, as text."""
+    names, _ = _names(folder)
+    with Executor() as executor:
+        return shown(Files(folder, executor).open(names[min(rank, len(names) - 1)]).tree.get(STEPS))
+
+
+def check_steps(folder: str, replicated: str, partitioned: str) -> None:
+    """Raise CheckpointError if the file of partial ZeRO-3 and those of DeepSpeed are of different steps."""
+    if replicated != partitioned:
+        raise CheckpointError(
+            f"{os.path.join(folder, REPLICATED_FILE)}: was saved at step {replicated}, DeepSpeed's files at "
+            f"{partitioned}: a save over an earlier one did not end; take another checkpoint"
+        )
 
 
 def saved_by(load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
@@ -187,12 +213,13 @@ def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects]
 # -- contents of the model states ------------------------------------------------------------------------------------
 
 
-def _replicated(files: Files) -> dict[str, SavedParameter]:
+def _replicated(files: Files, states: TorchObjects) -> dict[str, SavedParameter]:
     """Return what partial ZeRO-3 saved in full: buffers, and parameters with their fp32 values."""
     if not os.path.exists(os.path.join(files.folder, REPLICATED_FILE)):
         return {}
     file = files.open(REPLICATED_FILE)
     tree, path = file.tree, file.path
+    check_steps(files.folder, shown(tree.get(STEPS, states.tree.get(STEPS))), shown(states.tree.get(STEPS)))
     masters = at(at(tree, "whole", dict, path), "masters", dict, path)
     tensors = {**at(tree, "buffers", dict, path), **at(tree, "parameters", dict, path), **masters}
     return {name: files.replicated(file, name, tensor) for name, tensor in tensors.items()}
@@ -311,19 +338,24 @@ def zero_state(file: TorchObjects, stage: int) -> dict[str, Any]:
 
 
 def trained_parameters(
-    files: Files, groups: Sequence[Mapping[str, Shape]], optims: Sequence[TorchObjects], stage: int
+    files: Files,
+    groups: Sequence[Mapping[str, Shape]],
+    optims: Sequence[TorchObjects],
+    stage: int,
+    *,
+    with_moments: bool,
 ) -> dict[str, SavedParameter]:
     """Return the trained parameters by name, of stage 3, or 2 for 1 and 2."""
     paddings = None if stage == 3 else _paddings(optims, groups)
     flats: list[list[dict[str, Source]]] = []
     scalars: list[list[dict[str, Any]]] = []
     for rank, file in enumerate(optims):
-        mine, others = _states_of(files, file, groups, rank, len(optims), stage)
+        mine, others = _states_of(files, file, groups, rank, len(optims), stage, with_moments=with_moments)
         flats.append(mine)
         scalars.append(others)
         if any(group.keys() != flats[0][0].keys() for group in mine):
             raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(sorted(flats[0][0]))}")
-        if [group.get("step") for group in others] != [group.get("step") for group in scalars[0]]:
+        if [group.get(STEP) for group in others] != [group.get(STEP) for group in scalars[0]]:
             raise CheckpointError(
                 f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
                 "earlier one did not end; take another checkpoint"
@@ -332,7 +364,14 @@ def trained_parameters(
 
 
 def _states_of(
-    files: Files, file: TorchObjects, groups: Sequence[Mapping[str, Shape]], rank: int, num_ranks: int, stage: int
+    files: Files,
+    file: TorchObjects,
+    groups: Sequence[Mapping[str, Shape]],
+    rank: int,
+    num_ranks: int,
+    stage: int,
+    *,
+    with_moments: bool,
 ) -> tuple[list[dict[str, Source]], list[dict[str, Any]]]:
     """Return the flat tensors and the other values that a rank saved for each group."""
     zero = zero_state(file, stage)
@@ -348,6 +387,14 @@ def _states_of(
     others: list[dict[str, Any]] = [{} for _ in groups]
     for number, size in enumerate(group_numels(groups, num_ranks)):
         state = at(states, number, dict, file.path) if number in states else {}
+        if not with_moments:
+            state = {key: value for key, value in state.items() if key == STEP}
+        elif blocks := [key for key in state if isinstance(key, str) and key.startswith(_OF_BLOCKS)]:
+            raise UnsupportedError(
+                f"{file.path}: {blocks[0]} of group {number}: an optimizer of 8 bits has saved its states in blocks, "
+                "which end elsewhere on other ranks; load it with as many ranks by the engine's own load_checkpoint, "
+                "or pass load_optimizer_states=False"
+            )
         for key, value in {FP32: masters[number], **state}.items():
             what = f"flat group {number}" if key == FP32 else f"{key} of group {number}"
             if key != FP32 and not (isinstance(value, Tensor) and value.size):

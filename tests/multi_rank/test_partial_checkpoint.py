@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowmem_load import consolidate, load_checkpoint
 from lowmem_load.errors import CheckpointError, ConfigError, RankError
 from tests import builders
 from tests.multi_rank.test_partial_training import (
@@ -109,11 +111,22 @@ def load_broken(path: str, folder: str) -> None:
         engine.load_checkpoint(folder, "nowhere")
     train(engine, 0, 1)
     engine.save_checkpoint(folder, tag="one")
-    if engine.zero3.global_rank == 0:
-        Path(folder, "one", REPLICATED_FILE).unlink()
+    train(engine, 1, 2)
+    engine.save_checkpoint(folder, tag="two")
+    if engine.zero3.global_rank == 0:  # as if the second save had gone to "one", and been killed
+        Path(folder, "two", REPLICATED_FILE).replace(Path(folder, "one", REPLICATED_FILE))
     torch.distributed.barrier()
     engine.destroy()
     engine = make_engine(path, CONFIG)
+    for load in (engine.load_checkpoint, functools.partial(load_checkpoint, engine)):
+        with pytest.raises(CheckpointError, match=r"whole_states.pt: was saved at step 2, DeepSpeed's files at 1"):
+            load(folder, tag="one")
+    with pytest.raises(CheckpointError, match=r"was saved at step 2"):
+        consolidate(folder, f"{folder}/made-{engine.zero3.global_rank}", tag="one", progress=False)
+    torch.distributed.barrier()
+    if engine.zero3.global_rank == 0:
+        Path(folder, "one", REPLICATED_FILE).unlink()
+    torch.distributed.barrier()
     with pytest.raises(CheckpointError, match=r"lowmem_load_whole_states\.pt") as caught:
         engine.load_checkpoint(folder, tag="one")
     assert caught.type is CheckpointError

@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.training_checkpoints.open_model import open_model
 from lowmem_load.training_checkpoints.open_zero import open_checkpoint, saved_by
 from lowmem_load.training_checkpoints.zero_checkpoint import FP32, find_folder
 from tests.zero2_checkpoint import save_zero2
@@ -107,6 +108,34 @@ def test_what_is_no_weight_is_read(tmp_path: Path) -> None:
         moment = read_whole(executor, checkpoint.parameters["a"].pieces["exp_avg"].part(FlatRange(4, 15)))
         assert torch.equal(moment, VALUES["a"].view(-1)[4:15])
         assert float(checkpoint.parameters["b"].scalars["step"]) == 3.0
+
+
+def in_blocks(state: Any) -> None:
+    """Keep an optimizer's states as bitsandbytes does: 8 bits for each element, and a scale for each block of them.
+
+    Paged optimizers give their tensors attributes.
+    """
+    for number, of_group in state["optimizer_state_dict"]["optimizer_state_dict"]["state"].items():
+        paged = of_group["exp_avg"].to(torch.uint8)
+        paged.is_paged, paged.page_deviceid = True, 0
+        of_group.clear()
+        of_group.update({"step": 3, "state1": paged, "qmap1": torch.linspace(-1, 1, 256), "absmax1": torch.ones(2)})
+        if number:
+            del of_group["absmax1"]  # small parameters have none
+
+
+def test_optimizers_of_8_bits_leave_the_weights_readable(tmp_path: Path) -> None:
+    place = save_zero3(tmp_path, VALUES, world_size=2, sub_group_size=9, moments={"exp_avg": VALUES})
+    edited(place, "optim", in_blocks)
+    with Executor() as executor:
+        checkpoint = open_checkpoint(str(place), executor, with_moments=False)
+        for name, values in VALUES.items():
+            assert torch.equal(read_whole(executor, checkpoint.parameters[name].whole), values)
+        with pytest.raises(
+            UnsupportedError, match=r"qmap1 of group 0: an optimizer of 8 bits .*optimizer_states=False"
+        ):
+            open_checkpoint(str(place), executor)
+        assert open_model(str(tmp_path), executor).tensors.keys() == VALUES.keys()
 
 
 def test_objects_in_the_client_state_need_trust(tmp_path: Path) -> None:
