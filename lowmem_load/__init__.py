@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.report import LoadReport as LoadReport
     from lowmem_load.resume.consolidate import consolidate as consolidate
     from lowmem_load.resume.load_checkpoint import load_checkpoint as load_checkpoint
-    from lowmem_load.saving.model_digest import model_digest as model_digest
     from lowmem_load.saving.save import save_model as save_model
     from lowmem_load.weights_out.iter_weights import adapter_config as adapter_config
     from lowmem_load.weights_out.iter_weights import iter_weights as iter_weights
@@ -46,7 +45,6 @@ _HOMES = {
         *("CheckpointError", "ConfigError", "IncompatibleVersionError", "LoadOrderWarning", "LowMemLoadError"),
         *("NotStreamedWarning", "RankError", "UnsupportedError"),
     ),
-    "saving.model_digest": ("model_digest",),
     "api.load_into": ("load_into",),
     "api.load_model": ("load_model", "load_report"),
     "api.plan_model": ("plan",),

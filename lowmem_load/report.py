@@ -1,31 +1,19 @@
-"""What a load did: bytes, reads, seconds, memory, keys. As text, and as JSON files, of which `join` makes one table."""
+"""What a load did: bytes, reads, seconds, memory, keys."""
 
 from __future__ import annotations
 
-import itertools
-import json
-import logging
-import os
-import platform
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from lowmem_load.errors import ConfigError, listed
+from lowmem_load.errors import listed
 from lowmem_load.io.remote_file import TRAFFIC, Counts
 from lowmem_load.io.source import retries
 from lowmem_load.phases import Phases
 from lowmem_load.planning.load_plan import SHARDED, LoadPlan, SlowPath
 from lowmem_load.text import count, size
-
-logger = logging.getLogger(__name__)
-
-REPORT_DIR = "LOWMEM_LOAD_REPORT_DIR"
-"""Environment variable: a folder that every rank writes its reports into. It is made if it is not there."""
 
 
 class DeviceMemory(NamedTuple):
@@ -53,9 +41,8 @@ class LoadReport(Phases):
         rank, world_size: of the partition group.
         ds_config: what the model was partitioned for, with each "auto" that loading reads resolved.
             `deepspeed.initialize` accepts it once optimizer and scheduler hold no "auto". Empty for `load_into`.
-        dtype: storage dtype of floating-point parameters, of most where they differ, as torch prints it.
-        num_parameters: distinct parameters; tied ones count once.
-        num_elements: elements of all of them, unpadded.
+        contents: how many distinct parameters there are, tied ones counted once, with how many elements, and the dtype
+            of most floating-point ones.
         num_quantized: parameters whose packed values are held; their elements are counted as they are stored.
         partition_bytes: bytes of the partitions on this rank, padding included; 0 under stages 0 to 2.
         whole_bytes: bytes that every rank holds whole: all parameters under stages 0 to 2, those that `partition`
@@ -83,9 +70,7 @@ class LoadReport(Phases):
     rank: int = 0
     world_size: int = 1
     ds_config: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str = ""
-    num_parameters: int = 0
-    num_elements: int = 0
+    contents: str = "0 tensors, 0 parameters"
     num_quantized: int = 0
     partition_bytes: int = 0
     whole_bytes: int = 0
@@ -107,11 +92,11 @@ class LoadReport(Phases):
         """Copy what is known from the plan: configuration, sizes, keys, slow paths, notes."""
         is_sharded = any(target.kind == SHARDED for target in plan.targets)
         self.ds_config = {} if is_sharded else ds_config  # that of `load_into` is not the user's
-        self.num_parameters = len(plan.targets)
-        self.num_elements = sum(target.numel for target in plan.targets)
         self.num_quantized = plan.num_quantized
         floating = sorted(str(target.dtype) for target in plan.targets if target.dtype.is_floating_point)
-        self.dtype = max(floating, key=floating.count, default="")
+        dtype = max(floating, key=floating.count, default="").removeprefix("torch.")
+        num_elements = sum(target.numel for target in plan.targets)
+        self.contents = f"{len(plan.targets)} tensors, {count(num_elements)} parameters" + f", {dtype}" * bool(dtype)
         self.partition_bytes, self.whole_bytes = plan.partition_bytes, plan.replicated_bytes + plan.companion_bytes
         self.file_bytes = sum(file.nbytes for file in plan.files)
         self.needed_bytes = plan.costs.needed_bytes
@@ -120,7 +105,7 @@ class LoadReport(Phases):
         }
         self.slow_paths = plan.slow_paths
         if recast := [target.name for target in plan.targets if target.is_recast]:
-            trained = f"in {self.dtype}, the dtype that this ds_config trains in; an ordinary load keeps another"
+            trained = f"in {dtype}, the dtype that this ds_config trains in; an ordinary load keeps another"
             self.notes.append(f"{trained}: {listed(recast)}")
 
     def sample_memory(self) -> None:
@@ -138,7 +123,6 @@ class LoadReport(Phases):
         return f"{self.name}: rank {self.rank} of {self.world_size}"
 
     def _rows(self) -> dict[str, str]:
-        of_dtype = f", {self.dtype.removeprefix('torch.')}" if self.dtype else ""
         quantized = f"; {self.num_quantized} tensors are quantized" if self.num_quantized else ""
         of_all = f"of {size(self.partition_bytes * self.world_size)} partitioned" if self.ds_config else "of shards"
         holds = {f"{size(self.partition_bytes)} {of_all}": self.partition_bytes}
@@ -149,7 +133,7 @@ class LoadReport(Phases):
         lists = {**self.loading_info, "slow paths": [path.name for path in self.slow_paths]}
         on_device = f"peak {size(self.peak_device_bytes)} above the start" if self.peak_device_bytes else ""
         rows = {
-            "model": f"{self.num_parameters} tensors, {count(self.num_elements)} parameters{of_dtype}{quantized}",
+            "model": f"{self.contents}{quantized}",
             "holds": ", ".join(text for text, nbytes in holds.items() if nbytes),
             "read": from_files,
             "read one by one": self._early_text(),
@@ -204,113 +188,3 @@ class Attempts:
 
 OnLoad: TypeAlias = Callable[[LoadReport], object]
 """Called with the report when a load has ended."""
-
-
-# -- files: each rank writes its own where the environment says --------------------------------------------------------
-
-FORMAT = 2
-"""Version of the files; raised when their meaning changes."""
-
-_KINDS: Mapping[str, type] = {
-    **dict.fromkeys(("load", "rank", "world_size", "read_bytes", "num_reads"), int),
-    **dict.fromkeys(("name", "host"), str),
-    **dict.fromkeys(("seconds", "peak_memory"), dict),
-}
-"""What `join` reads of a report."""
-
-_numbers = itertools.count(1)
-
-
-def write_report(report: LoadReport) -> Path | None:
-    """Write a report where the environment says; return the file. One that cannot be written is only logged."""
-    folder, number = os.environ.get(REPORT_DIR), next(_numbers)
-    if not folder:
-        return None
-    model = re.sub(r"[^\w.-]+", "-", os.path.basename(report.name.rstrip("/"))).strip("-.") or "model"
-    path = Path(folder) / f"load{number:03}-{model}-rank{report.rank:05}.json"
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        os.makedirs(folder, exist_ok=True)
-        part.write_text(json.dumps(as_dict(report, number), default=str) + "\n", encoding="utf-8")
-        os.replace(part, path)
-    except OSError as error:
-        logger.warning("%s: the report of the load of %s cannot be written: %s", path, report.name, error)
-        return None
-    return path
-
-
-def as_dict(report: LoadReport, number: int) -> dict[str, Any]:
-    """Return a report as a dict, with the number of the load in its process and the host."""
-    fields = {name: value for name, value in asdict(report).items() if not name.startswith("_")}
-    return {"format": FORMAT, "load": number, "host": platform.node(), **fields}
-
-
-def read_reports(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Return the reports in files and folders; raise ConfigError where there are none, or one cannot be read."""
-    files = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
-    if not files:
-        raise ConfigError(f"no reports: set {REPORT_DIR} for a job, and name that folder")
-    return [_read(path) for path in files]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as a report: {error}") from error
-    if not isinstance(report, dict) or report.get("format") != FORMAT:
-        raise ConfigError(f"{path}: is no report of a load, or one of another release (format {FORMAT} is expected)")
-    for key, kind in _KINDS.items():
-        if not isinstance(report.get(key), kind):
-            raise ConfigError(f"{path}: is no whole report: {key} is {report.get(key)!r:.80}")
-    return report
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """The figures of one rank, as in `LoadReport`; `peak_bytes` of host memory, above the start."""
-
-    rank: int
-    host: str
-    seconds: Mapping[str, float]
-    read_bytes: int
-    num_reads: int
-    peak_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """Load number `load` of the processes: ranks whose reports are there, slowest reader first (others wait for it)."""
-
-    name: str
-    load: int
-    world_size: int
-    ranks: list[Rank]
-    missing_ranks: list[int]
-
-
-def join(reports: Iterable[Mapping[str, Any]]) -> list[Joined]:
-    """Return the loads that reports are of, in order; raise ConfigError for two of the same rank and load."""
-    loads: dict[tuple[int, str, int], dict[int, Rank]] = {}
-    for report in reports:
-        which = report["load"], report["name"], report["world_size"]
-        ranks, rank = loads.setdefault(which, {}), report["rank"]
-        if rank in ranks:
-            raise ConfigError(
-                f"two reports of rank {rank} of load {which[0]} of {which[1]}, {which[2]} ranks: name the reports of "
-                "one job only"
-            )
-        peak_bytes = sum(report["peak_memory"].values())
-        ranks[rank] = Rank(
-            rank, report["host"], report["seconds"], report["read_bytes"], report["num_reads"], peak_bytes
-        )
-    return [
-        Joined(
-            name,
-            load,
-            world_size,
-            ranks=sorted(ranks.values(), key=lambda rank: (-rank.seconds.get("read", 0.0), rank.rank)),
-            missing_ranks=sorted(set(range(world_size)) - set(ranks)),
-        )
-        for (load, name, world_size), ranks in sorted(loads.items())
-    ]

@@ -1,12 +1,10 @@
-"""`lowmem-load inspect`, `consolidate` and `report`: questions that files answer."""
+"""`lowmem-load inspect` and `consolidate`: questions that files answer."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,15 +15,9 @@ from lowmem_load.errors import ConfigError, listed
 from lowmem_load.text import count, size
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from lowmem_load.api.inspect_checkpoint import Inspection
-    from lowmem_load.report import Joined
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-
-MAX_RANKS = 8
-"""Ranks in the table of a report. --json has all."""
 
 
 def inspect(
@@ -147,45 +139,3 @@ def consolidate(
     has_config = (output / "config.json").is_file()
     note = "" if has_config else "No config.json was written: --config names the model whose config.json to take."
     answer(as_json, asdict(report), lambda: [str(report), *([note] if note else [])])
-
-
-def report(
-    files: Annotated[
-        list[Path], typer.Argument(help="Reports of ranks, or folders of reports.", exists=True, show_default=False)
-    ],
-    as_json: Json = False,
-) -> None:
-    """Join the reports of ranks into one table.
-
-    It shows which rank was slow, and in which phase. Every rank writes one file for each load if LOWMEM_LOAD_REPORT_DIR
-    names a folder.
-
-    \b
-    LOWMEM_LOAD_REPORT_DIR=reports torchrun --nproc-per-node 8 train.py
-    lowmem-load report reports
-    """
-    with working():
-        from lowmem_load.report import join, read_reports
-
-        loads = join(read_reports(files))
-    answer(as_json, [asdict(load) for load in loads], lambda: list(map(_load_table, loads)))
-
-
-def _load_table(load: Joined) -> RenderableType:
-    phases = list(dict.fromkeys(phase for rank in load.ranks for phase in rank.seconds))
-    figures = [
-        [*(rank.seconds.get(phase, 0.0) for phase in phases), rank.read_bytes, rank.num_reads, rank.peak_bytes]
-        for rank in load.ranks
-    ]
-    rows = [(str(rank.rank), rank.host, *_cells(row)) for rank, row in zip(load.ranks, figures, strict=True)]
-    middle = ("median", "", *_cells([median(column) for column in zip(*figures, strict=True)]))
-    missing = ", ".join(map(str, load.missing_ranks[:MAX_RANKS])) + ", ..." * (len(load.missing_ranks) > MAX_RANKS)
-    title = f"{load.name}, load {load.load}: {len(load.ranks)} of {load.world_size} ranks, slowest reader first"
-    columns = ("rank", "host", *phases, "bytes read", "reads", "peak memory")
-    title += f"; no report of {missing}" if missing else ""
-    return table(title, columns, [*rows[:MAX_RANKS], middle], right=columns[2:])
-
-
-def _cells(figures: Sequence[float]) -> list[str]:
-    *seconds, read_bytes, num_reads, peak_bytes = figures
-    return [*(f"{phase:.2f} s" for phase in seconds), size(read_bytes), f"{num_reads:,.0f}", size(peak_bytes)]

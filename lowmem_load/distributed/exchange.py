@@ -111,14 +111,6 @@ class Exchange:
         return dist.get_global_rank(self._ranks.group or default_group(), rank)
 
 
-def added_up(ranks: RankGroup, numbers: torch.Tensor) -> torch.Tensor:
-    """Return the sum of integers of all ranks, on the host. Collective, within a step that all ranks have come to."""
-    total = numbers.to(device_of(ranks))
-    works = [dist.all_reduce(total, group=ranks.group, async_op=True)]
-    wait_for(works, ranks.check, is_host=total.device.type == "cpu")
-    return total.cpu()
-
-
 def wait_for(works: list[Any], check: Callable[[], None], *, is_host: bool) -> None:
     """Wait for collectives, and take them out of the list. `check` is called now and then."""
     if is_host and works:  # gloo's isend and irecv only say to who waits that they are over

@@ -248,8 +248,14 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (as torch.package does)
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Foreign):
             target.state = self._compact[target.name](state) if target.name in self._compact else state
-        elif not isinstance(target, OrderedNames):  # a state dict's state is the versions of its modules
+        elif not (isinstance(target, OrderedNames) and isinstance(state, dict)):  # the versions of its modules
             raise TypeError(f"BUILD changes a {type(target).__name__}")
+
+    def load_stop(self) -> None:
+        """Return the one object that is left."""
+        if len(self.stack) != 1:
+            raise ValueError(f"it ends with {len(self.stack)} objects")
+        super().load_stop()  # type: ignore[misc]
 
     def load_append(self) -> None:
         """Append one item."""

@@ -31,7 +31,7 @@ from lowmem_load.planning.expression import Expression, Source, cast, leaves, su
 from lowmem_load.planning.load_plan import Costs, reading_order
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, Region
-from lowmem_load.report import LoadReport, OnLoad, write_report
+from lowmem_load.report import LoadReport, OnLoad
 from lowmem_load.saving.folder import refuse_url
 from lowmem_load.saving.writer import Writer, lay_out
 from lowmem_load.symbolic.initialise import SharedValue
@@ -51,7 +51,7 @@ from lowmem_load.symbolic.tensor import SymbolicTensor
 _WAS_LAZY = "lowmem_load_was_lazy"
 """Attribute of the modules of a lazy model."""
 
-_ENDS: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
+_ENDS: weakref.WeakKeyDictionary[nn.Module, Callable[[], object]] = weakref.WeakKeyDictionary()
 """What is called once the parameters of a model are ordinary. A copy of the model has none."""
 
 _NOT_A_CALLER = ("lowmem_load.", "torch.", "accelerate.big_modeling")
@@ -195,14 +195,9 @@ def hand_out(
         if isinstance(module, transformers_class()):
             module.save_pretrained = functools.partial(save_lazily, module)
     setattr(described.model, REPORT_ATTRIBUTE, report)
-    _ENDS[described.model] = functools.partial(_publish, report, on_load)
-    return reader
-
-
-def _publish(report: LoadReport, on_load: OnLoad | None) -> None:
-    write_report(report)
     if on_load is not None:
-        on_load(report)
+        _ENDS[described.model] = functools.partial(on_load, report)
+    return reader
 
 
 def was_lazy(model: nn.Module) -> bool:

@@ -54,7 +54,7 @@ from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.pipeline.same_bytes import FilesId, agree_on_bytes, identify_files
 from lowmem_load.planning.replicas import ShareReads
-from lowmem_load.report import Attempts, LoadReport, OnLoad, write_report
+from lowmem_load.report import Attempts, LoadReport, OnLoad
 from lowmem_load.text import MAX_VALUE, fingerprint, share
 
 if TYPE_CHECKING:
@@ -191,7 +191,6 @@ class Load:
         if isinstance(described.target, Zero3):
             show_ds_config(described.model, described.settings.ds_config)
         logger.info("%s", report)
-        write_report(report)
         if self.options.on_load is not None:
             self.options.on_load(report)
 

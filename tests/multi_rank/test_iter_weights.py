@@ -117,7 +117,8 @@ def ways(paths: dict[str, str], swap: str | None, world_size: int) -> dict[str, 
 
 def send_all(paths: dict[str, str], out: str, swap: str | None, is_whole: bool) -> None:
     """Rank function."""
-    from lowmem_load import DistributedInterface, load_model, model_digest
+    from lowmem_load import DistributedInterface, load_model
+    from tests.model_digest import model_digest
 
     world_size = DistributedInterface().world_size
     for way, (name, config, kwargs) in ways(paths, swap, world_size).items():
@@ -163,7 +164,8 @@ def send_merged(paths: dict[str, str], out: str) -> None:
     """Rank function."""
     import deepspeed
 
-    from lowmem_load import load_model, model_digest, streaming
+    from lowmem_load import load_model, streaming
+    from tests.model_digest import model_digest
 
     for name in ("odd", "llama", "tied", "mixtral"):
         config = BF16 if name == "llama" else FP32

@@ -170,7 +170,8 @@ def compare_with_mics_init(path: str) -> None:
     from deepspeed.runtime.zero.mics import MiCS_Init
     from transformers import AutoModelForCausalLM
 
-    from lowmem_load import DistributedInterface, load_model, model_digest
+    from lowmem_load import DistributedInterface, load_model
+    from tests.model_digest import model_digest
 
     config = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}, "bf16": {"enabled": True}}
     config["train_micro_batch_size_per_gpu"] = 1

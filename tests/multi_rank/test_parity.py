@@ -46,7 +46,7 @@ def load_all(cases: dict[str, tuple[str, dict[str, Any], str | None, torch.dtype
         assert report.read_bytes == report.needed_bytes, name
         assert sorted(path.name for path in report.slow_paths) == report.loading_info["missing_keys"], name
         if name == "llama, sharded":  # nothing is converted or cast
-            assert report.num_reads == report.num_parameters
+            assert report.contents.startswith(f"{report.num_reads} tensors, ")
         if name == "minilm, classifier missing":
             assert report.loading_info["missing_keys"] == ["classifier.bias", "classifier.weight"]
 

@@ -673,7 +673,6 @@ def keep_secrets(place: Place, path: str) -> None:
     place.start()
     log = io.StringIO()
     logging.basicConfig(stream=log, level=logging.DEBUG, force=True)
-    os.environ["LOWMEM_LOAD_REPORT_DIR"] = reports = f"{place.temporary}/reports"
     os.environ["AWS_SESSION_TOKEN"] = "session-token"
 
     def secret(url: str) -> str:
@@ -711,7 +710,7 @@ def keep_secrets(place: Place, path: str) -> None:
         with pytest.raises((RankError, CheckpointError)) as caught:  # another one on each rank
             act(own)
         texts.append(str(caught.value))
-    texts += [log.getvalue(), *(file.read_text() for file in Path(reports).iterdir()), *os.listdir(reports)]
+    texts.append(log.getvalue())
     for text in texts:
         assert [each for each in SECRETS if each in text] == [], text
 

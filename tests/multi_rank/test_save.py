@@ -70,7 +70,8 @@ def ways(paths: dict[str, str], swap: str | None) -> dict[str, tuple[str, dict[s
 
 def save_all(paths: dict[str, str], out: str, swap: str | None) -> dict[str, Any]:
     """Rank function: saves each checkpoint as loaded in many ways; returns what the reports say."""
-    from lowmem_load import DistributedInterface, load_model, model_digest, save_model
+    from lowmem_load import DistributedInterface, load_model, save_model
+    from tests.model_digest import model_digest
 
     world_size = DistributedInterface().world_size
     chosen = ways(paths, swap)
@@ -108,7 +109,8 @@ def save_trained(path: str, out: str) -> None:
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
-    from lowmem_load import load_model, model_digest, save_model
+    from lowmem_load import load_model, save_model
+    from tests.model_digest import model_digest
 
     model = load_model(path, BF16)
     model.model.embed_tokens.weight.requires_grad = False
@@ -194,7 +196,8 @@ def save_merged(paths: dict[str, str], out: str) -> None:
 
 def save_by_two_paths(path: str, out: str) -> None:
     """Rank 1 has the disk under another path, of which the system does not say that it is a link: a mount."""
-    from lowmem_load import load_model, model_digest, save_model
+    from lowmem_load import load_model, save_model
+    from tests.model_digest import model_digest
 
     model, is_second = load_model(path, FP32), os.environ["RANK"] == "1"
     folder, mounted, disk = Path(out, "two-paths"), Path(out, "mounted"), Path(out, "mounted-disk")

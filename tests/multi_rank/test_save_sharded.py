@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers
 
-from lowmem_load import load_into, model_digest, save_model
+from lowmem_load import load_into, save_model
 from tests import builders
+from tests.model_digest import model_digest
 from tests.multi_rank.test_load_into import TRAINS_ON_CPU, built, meshes, start
 from tests.ranks import run_ranks
 

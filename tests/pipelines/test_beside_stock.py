@@ -109,7 +109,7 @@ def patched_names(path: str) -> None:
         with installed():
             model, messages = told(lambda: AutoModelForCausalLM.from_pretrained(path))
     assert messages == []
-    assert load_report(model).num_parameters == len(list(plain.parameters()))
+    assert load_report(model).contents.startswith(f"{len(list(plain.parameters()))} tensors")
     assert differences(model, plain) == []
     del alive
 
@@ -135,7 +135,7 @@ def inside_zero_init(path: str) -> None:
         models.append(load_model(path, BF16))
         own = torch.nn.Linear(4, 4)
     assert [differences(model, plain) for model in models] == [[], [], []]
-    assert [load_report(model).num_parameters for model in models] == [len(list(plain.parameters()))] * 3
+    assert [int(load_report(model).contents.split()[0]) for model in models] == [len(list(plain.parameters()))] * 3
     assert hasattr(own.weight, "ds_id")
 
     # One that makes other parameters wins in stock, whatever the active ds_config says.

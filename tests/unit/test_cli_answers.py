@@ -28,7 +28,7 @@ from tests.ranks import REPO
 
 Answer = Callable[..., tuple[int, Any]]
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
-COMMANDS = ["consolidate", "doctor", "inspect", "plan", "report", "run"]
+COMMANDS = ["consolidate", "doctor", "inspect", "plan", "run"]
 OF_MESHES = ("--tp", "--ep", "--dp-replicate")
 
 

@@ -73,6 +73,8 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path, function: Any, name
         (assembled(b"ctorch\nload.__globals__\n"), "names torch.load.__globals__"),
         (assembled(b"]"), "holds a list"),
         (assembled(b""), "malformed"),
+        (assembled(b"}}"), "ends with 2 objects"),
+        (assembled(b"ccollections\nOrderedDict\n)RK\x01b"), "BUILD changes a OrderedNames"),
         (b"\x80\x02}", "malformed"),  # no STOP
         (b"", "malformed"),
         (b"\xff\xff", "malformed"),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from lowmem_load import iter_weights, model_digest, save_model
+from lowmem_load import iter_weights, save_model
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.partial.partial_engine import PartialEngine
 from lowmem_load.planning.ranges import FlatRange
@@ -97,7 +97,7 @@ def test_a_model_with_a_child_named_module_is_saved_whole(lone_process: None, tm
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes(), name
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "owner"
     sent = {name for bucket in iter_weights(model) for name, _ in bucket}
-    assert sent == set(model_digest(model)) == {name for name, _ in model.named_parameters()}
+    assert sent == {name for name, _ in model.named_parameters()}
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, in torch.compile
@@ -121,13 +121,12 @@ def test_a_compiled_model_is_saved_under_its_own_names(lone_process: None, tmp_p
     model = tiny_bert()
     save_model(model, tmp_path / "plain")
     save_model(torch.compile(model), tmp_path / "compiled")
-    assert model_digest(torch.compile(model)) == model_digest(model)
     file = "model.safetensors"
     assert (tmp_path / "compiled" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
 
 
 @pytest.mark.filterwarnings("ignore:.*FSDP:UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_fsdp1_is_refused(lone_process: None) -> None:
+def test_fsdp1_is_refused(lone_process: None, tmp_path: Path) -> None:
     model = nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 2), device_id=torch.device("cpu")))
     with pytest.raises(UnsupportedError, match=r"^0: is wrapped by FSDP1 .*use FSDP2"):
-        model_digest(model)
+        save_model(model, tmp_path)
