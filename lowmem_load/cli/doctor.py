@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import importlib.metadata
 import os
-import platform
-import resource
 import shlex
-import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
-from importlib.resources import files
-from typing import Annotated
 
 import typer
-from packaging.version import Version
 
+from lowmem_load import contract
 from lowmem_load.cli.common import NO, Json, answer, table, working
+from lowmem_load.contract import Releases, is_release_between
 from lowmem_load.ds.build_locks import lock_text, old_locks
-from lowmem_load.text import size
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
-"""Levels of findings. A problem makes a run fail or go wrong unless it is mended."""
+"""Levels of findings. A problem makes a run fail or go wrong unless it is fixed."""
 
-NEEDED = ("torch", "deepspeed", "transformers", "accelerate", "safetensors", "huggingface_hub")
-
-MIN_SHARED_BYTES = 1 << 30
-"""Free bytes of /dev/shm. Ranks that read together, DataLoader's workers and NCCL share memory there."""
-
-MIN_BLOCK_BYTES = 128 << 10
-"""Block size in bytes below which a network file system answers each read in many small messages."""
+NEEDED = (contract.TORCH, contract.TRANSFORMERS, contract.DEEPSPEED, contract.ACCELERATE)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding: its subject, such as "storage", its level, the finding in words, and what to do; "" for nothing."""
+    """One finding: its subject, such as "versions", its level, the finding in words, and what to do; "" for nothing."""
 
     area: str
     level: str
@@ -44,29 +32,21 @@ class Finding:
     advice: str = ""
 
 
-def doctor(
-    folder: Annotated[
-        str | None, typer.Argument(help="Folder of checkpoints: check its file system.", show_default=False)
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show only notes and problems.")] = False,
-    as_json: Json = False,
-) -> None:
+def doctor(as_json: Json = False) -> None:
     """Check this machine and say what to do.
 
     Exits with 1 if there is a problem.
 
-    Checks releases against the tested ones, limits of memory, the file system of FOLDER, devices, and the compiler that
-    DeepSpeed needs on CPUs. Runs no load and starts no ranks. Run it where the job will run.
+    Checks releases against the supported ones, the compiler that DeepSpeed needs on CPUs, and locks of killed builds.
+    Runs no load and starts no ranks. Run it where the job will run.
 
     \b
-    lowmem-load doctor /models/Llama-3.1-8B
-    srun --nodes 2 --ntasks-per-node 1 lowmem-load doctor /models --quiet
+    srun --nodes 2 --ntasks-per-node 1 lowmem-load doctor
     """
     with working():
-        findings = list(check_all(folder))
+        findings = [*check_versions(), *check_compiler(), *check_locks()]
     num_problems = sum(finding.level == PROBLEM for finding in findings)
-    shown = [finding for finding in findings if not (quiet and finding.level == OK)]
-    rows = [(finding.level, finding.area, finding.text, finding.advice) for finding in shown]
+    rows = [(finding.level, finding.area, finding.text, finding.advice) for finding in findings]
     summary = f"{num_problems} problem{'s' * (num_problems > 1)}" if num_problems else "No problem in what was checked."
     answer(
         as_json,
@@ -77,95 +57,24 @@ def doctor(
         raise typer.Exit(NO)
 
 
-def check_all(folder: str | None) -> Iterator[Finding]:
-    """Yield the findings of all checks. Those that need torch are left out where it is missing."""
-    content = json.loads(files("lowmem_load").joinpath("tested.json").read_text(encoding="utf-8"))
-    releases = installed_releases()
-    yield from check_versions(releases, [environment["versions"] for environment in content["environments"]])
-    yield from check_memory()
-    if "torch" in releases:
-        if folder is not None:
-            yield check_storage(folder)
-        yield from check_devices()
+def check_versions() -> Iterator[Finding]:
+    """Compare the installed releases with the supported ones. Nothing is imported."""
+    yield from map(_check_version, NEEDED)
 
 
-def installed_releases() -> dict[str, str]:
-    """Return the installed release of each package; absent packages are left out."""
-    releases = {"python": platform.python_version()}
-    for package in NEEDED:
-        try:
-            releases[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return releases
-
-
-def check_versions(releases: Mapping[str, str], tested: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
-    """Compare the releases here with those of the environments that were tested."""
-    for package in ("python", *NEEDED):
-        known = sorted(Version(Version(versions[package]).public) for versions in tested if package in versions)
-        if package not in releases:
-            yield Finding("versions", PROBLEM, f"{package} is not installed", f"pip install {package}")
-        elif known:
-            release, first, last = Version(Version(releases[package]).public), known[0], known[-1]
-            level, advice = OK, ""
-            if release.release[:2] < first.release[:2]:
-                level, advice = PROBLEM, f"install {package} {first} or later"
-            elif release.release[:2] > last.release[:2]:
-                level, advice = NOTE, "newer than what was tested: watch the first run, or install a tested one"
-            yield Finding("versions", level, f"{package} {release}, tested {first} to {last}", advice)
-
-
-def check_memory() -> Iterator[Finding]:
-    """Check the limits of memory that end loads."""
-    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if addresses != resource.RLIM_INFINITY:
-        yield Finding("memory", PROBLEM, f"addresses are limited to {size(addresses)}", "ulimit -v unlimited")
-    if os.path.isdir("/dev/shm"):
-        free = shutil.disk_usage("/dev/shm").free
-        advice = "docker run --shm-size 16g, or --ipc host: ranks, workers of DataLoader and NCCL share memory there"
-        is_low = free < MIN_SHARED_BYTES
-        yield Finding("memory", NOTE if is_low else OK, f"/dev/shm has {size(free)} free", advice * is_low)
-
-
-def check_storage(folder: str) -> Finding:
-    """Check the file system of the folder."""
-    from lowmem_load.io.mounts import mount_of
-
-    if not os.path.isdir(folder):
-        return Finding("storage", PROBLEM, f"{folder}: no such folder", "name a folder that holds checkpoints")
-    mount = mount_of(folder)
-    if mount is None or not mount.is_network:
-        return Finding("storage", OK, f"{folder}: {'file system not known' if mount is None else mount.kind}")
-    block = mount.rsize or os.statvfs(folder).f_bsize
-    is_small = bool(mount.rsize) and block < MIN_BLOCK_BYTES
-    text = f"{folder}: {mount.kind}, on the network, in blocks of {size(block)}"
-    advice = f"mount it with larger blocks (rsize={1 << 20})" * is_small
-    return Finding("storage", NOTE if is_small else OK, text, advice)
-
-
-def check_devices() -> Iterator[Finding]:
-    """Check that memory can be pinned for the accelerators, or what CPU ranks need; and DeepSpeed's import."""
-    import torch
-
-    if torch.accelerator.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
-        device = torch.accelerator.current_accelerator()
-        yield Finding("devices", OK, f"{torch.accelerator.device_count()} devices of type {device}")
-        try:
-            torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            first = str(error).splitlines()[0]
-            advice = "raise ulimit -l, or the container's limit"
-            yield Finding("devices", PROBLEM, f"memory cannot be pinned: {first}", advice)
-    else:
-        yield Finding("devices", NOTE, "ranks would run on the CPU")
-        yield from check_compiler()
-    for lock, age_s in old_locks():
-        yield Finding("devices", PROBLEM, lock_text(lock, age_s), "delete it if nobody builds there")
+def _check_version(supported: Releases) -> Finding:
+    package, oldest, newest = supported
     try:
-        import lowmem_load.ds.partition  # noqa: F401  imports DeepSpeed
-    except ImportError as error:
-        yield Finding("devices", PROBLEM, f"DeepSpeed cannot be imported: {error}", "install a tested release")
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("versions", PROBLEM, f"{package} is not installed", f"pip install {package}")
+    text = f"{package} {installed}, tested {oldest} to {newest}"
+    if not is_release_between(package, oldest):
+        return Finding("versions", PROBLEM, text, f"install {package} {oldest} or later")
+    if not is_release_between(package, "0", newest):
+        advice = "newer than what was tested: watch the first run, or install a tested one"
+        return Finding("versions", NOTE, text, advice)
+    return Finding("versions", OK, text)
 
 
 def check_compiler() -> Iterator[Finding]:
@@ -173,9 +82,20 @@ def check_compiler() -> Iterator[Finding]:
 
     Source: deepspeed 0.19.8 `comm/torch.py`, `build_shm_op`; torch 2.13 `utils/cpp_extension.py`.
     """
+    import torch
+
+    if torch.accelerator.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
+        return
     for tool, package in ((os.environ.get("CXX", "c++"), "g++"), ("ninja", "ninja")):
         try:
             subprocess.run([*shlex.split(tool), "--version"], capture_output=True, check=True)
+            yield Finding("compiler", OK, f"{tool} runs")
         except (OSError, subprocess.CalledProcessError) as error:
             text = f"{tool} does not run ({error}), with which DeepSpeed compiles its deepspeed_shm_comm for CPU ranks"
-            yield Finding("devices", PROBLEM, text, f"install {package}, and have it on PATH")
+            yield Finding("compiler", PROBLEM, text, f"install {package}, and have it on PATH")
+
+
+def check_locks() -> Iterator[Finding]:
+    """Look for locks of killed builds, at which DeepSpeed waits without a word."""
+    for lock, age_s in old_locks():
+        yield Finding("compiler", PROBLEM, lock_text(lock, age_s), "delete it if nobody builds there")
