@@ -43,7 +43,7 @@ from lowmem_load.lazy_weights.fill import allocate_shards
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load, Options
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.report import LoadReport
-from lowmem_load.symbolic.attributes import hand_over_attributes
+from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
 from lowmem_load.symbolic.constructor import Constructor
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import CPU
@@ -106,7 +106,7 @@ def load_into(
     options = Options(progress=progress, stream=stream, weights=folder, share_reads=share_reads)
     if rename is None and ds_config is None and not isinstance(name, Mapping) and transformers_models(model):
         _refuse_of_modules(strict=not strict, initialize=initialize, build=build)
-        return _load_into(model, name, options, dtype, auto_class, leave=leave, **from_pretrained_kwargs)
+        return _load_into(model, name, options, dtype, auto_class, leave=leave, keywords=from_pretrained_kwargs)
     how: dict[str, Any] = {"rename": rename, "strict": strict, "initialize": initialize, "leave": leave, "build": build}
     how |= {"kwargs": from_pretrained_kwargs}
     make_call, options = _calls(model, name, options, how, dtype=dtype, auto_class=auto_class)
@@ -229,11 +229,11 @@ def _load_into(
     dtype: str | torch.dtype | None,
     auto_class: str | type | None = None,
     *,
+    keywords: Mapping[str, Any],
     leave: Collection[str] = (),
     is_skeleton: bool = False,
-    **from_pretrained_kwargs: Any,
 ) -> LoadReport:
-    """Do what `load_into` does. For `is_skeleton`, see `ShardedModel`."""
+    """Do what `load_into` does, with these keywords of `from_pretrained`. For `is_skeleton`, see `ShardedModel`."""
     ranks = RankGroup(None)
     # In inference mode the local tensor of a DTensor cannot be detached.
     with load_lock(), torch.inference_mode(mode=False), ranks.session("load_into"):
@@ -241,9 +241,7 @@ def _load_into(
             plain = _transformers_model(model)
             reshard(model)  # what a forward has left gathered is no memory of a shard
             sharded = ShardedModel(plain, _left(model, plain, leave), is_skeleton=is_skeleton)
-        make_request = functools.partial(
-            ordinary_load, plain, name, dtype, auto_class, from_pretrained_kwargs, ranks.world_size
-        )
+        make_request = functools.partial(ordinary_load, plain, name, dtype, auto_class, keywords, ranks.world_size)
         checked = agree_on_request(ranks, make_request, has_ds_config=False)
         load = Load(
             checked.settings,
@@ -262,7 +260,8 @@ def _load_into(
 
                 bitsandbytes.hand_over_states(loaded, modules)
             hand_over_attributes(loaded, modules, _device_of(plain))
-    report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
+            report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
+            hand_over_extra_states(loaded, modules, _device_of(plain), report.loading_info["missing_keys"])
     setattr(model, REPORT_ATTRIBUTE, report)
     return report
 
@@ -372,7 +371,7 @@ def shards_filled(
     """Inside, a `from_pretrained` of these keywords reads what each rank's shards hold."""
     plain_options = replace(options, is_lenient=False, on_load=None)
 
-    def fill(model: nn.Module, dtype: torch.dtype) -> Mapping[str, Any]:
+    def fill(model: nn.Module, dtype: torch.dtype, keywords: dict[str, Any]) -> Mapping[str, Any]:
         refuse_parted(model)
         if quantizers.is_four_bit_model(model):
             from lowmem_load.frameworks import bitsandbytes
@@ -383,7 +382,8 @@ def shards_filled(
         allocate_shards(model, device)
         Constructor().finish(model, device)  # `to_empty` moves no attributes
         with outermost():
-            report = _load_into(model, name, plain_options, dtype, is_skeleton=True, **file_keywords(kwargs))
+            keywords |= file_keywords(kwargs)
+            report = _load_into(model, name, plain_options, dtype, keywords=keywords, is_skeleton=True)
         if options.on_load is not None:
             options.on_load(report)
         return report.loading_info

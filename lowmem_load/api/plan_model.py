@@ -167,7 +167,7 @@ def plan_sharded(
     forget_meshes()
     with load_lock(), fake_group(rank, world_size), ordinary_path(), explained:
         with filled_by(_carry_out):
-            skeleton, dtype = _result(cls, functools.partial(cls.from_pretrained, where, **kwargs))
+            skeleton, dtype, keywords = _result(cls, functools.partial(cls.from_pretrained, where, **kwargs))
         if is_four_bit_model(skeleton):
             from lowmem_load.frameworks import bitsandbytes
 
@@ -175,7 +175,8 @@ def plan_sharded(
         if not has_config:
             shard_fully(skeleton, host_mesh(sharding), blocks(skeleton), {})
         shards = _shards_of(skeleton, world_size, is_skeleton=True)
-        request, settings = ordinary_load(skeleton, where, dtype, auto_class, file_keywords(kwargs), world_size)
+        keywords |= file_keywords(kwargs)
+        request, settings = ordinary_load(skeleton, where, dtype, auto_class, keywords, world_size)
         (load_plan,) = _plans(request.checked(settings), shards, [rank])
     return load_plan
 
@@ -295,8 +296,8 @@ def _describing(call: Call, settings: Settings) -> Iterator[Executor]:
         yield executor
 
 
-def _carry_out(skeleton: nn.Module, dtype: torch.dtype) -> NoReturn:
-    raise _Done((skeleton, dtype))
+def _carry_out(skeleton: nn.Module, dtype: torch.dtype, keywords: dict[str, Any]) -> NoReturn:
+    raise _Done((skeleton, dtype, keywords))
 
 
 class _Done(BaseException):

@@ -19,7 +19,7 @@ from lowmem_load.frameworks.wrappers import named_modules, named_tensors, plain_
 from lowmem_load.io.stand_ins import origin_of
 from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.symbolic.attributes import hand_over_attributes, tensor_attributes
+from lowmem_load.symbolic.attributes import EXTRA_STATE, hand_over_attributes, tensor_attributes
 from lowmem_load.symbolic.attributes import tensors_in as attribute_tensors
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import CPU, UNINITIALISED
@@ -27,9 +27,6 @@ from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
 from lowmem_load.text import is_below
 
 Build = Callable[[], nn.Module]
-
-_EXTRA = "_extra_state"
-"""What torch calls the state that modules have besides tensors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +134,7 @@ class ModuleCall:
         names: set[str] = set()
         absent: set[str] = set()
         for prefix, module in named_modules(model):
-            name = f"{prefix}.{_EXTRA}" if prefix else _EXTRA
+            name = f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE
             if type(module).set_extra_state is nn.Module.set_extra_state or is_below(name, self._done):
                 continue
             names.add(name)

@@ -21,7 +21,7 @@ from lowmem_load.hf.active import transformers_class
 from lowmem_load.hf.skeleton import hand_over
 from lowmem_load.io.stand_ins import is_stand_in, origin_of
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.symbolic.attributes import hand_over_attributes
+from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import CPU
 from lowmem_load.text import is_below
@@ -53,6 +53,7 @@ class InnerCall(loader.Call):
             )
         super().__init__(ordinary, cls, (name,), kwargs)
         self._inside, self._left, self._is_stand_in = inside, left, is_stand_in
+        self._hand_over_states: Callable[[nn.Module], object] = lambda _: None
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
@@ -62,7 +63,13 @@ class InnerCall(loader.Call):
         self._put(described)
         hand_over(described, self._inside)
         hand_over_attributes(described, plain_modules(self._inside), CPU)
+        missing = info["missing_keys"]
+        self._hand_over_states = lambda model: hand_over_extra_states(described, plain_modules(model), CPU, missing)
         return described, info
+
+    def set_extra_states(self, model: nn.Module) -> None:
+        """See `ModuleCall`. `model` is the transformers model of the caller."""
+        self._hand_over_states(model)
 
     def _put(self, described: nn.Module) -> None:
         """Give the model inside the tensors of the described one, with its ties, and the flags that it had."""
@@ -133,9 +140,9 @@ class PartsCall:
         """See `Call`."""
 
     def set_extra_states(self, model: nn.Module) -> None:
-        """See `ModuleCall`. transformers' own loader does it for its models."""
+        """See `ModuleCall`."""
         for prefix, call in (*self._calls.items(), ("", self._rest)):
-            if isinstance(call, ModuleCall):
+            if isinstance(call, ModuleCall | InnerCall):
                 call.set_extra_states(model.get_submodule(prefix))
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:

@@ -18,6 +18,7 @@ from lowmem_load import foreign_names
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.formats.safetensors import CODES, Safetensors
 from lowmem_load.replaced import Handler, Handlers
+from lowmem_load.symbolic.attributes import EXTRA_STATE
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -46,8 +47,8 @@ class SymbolicFile:
         return self._file.metadata
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Return a symbolic tensor."""
-        return SymbolicTensor(self._file.expression(name), self._read_now)
+        """Return a symbolic tensor; a real one for an extra state."""
+        return for_loader(name, SymbolicTensor(self._file.expression(name), self._read_now))
 
     def get_slice(self, name: str) -> _SymbolicSlice:
         """Return a tensor that may be indexed before it is made."""
@@ -71,6 +72,13 @@ class _SymbolicSlice:
         return tensor if index is Ellipsis else tensor[index]
 
 
+def for_loader(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a symbolic tensor, but the values of an extra state: the code of its module may do anything with them."""
+    if name.rpartition(".")[2] == EXTRA_STATE and isinstance(tensor, SymbolicTensor):
+        return tensor.read_now(tensor.expression, "set_extra_state")
+    return tensor
+
+
 def symbolic_files(context: Context) -> Handlers:
     """Return the handlers by which transformers finds symbolic tensors in the files of a checkpoint."""
 
@@ -87,7 +95,9 @@ def symbolic_files(context: Context) -> Handlers:
         file = context.file(os.fspath(path), TorchZip())
         nodes = {name: file.expression(name) for name in file.names}
         tensors = {id(node): SymbolicTensor(node, context.read_now) for node in nodes.values()}
-        return {name: tensors[id(node)].detach() for name, node in nodes.items()}  # tied names share a value
+        return {
+            name: for_loader(name, tensors[id(node)].detach()) for name, node in nodes.items()
+        }  # ties are one value
 
     return {
         foreign_names.SAFE_OPEN: symbolic_open,

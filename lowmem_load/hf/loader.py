@@ -25,7 +25,7 @@ from lowmem_load.contract import TORCH, TRANSFORMERS, check_release, require
 from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError, UnsupportedError, error_text, listed
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.formats.index import check_files, check_index
-from lowmem_load.hf.collecting import collecting_handlers, symbolic_files
+from lowmem_load.hf.collecting import collecting_handlers, for_loader, symbolic_files
 from lowmem_load.hf.hub_files import HUB_KEYWORDS, has_file, hub_keywords
 from lowmem_load.hf.load_lock import constructors, inside_load, is_loading, load_lock
 from lowmem_load.hf.model_folder import MAX_QUOTED, check_config, files_explained, refuse_foreign
@@ -112,7 +112,8 @@ class Call:
                 raise CheckpointError(f"{self.name}: has no config.json, which says what model the weights are of")
             config = cls.config_class.from_pretrained(self.path, **hub_keywords(kwargs))
         others = {key: value for key, value in kwargs.items() if key not in (*HUB_KEYWORDS, "config", "subfolder")}
-        others |= {"output_loading_info": True, "config": config, "state_dict": dict(weights)}
+        weights = {name: for_loader(name, tensor) for name, tensor in weights.items()}
+        others |= {"output_loading_info": True, "config": config, "state_dict": weights}
         model, info = self._ordinary(cls, None, **others)
         differences = {kind: sorted(map(str, info.get(f"{kind}_keys", ()))) for kind in ("missing", "unexpected")}
         if text := "; ".join(f"{kind}: {listed(keys)}" for kind, keys in differences.items() if keys):

@@ -6,6 +6,7 @@ A `from_pretrained` stops where transformers (5.13 to 5.24) would read weights: 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from lowmem_load import foreign_names
@@ -22,8 +24,8 @@ from lowmem_load.hf.loader import building_handlers
 from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.constructor import Constructor
 
-Fill = Callable[[nn.Module, torch.dtype], Mapping[str, Any]]
-"""Fills a skeleton, given the dtype of the load; returns the loading info."""
+Fill = Callable[[nn.Module, torch.dtype, dict[str, Any]], Mapping[str, Any]]
+"""Fills a skeleton, given the dtype of the load and the keywords of the constructor; returns the loading info."""
 
 _FILE_KEYWORDS = (*HUB_KEYWORDS, "variant", "use_safetensors", "ignore_mismatched_sizes", "key_mapping", "weights_only")
 
@@ -38,6 +40,19 @@ def filled_by(fill: Fill) -> Iterator[None]:
 
     random_state = torch.get_rng_state()
     is_filling = False  # the load that `fill` does is an ordinary one
+    keywords: dict[str, Any] = {}
+
+    def init_contexts(ordinary: Any, cls: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """Note what transformers hands to the constructor, which that load calls again."""
+
+        def init(ordinary: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            if type(model) is cls and not is_filling:
+                named = dict(zip(list(inspect.signature(cls).parameters)[1:], args, strict=False)) | kwargs
+                # The skeleton shards the modules that it is given, so the other model gets its own.
+                keywords.update(tree_map_only(nn.Module, copy.deepcopy, named))
+            ordinary(model, config, *args, **kwargs)
+
+        return [*ordinary(cls, *args, **kwargs), replaced({foreign_names.MODEL_INIT.of(cls): init})]
 
     def load(ordinary: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         from transformers.utils.loading_report import LoadStateDictInfo
@@ -57,7 +72,7 @@ def filled_by(fill: Fill) -> Iterator[None]:
             model.hf_quantizer = load_config.hf_quantizer  # as `from_pretrained` does later
         is_filling = True
         try:
-            info = fill(model, load_config.dtype)
+            info = fill(model, load_config.dtype, keywords)
         finally:
             is_filling = False
         keys = {name: set(info[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
@@ -72,6 +87,7 @@ def filled_by(fill: Fill) -> Iterator[None]:
     loading = {foreign_names.LOAD_PRETRAINED_MODEL: load, foreign_names.FINALIZE_MODEL_LOADING: finalize}
     with replaced(loading), contextlib.ExitStack() as building:
         building.enter_context(replaced(building_handlers(Constructor())))
+        building.enter_context(replaced({foreign_names.GET_INIT_CONTEXT: init_contexts}))
         yield
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from lowmem_load.errors import UnsupportedError, listed
+
+EXTRA_STATE = "_extra_state"
+"""Last part of the names under which checkpoints have what `get_extra_state` of a module returns."""
 
 _OWN_STATE = frozenset(vars(nn.Module()))
 """Attributes that torch gives every module."""
@@ -42,6 +46,17 @@ def hand_over_attributes(loaded: nn.Module, modules: Mapping[str, nn.Module], de
             f"{type(loaded).__name__}: has no value for {listed(lost)}, tensor attributes of the model on the meta "
             "device; build the model from the configuration of the checkpoint, or set them before the load"
         )
+
+
+def hand_over_extra_states(
+    loaded: nn.Module, modules: Mapping[str, nn.Module], device: torch.device, missing: Collection[str]
+) -> None:
+    """Give modules, by their names in a loaded model, its extra states, but for those that no file had."""
+    for name, module in loaded.named_modules():
+        has_state = type(module).get_extra_state is not nn.Module.get_extra_state and name in modules
+        if has_state and (f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE) not in missing:
+            state = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), module.get_extra_state())
+            modules[name].set_extra_state(state)
 
 
 def tensor_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
