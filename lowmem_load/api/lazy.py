@@ -63,8 +63,7 @@ def lazy(
     model_folder.check_name(where, kwargs.get("subfolder", ""))
     cls = diffusion.model_class(where, auto_class, kwargs)
     if cls is None:
-        config = names.model_config(where, kwargs)
-        cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
+        cls, _ = names.class_and_config(where, auto_class, kwargs)
 
     def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
         return describe_lazily(call, Executor(num_threads=min(MAX_THREADS, environment.cores(1))))[1:]

@@ -314,8 +314,7 @@ def load_sharded(
         if of_diffusers is not None:
             return _diffusers_over_mesh(of_diffusers, where, sharding, options, dtype, policy_of_mesh, kwargs)
         with ranks.step("reading the configuration"):
-            config = names.model_config(where, kwargs)
-            cls = names.model_class(auto_class, config, bool(kwargs.get("trust_remote_code")))
+            cls, _ = names.class_and_config(where, auto_class, kwargs)
             if policy is not None and not has_mesh:
                 raise ConfigError("policy: goes with a DeviceMesh; a DistributedConfig has its own")
 

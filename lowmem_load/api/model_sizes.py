@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowmem_load.families import diffusion
-from lowmem_load.hf.names import model_class, model_config
+from lowmem_load.hf.names import class_and_config, model_config
 from lowmem_load.hf.remote_names import Checkpoint
 from lowmem_load.hf.skeleton import blocks
 from lowmem_load.planning.load_plan import LoadPlan, TargetPlan
@@ -57,8 +57,6 @@ def without_values(checkpoint: Checkpoint, keywords: Mapping[str, Any]) -> Any:
     """Return the model of a checkpoint on the meta device; `keywords` are those of `plan`."""
     if (of_diffusers := diffusion.model_class(checkpoint.folder, keywords.get("auto_class"), keywords)) is not None:
         return diffusion.skeleton(of_diffusers, checkpoint.folder, keywords, torch.device("meta"))
-    config = model_config(checkpoint.folder, keywords)
-    trust_remote_code = bool(keywords.get("trust_remote_code"))
-    cls = model_class(keywords.get("auto_class"), config, trust_remote_code)
+    cls, config = class_and_config(checkpoint.folder, keywords.get("auto_class"), keywords)
     with torch.device("meta"):
         return cls(config) if isinstance(cls, type) and issubclass(cls, nn.Module) else cls.from_config(config)

@@ -161,7 +161,7 @@ def plan_sharded(
     where, kwargs = find_folder(name_text(name), kwargs)
     if (of_diffusers := diffusion.model_class(where, auto_class, kwargs)) is not None:
         return _plan_diffusers(of_diffusers, where, sharding, dtype, kwargs, rank, world_size)
-    cls = names.model_class(auto_class, names.model_config(where, kwargs), bool(kwargs.get("trust_remote_code")))
+    cls, _ = names.class_and_config(where, auto_class, kwargs)
     kwargs = {**kwargs, names.DTYPE_KEYWORD: dtype, **({"distributed_config": sharding} if has_config else {})}
     explained = model_folder.files_explained(where, kwargs.get("subfolder") or "")
     forget_meshes()

@@ -56,8 +56,7 @@ class Request(NamedTuple):
             return Checked(self.name, settings.for_model(None), cls, kwargs)
         if is_partitioned and self.has_weights:
             model_folder.check_weights(self.name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
-        config = names.model_config(self.name, kwargs)
-        cls = names.model_class(self.auto_class, config, bool(kwargs.get("trust_remote_code")))
+        cls, config = names.class_and_config(self.name, self.auto_class, kwargs)
         if is_partitioned:
             refuse_quantized(config, kwargs)
         return Checked(self.name, settings.for_model(config), cls, kwargs)

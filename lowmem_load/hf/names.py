@@ -20,8 +20,20 @@ DTYPE_KEYWORD = "dtype" if hasattr(PretrainedConfig, "torch_dtype") else "torch_
 """The keyword of `from_pretrained`. transformers 4.56 renamed it and made the old name a property."""
 
 
-def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Return the transformers configuration that `from_pretrained(name, **kwargs)` will use."""
+def class_and_config(name: str, auto_class: str | type | None, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the class whose `from_pretrained` to call, and the configuration that it will use."""
+    if auto_class is not None:
+        cls = model_class(auto_class, None, trust_remote_code=False)
+        return cls, model_config(name, kwargs, getattr(cls, "config_class", None))
+    config = model_config(name, kwargs)
+    return model_class(None, config, trust_remote_code=bool(kwargs.get("trust_remote_code"))), config
+
+
+def model_config(name: str, kwargs: Mapping[str, Any], config_class: Any = None) -> Any:
+    """Return the transformers configuration that `from_pretrained(name, **kwargs)` will use.
+
+    `config_class` is the one of the model's class; None: the one that is registered for the checkpoint's `model_type`.
+    """
     config = kwargs.get("config")
     if config is not None and not isinstance(config, str | os.PathLike):
         return config
@@ -37,7 +49,7 @@ def model_config(name: str, kwargs: Mapping[str, Any]) -> Any:
             check_model_config(file)
         check_config(where, hub.get("subfolder") or "")
         # Without trust_remote_code transformers would ask at the keyboard, and wait.
-        return AutoConfig.from_pretrained(where, **{"trust_remote_code": False, **hub})
+        return (config_class or AutoConfig).from_pretrained(where, **{"trust_remote_code": False, **hub})
     except CheckpointError:
         raise
     except Exception as error:  # transformers trusts the values, so a wrong one may raise anything
@@ -65,7 +77,7 @@ def json_values(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: json.dumps(values[key], sort_keys=True, default=lambda value: type(value).__name__) for key in values}
 
 
-def model_class(auto_class: str | type | None, config: Any, trust_remote_code: bool) -> Any:
+def model_class(auto_class: str | type | None, config: Any, *, trust_remote_code: bool) -> Any:
     """Return the class whose `from_pretrained` to call; given None, the one that the configuration names."""
     if isinstance(auto_class, type):
         if not callable(getattr(auto_class, "from_pretrained", None)):
