@@ -43,6 +43,11 @@ class ShardedModel:
             for name, tensor in {**self.parameters, **self.buffers}.items()
         }
 
+    @property
+    def is_skeleton(self) -> bool:
+        """Whether transformers has built the model for this load."""
+        return self._skeleton is not None
+
     def shard(self, tensor: torch.Tensor) -> tuple[Grid, torch.Tensor]:
         """Return what this rank holds of one of the tensors, and its memory. See `local_shard`."""
         return self._shards[id(tensor)]
@@ -159,6 +164,8 @@ class Sharded(Target):
         tensors = list(self._tensors(plan.names))
         if not tensors:
             return self._left.make(plan, parameter, wait)
+        for tensor in tensors if self._sharded.is_skeleton else ():
+            tensor.requires_grad_(parameter.requires_grad)  # not as the constructor has set it
         return tensors[0], [self._sharded.shard(tensor)[1] for tensor in tensors]
 
     def _plain(self, name: str) -> str:

@@ -21,7 +21,7 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress, computing
 from lowmem_load.distributed.nodes import node_name
 from lowmem_load.ds.zero3_target import TargetMaker, Zero3, zero_init_disabled
-from lowmem_load.errors import NotStreamedWarning, UnsupportedError, error_text, outside_level
+from lowmem_load.errors import NotStreamedWarning, UnsupportedError, error_text, listed, outside_level
 from lowmem_load.families.call import Call
 from lowmem_load.hf import model_folder
 from lowmem_load.hf.active import on_host, show_ds_config
@@ -187,6 +187,9 @@ class Load:
             report.notes.append(f"not in the files, and left uninitialised by transformers: {unset}; they are zero")
             if report.rank == 0:
                 warnings.warn(f"{described.name}: {report.notes[-1]}", stacklevel=outside_level())
+        trained = {name for name, parameter in described.model.named_parameters() if parameter.requires_grad}
+        if frozen := sorted(trained & described.constructor.frozen):
+            report.notes.append(f"{listed(frozen)} train, as after an ordinary load, though the constructor froze them")
         setattr(described.model, REPORT_ATTRIBUTE, report)
         if isinstance(described.target, Zero3):
             show_ds_config(described.model, described.settings.ds_config)

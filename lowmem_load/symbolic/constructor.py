@@ -74,6 +74,7 @@ class Constructor:
         self._memory = _Memory()
         self._depth = 0
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self.frozen: set[str] = set()  # names of parameters
         self.filled_later: list[nn.Module] = []  # whose tensor attributes get their values after the load
         self._parameters: dict[int, tuple[nn.Parameter, nn.Module, str]] = {}  # by id: those in attributes, and a place
 
@@ -110,7 +111,8 @@ class Constructor:
             registering.remove()
 
     def note(self, model: nn.Module) -> None:
-        """Note the buffers of a model, and the parameters that its attributes hold, before anything is loaded."""
+        """Note a model's buffers, frozen parameters, and those that attributes hold, before anything is loaded."""
+        self.frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         self._buffers = [
             (module, name, buffer)
             for module in model.modules()

@@ -43,11 +43,27 @@ class Angles(nn.Module):
         self.mask = mask.triu_(1)
 
 
+class Scaled(nn.Linear):
+    def __init__(self, dim):
+        super().__init__(dim, 1)
+        self.state = {"amax": torch.zeros(3)}
+        self.weight.requires_grad_(False)
+        self.weight.is_marked = True
+
+    def get_extra_state(self):
+        return self.state["amax"]
+
+    def set_extra_state(self, state):
+        self.state = {"amax": torch.tensor(state.tolist())}
+
+
 class TableForCausalLM(PreTrainedModel):
     config_class = TableConfig
 
-    def __init__(self, config):
+    def __init__(self, config, base=1.0, extra=None):
         super().__init__(config)
+        self.register_buffer("powers", base ** torch.arange(3.0), persistent=False)
+        self.extra = nn.Identity() if extra is None else extra
         dim = config.hidden_size
         self.embed = nn.Embedding(config.vocab_size, dim)
         self.angles = nn.ModuleList([Angles(dim)])
@@ -64,6 +80,7 @@ class TableForCausalLM(PreTrainedModel):
         for number, gain in enumerate(gains):
             self.register_parameter(f"gain{number}", gain)
         self.gains = {"gains": gains}
+        self.scaled = Scaled(dim)
         torch.Tensor(3).uniform_()  # as wav2vec2 does, also where parameters are on meta
         if config.trouble == "large":
             self.register_buffer("too_large", torch.zeros(1 << 25), persistent=False)
@@ -98,7 +115,8 @@ def make_checkpoint(folder: Path, **config: Any) -> str:
     (folder / "config.json").write_text(json.dumps({**names, **config}))
     torch.manual_seed(0)
     tensors = {"embed.weight": torch.randn(53, 16), "head.weight": torch.randn(53, 16), "steps": torch.randn(16)}
-    tensors |= {"gain0": torch.randn(16), "gain1": torch.randn(16)}
+    tensors |= {"gain0": torch.randn(16), "gain1": torch.randn(16), "scaled._extra_state": torch.arange(1.0, 4.0)}
+    tensors |= {"scaled.weight": torch.randn(1, 16), "scaled.bias": torch.randn(1)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 
@@ -112,6 +130,7 @@ def values(model: Any) -> dict[str, torch.Tensor]:
     """All buffers and tensor attributes."""
     bias, _ = model.tables[1]["bias"]
     attributes = {"scale": model.scale, "mask": model.angles[0].mask, "linspace": model.tables[0], "bias": bias}
+    attributes |= {"extra state": model.scaled.get_extra_state()}
     return dict(model.named_buffers()) | attributes | {"rates": torch.tensor(model.rates)}
 
 
@@ -124,7 +143,8 @@ def expected(path: str) -> dict[str, torch.Tensor]:
     model = AutoModelForCausalLM.from_config(config, **REMOTE)
     with torch.no_grad():
         model.filled.copy_(torch.arange(16))  # transformers 4 does not initialise the model itself
-    return values(model) | {"steps": load_file(f"{path}/model.safetensors")["steps"]}
+    files = load_file(f"{path}/model.safetensors")
+    return values(model) | {"steps": files["steps"], "extra state": files["scaled._extra_state"]}
 
 
 def check(model: Any, right: dict[str, torch.Tensor]) -> None:
@@ -134,6 +154,13 @@ def check(model: Any, right: dict[str, torch.Tensor]) -> None:
     assert model.scale.device == model.tables[1]["bias"][0].device == model.mean.device
     assert model.hidden[0] is model.score.weight
     assert list(map(id, model.gains["gains"])) == [id(model.gain0), id(model.gain1)]
+
+
+def check_flags(model: Any) -> None:
+    """As of an ordinary load, not as the constructor has set them."""
+    weight = model.scaled.weight
+    assert weight.requires_grad and not hasattr(weight, "is_marked")
+    assert any("scaled.weight train" in note for note in model.lowmem_load_report.notes)
 
 
 def load_all(path: str) -> None:
@@ -161,6 +188,7 @@ def load_all(path: str) -> None:
         warnings.simplefilter("error", lowmem_load.NotStreamedWarning)
         for model in models():
             check(model, right)
+            check_flags(model)
 
 
 def load_on_meshes(path: str) -> None:
@@ -182,6 +210,13 @@ def load_on_meshes(path: str) -> None:
     assert torch.equal(torch.rand(1), after)
     assert torch.equal(model.score.weight.full_tensor(), drawn)
     check(model, right)
+    check_flags(model)
+
+    extra = nn.Sequential(nn.Linear(4, 4))
+    keywords: dict[str, Any] = {"base": 3.0, "extra": extra, **REMOTE}
+    model = lowmem_load.load_model(path, mesh, auto_class=AUTO, dtype=torch.float32, **keywords)
+    assert torch.equal(model.powers, torch.tensor([1.0, 3.0, 9.0]))
+    assert model.extra[0].weight.full_tensor().shape == (4, 4)
 
     model = AutoModelForCausalLM.from_config(config, **REMOTE)
     for module in model.modules():  # as if it had been built on meta, which the items of this one forbid
@@ -191,11 +226,14 @@ def load_on_meshes(path: str) -> None:
             setattr(module, name, nn.Parameter(parameter.to("meta")))
     model.scale, model.angles[0].mask = model.scale.to("meta"), model.angles[0].mask.to("meta")
     model.tables[0], model.tables[1]["bias"] = model.tables[0].to("meta"), (torch.empty(2, device="meta"), "name")
+    model.scaled.bias.requires_grad_(False)
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
+    model.scaled.bias.is_marked = True
     model.hidden, model.gains = [model.score.weight], {"gains": [model.gain0, model.gain1]}
     lowmem_load.load_into(model, path, **REMOTE)
     check(model, right)
+    assert not model.scaled.bias.requires_grad and model.scaled.bias.is_marked, "the owner's"
 
 
 def test_values_of_the_constructor_are_there_under_zero(checkpoint: str) -> None:
