@@ -22,6 +22,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.planning.expression import Expression
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.text import fingerprint
+from lowmem_load.training_checkpoints.one_save import check_written_before, check_written_together
 from lowmem_load.training_checkpoints.tiles import Tile, TiledTensor, assemble
 from lowmem_load.training_checkpoints.weights import SavedState
 
@@ -63,6 +64,7 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
                     "has written one of them"
                 )
             values[tensor.name, chunk.offsets, chunk.sizes] = expression
+    check_written_before(path, [file.path for file in files[1:]])
     keys = Counter(tensor.keys for tensor in metadata.tensors.values())
     if twice := [".".join(key) for key, count in keys.items() if count > 1]:
         raise CheckpointError(f"{path}: has two tensors {listed(twice)}")
@@ -119,6 +121,7 @@ def open_shards(folder: str, executor: Executor) -> SavedState:
             if not isinstance(first, list) or len(first) != len(values.shape) or not all(map(_is_index, first)):
                 raise CheckpointError(f"{path}: its header does not say where the part of {tensor} belongs ({OFFSETS})")
             tiles.setdefault(tensor, []).append(Tile(tuple(first), values))
+    check_written_together(file.path for file in files)
     tensors: dict[tuple[str, ...], TiledTensor]
     tensors = {(name,): _assemble_parts(folder, name, parts) for name, parts in tiles.items()}
     return SavedState(folder, "torch DCP in safetensors files", tensors, tuple(files), has_shapes=False)

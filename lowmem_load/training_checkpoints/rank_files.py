@@ -28,6 +28,7 @@ from lowmem_load.io.executor import Executor, read_whole
 from lowmem_load.planning.expression import Expression, Shape, slice_dim
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.splits import Split, grid_of
+from lowmem_load.training_checkpoints.one_save import check_written_together
 from lowmem_load.training_checkpoints.tiles import Tile, TiledTensor, assemble
 from lowmem_load.training_checkpoints.weights import SavedState
 
@@ -96,6 +97,7 @@ def open_rank_files(folder: str, executor: Executor) -> SavedState:
         return torch.equal(*whole)
 
     tensors = put_together(folder, files, are_equal)
+    check_written_together(file.path for file in files)
     planned = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in files)
     return SavedState(folder, kind, tensors, planned)
 

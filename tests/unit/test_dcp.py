@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -271,6 +273,43 @@ def test_files_that_are_not_one_save_are_named(tmp_path: Path) -> None:
         values_in(tmp_path / "step")
     with pytest.raises(CheckpointError, match="no such folder"):
         values_in(tmp_path / "none")
+
+
+# -- two saves in one folder -------------------------------------------------------------------------------------------
+
+
+def dated(folder: Path, ages: dict[str, float]) -> None:
+    for name, age in ages.items():
+        os.utime(folder / name, (1e9 - age, 1e9 - age))
+
+
+@pytest.mark.parametrize(
+    ("ages", "is_one"),
+    [
+        ((9, 8, 7), True),  # as it was saved
+        ((900, 800, 7), True),  # ranks that wrote slowly
+        ((7, 8, 9), True),  # copied by name, without times
+        ((9, 6.5, 7), True),
+        ((9, 0, 7), False),  # the second rank's file is of a later save, which ended before .metadata
+        ((900, 0, 700), False),
+    ],
+)
+def test_a_file_of_a_later_save_is_refused(ages: tuple[float, ...], is_one: bool, tmp_path: Path) -> None:
+    state = {"a": torch.ones(3), "b": torch.ones(2)}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "x", thread_count=2), no_dist=True)
+    dated(tmp_path / "x", dict(zip(("__0_0.distcp", "__0_1.distcp", ".metadata"), ages, strict=True)))
+    with contextlib.nullcontext() if is_one else pytest.raises(CheckpointError, match=r"__0_1.distcp: was written at "):
+        values_in(tmp_path / "x")
+
+
+@pytest.mark.parametrize(("ages", "is_one"), [((0, 1), True), ((9, 0), True), ((0, 60), False), ((60, 0), False)])
+def test_files_of_ranks_that_are_far_apart_are_refused(ages: tuple[float, float], is_one: bool, tmp_path: Path) -> None:
+    for rank, age in enumerate(ages):
+        rank_file(tmp_path / "x", rank, {"a": torch.ones(3)}, 2)
+        dated(tmp_path / "x", {f"model_world_size_2_rank_{rank}.pt": age})
+    with contextlib.nullcontext() if is_one else pytest.raises(CheckpointError, match="a save over an earlier one"):
+        values_in(tmp_path / "x")
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
