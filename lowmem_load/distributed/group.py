@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -43,9 +42,8 @@ class RankGroup:
 
     __slots__ = ("_group",)
 
-    # One for each default group, with which it ends. They are numbered: a later group may get the same store.
+    # One for each default group, with which it ends.
     _channels: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, StoreChannel]] = weakref.WeakKeyDictionary()
-    _lives: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -71,6 +69,11 @@ class RankGroup:
     def is_fake(self) -> bool:
         """Whether this is torch's fake backend."""
         return bool(dist.get_backend(self._group) == "fake")
+
+    @property
+    def timeout_s(self) -> float:
+        """How long the group waits for a rank, seconds."""
+        return float(default_store().timeout.total_seconds())
 
     @contextlib.contextmanager
     def step(
@@ -104,8 +107,7 @@ class RankGroup:
         with self._doing(full_title, progress) as channel:
             try:
                 if channel is not None:  # an error of this rank's variables is one of all ranks
-                    timeout_s = default_store().timeout.total_seconds()
-                    channel.limits = Limits.from_environment(timeout_s, is_prompt=is_prompt)
+                    channel.limits = Limits.from_environment(self.timeout_s, is_prompt=is_prompt)
                 yield step
                 payload = "" if step.payload is None else json.dumps(step.payload)
                 entry = entry._replace(digest=step.digest)
@@ -181,7 +183,7 @@ class RankGroup:
         require_live()
         channel = RankGroup._channels.get(default_group())
         if channel is None:
-            client = functools.partial(new_client, default_store(), next(RankGroup._lives))
+            client = functools.partial(new_client, default_store())
             channel = RankGroup._channels[default_group()] = StoreChannel(client, dist.get_rank())
             weakref.finalize(default_group(), channel.end)
         return channel

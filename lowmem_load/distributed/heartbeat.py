@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lowmem_load.distributed.environment import positive_number
@@ -69,17 +69,28 @@ class Heartbeat(NamedTuple):
     entry: Entry | None = None  # that this rank brings to the step; None until it has done its part
     detail: str = ""  # how far that is, for messages
     num_beats: int = 0  # that it has written so far
+    token: str = ""  # of the rank in this life, and those that it knows; see [Note: lives] in `store_channel.py`
+    lives: Sequence[str] = ()
 
     @classmethod
     def decoded(cls, content: str) -> Heartbeat:
         """Return the heartbeat that was written as JSON."""
         beat = cls(*json.loads(content))
-        return beat._replace(entry=beat.entry and Entry(*beat.entry))
+        return beat._replace(entry=beat.entry and Entry(*beat.entry), lives=tuple(beat.lives))
 
     @property
     def step(self) -> tuple[str, int]:
         """Name of the group and number of the step."""
         return self.group, self.number
+
+    @property
+    def error(self) -> str:
+        """The error that the rank brings to its step; "" for none."""
+        return (self.entry and self.entry.error) or ""
+
+    def has_not_met(self, group: str) -> bool:
+        """Return whether the rank is in this group and has not met its leader, or is the leader."""
+        return self.group == f"{group.rpartition('/')[0]}/{self.token}"
 
     @property
     def last_seen(self) -> str:
@@ -93,10 +104,12 @@ class Peer:
 
     def __init__(self) -> None:
         self.heartbeat: Heartbeat | None = None
+        self.is_met = True  # whether the heartbeat is of this life; see [Note: lives] in `store_channel.py`
         self._silent_s = self._still_s = 0.0  # since its number changed, and since anything else did
 
-    def note(self, heartbeat: Heartbeat, seconds: float) -> None:
+    def note(self, heartbeat: Heartbeat, seconds: float, *, is_met: bool = True) -> None:
         """Take the latest heartbeat, so many seconds after the one before."""
+        self.is_met = is_met
         before, self.heartbeat = self.heartbeat, heartbeat
         is_still = before is not None and heartbeat._replace(num_beats=before.num_beats, detail=before.detail) == before
         self._silent_s = self._silent_s + seconds if heartbeat == before else 0.0
@@ -123,14 +136,16 @@ class Peer:
         beat, (group, number) = self.heartbeat, step
         if beat is not None and beat.group == group and beat.number > number:
             return f"has gone on without the others, last seen {beat.last_seen}"
-        if beat is not None and beat.title and self._silent_s > limits.gone_s:
+        is_here = beat is not None and bool(beat.title) and self.is_met
+        if beat is not None and is_here and self._silent_s > limits.gone_s:
             return (
                 f"has sent no heartbeat for more than {limits.gone_s:g} s ({GONE}): its process ({beat.who}) or its "
                 f"machine has ended, stands still or cannot be reached; last seen {beat.last_seen}"
             )
-        if beat is None or not beat.title or (beat.entry and beat.group != group):
-            if beat is not None and beat.entry and beat.entry.error and self._still_s > limits.gone_s:
-                return beat.entry.error  # those it waits for, in a step of another group, may wait for this rank
+        if beat is None or not is_here or (beat.entry and beat.group != group):
+            has_left = beat is not None and bool(beat.error) and (is_here or beat.has_not_met(group))
+            if beat is not None and has_left and self._still_s > limits.gone_s:
+                return beat.error  # those it waits for, in a step of another group, may wait for this rank
             is_late = waited_s is not None and waited_s > limits.absence_s
             return f"has not come to this point in {limits.absence_s:g} s; {SAME_ORDER}" if is_late else ""
         limit_s, origin = limits.silence_s, SILENCE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
@@ -81,23 +80,11 @@ def default_store() -> Any:
     return store
 
 
-def new_client(store: Any, life: int) -> Any:
-    """Return another client of a store, for another thread. Clients of another life see none of its keys.
-
-    Before torch 2.8 stores have no `clone`. There the client connects anew, without the prefixes of the store, which
-    tell a group from an earlier one; the ranks agree on a new prefix.
-    """
-    if hasattr(store, "clone"):
-        client = store.clone()
-    else:
-        prefix = store.compare_set("lowmem_load", "", secrets.token_hex(8)).decode()
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
-        is_file = isinstance(store, dist.FileStore)  # type: ignore[attr-defined]
-        client = dist.FileStore(store.path) if is_file else dist.TCPStore(store.host, store.port, is_master=False)  # type: ignore[attr-defined]
-        client = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
+def new_client(store: Any) -> Any:
+    """Return another client of a store, for another thread."""
+    client = store.clone()
     client.set_timeout(_NEVER)
-    return dist.PrefixStore(f"lowmem_load/{life}", client)  # type: ignore[attr-defined]
+    return dist.PrefixStore("lowmem_load", client)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

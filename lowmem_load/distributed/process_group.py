@@ -6,6 +6,7 @@ sizes, and ZeRO-3 takes the wrong one.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import weakref
@@ -15,13 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.utils.store import synchronize
 
 from lowmem_load.distributed import environment
-from lowmem_load.distributed.absence import Arrivals
 from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.live_group import require_live
-from lowmem_load.errors import ConfigError, RankError
+from lowmem_load.distributed.live_group import new_client, require_live
+from lowmem_load.distributed.store_channel import Group, StoreChannel
+from lowmem_load.errors import ConfigError
 
 if TYPE_CHECKING:
     # torch.distributed has it too, but does not export it to type checkers.
@@ -42,12 +42,53 @@ class _Meeting:
 
     A group made after `destroy` must not meet in a new store. The first rank to come back would reach rank 0's old
     store just before it ends, or, under torchrun, whose agent keeps one store for all, read the addresses of the old
-    group. Either way all ranks hang. So the store is kept, and each group has its own prefix in it.
+    group. Either way all ranks hang. So the store is kept, and each group has a prefix of its own in it, on which its
+    ranks agree: they may have made different numbers of groups before.
     """
 
     address: tuple[str, ...]  # values of LAUNCHER_NAMES without LOCAL_RANK
     store: Store
-    num_groups: int = 0
+
+
+class _Newcomers(RankGroup):
+    """The ranks of a launcher, which are about to make a process group."""
+
+    __slots__ = ("_rank", "_timeout", "_world_size", "channel")
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        super().__init__(None)
+        self._rank, self._world_size, self._timeout = rank, world_size, timeout
+        self.channel = StoreChannel(functools.partial(new_client, store), rank)
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout.total_seconds()
+
+    def _channel(self) -> StoreChannel | None:
+        return self.channel if self._world_size > 1 else None
+
+    def _members(self, channel: StoreChannel) -> Group:
+        return channel.group("newcomers", tuple(self._world_ranks()))
+
+    def _world_ranks(self) -> list[int]:
+        return list(range(self._world_size))
+
+    def agree(self) -> str:
+        """Choose the device of each rank; return what all of them call the group. Collective."""
+        try:
+            with self.step("making the process group"):
+                choose_device()
+            return self._members(self.channel).life
+        finally:
+            self.channel.end()
 
 
 class DistributedInterface(RankGroup):
@@ -208,14 +249,7 @@ class DistributedInterface(RankGroup):
                 choose_device()
                 _init_process_group(backend, timeout, dist.HashStore())  # type: ignore[attr-defined]
             else:
-                arrivals = Arrivals()
-                with arrivals.awaited():
-                    store = self._meet(timeout)
-                    arrivals.note(store)
-                    if accelerator().device_name() != "cpu":
-                        rank, world_size = environment.integer("RANK"), environment.integer("WORLD_SIZE")
-                        choose_devices(store, rank, world_size, timeout)
-                    _init_process_group(backend, timeout, store)
+                _init_process_group(backend, timeout, self._meet(timeout))
             bring_up_comm(backend, timeout)
         except BaseException:
             if dist.is_initialized():
@@ -226,15 +260,16 @@ class DistributedInterface(RankGroup):
 
     @staticmethod
     def _meet(timeout: timedelta) -> Store:
-        """Return the launcher's store with the new group's prefix."""
+        """Return the launcher's store with the new group's prefix. Collective."""
         address = tuple(os.environ[name] for name in environment.LAUNCHER_NAMES if name != "LOCAL_RANK")
         meeting = DistributedInterface._meeting
-        if meeting is None or meeting.address != address:
+        if meeting is None or meeting.address != address or not _answers(meeting.store):
+            DistributedInterface._meeting = meeting = None
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
             meeting = DistributedInterface._meeting = _Meeting(address, store)
         meeting.store.set_timeout(timeout)
-        meeting.num_groups += 1
-        prefix = f"lowmem_load/{meeting.num_groups}"
+        ranks = environment.integer("RANK"), environment.integer("WORLD_SIZE")
+        prefix = f"lowmem_load/{_Newcomers(meeting.store, *ranks, timeout).agree()}"
         return dist.PrefixStore(prefix, meeting.store)  # type: ignore[attr-defined]
 
     def _adopt(self) -> None:
@@ -261,6 +296,15 @@ class DistributedInterface(RankGroup):
             step.payload = host
         lower = step.payloads[: self.rank].count(host)
         return 0 if accelerator().device_name() != "cpu" and accelerator().device_count() == 1 else lower
+
+
+def _answers(store: Store) -> bool:
+    """Return whether a store is still there: rank 0, which has it, may have been started anew."""
+    try:
+        store.check([""])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _init_process_group(backend: str, timeout: timedelta, store: Store) -> None:
@@ -344,21 +388,3 @@ def choose_device() -> None:
             "LOCAL_RANK=0 in all of them"
         )
     devices.set_device(local_rank)
-
-
-def choose_devices(store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Choose the device of each rank, before there is a process group. Collective, through the ranks' store.
-
-    Raises:
-        RankError: names the ranks that do not see their device.
-    """
-    error: ConfigError | None = None
-    try:
-        choose_device()
-    except ConfigError as caught:
-        error = caught
-    text = str(error or "").encode()
-    texts = synchronize(store, text, rank, world_size, "device/", timeout.total_seconds())
-    failures = {failed: text.decode() for failed, text in enumerate(texts) if text}
-    if failures:
-        raise RankError("choosing a device", failures) from error

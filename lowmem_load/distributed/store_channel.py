@@ -12,6 +12,12 @@ rank failed, ended or got stuck, whatever they do meanwhile.
 - With its verdict a step is over, and all ranks go on to the next number. So a load that failed may be tried again.
 - An entry says that the rank has read all of the steps before. So when all entries are there, older keys may go.
 
+[Note: lives] A store may outlive its groups, as that of torchrun's agent does, and has what ranks of an earlier group
+wrote, with the same numbers of steps. Ranks may have made different numbers of groups before this one. So each rank
+draws a token, and the steps of a group have that of its leader in their keys. A rank that comes to its first step of a
+group does not know it: it writes its own token in its heartbeat, and the leader answers under this token. Whoever
+writes a leader's token into a heartbeat has met it, and is of this life. Until then a rank has the group for itself.
+
 [Note: one thread] A call of the store may take for ever, and no signal interrupts it. So one thread makes all calls,
 and the caller waits for it in short waits. If it does not come back, the caller goes on without it, and every later
 step of this process group fails.
@@ -21,9 +27,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import platform
 import queue
+import secrets
 import sys
 import threading
 import time
@@ -36,6 +44,8 @@ from typing import Any, NamedTuple
 from lowmem_load.distributed.absence import NOTICE_S, absent_text, say_who_is_absent
 from lowmem_load.distributed.heartbeat import GONE, Heartbeat, Limits, Peer, Progress
 from lowmem_load.distributed.verdict import Entry, Verdict, verdict_on
+
+logger = logging.getLogger(__name__)
 
 BEAT_S, MIN_BEATS = 1.0, 5  # seconds between heartbeats; in how many of them the store must answer at least
 POLL_S, POLL_GROWTH = 0.001, 1.05  # seconds before a waiting rank looks, for each 16 ranks; how later pauses grow
@@ -52,10 +62,20 @@ class StoppedError(BaseException):
 class Group:
     """A group of ranks, and this rank's next step. The first one of its members is the leader."""
 
-    name: str  # unique in the store
+    name: str  # unique among the groups of this life
     members: tuple[int, ...]  # as ranks in the world
+    life: str  # the leader's token; this rank's own until it has met the leader
     number: int = 0
     num_deleted: int = 0  # verdicts, which the leader deletes
+
+    @property
+    def key(self) -> str:
+        """Prefix of its keys. See [Note: lives]."""
+        return f"{self.name}/{self.life}"
+
+    def is_led_by(self, rank: int) -> bool:
+        """Return whether this rank of the world is its leader."""
+        return rank == self.members[0]
 
 
 class _Place(NamedTuple):
@@ -69,13 +89,13 @@ class _Place(NamedTuple):
 
     @property
     def step(self) -> tuple[str, int]:
-        """Name of the group and number of the step."""
-        return self.group.name, self.number
+        """Key of the group and number of the step."""
+        return self.group.key, self.number
 
     @property
     def key(self) -> str:
         """The key of the verdict."""
-        return f"{self.group.name}/{self.number}"
+        return f"{self.group.key}/{self.number}"
 
 
 class StoreChannel:
@@ -87,9 +107,14 @@ class StoreChannel:
         self.limits = limits or Limits()
         self._open_client, self._rank, self._beat_s = open_client, rank, beat_s
         self._who = f"pid {os.getpid()} on {platform.node()}"
+        self._token = secrets.token_hex(8)
+        self._leaders = {rank: self._token}  # tokens of the leaders that it has met
+        self._answered, self._met = set[str](), {rank}  # tokens to which it has told its own; ranks that know it
         self._groups: dict[str, Group] = {}
         self._blocks: list[_Place] = []  # that the caller is in
-        self._place = self._failing = _Place(Group("", (rank,)))  # where it is; where it was when it heard of a failure
+        nowhere = _Place(Group("", (rank,), self._token))
+        self._place = self._failing = nowhere  # where it is; where it was when it heard of a failure
+        self._last_words = nowhere  # why it has left a step, for those that come later
         self._caller = 0  # the thread of the last step
         self._questions = queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], Any] | None]()
         self._broken = ""  # what is wrong with the store
@@ -101,7 +126,7 @@ class StoreChannel:
 
     def group(self, name: str, members: tuple[int, ...]) -> Group:
         """Return the group of this name."""
-        return self._groups.setdefault(name, Group(name, members))
+        return self._groups.setdefault(name, Group(name, members, self._leaders.get(members[0], self._token)))
 
     @contextlib.contextmanager
     def doing(self, group: Group, title: str, progress: Callable[[], Progress] | None = None) -> Iterator[None]:
@@ -109,6 +134,7 @@ class StoreChannel:
         depth = len(self._blocks)
         try:
             self._blocks.append(_Place(group, title, progress and weakref.ref(progress)))
+            logger.debug("rank %d: begins %r, of %s/%d", self._rank, title, group.key, group.number)
             place = self._move(self._blocks[-1])
             if not depth:
                 self._ask(self._send_heartbeat, place)  # should this rank end at once, the others know it had come
@@ -130,6 +156,7 @@ class StoreChannel:
         pause_s = POLL_S * max(1.0, len(group.members) / 16)
         num_parts = self._ask(self._write_parts, f"rank/{self._rank}", payload) if payload else 0
         place = self._move(self._blocks[-1], entry._replace(num_parts=num_parts))
+        logger.debug("rank %d: at step %s, %r: %s", self._rank, place.key, entry.title, entry.error or "done")
         self._ask(self._send_heartbeat, place)
         content = self._ask(self._look, place, leaves)
         while not content and not self._broken:
@@ -137,9 +164,14 @@ class StoreChannel:
             pause_s = min(self._beat_s, POLL_GROWTH * pause_s)
             content = self._ask(self._look, place, leaves)
         verdict = Verdict(*json.loads(content or "[]"))
-        payloads = self._ask(self._read_parts, f"{group.name}/payloads", verdict.num_parts)
+        logger.debug("rank %d: %s is over: %s", self._rank, place.key, verdict.failures or "go on")
+        payloads = self._ask(self._read_parts, f"{group.key}/payloads", verdict.num_parts)
         if self._broken:
             return Verdict([(0, self._broken)]), []
+        if verdict.failures and not self._has_met(group):
+            rank, why = verdict.failures[0]
+            error = why if rank == self._rank else f"went on without the others: rank {rank} {why}"
+            self._last_words = place._replace(entry=entry._replace(error=error))
         group.number += 1
         self._move(self._blocks[-1])
         return verdict, json.loads(payloads or "[]")
@@ -228,17 +260,21 @@ class StoreChannel:
 
     def _beat(self, place: _Place) -> None:
         """Send a heartbeat. Give up ranks that are lost, note whether the step fails, and say who is absent."""
+        for group in [group for group in list(self._groups.values()) if group.is_led_by(self._rank)]:
+            if not self._has_met(group):  # it may have left before they came
+                self._read_heartbeats(group, group.members[1:])
         if not place.title:
             return
+        self._meet(place.group)
         self._send_heartbeat(place)
         leader, *followers = place.group.members
-        peers = self._read_heartbeats(followers if self._rank == leader else [leader], self._beat_s)
+        peers = self._read_heartbeats(place.group, followers if self._rank == leader else [leader], self._beat_s)
         self._waited_s += self._beat_s
         waited_s = self._waited_s if place.entry else None
         reasons = {rank: peer.why_lost(self.limits, place.step, waited_s) for rank, peer in peers.items()}
         if any(reasons.values()):
             self._decide(place, Verdict([(rank, why) for rank, why in reasons.items() if why]))
-        if not place.entry and (self._peek(place.key) or self._peek(f"{place.group.name}/failed") == str(place.number)):
+        if not place.entry and (self._peek(place.key) or self._peek(f"{place.group.key}/failed") == str(place.number)):
             self._failing = place
         if place.entry and self._waited_s >= self._notice_s:
             self._notice_s *= 2
@@ -250,15 +286,18 @@ class StoreChannel:
         """Return the verdict on the step, which this rank writes if it can; "" if there is none."""
         assert place.entry is not None
         leader, *followers = place.group.members
+        until_s = time.monotonic() + FAREWELL_S
+        while not self._meet(place.group, place) and leaves and self._rank != leader and time.monotonic() < until_s:
+            time.sleep(self._beat_s / 10)
         if leaves:
             return self._decide(place, Verdict([(self._rank, place.entry.error or "")]))
         if self._rank == leader:
-            peers = self._read_heartbeats(followers)
+            peers = self._read_heartbeats(place.group, followers)
             entries = {leader: place.entry}
             entries |= {rank: entry for rank, peer in peers.items() if (entry := peer.entry_at(place.step))}
             if len(entries) == len(peers) + 1:
                 while place.group.num_deleted < place.number:
-                    self._store.delete_key(f"{place.group.name}/{place.group.num_deleted}")
+                    self._store.delete_key(f"{place.group.key}/{place.group.num_deleted}")
                     place.group.num_deleted += 1
                 verdict = verdict_on(entries)._replace(title=place.title)
                 return self._decide(place, self._share_payloads(place, entries, verdict))
@@ -266,15 +305,17 @@ class StoreChannel:
 
     def _decide(self, place: _Place, verdict: Verdict) -> str:
         """Write the verdict on the step, unless there is one; return the one that counts."""
+        logger.debug("rank %d: verdict on %s: %s", self._rank, place.key, verdict.failures or "go on")
         return str(self._store.compare_set(place.key, "", json.dumps(verdict)).decode())
 
     def _part(self, place: _Place) -> None:
-        """Say that this rank does nothing any more; as leader, wait for those that have to read its last verdict."""
-        self._send_heartbeat(place)
-        leader, *followers = place.group.members
-        step, until_s = (place.group.name, place.number - 1), time.monotonic() + FAREWELL_S
-        while self._rank == leader and any(peer.is_at(step) for peer in self._read_heartbeats(followers).values()):
-            if time.monotonic() > until_s:
+        """Say that this rank does nothing any more, or why it has left; as leader, wait until its verdict is read."""
+        group, until_s = place.group, time.monotonic() + FAREWELL_S
+        has_left = self._last_words.group is group and not self._has_met(group)
+        self._send_heartbeat(self._last_words if has_left else place)
+        while group.is_led_by(self._rank) and time.monotonic() < until_s:
+            peers = self._read_heartbeats(group, group.members[1:])
+            if not any(peer.is_at((group.key, place.number - 1)) for peer in peers.values()):
                 break
             time.sleep(POLL_S)
 
@@ -284,14 +325,30 @@ class StoreChannel:
         with contextlib.suppress(Exception):  # of other code; the step itself goes on
             progress = report() if report else None
         amount, detail = progress or (None, "")
-        where = place.group.name, place.number, place.title
-        beat = Heartbeat(self._who, *where, amount, place.entry, detail, self._num_beats)
+        where = place.group.key, place.number, place.title
+        lives = list(self._leaders.values())
+        beat = Heartbeat(self._who, *where, amount, place.entry, detail, self._num_beats, self._token, lives)
         self._store.set(f"rank/{self._rank}", json.dumps(beat))
         if place.entry and place.entry.error is not None:
-            self._store.set(f"{place.group.name}/failed", str(place.number))
+            self._store.set(f"{place.group.key}/failed", str(place.number))
 
-    def _read_heartbeats(self, ranks: Sequence[int], seconds: float = 0.0) -> dict[int, Peer]:
-        """Read what ranks wrote last, so many seconds after the last time that counted."""
+    def _has_met(self, group: Group) -> bool:
+        """Return whether this rank has met the leader of a group, or as leader all of its members."""
+        return self._met.issuperset(group.members) if group.is_led_by(self._rank) else group.life != self._token
+
+    def _meet(self, group: Group, place: _Place | None = None) -> bool:
+        """Look whether the leader of a group has answered; then send the heartbeat of the place anew."""
+        leader = group.members[0]
+        if leader != self._rank and not self._has_met(group):
+            if leader not in self._leaders and (life := self._peek(f"life/{leader}/{self._token}")):
+                self._leaders[leader] = life
+            group.life = self._leaders.get(leader, self._token)
+            if self._has_met(group) and place is not None:
+                self._send_heartbeat(place)
+        return self._has_met(group)
+
+    def _read_heartbeats(self, group: Group, ranks: Sequence[int], seconds: float = 0.0) -> dict[int, Peer]:
+        """Read what ranks wrote last, so many seconds after the last time that counted; as leader, answer new ones."""
         for rank in ranks:
             if rank not in self._peers:  # multi_get waits for keys that are not there
                 self._store.compare_set(f"rank/{rank}", "", _NOTHING)
@@ -299,16 +356,27 @@ class StoreChannel:
         contents = self._store.multi_get([f"rank/{rank}" for rank in ranks]) if ranks else []
         for rank, content in zip(ranks, contents, strict=True):
             if content.decode() != _NOTHING:
-                self._peers[rank].note(Heartbeat.decoded(content.decode()), seconds)
+                beat = Heartbeat.decoded(content.decode())
+                self._peers[rank].note(beat, seconds, is_met=group.life in beat.lives)
+                if group.is_led_by(self._rank):
+                    self._answer(rank, beat)
         self._unanswered_s = 0.0
         return {rank: self._peers[rank] for rank in ranks}
+
+    def _answer(self, rank: int, beat: Heartbeat) -> None:
+        """Tell a rank this leader's token; the heartbeat may be of an earlier life. See [Note: lives]."""
+        if self._token in beat.lives:
+            self._met.add(rank)
+        elif beat.token not in self._answered:
+            self._answered.add(beat.token)
+            self._store.set(f"life/{self._rank}/{beat.token}", self._token)
 
     def _share_payloads(self, place: _Place, entries: Mapping[int, Entry], verdict: Verdict) -> Verdict:
         """Write the payloads of all ranks, if there is one, where all can read them at once."""
         if verdict.failures or not any(entry.num_parts for entry in entries.values()):
             return verdict
         payloads = [self._read_parts(f"rank/{rank}", entry.num_parts) for rank, entry in entries.items()]
-        return verdict._replace(num_parts=self._write_parts(f"{place.group.name}/payloads", json.dumps(payloads)))
+        return verdict._replace(num_parts=self._write_parts(f"{place.group.key}/payloads", json.dumps(payloads)))
 
     def _write_parts(self, key: str, text: str) -> int:
         """Write a text of any length; return the number of its parts. Parts are read before they are written again."""

@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from lowmem_load import load_model
-from lowmem_load.distributed import absence, store_channel
+from lowmem_load.distributed import store_channel
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import CheckpointError, RankError
 from tests.ranks import run_ranks
@@ -225,24 +226,21 @@ def test_all_ranks_go_on_or_raise() -> None:
 
 
 def _late() -> list[str]:
-    """Rank function: rank 1 makes the process group late, and loads late."""
-    is_late = os.environ["RANK"] == "1"
+    """Rank function: rank 1 loads late."""
+    is_late = DistributedInterface().rank == 1
     with pytest.MonkeyPatch.context() as patch, io.StringIO() as said:
-        patch.setattr(absence, "NOTICE_S", 1.0)
         patch.setattr(store_channel, "NOTICE_S", 1.0)
         patch.setattr(sys, "stderr", said)
-        for _ in range(2):
-            time.sleep(2.5 * is_late)
-            _step()
+        _step()
+        time.sleep(2.5 * is_late)
+        _step()
         return [line for line in said.getvalue().splitlines() if line.startswith("lowmem_load: ")]
 
 
 def test_a_rank_that_waits_says_for_whom() -> None:
     lines, of_late = run_ranks(_late)
     assert of_late == []
-    before, after = "rank 0 has waited 1 s to make the process group for rank(s) 1 (", " s at 'reading' for rank(s) 1 ("
-    assert before in lines[0]
-    assert after in lines[-1]
+    assert " s at 'reading' for rank(s) 1 (" in lines[-1]
     assert "was last seen between loads (pid " in lines[-1]
 
 
@@ -325,3 +323,62 @@ def _pickled() -> None:
 
 def test_nothing_is_unpickled() -> None:
     run_ranks(_pickled)
+
+
+def _groups_after_failures(failing: list[int | None]) -> list[str]:
+    """Rank function: makes a group in each attempt, in which one rank fails before it does a step."""
+    import torch.distributed as dist
+
+    port, is_first = int(os.environ["MASTER_PORT"]), os.environ["RANK"] == "0"
+    base = dist.TCPStore("127.0.0.1", port, is_master=is_first, timeout=timedelta(seconds=3))
+    rank, found = int(os.environ["RANK"]), list[str]()
+    for attempt, who in enumerate(failing):
+        store = dist.PrefixStore(f"attempt {attempt}", base)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=3))
+        text = "ok"
+        try:
+            if who == rank:
+                raise OSError("my own code failed")
+            _step()
+        except (OSError, RankError) as error:
+            text = str(error)
+        found.append(text)
+        base.set(f"{attempt} {rank}", "")
+        base.wait([f"{attempt} {each}" for each in range(3)], timedelta(seconds=60))
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_group_works_whatever_groups_each_rank_has_made_before() -> None:
+    failing = [1, None, 0, None, 2, None]
+    found = run_ranks(_groups_after_failures, failing, world_size=3)
+    for rank, texts in enumerate(found):
+        for who, text in zip(failing, texts, strict=True):
+            expected = "ok" if who is None else "my own code failed" if who == rank else f"rank {who}: has not come to"
+            assert expected in text, (rank, who, text)
+
+
+def _meets_again(failing: list[int | None]) -> list[str]:
+    """Rank function: the same with groups of `DistributedInterface`, in which one rank fails before it makes one."""
+    found = list[str]()
+    for who in failing:
+        text = "ok"
+        try:
+            if who == int(os.environ["RANK"]):
+                time.sleep(5)  # longer than the others wait
+                raise OSError("my own code failed")
+            interface = DistributedInterface(timeout=timedelta(seconds=3))
+            assert payloads(interface, interface.rank) == [0, 1]
+            interface.destroy()
+        except (OSError, RankError) as error:
+            text = str(error)
+        found.append(text)
+    return found
+
+
+def test_ranks_make_a_group_whatever_groups_each_has_made_before() -> None:
+    failing = [None, 1, None, 0, None]
+    for rank, texts in enumerate(run_ranks(_meets_again, failing)):
+        for who, text in zip(failing, texts, strict=True):
+            expected = "ok" if who is None else "my own code failed" if who == rank else f"rank {who}: has not come to"
+            assert expected in text, (rank, who, text)

@@ -22,7 +22,7 @@ def count_round_trips(path: str, cache: str) -> dict[str, int]:
     from tests.hub import hub
 
     counts, found, ordinary = Counter[str](), dict[str, int](), group.new_client
-    group.new_client = lambda store, life: CountingClient(ordinary(store, life), counts)
+    group.new_client = lambda store: CountingClient(ordinary(store), counts)
     group.StoreChannel = partial(group.StoreChannel, beat_s=60.0)  # type: ignore[misc,assignment]
     DistributedInterface()
 

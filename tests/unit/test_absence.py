@@ -6,11 +6,8 @@ import time
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from lowmem_load.distributed import absence, store_channel
-from lowmem_load.distributed.absence import Arrivals
-from tests.ranks import reserved_port
 from tests.unit.test_store_channel import Ranks, failed, step
 
 
@@ -51,35 +48,3 @@ def test_nothing_is_said_of_slow_ranks_that_are_in_the_step(capsys: Any) -> None
 
     assert all(not failed(verdict) for verdict in Ranks(2).all(work))
     assert capsys.readouterr().err == ""
-
-
-def ranks_that_arrive(monkeypatch: pytest.MonkeyPatch, port: int, rank: int) -> Arrivals:
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": 3}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(absence, "_numbers", iter([7]))
-    return Arrivals()
-
-
-@pytest.mark.usefixtures("soon")
-def test_before_there_is_a_group_the_launcher_s_store_tells_who_has_come(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    with reserved_port() as port:
-        store = dist.TCPStore("127.0.0.1", port, is_master=True)
-        ranks_that_arrive(monkeypatch, port, 1).note(dist.PrefixStore("any", store))
-        with ranks_that_arrive(monkeypatch, port, 0).awaited():
-            time.sleep(1.0)
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("lowmem_load: rank 0 has waited 0 s to make the process group for rank(s) 2 (rank 2 has ")
-    assert "all ranks have to do the same loads" in said[0]
-    assert 1 <= len(said) <= 3
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(absence, "CONNECT_S", 0.2)
-    with reserved_port() as port, ranks_that_arrive(monkeypatch, port, 1).awaited():
-        time.sleep(1.5)
-    assert f"for the store of rank 0 or its launcher, which does not answer at 127.0.0.1:{port}" in (
-        capsys.readouterr().err
-    )

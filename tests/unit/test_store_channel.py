@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import threading
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from lowmem_load.distributed.heartbeat import Heartbeat, Limits, Progress
+from lowmem_load.distributed.heartbeat import SAME_ORDER, Heartbeat, Limits, Progress
 from lowmem_load.distributed.store_channel import FAREWELL_S, Group, StoppedError, StoreChannel
 from lowmem_load.distributed.verdict import Entry, Verdict
 from tests.steps import CountingClient
@@ -438,10 +439,50 @@ def test_a_rank_that_computes_for_long_does_not_take_the_store_for_silent() -> N
 
 def test_a_verdict_that_the_leader_reads_while_it_is_busy_stays() -> None:
     store = dist.HashStore()
-    store.set("rank/1", json.dumps(Heartbeat("pid 1", "group", 0, "step", entry=Entry("step"))))
-    store.set("group/0", json.dumps(Verdict([(1, "went on")])))
     leader = StoreChannel(store.clone, 0, LIMITS, BEAT_S)
     group = leader.group("group", (0, 1))
+    beat = Heartbeat("pid 1", group.key, 0, "step", entry=Entry("step"), token="of 1", lives=[group.life])
+    store.set("rank/1", json.dumps(beat))
+    store.set(f"{group.key}/0", json.dumps(Verdict([(1, "went on")])))
     with leader.doing(group, "step"):
         wait_for(lambda: stopped(leader))
         assert failed(leader.agree(group, Entry("step"))[0]) == {1: "went on"}
+
+
+def test_a_later_life_of_the_store_knows_nothing_of_an_earlier_one(store: Any) -> None:
+    """As after a restart by torchrun, whose agent keeps the store: here the ranks of the first life just stop."""
+    first = Ranks(3, store)
+    assert failed(first.step(error="no")[0])
+    first.step()
+    for channel in first.channels:
+        channel.end()
+    second = Ranks(3, store)
+    found = second.all(lambda channel, group, rank: step(channel, group, payload=rank))
+    assert [verdict.payloads for verdict in found] == [[0, 1, 2]] * 3
+    third = Ranks(3, store)
+    late = third.all(lambda channel, group, rank: None if rank == 1 else step(channel, group))
+    assert [failed(late[rank]) for rank in (0, 2)] == [{1: f"has not come to this point in 2 s; {SAME_ORDER}"}] * 2
+
+
+@pytest.mark.parametrize("survivors", [[0], [1], [0, 2], [1, 2]])
+def test_ranks_that_have_made_more_groups_meet_fresh_ones(store: Any, survivors: list[int]) -> None:
+    first = Ranks(3, store)
+    first.all(lambda channel, group, rank: step(channel, group) if rank in survivors else None)
+    assert all(not failed(verdict) for verdict in Ranks(3, store).step())
+
+
+@pytest.mark.parametrize("is_within", [False, True])
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_aborts_and_ends_before_the_others_have_come_is_named(leaver: int, is_within: bool) -> None:
+    ranks = Ranks(3, limits=LIMITS._replace(gone_s=0.5, absence_s=9.0))
+
+    def work(channel: StoreChannel, group: Group, rank: int) -> Any:
+        if rank == leaver:
+            with channel.doing(group, "the load") if is_within else contextlib.nullcontext():
+                channel.abort(group, "left: no device")
+            return channel.end()
+        time.sleep(FAREWELL_S + 0.5 if rank == 0 or leaver == 0 else 0.0)
+        return step(channel, group)
+
+    found = ranks.all(work)
+    assert [failed(found[rank]) for rank in range(3) if rank != leaver] == [{leaver: "left: no device"}] * 2
