@@ -148,7 +148,7 @@ class Sharded(Target):
         _check_packed(model, self._sharded)
         self._sharded.check_names(model)
         first: dict[int, str] = {}  # the name by which a plan knows a tied parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
             self._names.setdefault(first.setdefault(id(parameter), name), []).append(name)
         self._sharded.tie([[*map(self._plain, names)] for names in self._names.values()])
 
@@ -180,7 +180,7 @@ class Sharded(Target):
 
 def _check_packed(described: nn.Module, sharded: ShardedModel) -> None:
     """Raise for packed weights that the sharded model cannot hold, or that FSDP2 would cast as if they were numbers."""
-    for name, parameter in described.named_parameters():
+    for name, parameter in nn.Module.named_parameters(described):
         own = sharded.parameters.get(plain_name(described, name))
         if not isinstance(parameter, QuantizedTensor) or own is None:
             continue

@@ -86,7 +86,7 @@ def describe(
             layout = prepare(model)[2].layout
         except ConfigError:  # another model, which this one's __init__ loads, need not fit the settings
             return lambda parameter: FlatRange(0, parameter.numel())
-        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+        name_of = {id(parameter): name for name, parameter in nn.Module.named_parameters(model)}
         return lambda parameter: _kept(layout(name_of[id(parameter)], parameter), parameter)
 
     initialiser = Initialiser(reads.now, None if holds_values else reads.note)

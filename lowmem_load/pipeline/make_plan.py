@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -50,8 +50,7 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> 
     limits = ReadLimits(max_gap_bytes=cost.max_gap_bytes)
     planner = Planner(limits._replace(direct_bytes=cost.request_bytes) if cost.request_bytes else limits)
     model, target = described.model, described.target
-    modules = dict(model.named_modules(remove_duplicate=False))
-    parameters, places, names_of = _distinct(modules, model.named_parameters(remove_duplicate=False))
+    parameters, places, names_of = _distinct(model, "_parameters")
     targets = [
         replace(
             _plan_target(planner, names_of[name], parameter, target.layout(name, parameter)),
@@ -60,7 +59,7 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> 
         for name, parameter in parameters.items()
     ]
     targets.sort(key=lambda plan: plan.sort_key)  # so that files are read front to back
-    buffers, buffer_places, buffer_names = _distinct(modules, model.named_buffers(remove_duplicate=False))
+    buffers, buffer_places, buffer_names = _distinct(model, "_buffers")
     on_host = target.device.type == "cpu"
     fp32 = {id(buffer) for buffer in target.fp32_buffers(model)}
     buffer_plans = [
@@ -88,19 +87,24 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> 
 
 
 def _distinct(
-    modules: Mapping[str, nn.Module], named: Iterable[tuple[str, Any]]
+    model: nn.Module, kind: Literal["_parameters", "_buffers"]
 ) -> tuple[dict[str, Any], dict[str, list[Place]], dict[str, list[str]]]:
-    """Return the distinct parameters or buffers by their first names, with all places and all names of each."""
+    """Return the distinct parameters or buffers by their first names, with all places and all names of each.
+
+    They are those that the modules have: a `named_parameters` of a class may leave some out, or give them other names.
+    """
     first: dict[int, str] = {}
     tensors: dict[str, Any] = {}
     places: dict[str, list[Place]] = {}
     all_names: dict[str, list[str]] = {}
-    for name, tensor in named:
-        prefix, _, last = name.rpartition(".")
-        key = first.setdefault(id(tensor), name)
-        tensors.setdefault(key, tensor)
-        places.setdefault(key, []).append((modules[prefix], last))
-        all_names.setdefault(key, []).append(name)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for last, tensor in vars(module)[kind].items():
+            if tensor is not None:
+                name = f"{prefix}.{last}" if prefix else last
+                key = first.setdefault(id(tensor), name)
+                tensors.setdefault(key, tensor)
+                places.setdefault(key, []).append((module, last))
+                all_names.setdefault(key, []).append(name)
     return tensors, places, all_names
 
 

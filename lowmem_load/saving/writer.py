@@ -37,7 +37,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
-from lowmem_load.formats.safetensors import BITS, DTYPES, PACKED
+from lowmem_load.formats.safetensors import BITS, DTYPES, METADATA, PACKED
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf.saver import SavedFile
 from lowmem_load.io.memory import source_elements
@@ -121,10 +121,13 @@ def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadat
         if dtype not in _CODES or (_CODES[dtype] in PACKED and not shape):
             raise UnsupportedError(f"{name}: {key} is {shape} of {dtype}, which a safetensors file cannot hold")
 
+    if wrong := [key for key in tensors if key == METADATA or key != key.encode(errors="ignore").decode()]:
+        raise UnsupportedError(f"{name}: {wrong[0]!a} cannot be a name in a safetensors file; rename that tensor")
+
     def place(key: str) -> tuple[int, bytes]:
         return -_ORDER[_CODES[tensors[key][0]]], key.encode()
 
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     offsets: dict[str, int] = {}
     end = 0
     for key in sorted(tensors, key=place):

@@ -1,12 +1,14 @@
 """Random modules whose children have the names that wrappers, trainers and optimizers use: no tensor is lost or renamed
-without a word by a save, `iter_weights` or a load."""
+without a word by a save, `iter_weights`, a load or `consolidate`."""
 
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,7 +16,7 @@ from torch import nn
 
 from tests.ranks import run_ranks
 
-NUM_MODULES = 80
+NUM_MODULES = 48
 
 CHILDREN = (
     *("_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_module", "modules_to_save", "lora_A"),
@@ -114,7 +116,50 @@ def by_load(seed: int, wanted: dict[str, torch.Tensor], folder: Path) -> str:
     return differences(dict(zip(names, found, strict=True)), wanted)
 
 
-WAYS = (by_save, by_iter, by_load)
+def consolidated(state: dict[str, Any], weights: Mapping[str, torch.Tensor], folder: Path) -> str:
+    """Without a configuration the names are those of the checkpoint, but for what all of them begin with."""
+    import torch.distributed.checkpoint as dcp
+
+    from lowmem_load import consolidate
+
+    dcp.save(state, checkpoint_id=str(folder / "dcp"), no_dist=True)
+    report = consolidate(folder / "dcp", folder / "out", config=False)
+    found = {name: value for file in (folder / "out").rglob("*.safetensors") for name, value in load_file(file).items()}
+    removed = re.search(r"; (\S+) was removed from all names", report.source)
+    return differences({(removed[1] if removed else "") + name: value for name, value in found.items()}, weights)
+
+
+def by_flat(seed: int, _: dict[str, torch.Tensor], folder: Path) -> str:
+    weights = filled(build(seed, wraps=True)).state_dict()
+    return consolidated(dict(weights), weights, folder)
+
+
+def by_nested(seed: int, _: dict[str, torch.Tensor], folder: Path) -> str:
+    weights = filled(build(seed, wraps=True)).state_dict()
+    return consolidated({"model": weights}, weights, folder)
+
+
+def trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    state = model.state_dict(keep_vars=True)
+    return {name: value.detach() for name, value in state.items() if isinstance(value, nn.Parameter)}
+
+
+def by_nested_with_optimizer(seed: int, _: dict[str, torch.Tensor], folder: Path) -> str:
+    model = filled(build(seed, wraps=True))
+    moments = {name: {"exp_avg": value, "step": torch.ones(())} for name, value in trained(model).items()}
+    optimizer = {"state": moments, "param_groups": [{"lr": 0.1, "params": list(moments)}]}
+    return consolidated({"model": model.state_dict(), "optimizer": optimizer}, model.state_dict(), folder)
+
+
+def by_flat_with_optimizer(seed: int, _: dict[str, torch.Tensor], folder: Path) -> str:
+    """As torch's `flatten_optimizer_state_dict` names them."""
+    model = filled(build(seed, wraps=True))
+    flat = {f"state.{name}.exp_avg": value for name, value in trained(model).items()}
+    flat |= {f"param_groups.{name}.lr": torch.ones(()) for name in trained(model)}
+    return consolidated({**model.state_dict(), **flat}, model.state_dict(), folder)
+
+
+WAYS = (by_save, by_iter, by_load, by_flat, by_nested, by_nested_with_optimizer, by_flat_with_optimizer)
 
 
 def try_all(folder: str) -> list[tuple[str, str]]:
@@ -142,4 +187,4 @@ def test_no_tensor_is_lost_or_renamed_without_a_word(tmp_path: Path) -> None:
     (failed,) = run_ranks(try_all, str(tmp_path), world_size=1, timeout_s=400)
     silent = [case for case in failed if case[1].startswith("SILENT")]
     assert not silent, silent[:8]
-    assert len(WAYS) * NUM_MODULES - len(failed) >= 200, Counter(error.partition(":")[0] for _, error in failed)
+    assert len(WAYS) * NUM_MODULES - len(failed) >= 300, Counter(error.partition(":")[0] for _, error in failed)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import weight_norm
 
 from lowmem_load.api.request import stage_3
@@ -258,6 +259,19 @@ def test_a_buffer_of_no_state_dict_keeps_its_value(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"Net\. unexpected: table\. "):
         load(folder)
     assert_equal(load(folder, strict=False), expected)
+
+
+class Hiding(nn.Sequential):
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        yield "mine", self[0].weight
+
+
+@pytest.mark.parametrize("wrapped", [Hiding, lambda *modules: checkpoint_wrapper(nn.Sequential(*modules))])
+def test_all_parameters_are_filled_whatever_named_parameters_says(wrapped: Any, tmp_path: Path) -> None:
+    expected, model = nn.Linear(2, 3), nn.Linear(2, 3, device="meta")
+    load(in_one_file(tmp_path, {f"0.{name}": value for name, value in expected.state_dict().items()}), wrapped(model))
+    assert torch.equal(model.weight, expected.weight)
+    assert torch.equal(model.bias, expected.bias)
 
 
 class Extra(nn.Linear):

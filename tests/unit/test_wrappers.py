@@ -11,12 +11,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lowmem_load.errors import CheckpointError
+from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.families.modules import slots_of
 from lowmem_load.frameworks.wrappers import named_tensors, plain_modules, plain_name
 from lowmem_load.planning.expression import Source
 from lowmem_load.saving.local_shards import local_shards
 from lowmem_load.saving.save import describe_save
+from lowmem_load.saving.writer import lay_out_saved
 
 WORDS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_module")
 
@@ -77,6 +78,16 @@ def test_a_wrapper_around_a_module_that_looks_alike(tmp_path: Path) -> None:
     model, key = nn.Sequential(Holder("_checkpoint_wrapped_module")), "0._checkpoint_wrapped_module"
     model[0] = compiled(checkpoint_wrapper(model[0]))
     assert set(saved(model, tmp_path)) == set(names_of(model)) == {f"{key}.weight", f"{key}.bias", "0.weight"}
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
+def test_a_name_that_no_file_can_have_is_refused(name: str, tmp_path: Path) -> None:
+    model = blocks()
+    model.register_parameter(name, nn.Parameter(torch.ones(2)))
+    sources = {id(shard.tensor): shard.source for shard in local_shards(model, 0, masters=False)}
+    (file,) = describe_save(model, tmp_path, sources, dtype=None, max_shard_size="5GB", kwargs={})
+    with pytest.raises(UnsupportedError, match="cannot be a name in a safetensors file"):
+        lay_out_saved(file, tmp_path)
 
 
 def test_names_that_the_module_chooses_for_its_state_dict(tmp_path: Path) -> None:
