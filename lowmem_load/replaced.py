@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +33,8 @@ Handlers: TypeAlias = Mapping[ForeignName, Handler]
 
 _Block: TypeAlias = dict[Callable[..., Any], Handler]
 """The handlers of a block, by dispatcher; empty when the block is over."""
+
+_ANY_ARGUMENTS = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 _BLOCKS: ContextVar[tuple[_Block, ...]] = ContextVar("lowmem_load_blocks", default=())
 _EVERYWHERE: list[_Block] = []
@@ -79,7 +82,7 @@ def replaced(handlers: Handlers, *, everywhere: bool = False) -> Iterator[None]:
     try:
         for name in usable_names(handlers):
             places.append(_enter(*_location(name)))
-            block[places[-1].dispatch] = handlers[name]
+            block[places[-1].dispatch] = _tolerant(name, handlers[name]) if name.loss else handlers[name]
         if everywhere:
             _EVERYWHERE.append(block)
         else:
@@ -92,6 +95,27 @@ def replaced(handlers: Handlers, *, everywhere: bool = False) -> Iterator[None]:
             _EVERYWHERE.remove(block)
         for place in places:
             _leave(place)
+
+
+def _tolerant(name: ForeignName, handler: Handler) -> Handler:
+    """Return a handler of an optional name that leaves calls to the function itself which have arguments it lacks."""
+    signature = inspect.signature(handler)
+    if {parameter.kind for parameter in signature.parameters.values()} >= _ANY_ARGUMENTS:
+        return handler
+
+    def handle(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(ordinary, *args, **kwargs)
+        except TypeError as error:
+            package, _, newest = name.releases
+            warn_of_loss(
+                f"{name} of {package} {installed_release(package)} is called with other arguments than in {newest} "
+                f"({error}), so {name.loss}"
+            )
+            return ordinary(*args, **kwargs)
+        return handler(ordinary, *args, **kwargs)
+
+    return handle
 
 
 # -- the check ---------------------------------------------------------------------------------------------------------

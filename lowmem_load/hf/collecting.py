@@ -131,9 +131,9 @@ def collecting_handlers() -> Handlers:
 def _copy_once_for_each_use(converter: Any) -> Handler:
     latest: dict[int, tuple[Any, Any]] = {}
 
-    def deepcopy(ordinary: Callable[..., Any], value: Any, *args: Any) -> Any:
-        if args or not isinstance(value, converter):
-            return ordinary(value, *args)
+    def deepcopy(ordinary: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not isinstance(value, converter):
+            return ordinary(value, *args, **kwargs)
         original, copied = latest.get(id(value), (None, None))
         if original is not value or copied.collected_tensors:
             copied = ordinary(value)
@@ -154,10 +154,12 @@ class _Job:  # transformers' closure takes three times the memory
 
 
 def _materialize_without_threads(copy: Any) -> Handler:
-    def spawn(ordinary: Handler, pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **others: Any) -> Any:
-        is_plain = others.get("sharding_op") is None and others.keys() <= {"sharding_op", "tensor_idx"}
+    def spawn(
+        ordinary: Handler, pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *rest: Any, **others: Any
+    ) -> Any:
+        is_plain = not rest and others.get("sharding_op") is None and others.keys() <= {"sharding_op", "tensor_idx"}
         if copy is None or not is_plain:
-            return ordinary(pool, tensor, device, dtype, **others)
+            return ordinary(pool, tensor, device, dtype, *rest, **others)
         return _Job(copy, tensor, device, dtype)
 
     return spawn

@@ -26,10 +26,20 @@ Dequantize = Callable[..., torch.Tensor]
 def fp8_handlers() -> Handlers:
     """Return what stands in for transformers' dequantization of fp8: of partial blocks, too."""
     patterns = Patterns()
+    known: dict[int, tuple[Any, str]] = {}  # by the id of a configuration, which it keeps: its text
 
-    def dequantize(ordinary: Dequantize, operation: Any, quantized: Any, scales: Any, **kwargs: Any) -> torch.Tensor:
+    def rules(operation: Any) -> str:
+        """Return what tells operations apart: one quantizer of a composite model may have other rules than another."""
+        config = operation.hf_quantizer.quantization_config
+        if id(config) not in known:
+            known[id(config)] = config, str(vars(config))
+        return f"{type(operation)} {known[id(config)][1]}"
+
+    def dequantize(
+        ordinary: Dequantize, operation: Any, quantized: Any, scales: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         if not (isinstance(quantized, SymbolicTensor) and isinstance(scales, SymbolicTensor)):
-            return ordinary(operation, quantized, scales, **kwargs)
+            return ordinary(operation, quantized, scales, *args, **kwargs)
         # transformers divides rows by scales: 192 rows in blocks of 128 would get the scales of blocks of 96. So a
         # partial last block is padded, dequantized by transformers, and cut again. The padding is never read.
         padding = _padding(operation, quantized, scales)
@@ -40,11 +50,11 @@ def fp8_handlers() -> Handlers:
                     last = quantized.narrow(dim, quantized.shape[dim] - 1, 1)
                     sizes = *quantized.shape[:dim], size, *quantized.shape[dim:][1:]
                     quantized = torch.cat([quantized, last.expand(sizes)], dim)
-            values = ordinary(operation, quantized, scales, **kwargs)
+            values = ordinary(operation, quantized, scales, *args, **kwargs)
             rows, columns = (size - added for size, added in zip(values.shape[-2:], padding, strict=True))
             return values[..., :rows, :columns] if any(padding) else values
 
-        return patterns.applied(padded, (quantized, scales), (padding, *sorted(kwargs.items())))
+        return patterns.applied(padded, (quantized, scales), (rules(operation), padding, args, *sorted(kwargs.items())))
 
     return {foreign_names.FP8_DEQUANTIZE: dequantize}
 

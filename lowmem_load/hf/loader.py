@@ -79,17 +79,18 @@ class Call:
         self.path = cls.__name__ if name is None else str(name)
         self.name = origin_of(self.path)  # for messages
         self.kwargs = kwargs
+        self._given = dict(kwargs)  # what is taken out of `kwargs` is not for describing, but for an ordinary call
         self._ordinary, self._cls, self._args, self._from_config = ordinary, cls, args, from_config
 
     def move(self, folder: str, kwargs: dict[str, Any]) -> None:
         """Let it load from a folder, by these keywords."""
         kwargs.pop("pretrained_model_name_or_path", None)
         self.path, self.name, self.kwargs = folder, origin_of(folder), kwargs
-        self._args = (folder, *self._args[1:])
+        self._given, self._args = kwargs, (folder, *self._args[1:])
 
     def run(self) -> tuple[nn.Module, dict[str, Any]]:
         """Run it as without lowmem_load; return the model and the loading info."""
-        return self._run(self.kwargs) if self._from_config is None else (self._from_config(), {})
+        return self._run(self._given) if self._from_config is None else (self._from_config(), {})
 
     def _run(self, kwargs: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
         kwargs = {**kwargs, "output_loading_info": True}

@@ -47,11 +47,16 @@ class Finder:
         return spec
 
     def _act_after(self, loader: object) -> None:
-        """Replace `exec_module` of this object only: inspect and importlib.resources look at its class."""
+        """Replace `exec_module` of this object only: inspect and importlib.resources look at its class.
+
+        The loader of a zip archive is that of all its modules, of which the awaited one may import others.
+        """
         execute = loader.exec_module  # type: ignore[attr-defined]  # importlib.abc.Loader declares it for some only
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
+            if module.__name__ != self._awaited:
+                return
             vars(loader).pop("exec_module", None)  # another finder may have awaited the same module
             if self in sys.meta_path:  # else nobody waits any more
                 self.leave()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ pytest.importorskip("transformers.core_model_loading", reason="transformers befo
 
 from safetensors.torch import save_file
 
+from lowmem_load import foreign_names
 from lowmem_load.errors import IncompatibleVersionError
 from lowmem_load.hf import dequantize
 from lowmem_load.io.executor import Executor, read_whole
@@ -103,6 +105,28 @@ def test_fp8_with_one_scale_for_a_tensor_is_read_by_ranges(shape: tuple[int, ...
         described = operation._dequantize_one(get("weight"), get("scale"), output_dtype=BF16)
     outcome = mappings.fill_all_ranks("w", described, expected, None)
     assert not outcome.computed
+
+
+def test_two_quantizers_of_one_model_do_not_share_what_is_described(tmp_path: Path) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    class Doubled(Fp8Dequantize):
+        def _dequantize_one(self, quantized: Any, scales: Any, **kwargs: Any) -> Any:
+            factor = self.hf_quantizer.quantization_config.factor
+            return super()._dequantize_one(quantized, scales, **kwargs) * factor
+
+    weight, scales = torch.arange(16.0).reshape(4, 4).to(torch.float8_e4m3fn), torch.rand(2, 2)
+    save_file({"weight": weight, "scales": scales}, tmp_path / "model.safetensors")
+    handlers = {foreign_names.FP8_DEQUANTIZE.of(Doubled): next(iter(dequantize.fp8_handlers().values()))}
+    with Executor() as executor, replaced(handlers):
+        get = symbolic(tmp_path / "model.safetensors", executor)
+        for factor in (1, 2):
+            config = SimpleNamespace(weight_block_size=(2, 2), factor=factor)
+            described = Doubled(SimpleNamespace(quantization_config=config))._dequantize_one(
+                get("weight"), get("scales"), output_dtype=BF16
+            )
+            value = read_whole(executor, described.expression)
+            assert torch.equal(value, by_blocks(weight, scales, (2, 2)) * factor)
 
 
 def test_scales_of_other_blocks_than_the_configuration_says_are_left_to_transformers(tmp_path: Path) -> None:

@@ -166,6 +166,13 @@ def test_a_call_asks_for_the_loading_info_whatever_the_caller_did() -> None:
     assert kwargs == {"output_loading_info": False, "dtype": "auto"}
 
 
+def test_an_ordinary_call_gets_what_was_taken_out_for_describing() -> None:
+    """A load that is left to stock under accelerate's FSDP2, which is described without `device_map`."""
+    call = Call(lambda *_, **kwargs: (nn.Linear(1, 1), kwargs), nn.Linear, ("folder",), {"device_map": "meta"})
+    call.kwargs.pop("device_map")
+    assert call.run()[1]["device_map"] == "meta"
+
+
 @pytest.mark.parametrize("marked", [True, False])
 def test_the_mark_of_a_loaded_parameter_is_carried_over(marked: bool) -> None:
     loaded, made = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))

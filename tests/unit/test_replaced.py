@@ -207,6 +207,14 @@ def test_what_an_optional_name_is_missing_for_is_said(module: Any) -> None:
     assert len(seen) == 1
 
 
+def test_a_call_that_does_not_fit_an_optional_handler_is_left_to_the_function(module: Any) -> None:
+    module.base = lambda first, step=0: f"base {first} {step}"
+    with replaced({theirs("base", loss="all is slow"): lambda ordinary, first: f"other than {ordinary(first)}"}):
+        assert module.base("a") == module.base(first="a") == "other than base a 0"
+        with pytest.warns(NotStreamedWarning, match=r"^theirs.base of torch \S+ is called .*step.*, so all is slow"):
+            assert module.base("a", step=3) == "base a 3"
+
+
 @pytest.mark.parametrize("limits", [{"since": "1000"}, {"until": "2.0.1"}])
 def test_other_releases_need_not_have_a_name(limits: dict[str, str], recwarn: pytest.WarningsRecorder) -> None:
     with replaced({theirs("missing", **limits): other, theirs("gone", loss="b", **limits): other}):

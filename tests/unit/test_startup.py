@@ -5,6 +5,7 @@ transformers and lowmem_load's own install are stood in for in most processes he
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -12,11 +13,13 @@ import sysconfig
 import textwrap
 import threading
 import venv
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from lowmem_load.integrations.imports import after_import
 from lowmem_load.integrations.startup_hook import FOLDER, SWITCH, before_first_load, switched_on
 from tests.ranks import REPO
 
@@ -339,3 +342,17 @@ def test_spawned_processes_are_switched_on(packages: Path, tmp_path: Path) -> No
     source = f"import runpy, sys; sys.argv = [{str(script)!r}]; runpy.run_path({str(script)!r}, run_name='__main__')"
     run = python(source, path=joined(FOLDER, packages), env={"RANK": "1"})
     assert "streamed ordinary PreTrainedModel a" in run.stdout, run.stdout + run.stderr
+
+
+def test_a_module_of_a_zip_archive_that_imports_another_is_acted_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One object loads all modules of the archive."""
+    with zipfile.ZipFile(tmp_path / "modules.zip", "w") as archive:
+        archive.writestr("zipped_outer.py", "import zipped_inner\nvalue = 1")
+        archive.writestr("zipped_inner.py", "")
+    monkeypatch.syspath_prepend(str(tmp_path / "modules.zip"))
+    seen: list[tuple[str, bool]] = []
+    after_import("zipped_outer", lambda module: seen.append((module.__name__, hasattr(module, "value"))))
+    importlib.import_module("zipped_outer")
+    assert seen == [("zipped_outer", True)]
