@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import sys
 import threading
 import time
@@ -13,11 +14,15 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
+from lowmem_load.errors import ConfigError
 from lowmem_load.text import size
 
 STATM = Path("/proc/self/statm")
 """Has the resident pages second, those of files and shared memory third (Linux `Documentation/filesystems/proc.rst`).
 Read in half the time of /proc/self/status."""
+
+PROGRESS = "LOWMEM_LOAD_PROGRESS"
+"""Environment variable: 1 for a progress bar from the start on, 0 for none."""
 
 LINE_S = 30.0
 """Seconds between lines of progress where stderr is no terminal."""
@@ -81,12 +86,16 @@ class Phases:
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, description: str, is_wanted: bool | None, rank: int) -> Iterator[Callable[[int], object]]:
+def progress_bar(total: int, description: str, rank: int) -> Iterator[Callable[[int], object]]:
     """Yield a function to call, from any thread, with the bytes that were done since its last call.
 
-    Only rank 0 shows its own progress: a bar with `is_wanted` True; with None a bar in long loads where stderr is a
-    terminal, else a line every `LINE_S` seconds.
+    Only rank 0 shows its own progress: a bar in long loads where stderr is a terminal, else a line every `LINE_S`
+    seconds. `PROGRESS` asks for a bar, or for nothing.
     """
+    text = os.environ.get(PROGRESS, "")
+    if text not in ("", "0", "1"):
+        raise ConfigError(f"{PROGRESS}: the environment has {text!r}, expected 0 or 1")
+    is_wanted = {"0": False, "1": True}.get(text)
     if rank != 0 or is_wanted is False:
         yield lambda _: None
     elif is_wanted is None and not sys.stderr.isatty():

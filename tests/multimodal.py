@@ -91,7 +91,6 @@ def reference(
     steps: int,
     *,
     accumulate: int = 1,
-    average: str = "all",
     prepare: Callable[[nn.Module], Any] = lambda model: None,
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
@@ -107,21 +106,14 @@ def reference(
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
-        used: dict[str, int] = {}
         mean = 0.0
         for micro in range(accumulate):
             for rank in range(world_size):
                 batch = batch_of(step * accumulate + micro, rank, world_size)
-                used[batch["kind"]] = used.get(batch["kind"], 0) + 1
                 loss = model(**batch) / (world_size * accumulate)
                 if loss.requires_grad:
                     loss.backward()
                 mean += loss.item()
-        if average == "used":
-            for kind in ("picture", "sound"):
-                for parameter in getattr(model, kind).parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(world_size * accumulate / used[kind])
         torch.nn.utils.clip_grad_norm_(trained, CLIP)
         optimizer.step()
         if scheduler:

@@ -77,7 +77,6 @@ def describe_lazily(
     executor: Executor,
     report: LoadReport | None = None,
     *,
-    progress: bool | None = None,
     on_load: OnLoad | None = None,
 ) -> tuple[LazyReader, nn.Module, dict[str, Any]]:
     """Return a reader, the lazy model of a call of `from_pretrained` that it reads for, and the loading info. Local."""
@@ -95,7 +94,7 @@ def describe_lazily(
                 planned = make_plan(described, 0)
             report.take_plan(planned.plan, {})
             combine_companions(planned, executor)
-            reader = hand_out(described, planned, executor, report, progress=progress, on_load=on_load)
+            reader = hand_out(described, planned, executor, report, on_load=on_load)
     except BaseException as error:
         executor.__exit__(type(error), error, None)
         raise

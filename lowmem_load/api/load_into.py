@@ -65,7 +65,6 @@ def load_into(
     partition: Partition | None = None,
     dtype: str | torch.dtype | None = None,
     auto_class: str | type | None = None,
-    progress: bool | None = None,
     stream: bool = False,
     share_reads: ShareReads = "auto",
     weights: str | os.PathLike[str] | None = None,
@@ -96,14 +95,13 @@ def load_into(
         partition: see `load_model`.
         dtype: of a transformers model's ordinary load; None: its own.
         auto_class: of that load; None: the model's class.
-        progress: see `load_model`, as for the next three.
-        stream: read a model on the Hub as one at a URL.
+        stream: read a model on the Hub as one at a URL. See `load_model`, as for the next two.
         share_reads: which ranks share reads.
         weights: a training checkpoint that has the weights.
         **from_pretrained_kwargs: of the ordinary load; by names, `subfolder` and `variant` choose files of a folder.
     """
     folder = weights_folder(weights)
-    options = Options(progress=progress, stream=stream, weights=folder, share_reads=share_reads)
+    options = Options(stream=stream, weights=folder, share_reads=share_reads)
     if rename is None and ds_config is None and not isinstance(name, Mapping) and transformers_models(model):
         _refuse_of_modules(strict=not strict, initialize=initialize, build=build)
         return _load_into(model, name, options, dtype, auto_class, leave=leave, keywords=from_pretrained_kwargs)

@@ -42,7 +42,6 @@ def load_model(
     *,
     auto_class: str | type | None = None,
     dtype: str | torch.dtype | None = "auto",
-    progress: bool | None = None,
     data_parallel_group: Any = None,
     partition: Partition | None = None,
     stream: bool = False,
@@ -63,7 +62,6 @@ def load_model(
         auto_class: a transformers class, its name, or None for the class that the config's `architectures` names.
         dtype: "auto" for that in which DeepSpeed will run this ds_config (bf16, fp16, else fp32), which any other must
             agree with under stage 3; with `partition` it is that of the parameters that stay whole.
-        progress: True shows a bar on rank 0, False none, None one on long loads when stderr is a terminal.
         partition: what to partition: module names or globs, classes, predicates on (name, module), or a sequence of
             these. The rest is whole on every rank. None: all. Train such a model with `lowmem_load.initialize`.
         data_parallel_group: a group of torch.distributed whose ranks share the partitions. None: all ranks.
@@ -84,7 +82,7 @@ def load_model(
         RankError: another rank failed; all ranks raise it.
     """
     folder = weights_folder(weights)
-    options = Options(progress=progress, stream=stream, weights=folder, share_reads=share_reads)
+    options = Options(stream=stream, weights=folder, share_reads=share_reads)
     if _is_sharding(ds_config):
         from lowmem_load.api.load_into import load_sharded
 
@@ -145,12 +143,10 @@ def _is_sharding(target: Any) -> bool:
 
 
 @contextlib.contextmanager
-def streaming_by_config(
-    ds_config: Any, options: Options, *, partition: Partition | None, data_parallel_group: Any
-) -> Iterator[None]:
+def streaming_by_config(ds_config: Any, options: Options, *, partition: Partition | None) -> Iterator[None]:
     """Do what `streaming()` does with a ds_config."""
     with load_lock():
-        ranks = DistributedInterface().subgroup(data_parallel_group)
+        ranks = DistributedInterface()
         with ranks.step("checking the ds_config") as step:
             settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
             step.digest = settings.compared

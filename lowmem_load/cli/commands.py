@@ -121,9 +121,13 @@ def consolidate(
     with working():
         import torch
 
-        from lowmem_load.resume.consolidate import consolidate as make
+        from lowmem_load.distributed.group import Alone
+        from lowmem_load.distributed.process_group import DistributedInterface
+        from lowmem_load.resume.consolidate import consolidate_on
 
-        report = make(
+        report = consolidate_on(
+            # Not by WORLD_SIZE, which pods export without ranks.
+            DistributedInterface() if "TORCHELASTIC_RUN_ID" in os.environ else Alone(),
             checkpoint,
             output,
             tag=tag,
@@ -131,8 +135,6 @@ def consolidate(
             dtype=None if dtype is None else getattr(torch, name),
             max_shard_size=max_shard_size,
             config=False if config == "none" else config,
-            # Not by WORLD_SIZE, which pods export without ranks.
-            together="TORCHELASTIC_RUN_ID" in os.environ,
         )
     if report.rank:
         return

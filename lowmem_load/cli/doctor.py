@@ -41,6 +41,7 @@ def doctor(as_json: Json = False) -> None:
     Runs no load and starts no ranks. Run it where the job will run.
 
     \b
+    lowmem-load doctor --json
     srun --nodes 2 --ntasks-per-node 1 lowmem-load doctor
     """
     with working():

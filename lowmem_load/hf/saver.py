@@ -31,8 +31,17 @@ from lowmem_load.planning.expression import Expression, Source, cast, numel
 from lowmem_load.replaced import Handler, replaced, require_names
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
-OURS = ("state_dict", "is_main_process", "safe_serialization", "push_to_hub", "distributed_checkpoint", "save_function")
-"""Keywords of `save_pretrained` that a caller may not set."""
+OURS = (
+    "processors",
+    "progress",
+    "state_dict",
+    "is_main_process",
+    "safe_serialization",
+    "push_to_hub",
+    "distributed_checkpoint",
+    "save_function",
+)
+"""Keywords that are not passed on to `save_pretrained`: those that a save sets, and those of earlier releases."""
 
 NO_CONFIG = "config=False (on the command line --config none)"
 """How `consolidate` is told to keep names, for messages."""

@@ -76,7 +76,7 @@ def load_lazily(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]
             hand_out,  # most jobs have no FSDP2, and need not import all this
         )
 
-        reader = hand_out(described, planned, executor, report, progress=options.progress, on_load=options.on_load)
+        reader = hand_out(described, planned, executor, report, on_load=options.on_load)
         reader.closing.enter_context(_hooks())  # also after the block
 
     place = _device_of(call.kwargs.pop("device_map", None))

@@ -32,9 +32,7 @@ logger = logging.getLogger(__name__)
 def streaming(
     ds_config: Any = None,
     *,
-    progress: bool | None = None,
     partition: Partition | None = None,
-    data_parallel_group: Any = None,
     stream: bool = False,
     share_reads: ShareReads = "auto",
 ) -> Iterator[None]:
@@ -47,24 +45,21 @@ def streaming(
         ds_config: as for `load_model`. None follows transformers: each load goes by the ZeRO-3 configuration that
             TrainingArguments, accelerate's plugin or an `HfDeepSpeedConfig` has set. Where accelerate will shard the
             model by FSDP2, it is lazy, as by `lazy`, also after the block. Else loads are ordinary.
-        progress: as for `load_model`.
         partition: as for `load_model`, for each model that is loaded inside. A model without a chosen module stays
             whole.
-        data_parallel_group: as for `load_model`.
         stream: as for `load_model`.
         share_reads: as for `load_model`.
 
     Raises:
         ConfigError: ds_config cannot be used. Loads inside raise as `load_model` does.
     """
-    options = Options(progress=progress, stream=stream, share_reads=share_reads)
+    options = Options(stream=stream, share_reads=share_reads)
     if ds_config is not None:
-        how = {"partition": partition, "data_parallel_group": data_parallel_group}
-        with streaming_by_config(ds_config, options, **how):
+        with streaming_by_config(ds_config, options, partition=partition):
             yield
         return
-    if partition is not None or data_parallel_group is not None:
-        raise ConfigError("streaming() without a ds_config takes neither partition nor data_parallel_group")
+    if partition is not None:
+        raise ConfigError("streaming() without a ds_config takes no partition")
     with (
         streaming_by_active_config(options),
         _lazy_loads(options, everywhere=False),
@@ -96,7 +91,6 @@ _installed: list[contextlib.ExitStack] = []  # what to undo: at most one
 
 def install(
     *,
-    progress: bool | None = None,
     strict: bool = False,
     saves: bool = True,
     on_load: OnLoad | None = None,
@@ -127,7 +121,6 @@ def install(
     partition by partition; see docs/situations/rlhf_weights.md. Local. Call it before the first model is loaded.
 
     Args:
-        progress: as for `load_model`.
         strict: make it an error (usually an `UnsupportedError`) if a load cannot be streamed.
         saves: let `Trainer.save_model`, `Accelerator.save_model` and `engine.save_16bit_model` write the same files
             under ZeRO-3 without gathering, and let `save_pretrained` refuse to write empty parameters; see
@@ -139,7 +132,7 @@ def install(
     if _installed:
         return
     _warn_of_locks()
-    how: dict[str, Any] = {"progress": progress, "stream": stream, "share_reads": share_reads}
+    how: dict[str, Any] = {"stream": stream, "share_reads": share_reads}
     options = Options(is_lenient=not strict, on_load=on_load, **how)
     with contextlib.ExitStack() as stack:
         stack.enter_context(streaming_by_active_config(options, everywhere=True))

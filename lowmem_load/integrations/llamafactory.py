@@ -180,7 +180,7 @@ def load_handlers(options: Options) -> Handlers:
     """
 
     def load(_: Any, __: Any, model: nn.Module, name: str) -> None:
-        report = load_into(model, name, progress=options.progress)
+        report = load_into(model, name)
         if options.on_load is not None:
             options.on_load(report)
 

@@ -167,7 +167,7 @@ def _read(reader: LazyReader, parts: list[Part], ranks: RankGroup) -> None:
         ranks.check()
 
     reading = ranks.step("reading", name=reader.name, progress=progress)
-    bar = progress_bar(needed_bytes, "Loading shards", reader.progress, ranks.rank)
+    bar = progress_bar(needed_bytes, "Loading shards", ranks.rank)
     with reading, report.phase("read"), bar as update:
         executor.on_bytes, executor.sources.on_wait = on_bytes, ranks.check
         try:

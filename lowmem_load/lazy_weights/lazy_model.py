@@ -80,10 +80,8 @@ class LazyReader:
     folders. So its sources refer to what has their files open, which are closed with the last of them.
     """
 
-    def __init__(
-        self, executor: Executor, described: Described, report: LoadReport, progress: bool | None = None
-    ) -> None:
-        self.executor, self.name, self.report, self.progress = executor, described.name, report, progress
+    def __init__(self, executor: Executor, described: Described, report: LoadReport) -> None:
+        self.executor, self.name, self.report = executor, described.name, report
         self.leaves: dict[int, Expression] = {}
         self._lock, self._process = ForkedLock(), os.getpid()
         executor.sources.expect(described.files)
@@ -153,7 +151,6 @@ def hand_out(
     planned: Planned,
     executor: Executor,
     report: LoadReport,
-    progress: bool | None = None,
     on_load: OnLoad | None = None,
 ) -> LazyReader:
     """Give a described model lazy parameters and ordinary buffers; return what reads them, as long as one is there.
@@ -165,7 +162,7 @@ def hand_out(
     executor.finish()
     plans = {part.name: part for part in planned.plan.targets}
     restores: list[Callable[[], None]] = []
-    reader = LazyReader(executor, described, report, progress)
+    reader = LazyReader(executor, described, report)
     originals: list[Expression] = []  # kept: `bound` knows them by id
     bound: dict[int, Expression] = {}
     for name, parameter in planned.parameters.items():

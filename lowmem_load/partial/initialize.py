@@ -18,7 +18,7 @@ from lowmem_load.ds.parameters import full_numel, group_size_of, is_partitioned
 from lowmem_load.ds.zero3_target import check_ties, choose, chosen_parameters, partitioned_modules
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.partial.partial_engine import PartialEngine
-from lowmem_load.partial.replicated import Average, SplitOptimizer, options_of
+from lowmem_load.partial.replicated import SplitOptimizer, options_of
 from lowmem_load.text import fingerprint
 
 
@@ -29,7 +29,6 @@ def initialize(
     partition: Partition | None = None,
     optimizer: torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     lr_scheduler: Any = None,
-    average: Average = "all",
 ) -> PartialEngine:
     """Return an engine that trains part of `model` under ZeRO-3 and replicates the rest on every rank.
 
@@ -46,9 +45,6 @@ def initialize(
             list of parameters. It must not have stepped. Default: the ds_config's "optimizer" section, for both parts.
         lr_scheduler: a scheduler on `optimizer`, or a function that makes one from an optimizer. It steps when the
             engine does. Default: the ds_config's "scheduler" section, for both parts.
-        average: how gradients of the replicated part are averaged. "all": over all micro-batches of all ranks, as DDP
-            does. "used": over the micro-batches that used the parameter. A parameter that no rank used in a step is
-            not stepped, as in a single process.
 
     Collective: all ranks.
 
@@ -59,8 +55,6 @@ def initialize(
     """
     distributed = DistributedInterface()
     with distributed.step("preparing partial ZeRO-3") as step:
-        if average not in ("all", "used"):
-            raise ConfigError(f"average is 'all' or 'used', got {average!r}")
         settings = _settings(ds_config, model, distributed.world_size)
         config = settings.ds_config
         chosen, plain = _chosen(model, partition)
@@ -68,11 +62,11 @@ def initialize(
         split = _split(model, optimizer, config, inside)
         if config.get("scheduler"):
             scheduler_class(config["scheduler"])
-        step.digest = _digest(model, chosen, config, split, average)
+        step.digest = _digest(model, chosen, config, split)
     engine: PartialEngine | None = None
     try:
         with distributed.step("making the engine of partial ZeRO-3"):
-            engine = PartialEngine(model, chosen, settings, split, average)
+            engine = PartialEngine(model, chosen, settings, split)
             engine.train_replicated(settings.dtype if plain else None)
             engine.set_lr_scheduler(lr_scheduler, config.get("scheduler"))
     except BaseException:
@@ -124,7 +118,6 @@ def _digest(
     chosen: Mapping[str, nn.Module],
     config: Mapping[str, Any],
     split: SplitOptimizer | None,
-    average: str,
 ) -> dict[str, str]:
     """Return what must be equal on all ranks, by topic."""
     groups = [] if split is None else split.optimizer.param_groups
@@ -138,7 +131,6 @@ def _digest(
         "optimizer": [type(split and split.optimizer).__name__, *map(comparable, map(options_of, groups))],
         "optimizer's parameters": [f"{name} {number_of.get(id(p))}" for name, p in model.named_parameters()],
         "ds_config": [comparable(config)],
-        "average": [average],
     }
     return {topic: fingerprint(map(str, lines)) for topic, lines in topics.items()}
 
@@ -180,7 +172,7 @@ _TRANSLATED = (
 
 
 @contextlib.contextmanager
-def partial_zero3(partition: Partition | None = None, *, average: Average = "all") -> Iterator[None]:
+def partial_zero3(partition: Partition | None = None) -> Iterator[None]:
     """Inside, `deepspeed.initialize` makes a `PartialEngine` for a partly partitioned model, whoever calls it.
 
     For example, `with partial_zero3(): trainer.train()`. It uses `model`, `optimizer`, `model_parameters`,
@@ -191,7 +183,6 @@ def partial_zero3(partition: Partition | None = None, *, average: Average = "all
 
     Args:
         partition: as for `lowmem_load.initialize`: for models that were not loaded with one.
-        average: as for `lowmem_load.initialize`.
     """
 
     def initialize_partly(arguments: Mapping[str, Any]) -> tuple[Any, Any, Any, Any] | None:
@@ -206,7 +197,6 @@ def partial_zero3(partition: Partition | None = None, *, average: Average = "all
             partition=partition,
             optimizer=optimizer,
             lr_scheduler=arguments.get("lr_scheduler"),
-            average=average,
         )
         return engine, engine.optimizer, None, engine.lr_scheduler
 

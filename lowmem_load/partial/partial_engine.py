@@ -19,7 +19,6 @@ from lowmem_load.ds.zero3_target import mark
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.partial.partial_checkpoint import load_replicated, save_replicated
 from lowmem_load.partial.replicated import (
-    Average,
     PartialOptimizer,
     ReplicatedPart,
     SplitOptimizer,
@@ -50,7 +49,6 @@ class PartialEngine(Wrapper):
         chosen: dict[str, nn.Module],
         settings: Settings,
         split: SplitOptimizer | None,
-        average: Average,
     ) -> None:
         super().__init__()
         self.module, self._split = model, split
@@ -59,7 +57,7 @@ class PartialEngine(Wrapper):
         with DistributedInterface().step("making the ZeRO-3 engine"):
             self._part = PartitionedPart(model, chosen, settings.ds_config, derive)
         mark(chosen.values())
-        self._replicated = ReplicatedPart(model, chosen, average)
+        self._replicated = ReplicatedPart(model, chosen)
 
     def train_replicated(self, dtype: torch.dtype | None) -> None:
         """Prepare the replicated part for training, cast to `dtype` if one is given. Collective."""
@@ -128,7 +126,7 @@ class PartialEngine(Wrapper):
             return
         if self._split is not None:
             self._split.sync()
-        factor = self._part.step(self._replicated.reduce(self.zero3.gradient_accumulation_steps()))
+        factor = self._part.step(self._replicated.reduce())
         for parameter in self._replicated.parameters.values():
             parameter.grad = None  # of parameters that no optimizer holds
         if factor is None:

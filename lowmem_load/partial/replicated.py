@@ -11,7 +11,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from deepspeed import comm
@@ -20,8 +20,6 @@ from torch import nn
 from lowmem_load.ds.engine import PartitionedPart
 from lowmem_load.ds.zero3_target import chosen_parameters
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
-
-Average: TypeAlias = Literal["all", "used"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,12 +35,12 @@ class _Slot:
 
 
 class ReplicatedPart:
-    """The tensors that every rank holds in full, outside of `chosen` modules. For `average` see `initialize`.
+    """The tensors that every rank holds in full, outside of `chosen` modules.
 
     Memory: a float32 gradient per trained element, and a float32 master copy of parameters in lower precision.
     """
 
-    def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Module], average: Average) -> None:
+    def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
         inside = chosen_parameters(chosen)
         chosen_buffers = {id(buffer) for module in chosen.values() for buffer in module.buffers()}
         self.parameters = {name: p for name, p in model.named_parameters() if id(p) not in inside}
@@ -50,7 +48,7 @@ class ReplicatedPart:
         self.buffers = {name: b for name, b in model.named_buffers() if id(b) not in chosen_buffers}
         self.optimizer: torch.optim.Optimizer | None = None
         self.masters: dict[str, nn.Parameter] = {}  # what the optimizer updates, by name of the parameter
-        self._model, self._average = model, average
+        self._model = model
         self._slots: dict[str, _Slot] = {}
         self._hooks: list[Any] = []
         self._used_counts: list[int] = []
@@ -95,21 +93,17 @@ class ReplicatedPart:
         for slot in self._slots.values():
             slot.used = False
 
-    def reduce(self, micro_batches: int) -> float:
+    def reduce(self) -> float:
         """Average the gradients, loss scale included, over the ranks; return their norm, not finite on overflow.
 
-        `micro_batches` is the number of gradient accumulation steps, by which each loss was divided. Collective.
+        Collective.
         """
         if not self._slots:
             return 0.0
         self.end_micro_batch()
         comm.all_reduce(self._flat)
-        ranks = comm.get_world_size()
         self._used_counts = [int(count) for count in self._counts.tolist()]
-        self._gradients.div_(ranks)
-        if self._average == "used":  # so far the mean over all micro-batches of all ranks
-            for slot, count in zip(self._slots.values(), self._used_counts, strict=True):
-                slot.gradient.mul_(ranks * micro_batches / max(count, 1))
+        self._gradients.div_(comm.get_world_size())
         return float(torch.linalg.vector_norm(self._gradients))
 
     def step(self, factor: float) -> None:

@@ -81,9 +81,8 @@ HandOut = Callable[[Described, Planned, Executor, LoadReport], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to load. For `progress`, `stream`, `weights` and `share_reads`, see `load_model`."""
+    """How to load. For `stream`, `weights` and `share_reads`, see `load_model`."""
 
-    progress: bool | None = None
     stream: bool = False
     weights: str | None = None
     share_reads: ShareReads = "auto"
@@ -366,8 +365,8 @@ class Load:
             update(num_bytes)
             self.ranks.check()
 
-        reading = self.ranks.step("reading", name=described.name, progress=progress)
-        bar = progress_bar(needed_bytes, "Loading partitions", self.options.progress, self.ranks.rank)
+        reading = self.ranks.step("reading", name=described.name)
+        bar = progress_bar(needed_bytes, "Loading partitions", self.ranks.rank)
         with reading, report.phase("read"), bar as update:
             executor.on_bytes = on_bytes
             self._combine_companions(planned, executor, progress)

@@ -18,7 +18,6 @@ from torch import nn
 
 from lowmem_load.distributed.group import Alone, RankGroup
 from lowmem_load.distributed.nodes import node_name
-from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.frameworks import peft
 from lowmem_load.hf import saver
@@ -62,8 +61,6 @@ def consolidate(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     config: str | os.PathLike[str] | Literal[False] | None = None,
-    together: bool = False,
-    progress: bool | None = None,
 ) -> SaveReport:
     """Make a Hugging Face folder of a training checkpoint of DeepSpeed, FSDP2, torch DCP or verl.
 
@@ -83,8 +80,6 @@ def consolidate(
         config: folder with config.json, or a model on the Hub, whose `save_pretrained` names the parameters so. None:
             the config.json in the checkpoint or beside it. False, or without one: the names of the checkpoint, and tied
             parameters under each name.
-        together: whether all ranks of the job call this, and share the work.
-        progress: True shows a progress bar, False none, None one on long runs when stderr is a terminal.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, malformed or truncated, or of another model than `config`.
@@ -92,9 +87,24 @@ def consolidate(
         UnsupportedError: DeepSpeed's model parallelism, compressed chunks, or a conversion that needs whole tensors.
         RankError: another process failed; the same error is raised in each.
     """
+    how: dict[str, Any] = {"tag": tag, "part": part, "dtype": dtype, "max_shard_size": max_shard_size, "config": config}
+    return consolidate_on(Alone(), checkpoint_folder, output_folder, **how)
+
+
+def consolidate_on(
+    ranks: RankGroup,
+    checkpoint_folder: str | os.PathLike[str],
+    output_folder: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    part: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    config: str | os.PathLike[str] | Literal[False] | None = None,
+) -> SaveReport:
+    """Do what `consolidate` does; the ranks share the work. Collective."""
     if dtype is not None and dtype not in saver.DTYPES:
         raise ConfigError(f"consolidate: dtype={dtype!r}, expected None or one of {saver.DTYPES}")
-    ranks = DistributedInterface() if together else Alone()
     report = SaveReport(os.fspath(output_folder), rank=ranks.rank, world_size=ranks.world_size)
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lowmem_load-")))
@@ -108,7 +118,7 @@ def consolidate(
             read = (f"{os.path.basename(file.path)} {file.nbytes} {file.digest}" for file in model.files)
             step.digest = {"dtype": repr(dtype), "files": digest_of(files), "checkpoint": fingerprint(read)}
             step.payload = target, node_name(ranks.rank), identify_files(model.files)
-        _write(model, files, step.payloads, ranks, executor, report, scratch=scratch, progress=progress)
+        _write(model, files, step.payloads, ranks, executor, report, scratch=scratch)
     return report
 
 
@@ -121,7 +131,6 @@ def _write(
     report: SaveReport,
     *,
     scratch: Path,
-    progress: bool | None,
 ) -> None:
     """Write the files, given the folder, the node and the identity of the files of each rank."""
     targets, nodes, ids = zip(*payloads, strict=True)
@@ -138,7 +147,7 @@ def _write(
     work = Copying(ranks, files, plan_writes(files), tensors, report)
     with shared_staging(ranks, report, files, targets) as staging:
         past_cache = len(set(nodes)) > 1 and has_caches_apart(targets[report.rank])
-        work.write(staging, executor, progress, past_cache=past_cache)
+        work.write(staging, executor, past_cache=past_cache)
         with ranks.step("renaming", name=report.folder), report.phase("rename"):
             if report.rank == 0:
                 folders.put_beside(staging, scratch)

@@ -34,9 +34,7 @@ class Copying:
     tensors: Mapping[str, Values]
     report: SaveReport
 
-    def write(
-        self, staging: folders.Staging, executor: Executor, show_progress: bool | None, *, past_cache: bool
-    ) -> None:
+    def write(self, staging: folders.Staging, executor: Executor, *, past_cache: bool) -> None:
         """Write this process's share of each tensor."""
         report = self.report
         spans = {
@@ -55,7 +53,7 @@ class Copying:
             self.ranks.check()
 
         paths = [staging.path / file.name for file in self.files]
-        bar = progress_bar(total, "Consolidating", show_progress, report.rank)
+        bar = progress_bar(total, "Consolidating", report.rank)
         with bar as update, Writer(paths, on_bytes, past_cache=past_cache) as writer:
             with self.ranks.step("writing", name=report.folder, progress=progress):
                 with report.phase("write"):

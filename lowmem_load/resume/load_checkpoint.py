@@ -90,7 +90,6 @@ def load_checkpoint(
     load_module_only: bool = False,
     *,
     trusted: bool = False,
-    progress: bool | None = None,
 ) -> tuple[str | None, dict[str, Any]]:
     """Load what DeepSpeed's `save_checkpoint` has written, on any number of ranks, with any offload.
 
@@ -111,7 +110,6 @@ def load_checkpoint(
         load_module_only: load weights and buffers only; counters and schedulers stay as well.
         trusted: let Python unpickle the model states if the client state holds objects that only their own code can
             make. That runs code from the file.
-        progress: True shows a progress bar on rank 0, False none, None one on long loads when stderr is a terminal.
 
     Returns:
         Folder of the tag, and the client_state that `save_checkpoint` was given, with DeepSpeed's version and
@@ -133,16 +131,16 @@ def load_checkpoint(
 
     if isinstance(engine, PartialEngine):
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        load_zero3 = functools.partial(load_checkpoint, engine.zero3, trusted=trusted, progress=progress)
+        load_zero3 = functools.partial(load_checkpoint, engine.zero3, trusted=trusted)
         return engine.load_checkpoint(load_dir, tag, *flags, load_zero3=load_zero3)
     rest = not load_module_only
     wanted = Wanted(
         tag, load_module_strict, load_optimizer_states and rest, load_lr_scheduler_states and rest, rest, trusted
     )
-    return _load_zero3(engine, os.fspath(load_dir), wanted, progress)
+    return _load_zero3(engine, os.fspath(load_dir), wanted)
 
 
-def _load_zero3(engine: Any, name: str, wanted: Wanted, progress: bool | None) -> tuple[str | None, dict[str, Any]]:
+def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dict[str, Any]]:
     from lowmem_load.ds.engine_states import Zero3State, mark_unusable, mark_usable
 
     ranks, attempts = ranks_of(engine), Attempts()
@@ -163,7 +161,7 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted, progress: bool | None) -
             return None, {}
         _check_one_folder(step.payloads)
         mark_unusable(engine)
-        _fill(ranks, plan, state, executor, name, progress)
+        _fill(ranks, plan, state, executor, name)
         with ranks.step("setting scalars, scheduler and counters", name=name):
             _set_rest(engine, state, plan, wanted)
         state.finish()
@@ -324,9 +322,7 @@ def _plan_part(
 # -- filling ---------------------------------------------------------------------------------------------------------
 
 
-def _fill(
-    ranks: RankGroup, plan: Plan, state: Zero3State, executor: Executor, name: str, progress: bool | None
-) -> None:
+def _fill(ranks: RankGroup, plan: Plan, state: Zero3State, executor: Executor, name: str) -> None:
     stats, before, replicated = executor.stats, executor.stats.read_bytes, plan.checkpoint.replicated
 
     def read() -> Progress:
@@ -339,7 +335,7 @@ def _fill(
 
     executor.on_bytes = on_bytes
     reading = ranks.step("reading the checkpoint", name=name, progress=read)
-    with progress_bar(plan.total_bytes, "Resuming", progress, ranks.rank) as update, reading:
+    with progress_bar(plan.total_bytes, "Resuming", ranks.rank) as update, reading:
         state.prepare()
         for number, parts in enumerate(plan.sub_groups):
             nbytes = sum(part.parameter.numel for part in parts if part.key != FP32) * torch.float32.itemsize

@@ -63,8 +63,6 @@ def save_model(
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
     merge_adapters: bool = False,
-    processors: Sequence[Any] = (),
-    progress: bool | None = None,
     **save_pretrained_kwargs: Any,
 ) -> SaveReport:
     """Write the folder that `save_pretrained` of the whole model would write. Each rank writes the bytes that it holds.
@@ -87,8 +85,6 @@ def save_model(
         merge_adapters: of a PEFT model, write what its `merge_and_unload().save_pretrained` writes; the model does not
             change. All ranks gather the weights that adapters change, one layer at a time. With a dtype, the merged
             values are cast.
-        processors: tokenizers and processors, whose `save_pretrained` writes into the folder too.
-        progress: True shows a progress bar on rank 0, False none, None one on long saves when stderr is a terminal.
         **save_pretrained_kwargs: for the model's `save_pretrained`: variant, save_original_format, ...
 
     Collective: all ranks that hold partitions of the model, or all ranks. Weights cross the network only to be merged.
@@ -106,7 +102,7 @@ def save_model(
     describe = functools.partial(_describe, model, merge_adapters, options)
     arguments = {"max_shard_size": max_shard_size, "dtype": dtype, "merge_adapters": merge_adapters}
     arguments |= {key: value for key, value in save_pretrained_kwargs.items() if key != "rename"}  # a function
-    return save_described(model, folder, describe, arguments, masters=uses_masters, also=processors, progress=progress)
+    return save_described(model, folder, describe, arguments, masters=uses_masters)
 
 
 def _describe(
@@ -167,12 +163,10 @@ def save_described(
     arguments: Mapping[str, Any],
     *,
     masters: bool = False,
-    also: Sequence[Any] = (),
-    progress: bool | None = None,
 ) -> SaveReport:
     """Write the files that `describe` returns, of which ranks must have equal `arguments`. Collective.
 
-    `masters`: see `local_shards`. `also` are the processors of `save_model`.
+    `masters`: see `local_shards`.
     """
     with load_lock():
         ranks = ranks_of(model, may_be_alone=True)
@@ -196,11 +190,9 @@ def save_described(
                 )
             with shared_staging(ranks, report, planned.files, targets) as staging:
                 past_cache = len(set(nodes)) > 1 and has_caches_apart(target)
-                save.write(planned, staging, progress, past_cache=past_cache)
+                save.write(planned, staging, past_cache=past_cache)
                 with ranks.step("renaming", name=save.folder), report.phase("rename"):
                     if ranks.rank == 0:
-                        for processor in also:
-                            processor.save_pretrained(scratch)
                         folders.put_beside(staging, scratch)
                         folders.commit(staging)
     return report
@@ -272,9 +264,7 @@ class _Save:
         named = {shard.source.name: shard for shard in shards}
         return _Planned(files, named, mine, own_bytes, total_bytes(writes), merges)
 
-    def write(
-        self, planned: _Planned, staging: folders.Staging, show_progress: bool | None, *, past_cache: bool
-    ) -> None:
+    def write(self, planned: _Planned, staging: folders.Staging, *, past_cache: bool) -> None:
         report, total = self.report, planned.own_bytes
         paths = [staging.path / file.name for file in planned.files]
 
@@ -286,13 +276,13 @@ class _Save:
             update(num_bytes)
             self.ranks.check()
 
-        bar = progress_bar(total, "Saving partitions", show_progress, self.ranks.rank)
+        bar = progress_bar(total, "Saving partitions", self.ranks.rank)
         with bar as update, Writer(paths, on_bytes, past_cache=past_cache) as writer:
             todo = _in_turn(planned.writes, len(planned.files), self.ranks)
             shards = {id(shard.tensor): shard for shard in planned.shards.values()}
             for merge in planned.merges:
                 self._write_merged(merge, [shards[id(parameter)] for parameter in merge.parameters], writer, todo)
-            with self.ranks.step("writing", name=self.folder, progress=progress):
+            with self.ranks.step("writing", name=self.folder):
                 with report.phase("write"):
                     for name, writes in todo.items():
                         with planned.shards[name].memory() as pieces:

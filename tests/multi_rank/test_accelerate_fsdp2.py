@@ -556,7 +556,7 @@ def stream(path: str) -> None:
     start()
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
     stock = prepare(from_files(path), efficient=True)
-    with lowmem_load.streaming(progress=False):
+    with lowmem_load.streaming():
         ours = from_files(path)
     assert all(map(is_unread, ours.parameters()))
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))

@@ -68,13 +68,11 @@ def refuse(path: str) -> None:
         ('ConfigError: optimizer.params: lr is "auto"', model, auto_rate, llm),
         ("UnsupportedError: zero_optimization.zenflow", model, {**zenflow, "optimizer": None}, {**llm, **adam}),
         ("UnsupportedError: expert_parallel", model, {**CONFIG, "expert_parallel": {"enabled": True}}, llm),
-        ("ConfigError: 'median'", model, CONFIG, {**llm, "average": "median"}),
         (
             "RankError: rank 0: ConfigError: partition: 'langauge'",
             *(model, CONFIG, {"partition": "llm" if rank else "langauge"}),
         ),
         ("RankError: partition", model, CONFIG, {"partition": "llm" if rank else ["llm", "sound"]}),
-        ("RankError: average", model, CONFIG, {**llm, "average": "all" if rank else "used"}),
         ("RankError: ds_config", model, {**CONFIG, "gradient_clipping": 1.0 + rank}, llm),
         ("RankError: optimizer's parameters", model, CONFIG, {**llm, "optimizer": some}),
         ("ConfigError: no lr scheduler 'Warmup'", model, {**CONFIG, "scheduler": warmup}, llm),

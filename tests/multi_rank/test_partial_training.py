@@ -89,9 +89,7 @@ def halving(optimizer: torch.optim.Optimizer) -> Any:
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "mean over those that used it": {"average": "used"},
     "accumulation": {"accumulate": 3},
-    "accumulation, mean over those that used it": {"accumulate": 2, "average": "used"},
     "frozen encoder": {"prepare": freeze_encoder},
     "frozen language model": {"prepare": freeze_llm},
     "frozen language model, entered below its top": {"prepare": enter_below},
@@ -109,7 +107,6 @@ def make_engine(
     *,
     loaded: bool = True,
     accumulate: int = 1,
-    average: str = "all",
     prepare: Callable[[nn.Module], Any] = nothing,
     groups: Any = None,
     schedule: Any = None,
@@ -137,7 +134,6 @@ def make_engine(
         partition=None if loaded else "llm",
         optimizer=optimizer,
         lr_scheduler=scheduler,
-        average=average,  # type: ignore[arg-type]
     )
 
 

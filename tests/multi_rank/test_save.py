@@ -30,14 +30,6 @@ def stage_3(**zero: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": 3, **zero}}
 
 
-class Processor:
-    """Stands for a tokenizer."""
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Write a file."""
-        Path(folder, "tokens.json").write_text("{}")
-
-
 def nothing_crosses_the_network() -> Iterator[None]:
     """While it lasts, no collective of torch's may run."""
     import torch.distributed as dist
@@ -83,7 +75,7 @@ def save_all(paths: dict[str, str], out: str, swap: str | None) -> dict[str, Any
         sizes = {"mixtral-fp32": (SHARD, "5GB"), "minilm-fp32": ("20MB",)}
         for size in sizes.get(way, (SHARD,)):
             for _ in nothing_crosses_the_network():
-                report = save_model(model, f"{out}/{way}-{size}", max_shard_size=size, processors=[Processor()])
+                report = save_model(model, f"{out}/{way}-{size}", max_shard_size=size)
         reports[way] = report
         if way in ("mixtral-fp32", "tied-bf16", "large-nvme-fp32"):
             again = load_model(f"{out}/{way}-{SHARD}", config if "nvme" not in way else FP32)
@@ -341,7 +333,6 @@ def test_folders_equal_those_of_the_whole_model(
         for folder in out.glob(f"{way}-*"):
             ordinary = tmp_path / "ordinary" / folder.name
             model.save_pretrained(ordinary, max_shard_size=folder.name.split("-")[-1])
-            Processor().save_pretrained(ordinary)
             equal_folders(folder, ordinary)
         if way == "llama-fp32" and world_size == 2:
             model.half().save_pretrained(tmp_path / "half", max_shard_size=SHARD)

@@ -101,10 +101,10 @@ def test_the_adapter_is_what_peft_saves(kind: str, folder: str, adapter: str, ba
             out = tmp_path / f"{way} {config is not False}"
             if way == "whole" and not config and kind not in NAMES_SUFFICE:
                 with pytest.raises(ConfigError, match=r"depends on the model; name that by config"):
-                    consolidate(checkpoint, out, config=config, progress=False)
+                    consolidate(checkpoint, out, config=config)
                 assert not out.exists()
                 continue
-            report = consolidate(checkpoint, out, config=config, progress=False)
+            report = consolidate(checkpoint, out, config=config)
             place = out / "adapter" if way == "whole" else out
             assert_equal(load_file(place / "adapter_model.safetensors"), tensors)
             made = json.loads((place / "adapter_config.json").read_text())
@@ -132,7 +132,7 @@ def test_zero_checkpoints_of_peft_and_torch_compile(has_base: bool, before: str,
     shutil.copy(expected / "adapter_config.json", tmp_path / "zero")
     for config in (None, base / "apart"):
         out = tmp_path / str(bool(config))
-        report = consolidate(tmp_path / "zero", out, config=config, progress=False)
+        report = consolidate(tmp_path / "zero", out, config=config)
         place = out / "adapter" if has_base else out
         assert_equal(load_file(place / "adapter_model.safetensors"), load_file(expected / "adapter_model.safetensors"))
         assert (out / "model.safetensors").exists() == has_base
@@ -146,7 +146,7 @@ def test_compiled_layers_lose_their_wrappers_where_a_model_checks(base: Path, tm
     state = {name.replace("layers.0.", "layers.0._orig_mod."): tensor for name, tensor in model.state_dict().items()}
     checkpoint = save(state, tmp_path / "saved")
     shutil.copy(expected / "adapter_config.json", checkpoint)
-    consolidate(checkpoint, tmp_path / "made", config=base / "apart", progress=False)
+    consolidate(checkpoint, tmp_path / "made", config=base / "apart")
     made = load_file(tmp_path / "made" / "adapter" / "adapter_model.safetensors")
     assert_equal(made, load_file(expected / "adapter_model.safetensors"))
     assert load_file(tmp_path / "made" / "model.safetensors").keys() == model.unload().state_dict().keys()
@@ -171,7 +171,7 @@ def test_a_configuration_of_another_adapter_is_refused(
     values = json.loads((saved_by_peft(model, tmp_path / "peft") / "adapter_config.json").read_text())
     (checkpoint / "adapter_config.json").write_text(json.dumps({**values, **edit}))
     with pytest.raises(CheckpointError, match=text):
-        consolidate(checkpoint, tmp_path / "made", config=base / "apart", progress=False)
+        consolidate(checkpoint, tmp_path / "made", config=base / "apart")
     assert not (tmp_path / "made").exists()
 
 
@@ -179,9 +179,9 @@ def test_a_missing_configuration_says_how_to_make_one(base: Path, tmp_path: Path
     model = trained(base / "apart")
     checkpoint = save(get_peft_model_state_dict(model), tmp_path / "checkpoint-5" / "pytorch_model_fsdp_0")
     with pytest.raises(CheckpointError, match=rf"LoraConfig\(.*\).save_pretrained\('{checkpoint.parent}'\)"):
-        consolidate(checkpoint.parent, tmp_path / "made", progress=False)
+        consolidate(checkpoint.parent, tmp_path / "made")
     LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"]).save_pretrained(str(checkpoint.parent))
-    consolidate(checkpoint.parent, tmp_path / "made", progress=False)
+    consolidate(checkpoint.parent, tmp_path / "made")
     expected = saved_by_peft(model, tmp_path / "peft") / "adapter_model.safetensors"
     assert_equal(load_file(tmp_path / "made" / "adapter_model.safetensors"), load_file(expected))
 
@@ -199,7 +199,7 @@ def test_a_packed_base_is_left_out_by_name(dtype: torch.dtype, base: Path, tmp_p
     checkpoint = save(state, tmp_path / "saved")
     shutil.copy(expected / "adapter_config.json", checkpoint)
     for config in (base / "apart", False):
-        report = consolidate(checkpoint, tmp_path / str(config is False), config=config, progress=False)
+        report = consolidate(checkpoint, tmp_path / str(config is False), config=config)
         assert sorted(report.left_out) == sorted(model.unload().state_dict()) if config is False else report.left_out
         made = tmp_path / str(config is False)
         assert not (made / "model.safetensors").exists()

@@ -230,24 +230,24 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
 def test_no_file_from_outside_of_the_checkpoint_is_taken(llama: PreTrainedModel, tmp_path: Path) -> None:
     checkpoint = saved_model(llama, tmp_path / "run" / "checkpoint-5", world_size=2).parent
     llama.config.save_pretrained(tmp_path / "run")  # whoever has written it
-    made = consolidate(checkpoint, tmp_path / "made", progress=False)
+    made = consolidate(checkpoint, tmp_path / "made")
     assert not (tmp_path / "made" / "config.json").exists()
     assert made.left_out == []
     llama.config.save_pretrained(checkpoint)
     (tmp_path / "secret").write_text("private")
     (checkpoint / "tokenizer.json").symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match=r"tokenizer.json: is a link to a file outside of its folder"):
-        consolidate(checkpoint, tmp_path / "other", progress=False)
+        consolidate(checkpoint, tmp_path / "other")
     assert not (tmp_path / "other").exists()
     (checkpoint / "tokenizer.json").unlink()
     (checkpoint / "tokenizer-7.json").write_text("own")
     (checkpoint / "tokenizer.json").symlink_to("tokenizer-7.json")
-    consolidate(checkpoint, tmp_path / "other", progress=False)
+    consolidate(checkpoint, tmp_path / "other")
     assert (tmp_path / "other" / "tokenizer.json").read_text() == "own"
     (checkpoint / "config.json").rename(tmp_path / "config.json")
     (checkpoint / "config.json").symlink_to(tmp_path / "config.json")
     with pytest.raises(CheckpointError, match=r"config.json: is a link to a file outside of its folder"):
-        consolidate(checkpoint, tmp_path / "third", progress=False)
+        consolidate(checkpoint, tmp_path / "third")
 
 
 def test_links_in_the_cache_of_the_hub_are_followed(llama: PreTrainedModel, tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_links_in_the_cache_of_the_hub_are_followed(llama: PreTrainedModel, tmp_
     blobs.mkdir()
     llama.config.save_pretrained(blobs)
     (checkpoint / "config.json").symlink_to("../../../blobs/config.json")
-    consolidate(checkpoint, tmp_path / "made", progress=False)
+    consolidate(checkpoint, tmp_path / "made")
     assert (tmp_path / "made" / "config.json").exists()
     assert not (tmp_path / "made" / "config.json").is_symlink()
 

@@ -175,7 +175,7 @@ def test_a_process_with_fsdp2_ends_without_a_word(llama: str, tmp_path: Path) ->
     source = f"""
 import torch.distributed, transformers, lowmem_load
 torch.distributed.init_process_group("gloo", init_method="file://{tmp_path}/meeting", rank=0, world_size=1)
-lowmem_load.install(progress=False)
+lowmem_load.install()
 model = transformers.LlamaForCausalLM.from_pretrained({llama!r})
 from lowmem_load.symbolic.lazy import is_unread
 assert all(map(is_unread, model.parameters()))

@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,8 +25,8 @@ from lowmem_load.partial.replicated import ReplicatedPart, SplitOptimizer, follo
 pytestmark = pytest.mark.usefixtures("lone_process")
 
 
-def part_of(model: nn.Module, average: Any = "all") -> ReplicatedPart:
-    part = ReplicatedPart(model, {}, average)
+def part_of(model: nn.Module) -> ReplicatedPart:
+    part = ReplicatedPart(model, {})
     part.train(part.parameters, torch.device("cpu"))
     return part
 
@@ -45,26 +44,7 @@ def test_gradients_leave_the_parameters_at_once_and_add_up() -> None:
         part.end_micro_batch()
         assert model["a"].weight.grad is None
     # each weight's gradient is 1 + 2, the biases' too: 6 weights, 2 biases
-    assert part.reduce(2) == pytest.approx((8 * 3.0**2) ** 0.5)
-
-
-@pytest.mark.parametrize(("average", "factor"), [("all", 1.0), ("used", 2.0)])
-def test_used_averages_over_the_micro_batches_that_used_it(average: str, factor: float) -> None:
-    model = two_layers()
-    part = part_of(model, average=average)
-    for name in ("a", "b", "a", "b"):  # each is used by 2 of 4
-        (model[name](torch.ones(1, 3)).sum() / 4).backward()
-        part.end_micro_batch()
-    # per element 2 * 1/4, as all have it; twice that among those who used it; 16 elements
-    assert part.reduce(4) == pytest.approx(factor * 0.5 * 4)
-
-
-def test_a_parameter_used_twice_in_one_micro_batch_counts_once() -> None:
-    model = two_layers()
-    part = part_of(model, average="used")
-    for _ in range(2):  # as reentrant checkpointing does within one backward pass
-        model["a"](torch.ones(1, 3)).sum().backward()
-    assert part.reduce(1) == pytest.approx((8 * 2.0**2) ** 0.5)
+    assert part.reduce() == pytest.approx((8 * 3.0**2) ** 0.5)
 
 
 def test_what_nobody_used_is_not_stepped() -> None:
@@ -73,7 +53,7 @@ def test_what_nobody_used_is_not_stepped() -> None:
     part.optimizer = torch.optim.AdamW(part.masters.values(), lr=0.1, weight_decay=0.5)
     before = model["b"].weight.detach().clone()
     model["a"](torch.ones(1, 3)).sum().backward()
-    part.reduce(1)
+    part.reduce()
     part.step(1.0)
     assert torch.equal(model["b"].weight, before)
 
@@ -86,7 +66,7 @@ def test_masters_keep_what_low_precision_would_lose(dtype: torch.dtype) -> None:
     before = {name: master.detach().clone() for name, master in part.masters.items()}
     for _ in range(3):
         model["a"](torch.ones(1, 3, dtype=dtype)).sum().backward()
-        part.reduce(1)
+        part.reduce()
         part.step(1.0)
     assert part.masters["a.weight"].dtype == torch.float32
     torch.testing.assert_close(
@@ -107,14 +87,14 @@ def test_state_goes_into_another_part() -> None:
     (model, part), (other_model, other) = parts
     for _ in range(2):
         model["a"](torch.ones(1, 3)).sum().backward()
-        part.reduce(1)
+        part.reduce()
         part.step(1.0)
     state = {**copy.deepcopy(part.state(exclude_frozen=False)), "groups": [{}]}  # from a file they are copies, too
     other.check(state, strict=True, num_groups=1)
     other.load(state, optimizer=True)
     for each, whole in ((model, part), (other_model, other)):
         each["a"](torch.ones(1, 3)).square().sum().backward()
-        whole.reduce(1)
+        whole.reduce()
         whole.step(0.5)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other_model.parameters(), strict=True))
     with pytest.raises(ConfigError, match="has 1 parameter groups, this one 2"):

@@ -14,6 +14,7 @@ import torch
 
 from lowmem_load import phases as phases_module
 from lowmem_load import report as report_module
+from lowmem_load.errors import ConfigError
 from lowmem_load.phases import Memory, host_memory, progress_bar
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import Destination, LoadPlan, PlannedFile, SlowPath, TargetPlan
@@ -247,17 +248,22 @@ def test_what_only_some_loads_have_is_said_of_those() -> None:
 def test_a_long_load_writes_lines_to_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seconds = iter([0.0, 10.0, 31.0, 40.0, 61.5])
     monkeypatch.setattr("lowmem_load.phases.time.monotonic", lambda: next(seconds))
-    with progress_bar(4 << 30, "Loading partitions", None, 0) as update:
+    with progress_bar(4 << 30, "Loading partitions", 0) as update:
         for _ in range(4):
             update(31 << 20)
     assert capsys.readouterr().err.splitlines() == [
         "lowmem_load: Loading partitions of rank 0: 62.0 MiB of 4.00 GiB, 2.00 MiB/s, about 2017 s left",
         "lowmem_load: Loading partitions of rank 0: 124.0 MiB of 4.00 GiB, 2.02 MiB/s, about 1970 s left",
     ]
-    for is_wanted, rank in ((False, 0), (None, 1)):
-        with progress_bar(1 << 30, "Loading partitions", is_wanted, rank) as update:
-            update(1)
+    with progress_bar(1 << 30, "Loading partitions", 1) as update:
+        update(1)
+    monkeypatch.setenv("LOWMEM_LOAD_PROGRESS", "0")
+    with progress_bar(1 << 30, "Loading partitions", 0) as update:
+        update(1)
     assert capsys.readouterr().err == ""
+    monkeypatch.setenv("LOWMEM_LOAD_PROGRESS", "no")
+    with pytest.raises(ConfigError, match="'no', expected 0 or 1"), progress_bar(1, "", 1):
+        pass
 
 
 def test_what_a_lazy_model_read_early_is_grouped_by_the_function_that_looked() -> None:
