@@ -29,6 +29,7 @@ from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.planning.expression import Source, leaves
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.resume.copy_weights import CHUNK_BYTES, Copying, read_chunks
+from lowmem_load.resume.hub_names import as_loaded
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.save import shared_staging
 from lowmem_load.saving.writer import FileLayout, SaveReport, digest_of, lay_out_saved, plan_writes
@@ -179,7 +180,8 @@ def _describe(
         saved_model = saved_model.without_wrappers()
     if saved_model.tensors and config:
         with load_lock():
-            model = _model_of(config, _sources(saved_model.tensors))
+            model, tensors = _model_of(config, saved_model.tensors, executor)
+            saved_model = replace(saved_model, tensors=tensors)
             plain = copy.deepcopy(model) if saved_model.adapter else None  # which PEFT wraps
             saved, left_out = _as_saved_by_transformers(
                 saved_model, model, scratch, executor, config, dtype, max_shard_size
@@ -264,21 +266,28 @@ def _as_saved_by_transformers(
     return saved, [name for name in sources if name not in written]
 
 
-def _model_of(config: str | os.PathLike[str], sources: Mapping[str, Source]) -> Any:
-    """Return the model of a configuration that has these tensors: of its architecture, or a critic."""
-    model = saver.model_of(config)
+def _model_of(
+    config: str | os.PathLike[str], tensors: Mapping[str, Values], executor: Executor
+) -> tuple[Any, Mapping[str, Values]]:
+    """Return the model of a configuration that has these tensors, of its architecture or a critic, under its names."""
+    model, sources = saver.model_of(config), _sources(tensors)
     differences = _differences(model, sources)
-    if differences and (head := sources.get("score.weight")) is not None:
+    if not differences:
+        return model, tensors
+    if (head := sources.get("score.weight")) is not None:
         critic = saver.critic_of(config, head.shape[0])
         if critic is not None and not _differences(critic, sources):
-            return critic
-    if differences:
-        raise CheckpointError(
-            f"the checkpoint is not of a {type(model).__name__} as config {config} says: {differences}. Name another "
-            f"config, or pass {saver.NO_CONFIG}, which writes the parameters under the names that the checkpoint has"
-            f"{advice_on(sources)}"
-        )
-    return model
+            return critic, tensors
+    loaded = as_loaded(model, config, tensors, executor)
+    if isinstance(loaded, str):
+        differences += f". Under the names of files on the Hub: {loaded}"
+    elif not _differences(model, _sources(loaded)):
+        return model, loaded
+    raise CheckpointError(
+        f"the checkpoint is not of a {type(model).__name__} as config {config} says: {differences}. Name another "
+        f"config, or pass {saver.NO_CONFIG}, which writes the parameters under the names that the checkpoint has"
+        f"{advice_on(sources)}"
+    )
 
 
 def _differences(model: nn.Module, sources: Mapping[str, Source]) -> str:

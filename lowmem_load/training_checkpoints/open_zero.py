@@ -65,8 +65,8 @@ STEPS = "global_steps"
 STEP = "step"
 """Key of the number of steps, in an optimizer's state of a parameter."""
 
-_OF_BLOCKS = ("absmax", "qmap")
-"""Beginnings of the keys under which bitsandbytes keeps the scales of an optimizer's blocks."""
+_OF_BLOCKS = ("__bnb_optimizer_quant_state__", "absmax", "qmap")
+"""Beginnings of the keys under which bitsandbytes keeps states of 8 bits, which it quantizes in blocks."""
 
 
 def open_checkpoint(folder: str, executor: Executor, *, with_moments: bool = True) -> Checkpoint:

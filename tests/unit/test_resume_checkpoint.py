@@ -116,12 +116,15 @@ def in_blocks(state: Any) -> None:
     Paged optimizers give their tensors attributes.
     """
     for number, of_group in state["optimizer_state_dict"]["optimizer_state_dict"]["state"].items():
-        paged = of_group["exp_avg"].to(torch.uint8)
+        of_group_of_32_bits = of_group["exp_avg"]
+        paged = of_group_of_32_bits.to(torch.uint8)
         paged.is_paged, paged.page_deviceid = True, 0
         of_group.clear()
-        of_group.update({"step": 3, "state1": paged, "qmap1": torch.linspace(-1, 1, 256), "absmax1": torch.ones(2)})
+        blocks = {"state1": paged, "qmap1": torch.linspace(-1, 1, 256), "absmax1": torch.ones(2)}
         if number:
-            del of_group["absmax1"]  # small parameters have none
+            of_group.update({"step": 3, "state1": of_group_of_32_bits})  # small parameters are not quantized
+        else:
+            of_group.update({"step": 3, "__bnb_optimizer_quant_state__": blocks})
 
 
 def test_optimizers_of_8_bits_leave_the_weights_readable(tmp_path: Path) -> None:
@@ -132,7 +135,8 @@ def test_optimizers_of_8_bits_leave_the_weights_readable(tmp_path: Path) -> None
         for name, values in VALUES.items():
             assert torch.equal(read_whole(executor, checkpoint.parameters[name].whole), values)
         with pytest.raises(
-            UnsupportedError, match=r"qmap1 of group 0: an optimizer of 8 bits .*optimizer_states=False"
+            UnsupportedError,
+            match=r"__bnb_optimizer_quant_state__ of group 0: an optimizer of 8 bits .*optimizer_states=False",
         ):
             open_checkpoint(str(place), executor)
         assert open_model(str(tmp_path), executor).tensors.keys() == VALUES.keys()
