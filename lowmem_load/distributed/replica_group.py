@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lowmem_load.distributed.exchange import DRAIN_S, LONGEST_PAUSE_S, PAUSE_S, device_of, wait_for
+from lowmem_load.distributed.exchange import DRAIN_S, LONGEST_PAUSE_S, PAUSE_S, wait_for
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Limits
 from lowmem_load.distributed.live_group import default_group, default_store
@@ -29,38 +29,41 @@ Send = Callable[[torch.Tensor, int], Any]
 class ReplicaGroup:
     """Ranks that hold the same memory. All of them call its methods in the same order.
 
-    [Note: own groups] gloo's collectives cannot be ended: where a rank hangs, threads wait for it with the tensors in
-    their hands. So a load on gloo has groups of its own, which end with it, and a broadcast fails after
-    `Limits.gone_s`, when the others give up that rank. With NCCL, a group of torch that has these ranks is used, such
-    as that of a mesh dim, and otherwise one is made, which stays for the next load.
+    [Note: own groups] A collective cannot be ended: where a rank hangs, threads wait for it with the tensors in their
+    hands, and the next collective of the group would meet it. So a load has groups of its own, which end with it, and a
+    broadcast fails after `Limits.gone_s`, when the others give up that rank. They are of gloo, which sends host memory,
+    whatever the backend of the default group: a communicator of NCCL cannot be made by some ranks alone, and nothing
+    bounds the time in which it forms.
 
     Attributes:
         place: of this rank among the members.
-        device: whose memory is sent.
     """
 
     def __init__(self, ranks: RankGroup, members: Sequence[int]) -> None:
         of_group = dist.get_process_group_ranks(ranks.group or default_group())
-        self._ranks, self._members = ranks, [of_group[rank] for rank in members]
-        self.place, self.device = list(members).index(ranks.rank), device_of(ranks)
-        self._limit = timedelta(seconds=Limits.from_environment(0.0).gone_s)
+        self._members = [of_group[rank] for rank in members]
+        self.place = list(members).index(ranks.rank)
+        limits = Limits.from_environment(0.0)
+        self._limit, self._silence_s = timedelta(seconds=limits.gone_s), limits.silence_s
         self._works: list[Any] = []
         self._send: Send | None = None
 
     def connect(self, number: int, check: Callable[[], None]) -> None:
         """Connect the members; `number` is new to these ranks. `check` is called meanwhile, and may raise."""
-        make = self._of_gloo if self.device.type == "cpu" else self._of_torch
         made = Future[Send]()
 
         def run() -> None:
             try:
-                made.set_result(make(number))
+                made.set_result(self._of_gloo(number))
             except BaseException as error:  # noqa: BLE001  who waits raises it
                 made.set_exception(error)
 
         threading.Thread(target=run, name="lowmem_load-connect", daemon=True).start()
+        until_s = time.monotonic() + self._silence_s
         while not made.done():
             check()
+            if time.monotonic() > until_s:
+                raise LowMemLoadError(f"{self._names} have not connected to each other in {self._silence_s:g} s")
             time.sleep(PAUSE_S)
         self._send = made.result()
 
@@ -76,29 +79,25 @@ class ReplicaGroup:
 
         return send
 
-    def _of_torch(self, _: int) -> Send:
-        torch.accelerator.set_device_index(self.device)
-        known = dist.distributed_c10d._world.pg_group_ranks.items()  # noqa: SLF001
-        alike = [group for group, ranks in known if [*ranks] == self._members]
-        group = alike[0] if alike else dist.new_group(self._members, use_local_synchronization=True)
-        return lambda memory, place: dist.broadcast(memory, src=self._members[place], group=group, async_op=True)
-
     def broadcast(self, memory: torch.Tensor, place: int) -> None:
-        """Begin to send memory from the member at `place` to the same memory of all others. Collective."""
+        """Begin to send host memory from the member at `place` to the same memory of all others. Collective."""
         assert self._send is not None
         self._works.append(self._send(memory.view(torch.uint8), place))
 
-    def finish(self, wait: Callable[[], None]) -> None:
-        """Wait until all broadcasts have ended; `wait` is called now and then, and may raise. Collective."""
+    def finish(self, check: Callable[[], None]) -> None:
+        """Wait until all broadcasts have ended; `check` is called now and then, and may raise. Collective."""
         try:
-            wait_for(self._works, wait, is_host=False)
+            wait_for(self._works, check, is_host=False)
         except RuntimeError as error:  # of gloo: a member has ended, which the ranks learn from each other
             until_s = time.monotonic() + self._limit.total_seconds() + VERDICT_S
             while time.monotonic() < until_s:
-                wait()
+                check()
                 time.sleep(LONGEST_PAUSE_S)
-            members = listed([str(member) for member in self._members])
-            raise LowMemLoadError(f"ranks {members} cannot send each other what they have read: {error}") from error
+            raise LowMemLoadError(f"{self._names} cannot send each other what they have read: {error}") from error
+
+    @property
+    def _names(self) -> str:
+        return f"ranks {listed([str(member) for member in self._members])}"
 
     def close(self) -> None:
         """Leave the group; after a failure, wait a little for broadcasts that others have begun as well. Local."""

@@ -350,8 +350,8 @@ class Load:
             read_bytes = executor.stats.read_bytes
             read = f"{share(read_bytes, needed_bytes)} read"
             detail = f"{num_made} parameters made, {read}, last from {executor.stats.path or 'no file'}"
-            waited = 0 if once is None else once.waited
-            return Progress(read_bytes + num_made + waited, detail)
+            num_exchanges = 0 if once is None else once.num_exchanges
+            return Progress(read_bytes + num_made + num_exchanges, detail)
 
         def on_parameter() -> None:
             nonlocal num_made, next_sample_s

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from lowmem_load.distributed.exchange import device_of
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.replica_group import ReplicaGroup
@@ -59,13 +58,13 @@ class ReadOnce:
 
     Attributes:
         received_bytes: that have come from other ranks.
+        num_exchanges: that are over, which is progress; waiting for one is none.
         why_alone: why each rank reads alone although it shares; "" if it does not.
-        waited: grows while this rank waits for others, which then counts as progress.
         progress: how far this rank is with all that it reads.
     """
 
     def __init__(self, ranks: RankGroup, nodes: Sequence[str], share: ShareReads) -> None:
-        self.received_bytes = self.waited = 0
+        self.received_bytes = self.num_exchanges = 0
         self.progress: Callable[[], Progress] | None = None
         self.why_alone = ""
         self._ranks, self._nodes, self._share, self._replicas = ranks, nodes, share, list[Replicas]()
@@ -74,23 +73,20 @@ class ReadOnce:
         self._groups: list[ReplicaGroup] = []
         self._memory: dict[tuple[int, int], torch.Tensor] = {}
 
-    def chooser(self, cost: ReadCost) -> Callable[[Sequence[int]], bool]:
-        """Return what says of ranks that hold the same whether one of them reads it for all."""
-        return chooser(self._share, cost, self._nodes)
-
     def plan(self, plan: LoadPlan, device: torch.device, cost: ReadCost) -> tuple[Summary, int]:
         """Plan what this rank shares with which ranks, in memory of a device.
 
         Returns what all others must know of it, and the host memory that messages will take.
         """
         least_bytes = 0 if self._share == "job" else LEAST_BYTES
-        self._replicas = plan_replicas(plan, self.chooser(cost), least_bytes)
+        reads_once = chooser(self._share, cost, self._nodes, on_host=device.type == "cpu")
+        self._replicas = plan_replicas(plan, reads_once, least_bytes)
         known = [(replicas.digest, len(replicas.ranks)) for replicas in self._replicas]
         summary = known, max((replicas.num_batches for replicas in self._replicas), default=0)
         return summary, self._message_bytes(device)
 
     def _message_bytes(self, device: torch.device) -> int:
-        is_apart, most = device.type != device_of(self._ranks).type, 0
+        is_apart, most = device.type != "cpu", 0
         for number in range(max((replicas.num_batches for replicas in self._replicas), default=0)):
             of_ranks = [replicas.batch(number, place) for replicas in self._replicas for place in replicas.places]
             sizes = [sum(piece.nbytes for piece in batch if is_apart or _is_small(piece)) for batch in of_ranks]
@@ -123,7 +119,7 @@ class ReadOnce:
         with self._ranks.step("connecting ranks that hold the same", name=name, progress=self.progress):
             for replicas in self._replicas:
                 self._groups.append(ReplicaGroup(self._ranks, replicas.ranks))
-                self._groups[-1].connect(self._load, self._wait)
+                self._groups[-1].connect(self._load, self._ranks.check)
         batches: list[Batch] = []
         for number in range(self._num_batches):
             with self._ranks.step("reading for other ranks", name=name, progress=self.progress):
@@ -152,17 +148,17 @@ class ReadOnce:
                 small: list[torch.Tensor] = []
                 for piece in replicas.batch(number, place):
                     memory = self._memory[piece.target, piece.destination][piece.first : piece.first + piece.numel]
-                    if _is_small(piece) or memory.device.type != group.device.type:
+                    if _is_small(piece) or not memory.is_cpu:
                         small.append(memory.view(torch.uint8))
                     else:
-                        if memory.is_cpu and place != group.place:
+                        if place != group.place:
                             make_pages(memory.view(torch.uint8).numpy().data)
                         group.broadcast(memory, place)
                     if place != group.place:
                         self.received_bytes += piece.nbytes
                         executor.on_bytes(piece.read_bytes)
                 if small:
-                    messages.append(_message(small, group, is_own=place == group.place))
+                    messages.append(_message(small, is_own=place == group.place))
                     group.broadcast(messages[-1].memory, place)
                 if sum(message.memory.numel() for message in messages) >= BATCH_BYTES:
                     self._finish(messages)
@@ -170,20 +166,17 @@ class ReadOnce:
 
     def _finish(self, messages: list[_Message]) -> None:
         for group in self._groups:
-            group.finish(self._wait)
+            group.finish(self._ranks.check)
         for message in messages:
             for values, memory in message.pieces():
                 if not message.is_own:
                     memory.copy_(values)
         messages.clear()
-
-    def _wait(self) -> None:
-        self.waited += 1
-        self._ranks.check()
+        self.num_exchanges += 1
 
 
-def _message(parts: list[torch.Tensor], group: ReplicaGroup, *, is_own: bool) -> _Message:
-    memory = own_memory(sum(part.numel() for part in parts), group.device)
+def _message(parts: list[torch.Tensor], *, is_own: bool) -> _Message:
+    memory = own_memory(sum(part.numel() for part in parts), torch.device("cpu"))
     message = _Message(memory, parts, is_own)
     if is_own:
         for values, part in message.pieces():

@@ -9,6 +9,7 @@ where they stay. So the ranks must agree on pieces and batches, which their dige
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -26,6 +27,9 @@ PIECE_BYTES = 16 << 20
 
 BATCH_BYTES, MAX_BATCHES = 32 << 20, 64
 """Bytes after which a batch of a rank ends, unless there would be more batches: all ranks agree after each."""
+
+MAX_READERS = 64
+"""Ranks that read once for each other. More replicas form several such sets: each rank connects to all of its set."""
 
 LEAST_BYTES = 64 << 20
 """Bytes that ranks read once by "auto". For fewer (norms) a group and its connections cost more than they save."""
@@ -77,18 +81,21 @@ class Replicas:
         return self.batches[place][number] if number < len(self.batches[place]) else ()
 
 
-def chooser(share: ShareReads, cost: ReadCost, nodes: Sequence[str]) -> Callable[[Sequence[int]], bool]:
+def chooser(
+    share: ShareReads, cost: ReadCost, nodes: Sequence[str], *, on_host: bool
+) -> Callable[[Sequence[int]], bool]:
     """Return what says of ranks that hold the same whether one reads it for all; `nodes` has the node of each rank.
 
     By "auto", they do if the files are in a store, or on a network file system of which several nodes would read them:
-    the ranks of one node find in its page cache what one of them has read.
+    the ranks of one node find in its page cache what one of them has read. What goes to a device is sent through the
+    host, which was never measured, so each rank reads it alone.
     """
 
     def reads_once(ranks: Sequence[int]) -> bool:
         if len(ranks) < 2 or share == "off":
             return False
         is_apart = cost.block_bytes > 1 and len({nodes[rank] for rank in ranks}) > 1
-        return share == "job" or cost.request_bytes > 0 or is_apart
+        return share == "job" or (on_host and (cost.request_bytes > 0 or is_apart))
 
     return reads_once
 
@@ -96,7 +103,7 @@ def chooser(share: ShareReads, cost: ReadCost, nodes: Sequence[str]) -> Callable
 def once_bytes(plan: LoadPlan) -> int:
     """Return what a rank reads if all ranks that hold the same read it once."""
     shared = [
-        (sum(map(_read_bytes, destination.fill.steps)), len(destination.holders))
+        (sum(map(_read_bytes, destination.fill.steps)), len(_readers(plan.rank, destination.holders)))
         for target in plan.targets
         for destination in target.destinations
         if destination.fill is not None and destination.holders and not destination.fill.needs
@@ -112,11 +119,19 @@ def plan_replicas(plan: LoadPlan, reads_once: Callable[[Sequence[int]], bool], l
     pieces: dict[tuple[int, ...], list[Piece]] = {}
     for number, target in enumerate(plan.targets):
         for place, destination in enumerate(target.destinations):
-            fill, ranks = destination.fill, destination.holders
+            fill, ranks = destination.fill, _readers(plan.rank, destination.holders)
             if fill is not None and fill.numel and not fill.needs and reads_once(ranks):
                 pieces.setdefault(tuple(ranks), []).extend(_pieces(number, place, fill))
     enough = [ranks for ranks, shared in pieces.items() if sum(piece.nbytes for piece in shared) >= least_bytes]
     return [_shared_out(plan, ranks, pieces[ranks]) for ranks in sorted(enough)]
+
+
+def _readers(rank: int, holders: Sequence[int]) -> Sequence[int]:
+    """Return the ranks that read once with this one, of all that hold the same: near-equal sets of neighbours."""
+    num_sets = max(1, -(-len(holders) // MAX_READERS))
+    ends = [len(holders) * number // num_sets for number in range(num_sets + 1)]
+    sets = (holders[first:end] for first, end in itertools.pairwise(ends))
+    return next((readers for readers in sets if rank in readers), ())
 
 
 def _shared_out(plan: LoadPlan, ranks: Sequence[int], pieces: Sequence[Piece]) -> Replicas:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,25 @@ def disagree(path: str) -> tuple[int, list[str]]:
 def test_ranks_that_would_share_otherwise_read_alone(checkpoints: Path) -> None:
     note = "no reads were shared with other ranks: ranks that hold the same have not planned the same reads"
     assert run_ranks(disagree, str(builders.tiny_llama(checkpoints)), world_size=2) == [(0, [note])] * 2
+
+
+def wait_for_each_other() -> tuple[float, str]:
+    """Rank function: what comes of groups that never form, as where a firewall stands between the ranks."""
+    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.replica_group import ReplicaGroup
+    from lowmem_load.errors import LowMemLoadError
+
+    ranks, start_s = DistributedInterface(), time.monotonic()
+    ReplicaGroup._of_gloo = lambda *_: time.sleep(600)  # type: ignore[assignment,method-assign,return-value]
+    with pytest.raises(LowMemLoadError) as failed, ranks.step("connecting"):
+        ReplicaGroup(ranks, [0, 1]).connect(1, ranks.check)
+    return time.monotonic() - start_s, str(failed.value)
+
+
+def test_ranks_that_wait_for_each_other_make_no_progress() -> None:
+    for seconds, text in run_ranks(wait_for_each_other, env={"LOWMEM_LOAD_SILENCE_S": "3"}):
+        assert seconds < 10
+        assert "ranks 0, 1 have not connected to each other in 3 s" in text
 
 
 def test_another_value_is_an_error() -> None:

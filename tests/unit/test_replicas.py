@@ -93,9 +93,24 @@ def test_what_is_computed_of_whole_tensors_is_not_shared() -> None:
 def test_replicas_share_where_storage_is_slower_than_the_network(
     share: ShareReads, cost: ReadCost, nodes: str, expected: bool
 ) -> None:
-    chosen = chooser(share, cost, nodes)
+    chosen = chooser(share, cost, nodes, on_host=True)
     assert chosen((0, 1)) is expected
     assert not chosen((0,))
+    on_device = chooser(share, cost, nodes, on_host=False)
+    assert on_device((0, 1)) is (share == "job")
+
+
+def test_many_replicas_read_once_in_sets_that_all_of_them_know() -> None:
+    """A rank connects to all of its set: 511 connections each were too many."""
+    holders = range(3, 3 + 2 * 130, 2)
+    sets = {tuple(module._readers(rank, holders)) for rank in holders}
+    assert sorted(rank for readers in sets for rank in readers) == list(holders)
+    assert {len(readers) for readers in sets} == {43, 44}
+    assert all(rank in module._readers(rank, holders) for rank in holders)
+    assert module._readers(0, ()) == ()
+    plans = [replace(plan_of({"run": source("a", (300, 400))}, range(130)), rank=rank) for rank in (0, 42, 43)]
+    digests = [plan_replicas(plan, lambda ranks: len(ranks) > 1)[0].digest for plan in plans]
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_many_batches_are_joined() -> None:
