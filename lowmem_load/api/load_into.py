@@ -180,7 +180,7 @@ def _fill_buffers(
         sharded.fill_buffers(loaded)
         for one, other in zip(transformers_models(loaded), transformers_models(model), strict=True):
             hand_over(one, other)
-        hand_over_attributes(loaded, plain_modules(model), _device_of(model))
+        hand_over_attributes(plain_modules(loaded), plain_modules(model), _device_of(model))
     report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
     setattr(model, REPORT_ATTRIBUTE, report)
     return report
@@ -257,9 +257,10 @@ def _load_into(
                 from lowmem_load.frameworks import bitsandbytes
 
                 bitsandbytes.hand_over_states(loaded, modules)
-            hand_over_attributes(loaded, modules, _device_of(plain))
+            hand_over_attributes(plain_modules(loaded), modules, _device_of(plain))
             report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
-            hand_over_extra_states(loaded, modules, _device_of(plain), report.loading_info["missing_keys"])
+            missing = report.loading_info["missing_keys"]
+            hand_over_extra_states(plain_modules(loaded), modules, _device_of(plain), missing)
     setattr(model, REPORT_ATTRIBUTE, report)
     return report
 

@@ -202,7 +202,7 @@ class ModuleCall:
             with context.constructor.building():
                 built = self._build()
             computed = {named.name: named.tensor for named in named_tensors(built) if not named.is_parameter}
-            hand_over_attributes(built, plain_modules(model), CPU)
+            hand_over_attributes(plain_modules(built), plain_modules(model), CPU)
         lost = []
         for slot in bare:
             value = next((computed[name] for name in slot.names if name in computed), slot.tensor)

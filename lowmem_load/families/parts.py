@@ -62,9 +62,11 @@ class InnerCall(loader.Call):
             raise UnsupportedError(f"{self.name}: quantized weights of a part of a module; call load_into for it alone")
         self._put(described)
         hand_over(described, self._inside)
-        hand_over_attributes(described, plain_modules(self._inside), CPU)
+        hand_over_attributes(plain_modules(described), plain_modules(self._inside), CPU)
         missing = info["missing_keys"]
-        self._hand_over_states = lambda model: hand_over_extra_states(described, plain_modules(model), CPU, missing)
+        self._hand_over_states = lambda model: hand_over_extra_states(
+            plain_modules(described), plain_modules(model), CPU, missing
+        )
         return described, info
 
     def set_extra_states(self, model: nn.Module) -> None:

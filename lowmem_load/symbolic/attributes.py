@@ -18,8 +18,10 @@ _OWN_STATE = frozenset(vars(nn.Module()))
 """Attributes that torch gives every module."""
 
 
-def hand_over_attributes(loaded: nn.Module, modules: Mapping[str, nn.Module], device: torch.device) -> None:
-    """Give modules, by their names in a loaded model, its tensor attributes where their own are on meta.
+def hand_over_attributes(
+    loaded: Mapping[str, nn.Module], modules: Mapping[str, nn.Module], device: torch.device
+) -> None:
+    """Give modules the tensor attributes of the loaded ones of the same names where their own are on meta.
 
     Parameters of the modules stay (`nn.LSTM` has a list of its own): `Constructor.finish` gives the loaded ones.
     """
@@ -31,10 +33,11 @@ def hand_over_attributes(loaded: nn.Module, modules: Mapping[str, nn.Module], de
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.is_meta else tensor.to(device)
 
-    for module, name, full_name in tensor_attributes(loaded):
-        own = modules.get(full_name.rpartition(".")[0])
-        if own is not None and lacks_value(vars(own).get(name)):
-            setattr(own, name, replaced_in(vars(module)[name], move))
+    for prefix in loaded.keys() & modules.keys():
+        own = modules[prefix]
+        for name in _own_attributes(loaded[prefix]):
+            if lacks_value(vars(own).get(name)):
+                setattr(own, name, replaced_in(vars(loaded[prefix])[name], move))
     lost = [
         f"{prefix}.{name}"
         for prefix, module in modules.items()
@@ -43,16 +46,19 @@ def hand_over_attributes(loaded: nn.Module, modules: Mapping[str, nn.Module], de
     ]
     if lost:
         raise UnsupportedError(
-            f"{type(loaded).__name__}: has no value for {listed(lost)}, tensor attributes of the model on the meta "
+            f"{type(loaded['']).__name__}: has no value for {listed(lost)}, tensor attributes of the model on the meta "
             "device; build the model from the configuration of the checkpoint, or set them before the load"
         )
 
 
 def hand_over_extra_states(
-    loaded: nn.Module, modules: Mapping[str, nn.Module], device: torch.device, missing: Collection[str]
+    loaded: Mapping[str, nn.Module],
+    modules: Mapping[str, nn.Module],
+    device: torch.device,
+    missing: Collection[str],
 ) -> None:
-    """Give modules, by their names in a loaded model, its extra states, but for those that no file had."""
-    for name, module in loaded.named_modules():
+    """Give modules the extra states of the loaded ones of the same names, but for those that no file had."""
+    for name, module in loaded.items():
         has_state = type(module).get_extra_state is not nn.Module.get_extra_state and name in modules
         if has_state and (f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE) not in missing:
             state = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), module.get_extra_state())

@@ -373,9 +373,9 @@ def test_attributes_on_meta_are_handed_over_or_named() -> None:
 
     loaded, model = build(torch.arange(3)), build(torch.empty(3, device="meta"))
     model.inner.own = torch.ones(1)
-    hand_over_attributes(loaded, dict(model.named_modules()), torch.device("cpu"))
+    hand_over_attributes(dict(loaded.named_modules()), dict(model.named_modules()), torch.device("cpu"))
     assert torch.equal(model.inner.table["a"], torch.arange(3))
     assert torch.equal(model.inner.own, torch.ones(1)), "what the owner has set stays"
     model.inner.added = torch.empty(3, device="meta")
     with pytest.raises(UnsupportedError, match=r"inner\.added"):
-        hand_over_attributes(loaded, dict(model.named_modules()), torch.device("cpu"))
+        hand_over_attributes(dict(loaded.named_modules()), dict(model.named_modules()), torch.device("cpu"))

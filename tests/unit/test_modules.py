@@ -318,6 +318,24 @@ def test_files_of_older_modules_load_as_in_torch(kind: str, tmp_path: Path) -> N
         assert torch.equal(tensor, other), name
 
 
+def test_attributes_in_wrapped_modules_are_computed_and_set(tmp_path: Path) -> None:
+    class Scaled(Extra):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.arange(3.0)
+
+    def build() -> nn.Module:
+        return nn.Sequential(checkpoint_wrapper(torch.compile(Scaled(), backend="eager")))
+
+    old = Scaled()
+    old.amax = torch.rand(2)
+    with torch.device("meta"):
+        model = build()
+    load(in_one_file(tmp_path, {f"0.{name}": value for name, value in old.state_dict().items()}), model, build=build)
+    assert torch.equal(model[0].table, old.table)
+    assert torch.equal(model[0].amax, old.amax)
+
+
 def test_extra_state_that_is_absent_unknown_or_left(tmp_path: Path) -> None:
     folder = in_one_file(tmp_path, nn.Linear(2, 2).state_dict())
     with pytest.raises(CheckpointError, match=r"missing: _extra_state\. "):
