@@ -29,9 +29,10 @@ def adapter_config(model: SavedModel, config: str | None) -> dict[str, Any]:
         _check(paths[0], values, model)
         return values
     if (folder := model.companion(_OF_VERL)) is None:
+        place = next(near for near in reversed(model.near) if os.path.isdir(near))
         raise CheckpointError(
             f"{model.folder}: holds adapters, but no {ADAPTER_CONFIG} says their scale (lora_alpha). Make one with "
-            f"the training's arguments: peft.LoraConfig(r=..., lora_alpha=...).save_pretrained({model.near[-1]!r}); in "
+            f"the training's arguments: peft.LoraConfig(r=..., lora_alpha=...).save_pretrained({place!r}); in "
             "a training program, model.peft_config['default'].save_pretrained(...) does it. Or copy it into the folder "
             "of config"
         )

@@ -130,7 +130,7 @@ def _is_of_optimizer(name: str, names: Collection[str]) -> bool:
         return False
     (before, _, last), (first, _, after) = match[2].rpartition("."), match[2].partition(".")
     if match[1] == "param_groups":
-        return before in names
+        return last in ("lr", "initial_lr") and before in names
     return (last in _STATE_KEYS and before in names) or (first in _STATE_KEYS and after in names)
 
 

@@ -103,7 +103,7 @@ def test_names_of_files_on_the_hub_are_taken(make: Any, way: str, checkpoints: P
     else:
         with pytest.warns(UserWarning, match="torch.distributed is disabled"):
             dcp.save({"model": expected}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
-    report = consolidate(tmp_path / "saved", tmp_path / "made", config=path, progress=False)
+    report = consolidate(tmp_path / "saved", tmp_path / "made", config=path)
     made = tensors_in(tmp_path / "made")
     assert made.keys() == expected.keys()
     assert [name for name in made if not torch.equal(made[name], expected[name])] == []
@@ -112,7 +112,7 @@ def test_names_of_files_on_the_hub_are_taken(make: Any, way: str, checkpoints: P
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         dcp.save({"model": expected}, checkpoint_id=str(tmp_path / "more"), no_dist=True)
     with pytest.raises(CheckpointError, match="mine"):
-        consolidate(tmp_path / "more", tmp_path / "other", config=path, progress=False)
+        consolidate(tmp_path / "more", tmp_path / "other", config=path)
 
 
 def test_without_a_configuration_names_stay(tmp_path: Path) -> None:

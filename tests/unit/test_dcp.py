@@ -358,9 +358,17 @@ def test_the_part_that_is_the_model_is_found() -> None:
 
 
 def test_an_optimizer_s_state_is_known_by_the_parameters_beside_it() -> None:
-    names = ("w", "state.w.exp_avg", "optimizer.state.exp_avg.w", "param_groups.w.lr", "state.v.exp_avg", "state.w.w")
+    names = (
+        "w",
+        "state.w.exp_avg",
+        "optimizer.state.exp_avg.w",
+        "param_groups.w.lr",
+        "state.v.exp_avg",
+        "state.w.w",
+        "param_groups.w.weight",
+    )
     weights = found(*names)
-    assert [*weights.model] == ["w", "state.v.exp_avg", "state.w.w"]
+    assert [*weights.model] == ["w", "state.v.exp_avg", "state.w.w", "param_groups.w.weight"]
     assert weights.left_out == ("state.w.exp_avg", "optimizer.state.exp_avg.w", "param_groups.w.lr")
     assert weights_in("x", {("w",): 1, ("optim", "w"): 3}, None).model == {"w": 1}
 
