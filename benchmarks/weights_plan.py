@@ -57,7 +57,7 @@ def tensors(source: Source, num: int) -> Iterator[PlannedTensor]:
 
 def rule_of(source: Source, under: str, mesh: Mesh) -> Rule:
     if under == "ZeRO-3":
-        return Partitions(math.prod(source.shape), len(mesh.ranks))
+        return Partitions(math.prod(source.shape))
     return Cuts(source.shape, mesh, (((0,), Split(0, len(mesh.ranks), 0)),))
 
 

@@ -107,11 +107,8 @@ def plan_zero3(
     """Return the plan of a job under ZeRO-3; `keywords` are those of `plan`."""
     config, kind = config_of(checkpoint, keywords), device_named(accelerator).type
     settings = read_settings(ds_config or DS_CONFIG, world_size=job.world_size).for_model(config)
-    if settings.stage != 3 or settings.shard_size != settings.world_size:
-        what = f"stage {settings.stage}" if settings.stage != 3 else f"mics_shard_size {settings.shard_size}"
-        raise UnsupportedError(
-            f"zero_optimization.{what}: needs are estimated for stage 3 with partitions over all ranks only"
-        )
+    if settings.stage != 3:
+        raise UnsupportedError(f"zero_optimization.stage {settings.stage}: needs are estimated for stage 3 only")
     check_by_deepspeed(settings.ds_config, job.world_size)
     job = _configured_job(job, settings, is_host=kind == "cpu")
     device = torch.device("cpu" if job.is_host else "cuda")  # any other accelerator is planned for alike

@@ -17,7 +17,7 @@ from lowmem_load.text import count, size
 if TYPE_CHECKING:
     from lowmem_load.api.inspect_checkpoint import Inspection
 
-DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def inspect(
@@ -92,7 +92,7 @@ def consolidate(
     part: Annotated[str | None, typer.Option(help="Part of torch's state dict to take, such as ema.")] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of the weights: fp32, bf16, fp16, fp64; by default as saved, of ZeRO fp32."),
+        typer.Option(help="Of the weights, such as bfloat16. By default as saved, and float32 for ZeRO."),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
     config: Annotated[
@@ -110,11 +110,10 @@ def consolidate(
     and of verl. Needs no GPU; processes that torchrun starts share the work.
 
     \b
-    lowmem-load consolidate out/checkpoint-500 out/model --dtype bf16 --config meta-llama/Llama-3.1-8B
+    lowmem-load consolidate out/checkpoint-500 out/model --dtype bfloat16 --config meta-llama/Llama-3.1-8B
     torchrun --nproc-per-node 8 -m lowmem_load consolidate out/checkpoint-500 out/model
     """
-    name = DTYPES.get((dtype or "fp32").removeprefix("torch."), (dtype or "fp32").removeprefix("torch."))
-    if name not in DTYPES.values():
+    if dtype not in (None, *DTYPES):
         raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     if not overwrite and output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"{output}: is not empty; name another folder, or pass --overwrite")
@@ -132,7 +131,7 @@ def consolidate(
             output,
             tag=tag,
             part=part,
-            dtype=None if dtype is None else getattr(torch, name),
+            dtype=None if dtype is None else getattr(torch, dtype),
             max_shard_size=max_shard_size,
             config=False if config == "none" else config,
         )

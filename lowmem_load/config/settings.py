@@ -41,7 +41,7 @@ class Settings:
         ds_config: a plain copy. After `for_model` it has no "auto" that loading reads.
         stage: of ZeRO, 0 to 3.
         precision: of DeepSpeed under this ds_config.
-        world_size: ranks that load together. A parameter is partitioned among `shard_size` of them.
+        world_size: ranks that load together. A parameter is partitioned among all of them.
         partition: what to partition; None for the whole model.
         must_match: whether every entry of `partition` must choose a module.
         is_resolved: whether `for_model` was called.
@@ -85,12 +85,6 @@ class Settings:
         section = self.ds_config["zero_optimization"]["offload_param"]
         # Source: deepspeed 0.19.8 `runtime/zero/offload_config.py`
         return int(section.get("buffer_count", 5)) * int(section.get("buffer_size", 1e8)) * self.dtype.itemsize
-
-    @property
-    def shard_size(self) -> int:
-        """Ranks among which a parameter is partitioned: a shard group under MiCS, else all."""
-        size: int = self.ds_config["zero_optimization"].get("mics_shard_size", -1)
-        return size if size > 0 else self.world_size
 
     @property
     def secondary_size(self) -> int:

@@ -234,7 +234,6 @@ def _refuse(ds_config: Mapping[str, Any]) -> None:
         "tensor_parallel": ds_config.get("tensor_parallel", {}).get("autotp_size", 0) > 1,
         "expert_parallel": bool((ds_config.get("expert_parallel") or {}).get("enabled")),
         "zero_optimization.zenflow": bool(section.get("zenflow")),
-        "zero_optimization.mics_shard_size": section.get("mics_shard_size", -1) > 0,
         "zero_optimization.offload_optimizer.super_offload": bool(
             (section.get("offload_optimizer") or {}).get("super_offload")
         ),

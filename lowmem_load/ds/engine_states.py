@@ -20,7 +20,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
-from lowmem_load.ds.parameters import full_shape, held_range, is_partitioned, partition_in_memory, replicas_group_of
+from lowmem_load.ds.parameters import full_shape, group_of, held_range, is_partitioned, partition_in_memory
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.ranges import FlatRange
 
@@ -258,7 +258,7 @@ def _plain_zero3(engine: Any) -> Any:
     require_attributes(DEEPSPEED, engine, ("global_samples", "global_steps", "lr_scheduler", "skipped_steps"))
     if engine.random_ltd_enabled() or engine.curriculum_learning_enabled():
         raise UnsupportedError("random LTD and curriculum learning: use the engine's own load_checkpoint")
-    groups = {id(replicas_group_of(p)) for group in zero.fp16_groups for p in group}
+    groups = {id(group_of(p)) for group in zero.fp16_groups for p in group}
     if engine.mp_world_size != 1 or len(groups) > 1:
         raise UnsupportedError("model or expert parallelism: use the engine's own load_checkpoint")
     return zero

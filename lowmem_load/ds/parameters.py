@@ -76,25 +76,8 @@ def group_size_of(parameter: torch.Tensor) -> int:
 
 
 def group_of(parameter: torch.Tensor) -> Any:
-    """Return the process group among whose ranks a ZeRO-3 parameter is partitioned: under MiCS the shard group."""
-    # Source: deepspeed 0.19.6 mics.py:176 and mics.py:307; there ds_process_group has all ranks.
-    mics = getattr(parameter, "comm", None)
-    return parameter.ds_process_group if mics is None else mics.param_shard_group
-
-
-def replicas_group_of(parameter: torch.Tensor) -> Any:
-    """Return the process group of all ranks that hold partitions of a ZeRO-3 parameter, replicas included."""
+    """Return the process group among whose ranks a ZeRO-3 parameter is partitioned."""
     return parameter.ds_process_group
-
-
-def is_first_replica(parameter: torch.Tensor) -> bool:
-    """Return whether this rank is in the group of the first replica of a ZeRO-3 parameter. MiCS makes several."""
-    group, replicas = group_of(parameter), replicas_group_of(parameter)
-    if group is replicas:
-        return True
-    # Not get_all_ranks_from_group, which never ends for the group of all ranks (deepspeed 0.17, torch 2.6).
-    members = (dist.get_global_rank(group, number) for number in range(dist.get_world_size(group)))
-    return dist.get_global_rank(replicas, 0) in members
 
 
 def has_master(parameter: torch.Tensor) -> bool:
@@ -154,7 +137,7 @@ def partition_in_memory(parameter: torch.Tensor, name: str) -> Iterator[torch.Te
 def mix_partitions(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], share: float) -> bool:
     """Set each target to `(1 - share) * target + share * source`, where this rank holds the same elements of both.
 
-    Local. Returns False, and changes nothing, where it does not: of other partitions, on nvme, under hpZ and MiCS, or
+    Local. Returns False, and changes nothing, where it does not: of other partitions, on nvme, under hpZ, or
     where DeepSpeed keeps only one of the two gathered.
     """
     pairs = list(zip(targets, sources, strict=True))
@@ -187,7 +170,6 @@ def _is_plain(parameter: torch.Tensor) -> bool:
         and parameter.ds_tensor.is_floating_point()
         and getattr(parameter, "ds_secondary_tensor", None) is None
         and not may_be_on_nvme(parameter)
-        and group_of(parameter) is replicas_group_of(parameter)
         and parameter.ds_status != ZeroParamStatus.INFLIGHT
     )
 

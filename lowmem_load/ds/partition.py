@@ -78,17 +78,16 @@ MIN_REGISTERED_BYTES = 1 << 20
 """From this size on, memory is mapped and registered with the device. torch rounds a pinned block up to a power of two,
 and never gives it back."""
 
-# Modules of DeepSpeed that keep buffers in fp32, run torch.autocast, read expert_parallel, and implement MiCS.
+# Modules of DeepSpeed that keep buffers in fp32, run torch.autocast and read expert_parallel.
 KEEPS_FP32 = "deepspeed.runtime.keep_in_fp32"
 HAS_AUTOCAST = "deepspeed.runtime.torch_autocast"
 HAS_AUTOEP = "deepspeed.module_inject.auto_ep_config"
-HAS_MICS = "deepspeed.runtime.zero.mics"
 
 
 class Partitioner:
     """Makes ZeRO-3 parameters among the ranks of `group`, None for all. Needs DeepSpeed's `comm` and `LOCAL_RANK`.
 
-    `rank` and `world_size` are those of the group, under MiCS of the shard group; `secondary` those of the group that
+    `rank` and `world_size` are those of the group; `secondary` those of the group that
     shares hpZ's secondary partitions, (0, 0) without hpZ.
     """
 
@@ -278,10 +277,6 @@ def _unknown_keys(error: Exception, ds_config: Mapping[str, Any]) -> str:
 
 def _zero_init(ds_config: Mapping[str, Any], group: Any, mpu: Any) -> Any:
     section = ds_config["zero_optimization"]
-    if section.get("mics_shard_size", -1) > 0:
-        from deepspeed.runtime.zero.mics import MiCS_Init
-
-        return MiCS_Init(config_dict_or_path=dict(ds_config))
     return Init(
         module=None,
         config_dict_or_path=dict(ds_config),
@@ -363,8 +358,6 @@ def refuse_what_is_absent(ds_config: Mapping[str, Any]) -> None:
     for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if section.get(name) and get_accelerator().device_name() == "cpu":
             raise UnsupportedError(f"{name}: DeepSpeed's quantizer is a CUDA kernel; remove it on CPU")
-    if section.get("mics_shard_size", -1) > 0 and not has(HAS_MICS):
-        raise _absent("mics_shard_size", "has no MiCS", "0.19.6 is the last that does, zero_hpz_partition_size is near")
     if (ds_config.get("torch_autocast") or {}).get("enabled") and not has(HAS_AUTOCAST):
         raise _absent("torch_autocast", "would ignore it", "0.17.2 is the first that does not")
     if (ds_config.get("expert_parallel") or {}).get("enabled") and not has(HAS_AUTOEP):

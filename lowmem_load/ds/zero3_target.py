@@ -60,7 +60,7 @@ class Zero3(Target):
     ) -> None:
         _refuse(settings, group)
         self._settings, self._group, self._modules = settings, group, modules
-        self._world_size, self._rank = settings.shard_size, rank % settings.shard_size  # shard groups are consecutive
+        self._world_size, self._rank = settings.world_size, rank
         self.device, self._outside = device, Replicated(device, settings.world_size)
         self._partitioner: Partitioner | None = None
         self._ids: dict[int, int] = {}
@@ -211,16 +211,16 @@ def _refuse(settings: Settings, group: Any) -> None:
             "zero_hpz_partition_size with data_parallel_group: DeepSpeed cuts secondary groups out of all ranks; "
             "remove one of them"
         )
-    if section.get("mics_shard_size", -1) > 0 and (has_secondary or group is not None):
+    if section.get("mics_shard_size", -1) > 0:
         raise UnsupportedError(
-            "mics_shard_size with zero_hpz_partition_size or data_parallel_group: DeepSpeed cuts shard groups out of "
-            "all ranks, and gathers within them; remove one of them"
+            "mics_shard_size: models are not loaded under MiCS, which DeepSpeed has dropped; set "
+            "zero_hpz_partition_size instead"
         )
-    for name, size in (("mics_shard_size", settings.shard_size), ("zero_hpz_partition_size", settings.secondary_size)):
-        if size and settings.world_size % size:
-            raise ConfigError(
-                f"{name} {size} does not divide the {settings.world_size} ranks, which DeepSpeed refuses; use a divisor"
-            )
+    if has_secondary and settings.world_size % settings.secondary_size:
+        raise ConfigError(
+            f"zero_hpz_partition_size {settings.secondary_size} does not divide the {settings.world_size} ranks, which "
+            "DeepSpeed refuses; use a divisor"
+        )
 
 
 # -- which modules are partitioned -------------------------------------------------------------------------------------

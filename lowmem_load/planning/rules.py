@@ -30,15 +30,13 @@ class OnFirst:
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """A ZeRO-3 parameter. Each `shard_size` ranks in a row hold one replica: all ranks, or fewer under MiCS."""
+    """A ZeRO-3 parameter, which all ranks hold in equal pieces, but for the last ones."""
 
     numel: int
-    shard_size: int
 
     def regions(self, world_size: int) -> list[Region]:
         """Return the elements that each rank holds."""
-        replica = [partition_range(self.numel, rank, self.shard_size) for rank in range(self.shard_size)]
-        return [replica[rank % self.shard_size] for rank in range(world_size)]
+        return [partition_range(self.numel, rank, world_size) for rank in range(world_size)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

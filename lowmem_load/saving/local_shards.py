@@ -183,9 +183,10 @@ def group_of(tensor: torch.Tensor) -> Any:
 
         return all_ranks()
     if "deepspeed" in sys.modules:  # else nothing can be partitioned
-        from lowmem_load.ds.parameters import is_partitioned, replicas_group_of
+        from lowmem_load.ds.parameters import group_of as group_of_partitions
+        from lowmem_load.ds.parameters import is_partitioned
 
-        return replicas_group_of(tensor) if is_partitioned(tensor) else None
+        return group_of_partitions(tensor) if is_partitioned(tensor) else None
     return None
 
 
@@ -202,10 +203,9 @@ def local_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool)
                 raise UnsupportedError(f"{name}: is {tensor.dtype}, but its partitions hold {stored}, quantized")
             is_master = masters and tensor.dtype != torch.float32 and parameters.has_master(tensor)
             dtype = torch.float32 if is_master else tensor.dtype
-            local_region = parameters.held_range(tensor)
-            region = local_region if parameters.is_first_replica(tensor) else _NOTHING
+            region = parameters.held_range(tensor)
             whole = Source("", name, 0, parameters.full_shape(tensor), dtype)
-            return LocalShard(whole, tensor, local_region, region, True, is_master)
+            return LocalShard(whole, tensor, region, region, True, is_master)
     source = Source("", name, 0, tuple(tensor.shape), tensor.dtype)
     if is_dtensor(tensor):
         from lowmem_load.dtensor.mesh import is_first_replica, local_shard

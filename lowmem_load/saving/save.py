@@ -68,7 +68,7 @@ def save_model(
     """Write the folder that `save_pretrained` of the whole model would write. Each rank writes the bytes that it holds.
 
     Every rank must call it, between steps and outside of `GatheredParameters`. The files are ordinary Hugging Face
-    files, with the same names, keys, shards and bytes. Works under ZeRO-3 in every mode (offload, hpZ, MiCS, partial
+    files, with the same names, keys, shards and bytes. Works under ZeRO-3 in every mode (offload, hpZ, partial
     ZeRO-3, frozen parts), under stages 0 to 2, and without DeepSpeed. A new folder appears all at once when all ranks
     are done. In an existing one, files are replaced at that moment, and what a save does not write stays; until then,
     and after a failure, all of it is as before.

@@ -26,9 +26,9 @@ def _rule_of(shard: LocalShard, meshes: dict[Any, Any]) -> Rule:
         return cuts_of(shard.source.name, tensor, meshes)
     if shard.is_partitioned:
         assert "deepspeed" in sys.modules
-        from lowmem_load.ds.parameters import full_numel, group_size_of
+        from lowmem_load.ds.parameters import full_numel
 
-        return Partitions(full_numel(tensor), group_size_of(tensor))
+        return Partitions(full_numel(tensor))
     return OnFirst(tensor.numel())
 
 

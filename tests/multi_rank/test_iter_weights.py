@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from lowmem_load.errors import ConfigError, RankError
 from tests import builders
 from tests.multi_rank.test_load_into import built, meshes
-from tests.multi_rank.test_modes import HAS_MICS, is_compiled
+from tests.multi_rank.test_modes import is_compiled
 from tests.multi_rank.test_save import ADAM, BF16, FP32, adapted, stage_3
 from tests.ranks import run_ranks
 
@@ -422,10 +422,9 @@ def plan_once(path: str) -> None:
     sent(plain, 1)
     plain.lm_head.weight = torch.nn.Parameter(plain.lm_head.weight.detach() + 1)
     assert torch.equal(sent(plain, 1)["lm_head.weight"], wanted["lm_head.weight"] + 1)
-    for config in [FP32, *([stage_3(mics_shard_size=2)] if HAS_MICS else [])]:
-        model = load_model(path, config)
-        assert_equal(sent(model, 1), wanted, config)
-        assert_equal(sent(model, 0), wanted, config)
+    model = load_model(path, FP32)
+    assert_equal(sent(model, 1), wanted, "ZeRO-3")
+    assert_equal(sent(model, 0), wanted, "ZeRO-3")
     for mesh, shard in meshes(world_size).items():
         model = built(path, torch.float32)
         shard(model)

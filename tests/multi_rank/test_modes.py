@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import inspect
 import os
 import shutil
@@ -33,7 +32,6 @@ VOCAB_SIZE = 40_000
 
 SMALL = {"reduce_bucket_size": 100_000, "stage3_prefetch_bucket_size": 50_000}
 ON_CPU = {name: mode for name, mode in MODES.items() if not mode.needs_gpu and mode.is_known}
-HAS_MICS = importlib.util.find_spec("deepspeed.runtime.zero.mics") is not None
 FILLS_SECONDARY = "_partition_param_sec(param)" not in inspect.getsource(Init._partition)
 """Before 0.18 stock leaves hpZ's second partitions as they were allocated, and losses are NaN."""
 
@@ -133,9 +131,7 @@ def test_modes_equal_stock(checkpoints: Path, tmp_path: Path, num_ranks: int, pa
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    **({} if HAS_MICS else {"MiCS": ({"mics_shard_size": 1}, "mics_shard_size: deepspeed .* has no MiCS")}),
-    "MiCS of more ranks": ({"mics_shard_size": 4}, "mics_shard_size 4 does not divide the 2 ranks"),
-    "MiCS and hpZ": ({"mics_shard_size": 2, "zero_hpz_partition_size": 2}, "mics_shard_size with zero_hpz_partition"),
+    "MiCS": ({"mics_shard_size": 2}, "mics_shard_size: models are not loaded under MiCS"),
     "quantized": ({"zero_quantized_weights": True}, "zero_quantized_weights: DeepSpeed's quantizer is a CUDA kernel"),
     "quantized, frozen": ({"zero_quantized_nontrainable_weights": True}, "is a CUDA kernel"),
     "hpZ and nvme": (
@@ -162,40 +158,6 @@ def refuse(path: str) -> None:
 @pytest.mark.skipif(IS_SIMULATED, reason="quantizers are refused on CPU ranks only")
 def test_what_cannot_be_followed_is_refused_by_name(checkpoints: Path) -> None:
     run_ranks(refuse, str(builders.tiny_llama(checkpoints)))
-
-
-def compare_with_mics_init(path: str) -> None:
-    """Rank function. Stock is MiCS_Init on an ordinary model: transformers knows zero.Init only, and cannot load."""
-    import deepspeed
-    from deepspeed.runtime.zero.mics import MiCS_Init
-    from transformers import AutoModelForCausalLM
-
-    from lowmem_load import DistributedInterface, load_model
-    from tests.model_digest import model_digest
-
-    config = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}, "bf16": {"enabled": True}}
-    config["train_micro_batch_size_per_gpu"] = 1
-    model = load_model(path, config)
-    ordinary, stock = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) for _ in range(2))
-    MiCS_Init(module=stock, config_dict_or_path=config)
-    shard = DistributedInterface().rank % 2
-    for (name, ours), theirs, whole in zip(
-        model.named_parameters(), stock.parameters(), ordinary.parameters(), strict=True
-    ):
-        assert ours.ds_tensor.shape == theirs.ds_tensor.shape, name
-        assert ours.comm.param_shard_size == theirs.comm.param_shard_size == 2, name
-        held = len(whole.flatten()[shard * ours.ds_tensor.numel() :][: ours.ds_tensor.numel()])
-        assert torch.equal(ours.ds_tensor[:held], theirs.ds_tensor[:held]), name
-        with deepspeed.zero.GatheredParameters([ours]):
-            assert torch.equal(ours, whole), name
-    assert model_digest(model) == model_digest(ordinary)
-
-
-@pytest.mark.skipif(not HAS_MICS, reason="this deepspeed has no MiCS")
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.release), 4])  # of 2, one shard group
-def test_mics_partitions_equal_those_of_mics_init(checkpoints: Path, num_ranks: int) -> None:
-    path = builders.tiny_llama(checkpoints)
-    run_ranks(compare_with_mics_init, str(path), world_size=num_ranks, env={"NDEV_PER_NODE": str(num_ranks)})
 
 
 def load_beside_a_live_model(path: str, folder: str) -> None:

@@ -284,13 +284,10 @@ def test_plan_counts_adapters_and_activations(answer: Answer, llama: Path) -> No
     assert device_training("--offload", "all") < device_training("--trainable", "50%") < device_training()
 
 
-@pytest.mark.parametrize(("key", "value"), [("stage", 2), ("mics_shard_size", 2)])
-def test_plan_refuses_what_it_cannot_estimate(
-    key: str, value: int, answer: Answer, llama: Path, tmp_path: Path
-) -> None:
+def test_plan_refuses_what_it_cannot_estimate(answer: Answer, llama: Path, tmp_path: Path) -> None:
     file = tmp_path / "ds_config.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 3, key: value}}))
-    with pytest.raises(UnsupportedError, match=f"zero_optimization.{key} {value}: needs are estimated for stage 3"):
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    with pytest.raises(UnsupportedError, match=r"zero_optimization\.stage 2: needs are estimated for stage 3"):
         answer("plan", llama, "--ds-config", file, "--world-size", 4)
 
 

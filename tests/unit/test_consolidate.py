@@ -65,7 +65,7 @@ def test_the_folder_is_what_save_pretrained_writes(
     for path in expected.glob("*.safetensors"):
         assert path.read_bytes() == (made / path.name).read_bytes()
     if world_size == 1:
-        asked = ["consolidate", str(tmp_path / "saved"), str(tmp_path / "by-command"), "--dtype", "torch.float32"]
+        asked = ["consolidate", str(tmp_path / "saved"), str(tmp_path / "by-command"), "--dtype", "float32"]
         app(asked, standalone_mode=False)
         with pytest.raises(ConfigError, match="by-command: is not empty; name another folder, or pass --overwrite"):
             app(asked, standalone_mode=False)

@@ -437,7 +437,7 @@ def test_inspect_and_consolidate_say_what_a_folder_is(once: Path, tmp_path: Path
     assert "5; float32: 2 of" in shown.output
     as_json = json.loads(CliRunner().invoke(app, ["inspect", str(once), "--json"]).output)
     assert as_json["num_elements"] == sum(tensor.numel() for tensor in TENSORS.values())
-    arguments = ["consolidate", str(once), str(tmp_path / "made"), "--part", "model", "--dtype", "torch.bfloat16"]
+    arguments = ["consolidate", str(once), str(tmp_path / "made"), "--part", "model", "--dtype", "bfloat16"]
     made = CliRunner().invoke(app, arguments)
     assert made.exit_code == 0, made.output
     assert "made of a checkpoint of torch DCP: 2 files" in made.output

@@ -19,7 +19,6 @@ from lowmem_load.ds.parameters import (
 from lowmem_load.ds.partition import (
     HAS_AUTOCAST,
     HAS_AUTOEP,
-    HAS_MICS,
     KEEPS_FP32,
     fp32_buffers,
     has,
@@ -146,7 +145,6 @@ def test_a_release_that_keeps_no_buffers_is_not_asked_for_any(monkeypatch: pytes
 # -- what a release of DeepSpeed does not have is refused by name ------------------------------------------------------
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    HAS_MICS: {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
     HAS_AUTOCAST: {"zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": True}},
     HAS_AUTOEP: {"zero_optimization": {"stage": 3}, "expert_parallel": {"enabled": True}},
 }
@@ -154,7 +152,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    list(zip(SETTINGS, ("mics_shard_size", "torch_autocast", "expert_parallel"), strict=True)),
+    list(zip(SETTINGS, ("torch_autocast", "expert_parallel"), strict=True)),
 )
 def test_a_setting_without_its_module_is_refused_by_name(
     module: str, name: str, monkeypatch: pytest.MonkeyPatch
@@ -168,7 +166,6 @@ def test_a_setting_without_its_module_is_refused_by_name(
 
 def test_what_is_switched_off_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partition, "has", lambda _: False)
-    refuse_what_is_absent({"zero_optimization": {"stage": 3, "mics_shard_size": -1}})
     refuse_what_is_absent({"zero_optimization": {}, "torch_autocast": {"enabled": False}})
     refuse_what_is_absent({"zero_optimization": {}, "torch_autocast": None})
 

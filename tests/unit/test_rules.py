@@ -13,9 +13,8 @@ NOTHING = FlatRange(0, 0)
 
 
 def test_partitions_of_all_ranks() -> None:
-    # 7 elements on 3 ranks: 3, 3 and 1. Under MiCS with 2 ranks a replica: 4 and 3, twice.
-    assert Partitions(7, 3).regions(3) == [FlatRange(0, 3), FlatRange(3, 6), FlatRange(6, 7)]
-    assert Partitions(7, 2).regions(4) == [FlatRange(0, 4), FlatRange(4, 7)] * 2
+    # 7 elements on 3 ranks: 3, 3 and 1.
+    assert Partitions(7).regions(3) == [FlatRange(0, 3), FlatRange(3, 6), FlatRange(6, 7)]
     assert OnFirst(7).regions(3) == [FlatRange(0, 7), NOTHING, NOTHING]
 
 
