@@ -91,6 +91,15 @@ class Exchange:
         elif self.mine is not None and to is not None:
             self._works = [dist.isend(self.mine, dst=self._global(to), group=group)]
 
+    def run(self) -> None:
+        """Send, and wait for the messages, also where another rank has failed: all have begun. Collective."""
+        try:
+            self.start()
+            self.finish(self._ranks.check)
+        except BaseException:
+            self.drain()
+            raise
+
     def finish(self, check: Callable[[], None]) -> None:
         """Wait for the messages. `check` is called now and then, and raises if they will not come."""
         wait_for(self._works, check, is_host=self._is_host)

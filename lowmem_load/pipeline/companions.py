@@ -76,15 +76,14 @@ def _made(
     if ranks is None or world_size == 1:
         _fill(batch, own, planned, executor)
         return own
-    # A collective that one rank never comes to would meet those of the next load.
+    # A collective that one rank never comes to would meet those of the next load. So all that may fail is in the step.
     with ranks.step("computing the scales of packed weights", progress=progress):
         _fill(batch, own, planned, executor)
-    message = torch.cat([values.view(torch.uint8) for values in own])
-    exchange = Exchange(ranks, [message.numel()] * world_size, to=None, gathers=has_fast_gather(ranks))
-    assert exchange.mine is not None  # all ranks send
-    exchange.mine.copy_(message)
-    exchange.start()
-    exchange.finish(ranks.check)
+        message = torch.cat([values.view(torch.uint8) for values in own])
+        exchange = Exchange(ranks, [message.numel()] * world_size, to=None, gathers=has_fast_gather(ranks))
+        assert exchange.mine is not None  # all ranks send
+        exchange.mine.copy_(message)
+    exchange.run()
     received = [exchange.received[rank].cpu() for rank in range(world_size)]
     whole, first = [], 0
     for part, values in zip(batch, own, strict=True):

@@ -147,20 +147,24 @@ def packed(checkpoint: str, checkpoints: Path) -> str:
 
 
 def fail_and_compare(path: str, packed: str) -> None:
-    """Rank function: after a failure of one rank, the next load meets no collective of the failed one."""
+    """Rank function: after a failure of one rank, the script's collectives and the next load meet none of the load."""
+    import torch.distributed as dist
+
     from lowmem_load import DistributedInterface, RankError, load_model
     from lowmem_load.pipeline import companions
 
-    fill = companions._fill
+    def fail(*args: Any, **keywords: Any) -> None:
+        raise MemoryError("there is no memory")
 
-    def fail(*args: Any) -> None:
-        raise OSError("the disk is gone")
-
-    if DistributedInterface().rank == 1:
-        companions._fill = fail  # type: ignore[assignment]
-    with pytest.raises(RankError, match="the disk is gone"):
-        load_model(path, BF16, quantization_config=quantization("scales quantized"))
-    companions._fill = fill
+    for name in ("_fill", "Exchange"):
+        with pytest.MonkeyPatch.context() as patches:
+            if DistributedInterface().rank == 1:
+                patches.setattr(companions, name, fail)
+            with pytest.raises(RankError, match="there is no memory"):
+                load_model(path, BF16, quantization_config=quantization("scales quantized"))
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        assert ones.item() == 2
     compare(path, packed)
 
 
