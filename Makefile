@@ -58,7 +58,7 @@ help:
 	@echo "make bench   the same comparison on a 1.5 B parameter model (3 GB)"
 	@echo "make modes   compare each ZeRO-3 mode with stock"
 	@echo "make frameworks  run LLaMA-Factory, TRL, axolotl, ms-swift and others stock and with lowmem-load run (an hour, 8 GB)"
-	@echo "make release  run what a release must pass on one commit, into docs/evidence.md (100 minutes, first 38 GB of downloads)"
+	@echo "make release  run what a release must pass, and print a summary (two hours, first 38 GB of downloads)"
 	@echo "make release-check  build wheel and sdist, check both, run the examples from the wheel in a fresh environment"
 	@echo "make clean   remove build outputs and caches (clean ALL=1: .venv and .cache too)"
 
@@ -192,7 +192,7 @@ compat: $(STAMP)
 compat-here: $(STAMP)
 	cd $(ROOT) && $(RUN) -m tests.compat --here --again --environments oldest --groups seams parity
 
-# The parts of tests/release_parts.py, each once for a commit; ARGS="--only zoo faults" runs some, --again repeats them.
+# The parts of tests/release_run.py; ARGS="--only zoo faults" runs some.
 release: $(EXTENSIONS)
 	cd $(ROOT) && $(RUN) -m tests.release_run $(ARGS)
 

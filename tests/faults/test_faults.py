@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import lowmem_load
 from tests.faults.faults import Case, subset
-from tests.faults.matrix import Matrix
+from tests.faults.matrix import MARKS, Matrix
 from tests.faults.shim import Unavailable
 
 
@@ -19,6 +21,11 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
         pytest.skip(str(reason))
     with running:
         yield running
+
+
+def test_moments_are_marked_by_functions_that_there_are() -> None:
+    code = "".join(path.read_text() for path in Path(lowmem_load.__file__).parent.rglob("*.py"))
+    assert {mark: f"def {mark.split('.')[-1]}(" in code for mark in MARKS} == dict.fromkeys(MARKS, True)
 
 
 @pytest.mark.ranks
