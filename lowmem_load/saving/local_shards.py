@@ -153,7 +153,7 @@ def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalSha
     adapters that each rank initialised for itself), and a mixture would be no rank's model. With `masters`, the
     optimizer's fp32 values of partitioned parameters are written where there are some.
     """
-    named = list(model.named_parameters())
+    named = list(nn.Module.named_parameters(model))  # one of a class of its own may leave some out
     if "deepspeed" in sys.modules:
         from lowmem_load.ds.parameters import gathered_by_others
 
@@ -165,7 +165,7 @@ def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalSha
                 "when the block ends: call save_model after it, on all ranks"
             )
     shards: dict[int, LocalShard] = {}
-    for name, tensor in (*named, *model.named_buffers()):
+    for name, tensor in (*named, *nn.Module.named_buffers(model)):
         if id(tensor) not in shards:
             shards[id(tensor)] = local_shard_of(name, tensor, rank, masters=masters)
     return list(shards.values())

@@ -34,7 +34,7 @@ from lowmem_load.hf.saver import SavedFile
 from lowmem_load.io.memory import trim_heap
 from lowmem_load.io.mounts import has_caches_apart
 from lowmem_load.phases import progress_bar
-from lowmem_load.planning.expression import Source
+from lowmem_load.planning.expression import Source, leaves
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.local_shards import LocalShard, group_of, is_dtensor, local_shards, unwrapped
@@ -258,6 +258,7 @@ class _Save:
         writes = plan_writes(files)
         mine = own_writes(writes, {shard.source.name: shard.mine for shard in shards})
         self.report.files = {file.name: file.nbytes for file in files}
+        self.report.left_out = _left_out(model, shards, saved, merges)
         used = {write.parameter for write in writes}
         self.report.num_masters = sum(shard.is_master for shard in shards if shard.source.name in used)
         own_bytes = total_bytes(itertools.chain.from_iterable(mine.values()))
@@ -306,6 +307,20 @@ class _Save:
                     writer.write(write, memory, 0)
                 self.report.sample_memory()
         self.report.num_merged += len(merge.layers)
+
+
+def _left_out(
+    model: nn.Module, shards: Sequence[LocalShard], files: Sequence[SavedFile], merges: Sequence[Merge]
+) -> list[str]:
+    """Return the names of parameters, and of buffers of the state dict, that are in no file and merged into nothing."""
+    expressions = (part for file in files for part in file.tensors.values())
+    written = {leaf.name for part in expressions for leaf in leaves(part) if isinstance(leaf, Source)}
+    others = {id(adapter) for merge in merges for adapter in merge.adapters()}
+    for module in model.modules():
+        own = vars(module)
+        others |= {id(own["_buffers"].get(key)) for key in own["_non_persistent_buffers_set"]}
+    names = (shard.source.name for shard in shards if id(shard.tensor) not in others)
+    return [name for name in names if name not in written]
 
 
 def _in_turn(writes: Mapping[str, list[Write]], num_files: int, ranks: RankGroup) -> dict[str, list[Write]]:

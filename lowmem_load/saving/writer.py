@@ -371,7 +371,8 @@ class SaveReport(Phases):
         num_masters: parameters of which the optimizer's fp32 values were written.
         num_merged: layers whose adapters were merged; see `save_model`.
         source: what it was made of, for `consolidate`.
-        left_out: names of tensors of the training checkpoint that were not written, such as an optimizer's.
+        left_out: names of tensors of the model or training checkpoint that were not written, such as an optimizer's,
+            the base model's where only adapters are saved, and those that `rename` leaves out.
         seconds, peak_memory: see `Phases`; the phases are plan, merge, write, sync, rename.
     """
 

@@ -103,7 +103,9 @@ def fill_all(folder: str) -> int:
     # A save has the names of the module, a tied weight once; `rename` turns them back.
     save_model(model, f"{folder}/saved", max_shard_size="8KB")
     assert_sent_as_saved(model, Path(folder) / "saved")
-    save_model(model, f"{folder}/renamed", rename=lambda name: f"net.{name}")
+    assert save_model(model, f"{folder}/renamed", rename=lambda name: f"net.{name}").left_out == []
+    report = save_model(model, f"{folder}/part", rename=lambda name: None if "inner.1" in name else name)
+    assert report.left_out == [name for name in model.state_dict() if "inner.1" in name]
     for saved, rename in (("saved", None), ("renamed", {"^net[.]": ""})):
         model = sharded()
         load_into(model, f"{folder}/{saved}", build=Wide, rename=rename)

@@ -62,6 +62,12 @@ def saved(model: nn.Module, scratch: Path) -> dict[str, str]:
     return {name: part.name for name, part in file.tensors.items() if isinstance(part, Source)}
 
 
+def test_a_save_has_what_named_parameters_leaves_out(tmp_path: Path) -> None:
+    model = blocks()
+    vars(model)["named_parameters"] = lambda *_, **__: iter([("mine", model[0].weight)])
+    assert set(saved(model, tmp_path)) == set(blocks().state_dict())
+
+
 def test_wrappers_are_no_part_of_names(tmp_path: Path) -> None:
     model, plain = blocks(), list(blocks().state_dict())
     model[1][0] = checkpoint_wrapper(compiled(checkpoint_wrapper(model[1][0])))
