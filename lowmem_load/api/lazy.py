@@ -10,7 +10,7 @@ from torch import nn
 
 from lowmem_load.api.request import name_text, refuse_placing, stage_3
 from lowmem_load.distributed import environment
-from lowmem_load.ds.zero3_target import zero_init_disabled
+from lowmem_load.ds.zero3_target import TargetMaker, zero_init_disabled
 from lowmem_load.dtensor.sharded_target import Unfilled
 from lowmem_load.families import diffusion
 from lowmem_load.families.call import Call
@@ -77,6 +77,7 @@ def describe_lazily(
     executor: Executor,
     report: LoadReport | None = None,
     *,
+    make_target: TargetMaker = lambda *_: Unfilled(),
     on_load: OnLoad | None = None,
 ) -> tuple[LazyReader, nn.Module, dict[str, Any]]:
     """Return a reader, the lazy model of a call of `from_pretrained` that it reads for, and the loading info. Local."""
@@ -86,9 +87,7 @@ def describe_lazily(
         with zero_init_disabled(), on_host():
             with report.phase("describe"):
                 settings, is_quiet = stage_3(torch.float32, 1), report.rank != 0
-                described = describe(
-                    call, settings, lambda *_: Unfilled(), executor, holds_values=True, is_quiet=is_quiet
-                )
+                described = describe(call, settings, make_target, executor, holds_values=True, is_quiet=is_quiet)
                 check_described(described)
             with report.phase("plan"):
                 planned = make_plan(described, 0)

@@ -120,6 +120,13 @@ class Exchange:
         return dist.get_global_rank(self._ranks.group or default_group(), rank)
 
 
+def broadcast(tensors: Sequence[torch.Tensor], ranks: RankGroup) -> None:
+    """Send contiguous tensors of the default group's first rank to all others. Collective, within a step."""
+    for tensor in tensors:
+        content = tensor.view(-1).view(torch.uint8)  # gloo knows fewer dtypes than torch
+        wait_for([dist.broadcast(content, 0, async_op=True)], ranks.check, is_host=tensor.device.type == "cpu")
+
+
 def wait_for(works: list[Any], check: Callable[[], None], *, is_host: bool) -> None:
     """Wait for collectives, and take them out of the list. `check` is called now and then."""
     if is_host and works:  # gloo's isend and irecv only say to who waits that they are over

@@ -134,14 +134,6 @@ def made_real(make_real: Callable[[torch.Tensor], torch.Tensor]) -> contextlib.A
     return replaced({foreign_names.MESH_SCATTER: scatter, foreign_names.FLATTEN_TENSORS: flatten}, everywhere=True)
 
 
-def scatter_into(name: str, tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Fill a parameter or buffer with the values of the first rank. Collective, of all ranks."""
-    grid, memory = local_shard(name, tensor, needs_memory=True)
-    values = values.to(memory.device, tensor.dtype, copy=True).contiguous()
-    dist.broadcast(values.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
-    memory.copy_(part_of(values, grid))
-
-
 def part_of(values: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Return the elements of a whole tensor that a grid holds, flat and in its order."""
     values = values.reshape(values.shape or (1,))

@@ -26,19 +26,23 @@ import torch
 from torch import nn
 
 from lowmem_load import foreign_names
-from lowmem_load.api.request import stage_3
+from lowmem_load.distributed import environment
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import has_group
-from lowmem_load.errors import UnsupportedError
+from lowmem_load.errors import UnsupportedError, error_text
 from lowmem_load.families.call import Call
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, draws_no_missing
+from lowmem_load.hf.model_folder import MAX_QUOTED
 from lowmem_load.hf.quantizers import is_four_bit
+from lowmem_load.hf.remote_names import rename_loaded
 from lowmem_load.hf.skeleton import ties_kept
 from lowmem_load.integrations.hooks import replaced_once_imported
-from lowmem_load.pipeline.checks import SHARDS
-from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, Load, Options
+from lowmem_load.io.stand_ins import is_stand_in
+from lowmem_load.pipeline.checks import SHARDS, may_work_in_stock
+from lowmem_load.pipeline.load import Options, find, is_to_be_found, leave_to_stock, make_executor
 from lowmem_load.replaced import Handlers, holding, replaced, warn_of_missing
+from lowmem_load.report import LoadReport
 from lowmem_load.symbolic.lazy import addresses_are_only_compared
 from lowmem_load.target import Target
 
@@ -69,33 +73,37 @@ def lazy_loads(options: Options, *, everywhere: bool) -> Iterator[None]:
 
 
 def load_lazily(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]]:
-    """Run a call; return a model that is lazy until accelerate shards it. Collective."""
+    """Run a call; return a model that is lazy until accelerate shards it. Local: only then do the ranks agree."""
+    from lowmem_load.api.lazy import describe_lazily  # most jobs have no FSDP2, and need not import all this
 
-    def hand_out_hooked(described: Any, planned: Any, executor: Any, report: Any) -> None:
-        from lowmem_load.lazy_weights.lazy_model import (
-            hand_out,  # most jobs have no FSDP2, and need not import all this
+    ranks, state, device_map = RankGroup(None), torch.get_rng_state(), call.kwargs.pop("device_map", None)
+    if is_to_be_found(call, options):
+        find(call, options)
+    on_node = environment.integer("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else ranks.world_size
+    executor, report = make_executor(call, on_node), LoadReport(call.name, ranks.rank, ranks.world_size)
+    try:
+        reader, model, info = describe_lazily(
+            call,
+            executor,
+            report,
+            make_target=_lazy_target,
+            on_load=options.on_load,
         )
-
-        reader = hand_out(described, planned, executor, report, on_load=options.on_load)
+    except Exception as error:
+        if not options.is_lenient or not may_work_in_stock(error) or is_stand_in(call.path):
+            raise
+        reason = error_text(error, MAX_QUOTED)
+    else:
         reader.closing.enter_context(_hooks())  # also after the block
-
-    place = _device_of(call.kwargs.pop("device_map", None))
-    ranks = RankGroup(None)
-    load = Load(
-        settings=stage_3(torch.float32, ranks.world_size),
-        ranks=ranks,
-        make_target=_lazy_target,
-        options=options,
-        stock="stock FSDP2",
-        hand_out=hand_out_hooked,
-    )
-    state = torch.get_rng_state()
-    model, info = load(call)
-    if draws_no_missing() and not hasattr(model, LEFT_ATTRIBUTE):
-        torch.set_rng_state(state)
-    if place is not None and place.type not in ("cpu", "meta"):
-        model.to(place)  # reads nothing
-    return model, info
+        if draws_no_missing():
+            torch.set_rng_state(state)
+        place = _device_of(device_map)
+        if place is not None and place.type not in ("cpu", "meta"):
+            model.to(place)  # reads nothing
+        return rename_loaded((model, info))
+    if device_map is not None:
+        call.kwargs["device_map"] = device_map
+    return leave_to_stock(call, "stock FSDP2", reason, state)
 
 
 def _hooks() -> contextlib.ExitStack:
@@ -113,6 +121,8 @@ def is_for_fsdp2(kwargs: Mapping[str, Any]) -> bool:
 def may_be_lazy(kwargs: Mapping[str, Any]) -> bool:
     """Return whether a load with these keywords makes a whole model, where this rank will need it."""
     if kwargs.get("device_map") is not None and not _is_of_this_rank(_device_of(kwargs["device_map"])):
+        return False
+    if nn.Module.register_parameter.__module__.startswith("accelerate."):  # init_empty_weights: nobody wants values
         return False
     return has_group() and all(kwargs.get(keyword) is None for keyword in _NOT_LAZY)
 
@@ -163,10 +173,11 @@ def _lazy_target(_: Any, model: Any) -> Target:
 
 def _fill(ordinary: Any, accelerator: Any, model: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
     from lowmem_load.dtensor.mesh import offloads
-    from lowmem_load.lazy_weights.fill import fill_sharded
-    from lowmem_load.lazy_weights.lazy_model import was_lazy
+    from lowmem_load.lazy_weights.fill import are_lazy, fill_sharded
 
-    if not was_lazy(model):
+    while isinstance(ordinary, functools.partial) and ordinary.func is _fill:
+        (ordinary,) = ordinary.args  # this rank may be in several blocks, and another one in one
+    if not are_lazy(model):
         return ordinary(accelerator, model, state, *args, **kwargs)
     is_offloaded = offloads({"offload_policy": accelerator.state.fsdp_plugin.cpu_offload})
     fill_sharded(model, state, torch.device("cpu") if is_offloaded else accelerator.device)

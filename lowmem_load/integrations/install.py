@@ -105,7 +105,7 @@ def install(
 
     A load that works without `install` works with it. One that cannot be streamed (of an 8-bit model, for example) is
     left to stock ZeRO-3, and every rank emits a `NotStreamedWarning` with the reason. All ranks decide this together,
-    before they allocate or read anything.
+    before they allocate or read anything; of a lazy model (accelerate's FSDP2) each rank by itself.
 
     Where a release of a framework lacks a function that is replaced, every rank emits one `NotStreamedWarning` that
     says what stays stock's.

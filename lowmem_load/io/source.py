@@ -252,6 +252,7 @@ class OpenSources:
         self._opener = open_source
         self.on_wait: Callable[[], object] = int  # called while a remote source waits; may raise to end it
         self.keeps_all = False  # whether more than `MAX_OPEN_SOURCES` stay open, where the process may open so many
+        self.files: dict[str, PlannedFile] = {}  # that were planned against, by path
         self._versions: dict[str, str] = {}
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently read first
         self._lock = ForkedLock()
@@ -260,6 +261,7 @@ class OpenSources:
         """Refuse files that have another version than was planned against. Raises CheckpointError if one had before."""
         for file in files:
             self._check(file.path, file.version)
+            self.files[file.path] = file
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[ByteSource]:
@@ -314,13 +316,16 @@ class OpenSources:
     def _open_checked(self, path: str) -> ByteSource:
         source = self._opener(path)
         if isinstance(source, RemoteFile):
-            source.on_wait = self.on_wait
+            source.on_wait = self._wait
         try:
             self._check(path, source.version)
         except CheckpointError:
             source.close()
             raise
         return source
+
+    def _wait(self) -> None:
+        self.on_wait()  # which may be another one than when the source was opened
 
     def _check_all(self, entries: Iterable[_Entry]) -> None:
         for entry in entries:

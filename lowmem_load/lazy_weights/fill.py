@@ -6,20 +6,25 @@ has made or changed comes from rank 0, as in stock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from lowmem_load.distributed.exchange import broadcast
 from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.heartbeat import Progress
-from lowmem_load.dtensor.mesh import local_shard, local_tensor, scatter_into
+from lowmem_load.distributed.heartbeat import Progress, computing
+from lowmem_load.dtensor.mesh import local_shard, local_tensor, mesh_device, part_of
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.io.memory import naming_shortage
-from lowmem_load.lazy_weights.lazy_model import LazyReader, Part, leave, reader_of
+from lowmem_load.io.source import OpenSources
+from lowmem_load.lazy_weights.lazy_model import LazyReader, Part, leave, reader_of, was_lazy
 from lowmem_load.phases import progress_bar
+from lowmem_load.pipeline.load import MAX_THREADS
+from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children, leaves
+from lowmem_load.planning.load_plan import in_common_order
 from lowmem_load.symbolic.lazy import LazyTensor, become, is_unread, keep, values_of
 from lowmem_load.text import fingerprint, share
 
@@ -27,11 +32,25 @@ if TYPE_CHECKING:
     from lowmem_load.ds.partition import Partitioner
 
 
+BATCH_BYTES = 64 << 20
+"""Bytes of changed weights that rank 0 sends at a time. A larger one goes by itself."""
+
+
+def are_lazy(model: nn.Module) -> bool:
+    """Return whether each rank of the default process group has a lazy model to fill, whatever it has read. Collective.
+
+    Programs may give weights to one rank alone, which stock then sends them from.
+    """
+    with RankGroup(None).step("looking for lazy weights", name=type(model).__name__) as step:
+        step.payload = was_lazy(model)
+    return all(step.payloads)
+
+
 def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Give a model that is sharded on meta memory on a device, and the values of a state dict of the same names.
 
     Collective: all ranks of the default process group. Memory: beside the shards a staging buffer for each reading
-    thread; for what comes from rank 0, one tensor.
+    thread; for what comes from rank 0, up to `BATCH_BYTES` or one tensor.
 
     Raises:
         CheckpointError: the state dict lacks a name, or the ranks hold different weights.
@@ -41,35 +60,63 @@ def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: to
     with ranks.session("filling the sharded model"), torch.no_grad():
         allocate_shards(model, device)
         shards = model.state_dict()
-        with ranks.step("finding what was changed") as step:
-            if missing := sorted(shards.keys() - state.keys()):
-                raise CheckpointError(f"the state dict that the sharded model is filled from lacks {listed(missing)}")
-            others = [name for name in shards if not _is_of_files(state[name])]
-            step.payload = others, [name for name in others if state[name].is_meta]
-        # What one rank has changed, all take from rank 0: ranks that differ in the way would wait for each other.
-        changed = {name for names, _ in step.payloads for name in names}
-        if empty := step.payloads[0][1]:
-            raise UnsupportedError(
-                f"{type(model).__name__}: {listed(empty)} have no values: they are on the meta device on rank 0; make "
-                "them on the CPU"
-            )
-        with ranks.step("comparing the weights") as step:
-            lines = (f"{name} {line}" for name in sorted(shards.keys() - changed) for line in _lines(state[name]))
-            step.digest = {"weights that are not read yet": fingerprint(lines)}
+        changed = _find_changed(model, shards, state, ranks)
+        unchanged = {name: state[name] for name in sorted(shards.keys() - changed)}
+        _compare(type(model).__name__, unchanged, ranks)
         parts: dict[LazyReader, dict[int, Part]] = {}
-        for name, tensor in state.items():
-            if name in shards and name not in changed:
-                assert isinstance(tensor, LazyTensor)  # `_is_of_files`
-                region, memory = local_shard(name, shards[name], needs_memory=True)
-                part = Part(name, tensor.expression, region, memory)
-                parts.setdefault(reader_of(tensor), {}).setdefault(memory.data_ptr() or id(memory), part)
-        for reader, own in parts.items():
-            _read(reader, list(own.values()), ranks)
-        for name in shards:
-            if name in changed:
-                values = values_of(state[name]) if ranks.rank == 0 else torch.empty(shards[name].shape)
-                scatter_into(name, shards[name], values)
+        for name, tensor in unchanged.items():
+            assert isinstance(tensor, LazyTensor)  # `_is_of_files`
+            region, memory = local_shard(name, shards[name], needs_memory=True)
+            part = Part(name, tensor.expression, region, memory)
+            parts.setdefault(reader_of(tensor), {}).setdefault(memory.data_ptr() or id(memory), part)
+        _read(type(model).__name__, {reader: list(own.values()) for reader, own in parts.items()}, ranks)
+        _send({name: shards[name] for name in sorted(changed)}, state, mesh_device(model), ranks)
     leave(model)
+
+
+def _find_changed(
+    model: nn.Module, shards: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], ranks: RankGroup
+) -> set[str]:
+    """Return the names of what some rank does not hold as the files have it. Collective."""
+    with ranks.step("finding what was changed") as step:
+        if missing := sorted(shards.keys() - state.keys()):
+            raise CheckpointError(f"the state dict that the sharded model is filled from lacks {listed(missing)}")
+        others = [name for name in shards if not _is_of_files(state[name])]
+        step.payload = others, [name for name in others if state[name].is_meta]
+    if empty := step.payloads[0][1]:
+        raise UnsupportedError(
+            f"{type(model).__name__}: {listed(empty)} have no values: they are on the meta device on rank 0; make "
+            "them on the CPU"
+        )
+    # What one rank has changed, all take from rank 0: ranks that differ in the way would wait for each other.
+    return {name for names, _ in step.payloads for name in names}
+
+
+def _compare(name: str, unchanged: Mapping[str, torch.Tensor], ranks: RankGroup) -> None:
+    """Raise CheckpointError on all ranks unless they read the same tensors of equal files. Collective."""
+    found = dict.fromkeys(
+        leaf.files
+        for tensor in unchanged.values()
+        for leaf in leaves(tensor.expression)  # type: ignore[attr-defined]  # `_is_of_files`
+        if isinstance(leaf, Source)
+    )
+    sources: list[OpenSources] = list(found)
+    with ranks.step("comparing the weights") as step:
+        lines = (f"{key} {line}" for key, tensor in unchanged.items() for line in _lines(tensor))
+        files = [f"{place} {line}" for place, own in enumerate(sources) for line in _file_lines(own)]
+        step.digest = {"weights that are not read yet": fingerprint(lines), "files": fingerprint(files)}
+        step.payload = [identify_files(list(own.files.values())) for own in sources]
+    for place, own in enumerate(sources):
+        ids = [of_rank[place] for of_rank in step.payloads]
+        own.on_wait = ranks.check
+        try:
+            agree_on_bytes(ranks, name, list(own.files.values()), sources=own, ids=ids, num_threads=MAX_THREADS)
+        finally:
+            own.on_wait = int
+
+
+def _file_lines(sources: OpenSources) -> list[str]:
+    return [f"{file.nbytes} {file.digest}" for file in in_common_order(sources.files.values())]
 
 
 def fill_partitions(partitioner: Partitioner, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -89,14 +136,11 @@ def fill_partitions(partitioner: Partitioner, parameters: Sequence[nn.Parameter]
         with ranks.step("finding what was changed") as step:
             step.payload = [number for number in lazy if partitioner.takes(lazy[number]) and _is_of_files(lazy[number])]
         taken = sorted(set(step.payloads[0]).intersection(*step.payloads))
-        with ranks.step("comparing the weights") as step:
-            lines = (f"{number} {line}" for number in taken for line in _lines(lazy[number]))
-            step.digest = {"weights that are not read yet": fingerprint(lines)}
+        _compare("the model", {str(number): lazy[number] for number in taken}, ranks)
         parts: dict[LazyReader, list[Part]] = {}
 
         def read() -> None:
-            for reader, own in parts.items():
-                _read(reader, own, ranks)
+            _read("the model", parts, ranks)
             parts.clear()
 
         for number in taken:
@@ -150,13 +194,24 @@ def allocate_shards(model: nn.Module, device: torch.device) -> None:
         setattr(model.get_submodule(owner), last, model.get_parameter(origin))
 
 
-def _read(reader: LazyReader, parts: list[Part], ranks: RankGroup) -> None:
-    executor, report = reader.executor, reader.report
-    needed_bytes, read_before = sum(part.memory.nbytes for part in parts), executor.stats.read_bytes
+def _read(name: str, parts: Mapping[LazyReader, list[Part]], ranks: RankGroup) -> None:
+    stats = [reader.executor.stats for reader in parts]
+    needed_bytes = sum(part.memory.nbytes for own in parts.values() for part in own)
+    read_before = sum(each.read_bytes for each in stats)
 
     def progress() -> Progress:
-        read = share(executor.stats.read_bytes - read_before, needed_bytes)
-        return Progress(executor.stats.read_bytes, f"{read} read, last from {executor.stats.path or 'no file'}")
+        read_bytes, path = sum(each.read_bytes for each in stats), stats[-1].path if stats else ""
+        read = share(read_bytes - read_before, needed_bytes)
+        return Progress(read_bytes, f"{read} read, last from {path or 'no file'}")
+
+    reading = ranks.step("reading", name=name, progress=progress)
+    with reading, progress_bar(needed_bytes, "Loading shards", ranks.rank) as update:
+        for reader, own in parts.items():
+            _read_own(reader, own, update, ranks)
+
+
+def _read_own(reader: LazyReader, parts: list[Part], update: Callable[[int], object], ranks: RankGroup) -> None:
+    executor, report = reader.executor, reader.report
 
     def on_part() -> None:
         ranks.check()
@@ -166,15 +221,42 @@ def _read(reader: LazyReader, parts: list[Part], ranks: RankGroup) -> None:
         update(num_bytes)
         ranks.check()
 
-    reading = ranks.step("reading", name=reader.name, progress=progress)
-    bar = progress_bar(needed_bytes, "Loading shards", ranks.rank)
-    with reading, report.phase("read"), bar as update:
+    with report.phase("read"):
         executor.on_bytes, executor.sources.on_wait = on_bytes, ranks.check
         try:
             costs = reader.fill(parts, on_part)
         finally:
             executor.on_bytes, executor.sources.on_wait = int, int
-    report.needed_bytes, report.partition_bytes = costs.needed_bytes, needed_bytes
+    report.needed_bytes, report.partition_bytes = costs.needed_bytes, sum(part.memory.nbytes for part in parts)
+
+
+def _send(
+    shards: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], device: torch.device, ranks: RankGroup
+) -> None:
+    """Fill shards with the values that rank 0 has. Collective. What may fail is done in steps, before messages go."""
+    batches: list[list[str]] = []
+    for name, shard in shards.items():
+        if not batches or sum(shards[other].nbytes for other in batches[-1]) + shard.nbytes > BATCH_BYTES:
+            batches.append([])
+        batches[-1].append(name)
+    for batch in batches:
+        with ranks.step("reading what was changed", progress=computing()):
+            places = [local_shard(name, shards[name], needs_memory=True) for name in batch]
+            with naming_shortage("changed weights", sum(shards[name].nbytes for name in batch)):
+                whole = [
+                    values_of(state[name]).to(device, shards[name].dtype, copy=True).contiguous()
+                    if ranks.rank == 0
+                    else _received(shards[name], device)
+                    for name in batch
+                ]
+        with ranks.step("sending what was changed", progress=computing()):
+            broadcast(whole, ranks)
+        for (grid, memory), values in zip(places, whole, strict=True):
+            memory.copy_(part_of(values, grid))
+
+
+def _received(shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(shard.shape, dtype=shard.dtype, device=device)
 
 
 def _is_of_files(tensor: torch.Tensor) -> bool:

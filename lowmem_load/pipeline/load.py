@@ -75,10 +75,6 @@ LEFT_ATTRIBUTE = "lowmem_load_left_to_stock"
 """Attribute of a model that was left to stock: to which, and why, as text."""
 
 
-HandOut = Callable[[Described, Planned, Executor, LoadReport], object]
-"""Gives a described model its parameters. The executor, which stays open, belongs to them."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How to load. For `stream`, `weights` and `share_reads`, see `load_model`."""
@@ -100,7 +96,6 @@ class Load:
     Attributes:
         open_source: opens files of the checkpoint.
         stock: who does what cannot be streamed, for the warning.
-        hand_out: gives the described model parameters that are read later; see `lazy_weights`. None: all are read now.
 
     [Note: left to stock] Describing and planning show whether a load can be streamed. If it cannot, on all ranks alike,
     nothing has been allocated or read, and the random state is put back. So transformers can start the load afresh.
@@ -112,7 +107,6 @@ class Load:
     options: Options = Options()
     open_source: Opener = open_file
     stock: str = "stock ZeRO-3"
-    hand_out: HandOut | None = None
 
     def __call__(self, call: Call) -> tuple[nn.Module, dict[str, Any]]:
         """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
@@ -123,18 +117,12 @@ class Load:
                 return rename_loaded(self._load(call) or call.run())
             except _NotStreamedError as error:
                 reason = str(error)
-            torch.set_rng_state(random_state)
-            text = f"{call.name}: not streamed, but left to {self.stock}: {reason}"
-            warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())
-            model, info = call.run()
-            setattr(model, LEFT_ATTRIBUTE, f"{self.stock}: {reason}")
-            return model, info
+            return leave_to_stock(call, self.stock, reason, random_state)
 
     def _locate(self, call: Call) -> None:
-        """Have the call load from the folder that stands for a URL, or for a model on the Hub that is streamed."""
-        if is_url(call.path) or (self.options.stream and not os.path.isdir(call.path)):
+        if is_to_be_found(call, self.options):
             with self.ranks.step("finding the files", name=call.name):
-                call.move(*find_folder(call.path, call.kwargs, stream=self.options.stream, check=self.ranks.check))
+                find(call, self.options, self.ranks.check)
 
     def _load(self, call: Call) -> tuple[nn.Module, dict[str, Any]] | None:
         """Run the steps of a load. Return the model and the loading info; None if transformers loads it."""
@@ -146,9 +134,8 @@ class Load:
             around = stack.enter_context(zero_init_disabled())
             stack.enter_context(on_host())
             stack.enter_context(random_state_of(random_state))
-            files = stack.enter_context(contextlib.ExitStack())
-            executor = files.enter_context(
-                self._executor(nodes.count(nodes[self.ranks.rank]), is_remote=is_stand_in(call.path))
+            executor = stack.enter_context(
+                make_executor(call, nodes.count(nodes[self.ranks.rank]), open_source=self.open_source)
             )
             executor.sources.on_wait = self.ranks.check
             once = self._read_once(nodes, stack)
@@ -158,13 +145,6 @@ class Load:
             with self._streamable(is_remote=is_stand_in(call.path), made=True):
                 self._prepare(described, planned, report)
             self._check_files(described, executor, ids, report)
-            if self.hand_out is not None:
-                with self.ranks.step("reading buffers", name=described.name):
-                    self._combine_companions(planned, executor)
-                    self.hand_out(described, planned, executor, report)
-                executor.sources.on_wait = int
-                files.pop_all()  # they stay open for the model
-                return described.model, described.info
             self._execute(planned, described, executor, once, report)
             report.requests = attempts.requests
             report.notes += attempts.notes
@@ -175,11 +155,6 @@ class Load:
                     report.notes.append(f"no reads were shared with other ranks: {once.why_alone}")
         self._report(described, planned, report)
         return described.model, described.info
-
-    def _executor(self, num_ranks: int, *, is_remote: bool) -> Executor:
-        if is_remote:
-            return Executor(num_threads=requests_in_flight(num_ranks), open_source=self.open_source, starts_late=True)
-        return Executor(num_threads=min(MAX_THREADS, cores(num_ranks)), open_source=self.open_source)
 
     def _report(self, described: Described, planned: Planned, report: LoadReport) -> None:
         if unset := ", ".join(target.name for target in planned.plan.targets if target.is_uninitialised):
@@ -292,7 +267,7 @@ class Load:
     def _share_reads(self) -> ShareReads:
         """Return which ranks share reads: those of files, into memory that stays."""
         can_share = self.settings.offload_device != "nvme" and self.open_source is open_file
-        can_share = can_share and self.hand_out is None and self.ranks.world_size > 1 and not self.ranks.is_fake
+        can_share = can_share and self.ranks.world_size > 1 and not self.ranks.is_fake
         return self.options.share_reads if can_share else "off"
 
     def _read_once(self, nodes: Sequence[str], stack: contextlib.ExitStack) -> ReadOnce | None:
@@ -374,6 +349,33 @@ class Load:
                 once.progress = progress
             execute(planned, described.target, executor, on_parameter, once)
             described.constructor.finish(described.model, described.target.device)
+
+
+def is_to_be_found(call: Call, options: Options) -> bool:
+    """Return whether a call names a URL, or a model on the Hub that is streamed."""
+    return is_url(call.path) or (options.stream and not os.path.isdir(call.path))
+
+
+def find(call: Call, options: Options, check: Callable[[], object] = int) -> None:
+    """Have a call load from the folder that stands for what it names."""
+    call.move(*find_folder(call.path, call.kwargs, stream=options.stream, check=check))
+
+
+def make_executor(call: Call, num_ranks: int, *, open_source: Opener = open_file) -> Executor:
+    """Return what reads for a call on one of so many ranks of a node."""
+    if is_stand_in(call.path):
+        return Executor(num_threads=requests_in_flight(num_ranks), open_source=open_source, starts_late=True)
+    return Executor(num_threads=min(MAX_THREADS, cores(num_ranks)), open_source=open_source)
+
+
+def leave_to_stock(call: Call, stock: str, reason: str, random_state: torch.Tensor) -> tuple[nn.Module, dict[str, Any]]:
+    """Run a call as without lowmem_load, with a warning. See [Note: left to stock]."""
+    torch.set_rng_state(random_state)
+    text = f"{call.name}: not streamed, but left to {stock}: {reason}"
+    warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())
+    model, info = call.run()
+    setattr(model, LEFT_ATTRIBUTE, f"{stock}: {reason}")
+    return model, info
 
 
 class _NotStreamedError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import inspect
 import itertools
@@ -26,9 +27,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import lowmem_load
-from lowmem_load import NotStreamedWarning, RankError, UnsupportedError
+from lowmem_load import CheckpointError, NotStreamedWarning, RankError, UnsupportedError
 from lowmem_load.dtensor.mesh import local_tensor
-from lowmem_load.symbolic.lazy import LazyTensor, is_unread
+from lowmem_load.hf.load_lock import inside_load
+from lowmem_load.symbolic.lazy import LazyTensor, is_unread, values_of
 from tests import builders
 from tests.multi_rank.test_load_into import TRAINS_ON_CPU, losses, start
 from tests.ranks import run_ranks
@@ -431,12 +433,15 @@ def shard_as_trl(path: str) -> None:
     from torch.distributed.fsdp import fully_shard  # as TRL does, in a function
 
     fully_shard(ours)
-    assert seen == [lowmem_load.load_report(ours)]
+    assert seen == []
     lowmem_load.integrations.install.uninstall()
     expected = from_files(path)
     assert {name: str(tensor.device) for name, tensor in ours.named_parameters() if tensor.is_meta} == {}
     found = whole(ours)
     assert all(torch.equal(found[name], tensor.detach()) for name, tensor in expected.named_parameters())
+    if TRAINS_ON_CPU:
+        ours(torch.tensor([[1, 2]]))
+        assert seen == [lowmem_load.load_report(ours)]
 
 
 def test_a_model_that_others_shard_is_filled_too(checkpoints: Path) -> None:
@@ -569,6 +574,94 @@ def stream(path: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_streaming_hands_out_lazy_models(checkpoints: Path) -> None:
     run_ranks(stream, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT, timeout_s=120)
+
+
+def empty_on_others(path: str, _: str) -> nn.Module:
+    import accelerate
+
+    with contextlib.nullcontext() if torch.distributed.get_rank() == 0 else accelerate.init_empty_weights():
+        return from_files(path)
+
+
+def own_teacher(path: str, other: str) -> nn.Module:
+    from_files([path, other][torch.distributed.get_rank()])(torch.tensor([[1, 2]]))
+    return from_files(path)
+
+
+def one_at_a_time(path: str, _: str) -> nn.Module:
+    models = []
+    for turn in range(2):
+        if torch.distributed.get_rank() == turn:
+            models.append(from_files(path))
+        torch.distributed.barrier()
+    return models[0]
+
+
+def judge_on_first(path: str, other: str) -> nn.Module:
+    if torch.distributed.get_rank() == 0:
+        from_files(other)(torch.tensor([[1, 2]]))
+    torch.distributed.barrier()
+    return from_files(path)
+
+
+def stock_on_one(path: str, _: str) -> nn.Module:
+    with inside_load() if torch.distributed.get_rank() == 0 else contextlib.nullcontext():
+        return from_files(path)
+
+
+def load_unlike(path: str, other: str) -> None:
+    """Rank function: programs whose ranks do not load alike. A load is local, and ranks agree as they shard."""
+    start()
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+    expected = whole(prepare(from_files(path), efficient=True))
+    lowmem_load.install()
+    for make in (empty_on_others, own_teacher, one_at_a_time, judge_on_first, stock_on_one):
+        found = whole(prepare(make(path, other), efficient=True))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), make
+    rank = torch.distributed.get_rank()
+    with pytest.raises(CheckpointError, match="the ranks hold 2 different files"):
+        prepare(from_files([path, other][rank]), efficient=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_need_not_load_alike(checkpoints: Path, tmp_path: Path) -> None:
+    other = transformers.LlamaForCausalLM.from_pretrained(path := str(builders.tiny_llama(checkpoints)))
+    other.lm_head.weight.data.mul_(2)
+    other.save_pretrained(tmp_path)
+    env = {**ENVIRONMENT, "LOWMEM_LOAD_SILENCE_S": "30"}
+    run_ranks(load_unlike, path, str(tmp_path), env=env, timeout_s=150)
+
+
+def fail_to_send(path: str) -> None:
+    """Rank function: the first rank cannot read a weight that the script has changed, or has no memory for it."""
+    import lowmem_load.lazy_weights.fill as fill
+
+    start()
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+    lowmem_load.install()
+    for error, failing in ((OSError(5, "Input/output error"), 0), (MemoryError("no memory"), 1)):
+        model = from_files(path)
+        model.lm_head.weight.data.mul_(2)
+
+        def fails(*_: Any, error: BaseException = error, failing: int = failing, **__: Any) -> Any:
+            if torch.distributed.get_rank() == failing:
+                raise error
+            return values_of(*_)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fill, "values_of" if failing == 0 else "_received", fails)
+            with pytest.raises(RankError, match="reading what was changed") as caught:
+                prepare(model, efficient=True)
+        assert list(caught.value.failures) == [failing]
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total)  # the group has no message of another's left
+        assert total == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_that_cannot_send_what_was_changed_is_named_on_all(checkpoints: Path) -> None:
+    run_ranks(fail_to_send, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT, timeout_s=120)
 
 
 def fail_on_one_rank(folder: str) -> None:
