@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.distributed.process_group import DistributedInterface as DistributedInterface
     from lowmem_load.errors import CheckpointError as CheckpointError
     from lowmem_load.errors import ConfigError as ConfigError
-    from lowmem_load.errors import IncompatibleVersionError as IncompatibleVersionError
     from lowmem_load.errors import LoadOrderWarning as LoadOrderWarning
     from lowmem_load.errors import LowMemLoadError as LowMemLoadError
     from lowmem_load.errors import NotStreamedWarning as NotStreamedWarning
@@ -27,8 +26,6 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.integrations.install import install as install
     from lowmem_load.integrations.install import streaming as streaming
     from lowmem_load.integrations.llamafactory import ModelEngine as ModelEngine
-    from lowmem_load.integrations.llamafactory_arguments import DistConfig as DistConfig
-    from lowmem_load.integrations.llamafactory_arguments import ModelArguments as ModelArguments
     from lowmem_load.partial.initialize import initialize as initialize
     from lowmem_load.partial.initialize import partial_zero3 as partial_zero3
     from lowmem_load.report import LoadReport as LoadReport
@@ -42,7 +39,7 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
 
 _HOMES = {
     "errors": (
-        *("CheckpointError", "ConfigError", "IncompatibleVersionError", "LoadOrderWarning", "LowMemLoadError"),
+        *("CheckpointError", "ConfigError", "LoadOrderWarning", "LowMemLoadError"),
         *("NotStreamedWarning", "RankError", "UnsupportedError"),
     ),
     "api.load_into": ("load_into",),
@@ -50,7 +47,6 @@ _HOMES = {
     "api.plan_model": ("plan",),
     "api.lazy": ("lazy",),
     "partial.initialize": ("initialize", "partial_zero3"),
-    "integrations.llamafactory_arguments": ("DistConfig", "ModelArguments"),
     "integrations.install": ("install", "streaming"),
     "integrations.llamafactory": ("ModelEngine",),
     "distributed.process_group": ("DistributedInterface",),

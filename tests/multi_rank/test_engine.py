@@ -84,7 +84,8 @@ def set_up(path: str) -> None:
     import deepspeed
     from transformers import LlamaForCausalLM
 
-    from lowmem_load import ConfigError, DistConfig, ModelArguments, ModelEngine, UnsupportedError
+    from lowmem_load import ConfigError, ModelEngine, UnsupportedError
+    from lowmem_load.integrations.llamafactory_arguments import DistConfig, ModelArguments
 
     dist = DistConfig({**ZERO3, "bf16": {"enabled": True}}, timeout=120)
     patterns = ["model.embed_tokens.*", "*.layers.0.mlp.*_proj.weight"]
