@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.errors import NotStreamedWarning as NotStreamedWarning
     from lowmem_load.errors import RankError as RankError
     from lowmem_load.errors import UnsupportedError as UnsupportedError
+    from lowmem_load.hf.remote_names import local_folder as local_folder
     from lowmem_load.integrations.install import install as install
     from lowmem_load.integrations.install import streaming as streaming
     from lowmem_load.integrations.llamafactory import ModelEngine as ModelEngine
@@ -50,6 +51,7 @@ _HOMES = {
     "integrations.install": ("install", "streaming"),
     "integrations.llamafactory": ("ModelEngine",),
     "distributed.process_group": ("DistributedInterface",),
+    "hf.remote_names": ("local_folder",),
     "report": ("LoadReport",),
     "resume.consolidate": ("consolidate",),
     "resume.load_checkpoint": ("load_checkpoint",),

@@ -50,7 +50,7 @@ _transformers = partial(ForeignName, TRANSFORMERS)
 _modeling = partial(_transformers, "transformers.modeling_utils")
 _ALL = "hf.loader, integrations.startup_hook"
 
-FROM_PRETRAINED = _modeling("PreTrainedModel.from_pretrained", f"{_ALL}, hf.remote_names")
+FROM_PRETRAINED = _modeling("PreTrainedModel.from_pretrained", _ALL)
 FROM_CONFIG = _modeling("PreTrainedModel._from_config", _ALL)
 LOAD_PRETRAINED_MODEL = _modeling("PreTrainedModel._load_pretrained_model", "hf.loader, hf.skeleton")
 FINALIZE_MODEL_LOADING = _modeling("PreTrainedModel._finalize_model_loading", "hf.skeleton", since="5.1.0")
@@ -91,21 +91,6 @@ IS_FSDP_IN_PLACING = _placing("is_fsdp_enabled", "hf.active", since="5.0.0")
 _auto_factory = partial(_transformers, "transformers.models.auto.auto_factory")
 
 FIND_ADAPTER = _auto_factory("find_adapter_config_file", "hf.hub_files")
-AUTO_MODEL = _auto_factory("_BaseAutoModelClass.from_pretrained", "hf.remote_names")
-NAMED = tuple(
-    _transformers(f"transformers.{module}", f"{cls}.from_pretrained", "hf.remote_names", loss=f"{cls} takes no URLs")
-    for module, cls in (
-        ("models.auto.configuration_auto", "AutoConfig"),
-        ("configuration_utils", "PretrainedConfig"),
-        ("generation.configuration_utils", "GenerationConfig"),
-        ("models.auto.tokenization_auto", "AutoTokenizer"),
-        ("tokenization_utils_base", "PreTrainedTokenizerBase"),
-        ("models.auto.processing_auto", "AutoProcessor"),
-        ("models.auto.image_processing_auto", "AutoImageProcessor"),
-        ("models.auto.feature_extraction_auto", "AutoFeatureExtractor"),
-    )
-)
-"""Those that take the name of a checkpoint, beside those of models."""
 
 # -- quantized weights -------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from lowmem_load.hf.model_folder import no_folder
 from lowmem_load.hf.quantizers import dequantizing, is_four_bit, quantization_method
 from lowmem_load.hf.remote_names import Checkpoint
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.stand_ins import open_file, origins_named
+from lowmem_load.io.open_file import open_file
 from lowmem_load.planning import expression as ex
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -97,7 +97,6 @@ def by_dtype(sizes: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
     return totals
 
 
-@origins_named()
 def inspect_checkpoint(checkpoint: Checkpoint, auto_class: str | None = None, **keywords: Any) -> Inspection:
     """Return what a checkpoint holds. Reads headers, and the values that transformers needs to describe the model.
 

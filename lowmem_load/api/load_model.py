@@ -28,7 +28,6 @@ from lowmem_load.families.call import Call
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, deepspeed_config, note_load, was_dropped
 from lowmem_load.hf.load_lock import load_lock
-from lowmem_load.hf.remote_names import urls_as_names
 from lowmem_load.hf.skeleton import is_distributed_config
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Options
@@ -151,7 +150,6 @@ def streaming_by_config(ds_config: Any, options: Options, *, partition: Partitio
             settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
             step.digest = settings.compared
     with (
-        urls_as_names(),
         deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
         loader.intercepted(make_load(ranks, settings, options)),
         diffusion.intercepted(make_load(ranks, settings, options)),
@@ -173,7 +171,6 @@ def streaming_by_active_config(options: Options, *, everywhere: bool = False) ->
         return load_by_active_config(call, options)
 
     with (
-        urls_as_names(everywhere=everywhere),
         loader.intercepted(load, _zero3_is_active, everywhere=everywhere),
         _sharded_calls(options, everywhere=everywhere),
     ):

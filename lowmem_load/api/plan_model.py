@@ -32,7 +32,6 @@ from lowmem_load.hf.remote_names import find_folder
 from lowmem_load.hf.skeleton import blocks, file_keywords, filled_by, is_distributed_config, is_kept_on_host
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
-from lowmem_load.io.stand_ins import origins_named
 from lowmem_load.phases import host_memory
 from lowmem_load.pipeline.checks import check_described, is_left_alone, refuse_device_map
 from lowmem_load.pipeline.describe import Described, describe
@@ -113,7 +112,6 @@ def _partitions_call(name: Any, build: Build, how: Mapping[str, Any]) -> Call:
     return parts_call(model, name, None, make, **how)
 
 
-@origins_named()
 def _plan_shards(name: Any, build: Build, how: Mapping[str, Any], rank: int, world_size: int) -> LoadPlan:
     """Return the plan of `load_into` with the module that `build` builds and shards."""
     forget_meshes()
@@ -142,7 +140,6 @@ def _shards_of(
     return lambda _: lambda _, described: Sharded(sharded, described, world_size)
 
 
-@origins_named()
 def plan_sharded(
     name: str | os.PathLike[str],
     sharding: Any,
@@ -195,7 +192,6 @@ def _plan_diffusers(
         return _plans(checked, _shards_of(model, world_size), [rank])[0]
 
 
-@origins_named()
 def plan_ranks(
     name: str | os.PathLike[str],
     ds_config: Any,
@@ -214,7 +210,6 @@ def plan_ranks(
     return _plans(request.checked(settings), functools.partial(target_maker, device=device), ranks)
 
 
-@origins_named()
 def describe_checkpoint(
     name: str,
     dtype: torch.dtype,

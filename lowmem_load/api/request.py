@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +20,7 @@ from lowmem_load.hf import model_folder, names
 from lowmem_load.hf.active import transformers_models
 from lowmem_load.hf.hub_files import commit_of, find_adapter_as_asked
 from lowmem_load.hf.quantizers import is_four_bit, refuse_quantized
-from lowmem_load.hf.remote_names import find_folder, rename_loaded, urls_as_names
-from lowmem_load.io.stand_ins import is_stand_in, origins_named
+from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
 from lowmem_load.pipeline.load import Load, Options
 from lowmem_load.replaced import replaced
@@ -78,14 +76,9 @@ class Checked(NamedTuple):
     cls: Any
     kwargs: Mapping[str, Any]
 
-    @origins_named()
     def from_pretrained(self) -> Any:
         """Call the class's `from_pretrained`."""
-        has_base = is_stand_in(self.name) or os.path.isfile(os.path.join(self.name, "adapter_config.json"))
-        with (
-            urls_as_names(in_load=True) if has_base else nullcontext(),
-            replaced(find_adapter_as_asked(self.name, self.kwargs)),
-        ):
+        with replaced(find_adapter_as_asked(self.name, self.kwargs)):
             return rename_loaded(self.cls.from_pretrained(self.name, **self.kwargs))
 
 

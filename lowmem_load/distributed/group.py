@@ -22,7 +22,6 @@ from lowmem_load.distributed.live_group import default_group, default_store, new
 from lowmem_load.distributed.store_channel import Group, StoppedError, StoreChannel
 from lowmem_load.distributed.verdict import Entry, verdict_on
 from lowmem_load.errors import ConfigError, RankError, error_text
-from lowmem_load.io.stand_ins import name_origins
 
 MAX_TEXT = 20_000  # characters of an error that are sent to other ranks
 _KNOWN_TO = "_lowmem_load_known_to"  # attribute of errors: the ranks of the world that know of it
@@ -115,7 +114,6 @@ class RankGroup:
                 if self._all_know(caught):  # an inner step has ended with it, on all ranks of this one
                     raise
                 error = caught
-                name_origins(error)
                 entry = entry._replace(error=error_text(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
             if channel is None:
                 verdict, texts = verdict_on({self.rank: entry}), [payload] * self.world_size
@@ -139,7 +137,6 @@ class RankGroup:
             try:
                 yield
             except BaseException as error:
-                name_origins(error)
                 self.abort(what, error)
                 raise
 

@@ -32,7 +32,7 @@ from lowmem_load.hf.load_lock import is_loading
 from lowmem_load.hf.loader import run_load
 from lowmem_load.hf.model_folder import MAX_QUOTED
 from lowmem_load.hf.names import json_values
-from lowmem_load.io.stand_ins import origin_of
+from lowmem_load.io.stand_ins import origin
 from lowmem_load.planning.expression import Source
 from lowmem_load.replaced import Handler, Handlers, replaced
 from lowmem_load.symbolic.context import Context
@@ -55,13 +55,13 @@ class DiffusersCall:
     def __init__(self, ordinary: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.kwargs = dict(kwargs)
         self.path = str(args[0] if args else self.kwargs.pop(_PATH))
-        self.name = origin_of(self.path)
+        self.name = origin(self.path)
         self._ordinary, self._cls = ordinary, cls
 
     def move(self, folder: str, kwargs: dict[str, Any]) -> None:
         """See `Call`."""
         kwargs.pop(_PATH, None)
-        self.path, self.name, self.kwargs = folder, origin_of(folder), kwargs
+        self.path, self.name, self.kwargs = folder, origin(folder), kwargs
 
     def run(self) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
@@ -290,5 +290,5 @@ def skeleton(
     kept = set(fp32 if isinstance(fp32, list) else [fp32])
     for full_name, parameter in model.named_parameters() if dtype is not None else ():
         parameter.data = parameter.data.to(dtype if kept.isdisjoint(full_name.split(".")) else torch.float32)
-    model.register_to_config(_name_or_path=origin_of(name))
+    model.register_to_config(_name_or_path=origin(name))
     return model.eval()

@@ -16,6 +16,7 @@ from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.formats.format import NESTS, CheckpointFile, CheckpointFormat
 from lowmem_load.formats.index import check_index, read_json
 from lowmem_load.formats.safetensors import Safetensors
+from lowmem_load.hf.hub_files import cached_folder
 from lowmem_load.hf.model_folder import WEIGHTS_ENDS, is_training_state, no_folder
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.symbolic.context import Context
@@ -59,7 +60,7 @@ def _download(name: str, subfolder: str, variant: str | None, **keywords: Any) -
     folder = posixpath.join(subfolder.strip("/"), "")
     try:
         if offline:
-            return str(download())
+            return cached_folder(name, {**keywords, "subfolder": subfolder})
         of_repository = {key: value for key, value in keywords.items() if key != "cache_dir"}
         listed_names = huggingface_hub.HfApi().list_repo_files(name, **of_repository)
         names = [file.removeprefix(folder) for file in listed_names if posixpath.dirname(file) == folder.rstrip("/")]

@@ -16,7 +16,7 @@ from torch import nn
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed, outside_level
 from lowmem_load.families.files import FILE_KEYWORDS, Rename, files_of, renamed, tensors_in
 from lowmem_load.frameworks.wrappers import named_modules, named_tensors, plain_modules, plain_name
-from lowmem_load.io.stand_ins import origin_of
+from lowmem_load.io.stand_ins import origin
 from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.attributes import EXTRA_STATE, hand_over_attributes, tensor_attributes
@@ -72,7 +72,7 @@ class ModuleCall:
         if unknown := kwargs.keys() - FILE_KEYWORDS:
             raise ConfigError(f"{', '.join(sorted(unknown))}: no keyword of a load by names")
         self._done = done
-        self.path, self.name, self.kwargs = path, origin_of(path), kwargs
+        self.path, self.name, self.kwargs = path, origin(path), kwargs
         self._make, self._rename, self._build = make, rename, build
         self._strict, self._initialize, self._leave = strict, initialize, set(leave)
         self._is_stand_in = is_stand_in
@@ -80,7 +80,7 @@ class ModuleCall:
 
     def move(self, folder: str, kwargs: dict[str, Any]) -> None:
         """See `Call`."""
-        self.path, self.name, self.kwargs = folder, origin_of(folder), kwargs
+        self.path, self.name, self.kwargs = folder, origin(folder), kwargs
 
     def run(self) -> NoReturn:
         """See `Call`."""

@@ -19,7 +19,7 @@ from lowmem_load.frameworks.wrappers import named_tensors, plain_modules
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import transformers_class
 from lowmem_load.hf.skeleton import hand_over
-from lowmem_load.io.stand_ins import is_stand_in, origin_of
+from lowmem_load.io.stand_ins import is_stand_in, origin
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
 from lowmem_load.symbolic.context import Context
@@ -117,7 +117,7 @@ class PartsCall:
         paths: Collection[str],
     ) -> None:
         self.path = next(filter(is_stand_in, paths), next(iter(paths)))
-        self.name, self.kwargs = ", ".join(map(origin_of, paths)), dict[str, Any]()
+        self.name, self.kwargs = ", ".join(map(origin, paths)), dict[str, Any]()
         self._make, self._parts, self._make_rest = make, parts, make_rest
         self._calls: dict[str, Call] = {}
         self._rest: ModuleCall | None = None

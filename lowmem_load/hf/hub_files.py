@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers.utils import find_adapter_config_file
 
 from lowmem_load import foreign_names
+from lowmem_load.errors import CheckpointError
+from lowmem_load.hf.model_folder import no_folder
 from lowmem_load.replaced import Handlers
 
 _DOWNLOAD_KEYWORDS = ("cache_dir", "force_download", "token", "local_files_only", "revision", "subfolder")
@@ -56,6 +59,29 @@ def has_file(name: str, file: str, kwargs: Mapping[str, Any]) -> bool:
     except EntryNotFoundError:  # also raised offline, for a file that is not in the cache
         return False
     return True
+
+
+def cached_folder(name: str, kwargs: Mapping[str, Any]) -> str:
+    """Return the folder of a model in the Hub's cache, which may lack files that no load has asked for.
+
+    `huggingface_hub.snapshot_download` refuses that. Raises CheckpointError if the cache has nothing of the model.
+    """
+    from lowmem_load.io.remote_checkpoint import WEIGHTS
+
+    folder = kwargs.get("subfolder") or ""
+    keywords = {key: value for key, value in hub_keywords(kwargs, ("cache_dir", "revision")).items() if value}
+    files = ("config.json", "model_index.json", "adapter_config.json", *WEIGHTS)
+    for file in dict.fromkeys((*(posixpath.join(folder, file) for file in files), *files)):
+        with contextlib.suppress(ValueError):  # the name is no Hub id
+            path = huggingface_hub.try_to_load_from_cache(name, file, **keywords)
+            if isinstance(path, str):
+                return path.removesuffix(file).rstrip("/")
+    try:  # of other files, which a module of one's own may have
+        return str(huggingface_hub.snapshot_download(name, local_files_only=True, **keywords))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{no_folder(name)}, and not in the cache of the Hub; HF_HUB_OFFLINE is set, so the Hub was not asked"
+        ) from error
 
 
 def files_beside(name: str, files: Sequence[str]) -> list[str]:

@@ -31,7 +31,7 @@ from lowmem_load.hf.load_lock import constructors, inside_load, is_loading, load
 from lowmem_load.hf.model_folder import MAX_QUOTED, check_config, files_explained, refuse_foreign
 from lowmem_load.hf.names import config_values
 from lowmem_load.hf.quantizers import described_quantizers
-from lowmem_load.io.stand_ins import origin_of
+from lowmem_load.io.stand_ins import origin
 from lowmem_load.replaced import Handler, Handlers, replaced, require_names
 from lowmem_load.symbolic.constructor import META, Constructor
 from lowmem_load.symbolic.context import Context
@@ -77,7 +77,7 @@ class Call:
     ) -> None:
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         self.path = cls.__name__ if name is None else str(name)
-        self.name = origin_of(self.path)  # for messages
+        self.name = origin(self.path)  # for messages
         self.kwargs = kwargs
         self._given = dict(kwargs)  # what is taken out of `kwargs` is not for describing, but for an ordinary call
         self._ordinary, self._cls, self._args, self._from_config = ordinary, cls, args, from_config
@@ -85,7 +85,7 @@ class Call:
     def move(self, folder: str, kwargs: dict[str, Any]) -> None:
         """Let it load from a folder, by these keywords."""
         kwargs.pop("pretrained_model_name_or_path", None)
-        self.path, self.name, self.kwargs = folder, origin_of(folder), kwargs
+        self.path, self.name, self.kwargs = folder, origin(folder), kwargs
         self._given, self._args = kwargs, (folder, *self._args[1:])
 
     def run(self) -> tuple[nn.Module, dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import huggingface_hub
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, error_text, listed
-from lowmem_load.io.stand_ins import origin_of
+from lowmem_load.io.stand_ins import origin
 
 MAX_QUOTED = 1000  # characters of another package's error in a message: transformers lists all model types
 
@@ -42,7 +42,7 @@ def check_config(name: str, subfolder: str) -> None:
     folder = os.path.join(name, subfolder)
     if os.path.isdir(folder) and not {"config.json", "adapter_config.json"}.intersection(os.listdir(folder)):
         raise CheckpointError(
-            f"{os.path.join(origin_of(name), subfolder)}: has no config.json, which says what model the weights are "
+            f"{os.path.join(origin(name), subfolder)}: has no config.json, which says what model the weights are "
             "of; copy it there, or pass config="
         )
 
@@ -64,7 +64,7 @@ def what_is_there(name: str, subfolder: str, error: Exception) -> str:
         offline = "the Hub's cache does not have its files, and HF_HUB_OFFLINE is set"
         reason = offline if huggingface_hub.constants.HF_HUB_OFFLINE else error_text(error, MAX_QUOTED)
         return f"{no_folder(name)}; as a model on the Hub: {reason}"
-    folder, shown = os.path.join(name, subfolder), os.path.join(origin_of(name), subfolder)
+    folder, shown = os.path.join(name, subfolder), os.path.join(origin(name), subfolder)
     files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     shards = [match for match in map(_SHARD.fullmatch, files) if match]
     lacking = {f"{shard[1]}.{shard[2]}.index.json" for shard in shards}.difference(files)
@@ -73,7 +73,7 @@ def what_is_there(name: str, subfolder: str, error: Exception) -> str:
             f"{shown}: holds {listed([shard[0] for shard in shards], 3)}, but no {' or '.join(lacking)}, "
             "which says what tensor is in which file; copy it there, too, or save the model again"
         )
-    text = error_text(error, MAX_QUOTED).replace(name, origin_of(name))
+    text = error_text(error, MAX_QUOTED).replace(name, origin(name))
     return f"{shown}: {text} It holds {listed(files)}"
 
 

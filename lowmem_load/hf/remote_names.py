@@ -1,32 +1,21 @@
-"""Names of checkpoints that are not on this machine: a local folder takes the place of a URL, or of a streamed Hub id.
-
-Inside `urls_as_names`, configurations, tokenizers and auto classes of transformers get that folder, whoever asks.
-"""
+"""Names of checkpoints that are not on this machine: a local folder stands for a URL, or a Hub id that is streamed."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import huggingface_hub
-import transformers.models.auto.auto_factory as auto_factory
-import transformers.models.auto.modeling_auto  # noqa: F401  defines the auto classes of models
 
-from lowmem_load import foreign_names
-from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.hf.hub_files import hub_keywords
-from lowmem_load.hf.load_lock import is_loading
-from lowmem_load.hf.model_folder import check_name, no_folder
-from lowmem_load.io.stand_ins import is_stand_in, is_url, origin_of, origins_named
-from lowmem_load.replaced import replaced
+from lowmem_load.errors import CheckpointError
+from lowmem_load.hf.hub_files import cached_folder, hub_keywords
+from lowmem_load.hf.model_folder import check_name
+from lowmem_load.io.stand_ins import is_url, origin
 
 T = TypeVar("T")
-
-_NAME = "pretrained_model_name_or_path"
 
 _OF_THE_HUB = ("revision", "token", "cache_dir", "force_download", "local_files_only", "proxies", "resume_download")
 """Keywords of `from_pretrained` that a folder has no use for."""
@@ -49,7 +38,7 @@ def find_folder(
     if is_url(name):
         from lowmem_load.io.remote_checkpoint import folder_of_url
 
-        folder = folder_of_url(name, subfolder=subfolder, variant=kwargs.get("variant"), check=check)
+        folder = folder_of_url(name, subfolder=subfolder, check=check)
     elif stream and isinstance(name, str) and not os.path.isdir(name) and not _is_cached(name, kwargs):
         from lowmem_load.io.remote_checkpoint import folder_of_model
 
@@ -58,6 +47,26 @@ def find_folder(
     else:
         return name, dict(kwargs)
     return folder, {key: value for key, value in kwargs.items() if key not in _OF_THE_HUB}
+
+
+def local_folder(url: str, *, subfolder: str = "") -> str:
+    """Return the local folder of a checkpoint in a store: its configuration, tokenizer and code, for any library.
+
+    `AutoTokenizer.from_pretrained(local_folder(url))` works as for any folder, and so does `AutoModel...` inside of
+    `streaming()` and after `install()`. Weights are not downloaded: empty files stand for them, which loads of this
+    package read by ranges. Other code that reads weights needs a download.
+
+    Args:
+        url: of a folder (s3://, gs://, az://, https://, ...). Any other name is returned as it is.
+        subfolder: of which the files are needed, too.
+
+    Local; the processes of a node fetch the small files once.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it cannot be read, or an HTTP server does not list its files.
+        ConfigError: a package is not installed.
+    """
+    return str(find_folder(url, {"subfolder": subfolder})[0])
 
 
 class Checkpoint(NamedTuple):
@@ -79,61 +88,13 @@ def find_checkpoint(name: str, *, subfolder: str = "", revision: str | None = No
     from lowmem_load.io.remote_checkpoint import folder_of_model, folder_of_url
 
     if is_url(name):
-        return Checkpoint(origin_of(name), folder_of_url(name, subfolder=subfolder), None)
+        return Checkpoint(origin(name), folder_of_url(name, subfolder=subfolder), None)
     if os.path.isdir(name):
         return Checkpoint(name, name, None)
     check_name(name, "")
     if not huggingface_hub.constants.HF_HUB_OFFLINE:
         return Checkpoint(name, *folder_of_model(name, subfolder=subfolder, revision=revision))
-    try:
-        return Checkpoint(
-            name, str(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True)), None
-        )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{no_folder(name)}, and not in the cache of the Hub; HF_HUB_OFFLINE is set, so the Hub was not asked"
-        ) from error
-
-
-@contextlib.contextmanager
-def urls_as_names(*, everywhere: bool = False, in_load: bool = False) -> Iterator[None]:
-    """Inside, transformers takes URLs as names. Models are left to loads of this package; this may be one of them."""
-    owners = [foreign_names.AUTO_MODEL.of(cls) for cls in _auto_models(auto_factory._BaseAutoModelClass)]
-    handlers = dict.fromkeys((*owners, *foreign_names.NAMED), _from_folder)
-    if not in_load:
-        handlers[foreign_names.FROM_PRETRAINED] = _refuse_remote
-    with replaced(handlers, everywhere=everywhere):
-        yield
-
-
-def _auto_models(base: type) -> Iterator[type]:
-    """Yield the auto classes of models: most have a copy of the method of the first one."""
-    for cls in (base, *base.__subclasses__()):
-        if "from_pretrained" in vars(cls):
-            yield cls
-        if cls is not base:
-            yield from _auto_models(cls)
-
-
-def _from_folder(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-    name = args[0] if args else kwargs.get(_NAME)
-    if not is_url(name):
-        return ordinary(cls, *args, **kwargs)
-    folder, kwargs = find_folder(name, kwargs)
-    kwargs.pop(_NAME, None)
-    with origins_named():
-        return rename_loaded(ordinary(cls, folder, *args[1:], **kwargs))
-
-
-def _refuse_remote(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-    name = args[0] if args else kwargs.get(_NAME)
-    is_remote = is_url(name) or (isinstance(name, str) and is_stand_in(name))
-    if is_remote and not is_loading():
-        raise UnsupportedError(
-            f"{origin_of(str(name))}: only loads into ZeRO-3 partitions or FSDP2 shards read from a remote store, "
-            "and none is active here; download the checkpoint and name its folder"
-        )
-    return ordinary(cls, *args, **kwargs)
+    return Checkpoint(name, cached_folder(name, {"revision": revision}), None)
 
 
 def rename_loaded(loaded: T) -> T:
@@ -142,8 +103,8 @@ def rename_loaded(loaded: T) -> T:
     named: list[Any] = [model, getattr(model, "config", None)]
     for thing in named:
         folder = getattr(thing, "name_or_path", None)
-        if isinstance(folder, str) and origin_of(folder) != folder:
-            thing.name_or_path = origin_of(folder)
+        if isinstance(folder, str) and origin(folder) != folder:
+            thing.name_or_path = origin(folder)
     return loaded
 
 

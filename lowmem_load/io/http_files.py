@@ -9,17 +9,18 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
-import ipaddress
 import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from http.client import HTTPException
+from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
+from huggingface_hub.utils import build_hf_headers
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.io.remote_file import (
@@ -39,8 +40,8 @@ DENIED = frozenset({401, 403})
 EXPIRED = frozenset({400, 401, 403, 404, 410})
 """Answers of stores to a signed URL that has expired."""
 
-HEAD_REFUSED = frozenset({403, 405, 501})
-"""Answers to HEAD of servers that may answer GET: URLs can be signed for GET alone."""
+MAX_LIST_NBYTES = 16 << 20
+"""Most bytes of a list of files."""
 
 MAX_REDIRECTS = 5
 
@@ -85,6 +86,11 @@ class HttpObject:
         self._url, self._headers, self._of_hub = url, headers, of_hub
         self._location = url  # where `url` redirects to
 
+    @property
+    def entry(self) -> dict[str, Any]:
+        """See `RemoteObject`."""
+        return {"url": self.name, "size": self.nbytes, "etag": self.version, "store": False, "hub": self._of_hub}
+
     def fetch(self, offset: int, memory: memoryview, check: Callable[[], object]) -> None:
         """See `RemoteObject`."""
         if not memory:
@@ -115,6 +121,9 @@ class HttpObject:
         if status == 200 and (offset, nbytes) == (0, self.nbytes):
             return
         wanted, sent = f"bytes {offset}-{offset + nbytes - 1}/", str(headers.get("Content-Range", ""))[:80]
+        is_multiple = headers.get("Content-Type", "").startswith("multipart/")
+        if status == 206 and not sent and not is_multiple and headers.get("Content-Length") == str(nbytes):
+            return  # some servers leave the range out; its length is right
         shorter = re.fullmatch(rf"bytes {offset}-(\d+)/{self.nbytes}", sent) if status == 206 else None
         if shorter is not None and (last := int(shorter[1])) < offset + nbytes - 1:
             raise TransientError(f"the server sent {last - offset + 1} bytes, expected {nbytes}")
@@ -125,35 +134,65 @@ class HttpObject:
             )
 
 
-def find(folder: str, file: str) -> RemoteObject | None:
-    """Return a file in the folder at a URL; None if it is not there. HTTP has no lists of files.
+def hub_object(url: str, nbytes: int, version: str, token: str | bool | None) -> HttpObject:
+    """Return a file on the Hub; see `HttpObject`."""
+    return HttpObject(url, nbytes, version, lambda: build_hf_headers(token=token), of_hub=True)
 
-    It is found by HEAD or, where that is refused, by GET for its first byte.
-    """
+
+def with_secret(url: str, secret: str | None) -> str:
+    """Return a URL with the login and the query of another one."""
+    if secret is None:
+        return url
+    of_secret, parts = urlsplit(secret), urlsplit(url)
+    login, at, _ = of_secret.netloc.rpartition("@")
+    return parts._replace(netloc=f"{login}{at}{parts.netloc}", query=of_secret.query).geturl()
+
+
+def _at(folder: str, file: str) -> str:
     parts = urlsplit(folder)
-    url = parts._replace(path=f"{parts.path.rstrip('/')}/{quote(file)}").geturl()
-    with _request("HEAD", url, {}, dict, first=url) as (_, response):
-        if response.status not in HEAD_REFUSED:
-            return _object(url, file, response)
+    return parts._replace(path=f"{parts.path.rstrip('/')}/{quote(file)}").geturl()
+
+
+def read_list(folder: str, file: str) -> bytes | None:
+    """Return a file that lists others, or the page of the folder for ""; None if there is none."""
+    url = _at(folder, file)
+    with _request("GET", url, {}, dict, first=url) as (_, response):
+        if response.status in (404, 410):
+            return None
+        refuse_status(plain_url(url), response)
+        content = response.read(MAX_LIST_NBYTES + 1)
+        if len(content) > MAX_LIST_NBYTES:
+            raise CheckpointError(f"{plain_url(url)}: has more than {MAX_LIST_NBYTES} bytes, which is no list of files")
+        return bytes(content)
+
+
+def find(folder: str, file: str) -> RemoteObject | None:
+    """Return a file in the folder at a URL; None if it is not there.
+
+    It is found by GET of its first byte: what servers answer to HEAD is often refused, or says another size.
+    """
+    url = _at(folder, file)
     with _request("GET", url, {"Range": "bytes=0-0"}, dict, first=url) as (_, response):
-        return _object(url, file, response)
+        if response.status != 206 or "Content-Range" in response.headers:
+            return _object(url, response)
+    with _request("GET", url, {}, dict, first=url) as (_, response):
+        return _object(url, response)
 
 
-def _object(url: str, file: str, response: urllib3.BaseHTTPResponse) -> RemoteObject | None:
-    if response.status in (404, 410) or (response.status == 403 and file != "config.json"):
-        return None  # S3 says 403 for what is not there, to who may not list
-    refuse_status(plain_url(url), response)
-    is_range = response.status in (206, 416)  # 416: the file is empty
-    if is_range:
+def _object(url: str, response: urllib3.BaseHTTPResponse) -> RemoteObject | None:
+    if response.status in (404, 410):
+        return None
+    if response.status != 416:  # the file is empty
+        refuse_status(plain_url(url), response)
+    if response.status in (206, 416):
         nbytes = response.headers.get("Content-Range", "").rpartition("/")[2]
     else:
         nbytes = response.headers.get("Content-Length", "")
     tag = response.headers.get("ETag", "")
     version = tag if _is_etag(tag) else response.headers.get("Last-Modified")  # a weak tag is no condition
     if not version or not re.fullmatch(r"[0-9]{1,15}", nbytes):
-        size = "size in Content-Range" if is_range else "Content-Length"
         raise CheckpointError(
-            f"{plain_url(url)}: the server sends no {size if version else 'ETag and no Last-Modified'}, without "
+            f"{plain_url(url)}: the server sends no {'size' if version else 'ETag and no Last-Modified'}, without "
             "which a file that is replaced goes unnoticed; use another server, or download the checkpoint"
         )
     return HttpObject(url, int(nbytes), version)
@@ -228,7 +267,7 @@ def _send(method: str, url: str, headers: Headers) -> urllib3.BaseHTTPResponse:
         headers={"Accept-Encoding": "identity", **headers, **login},
         preload_content=False,
         decode_content=False,
-        redirect=False,  # redirects to plain http are refused, and the last location is kept
+        redirect=False,  # from https to http is refused, and the last location is kept
         retries=False,
         timeout=TIMEOUT_S,  # to connect, and between two arrivals of bytes
     )
@@ -260,17 +299,9 @@ def _read_body(
 
 
 def _checked_redirect(first: str, url: str) -> str:
-    scheme = urlsplit(url).scheme
-    if scheme == "https" or (scheme == "http" and urlsplit(first).scheme == "http" and _is_local(first)):
+    if urlsplit(url).scheme == "https" or urlsplit(url).scheme == urlsplit(first).scheme == "http":
         return url
     raise CheckpointError(f"{plain_url(first)}: redirects to {plain_url(url)}, which is not https; name an https URL")
-
-
-def _is_local(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_private
-    return host == "localhost" or host.endswith(".localhost")
 
 
 def _host(url: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lowmem_load.io.remote_file import REQUEST_BYTES
-from lowmem_load.io.stand_ins import is_url
+from lowmem_load.io.stand_ins import is_stand_in
 from lowmem_load.planning.reads import ReadCost
 
 NETWORK = frozenset(
@@ -87,7 +87,7 @@ def read_cost(paths: Iterable[str]) -> ReadCost:
     mounts: dict[str, Mount | None] = {}
     block_bytes = 1
     for path in paths:
-        if is_url(path):
+        if is_stand_in(path):
             return STORE
         folder = os.path.dirname(os.path.realpath(path))
         if folder not in mounts:

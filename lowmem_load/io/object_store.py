@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import configparser
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -37,9 +39,15 @@ _used_by: list[int] = []  # the process that has used obstore
 class StoreObject:
     """A `RemoteObject` in an object store."""
 
-    def __init__(self, store: Any, key: str, name: str, nbytes: int, version: str) -> None:
-        self.name, self.nbytes, self.version = name, nbytes, version
-        self._store, self._key = store, key
+    def __init__(self, url: str, key: str, nbytes: int, version: str, *, unsigned: bool = False) -> None:
+        self.name, self.nbytes, self.version = f"{plain_url(url).rstrip('/')}/{key}", nbytes, version
+        self._url, self._key, self._unsigned = plain_url(url), key, unsigned
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """See `RemoteObject`."""
+        place = {"store": True, "key": self._key, "unsigned": self._unsigned}
+        return {"url": self._url, "size": self.nbytes, "etag": self.version, **place}
 
     def fetch(self, offset: int, memory: memoryview, check: Callable[[], object]) -> None:
         """See `RemoteObject`."""
@@ -50,7 +58,7 @@ class StoreObject:
         _check_process(self.name)
         with _translate_errors(self.name):
             options: Any = {"range": (offset, offset + memory.nbytes), "if_match": self.version}
-            result = obstore.get(self._store, self._key, options=options)
+            result = obstore.get(open_store(self._url, unsigned=self._unsigned), self._key, options=options)
             if result.meta["e_tag"] is not None and _quoted_tag(result.meta["e_tag"]) != self.version:
                 raise replaced_error(self.name)
             filled = 0
@@ -66,8 +74,23 @@ class StoreObject:
 
 
 def list_files(url: str, subfolder: str) -> dict[str, RemoteObject]:
-    """Return the files in a folder of an object store, and in one subfolder of it, by path inside the folder."""
-    store = open_store(url)
+    """Return the files in a folder of an object store, and in one subfolder of it, by path inside the folder.
+
+    Where S3 needs credentials and the environment names none, it is asked without a signature first: the bucket may be
+    public, and to ask the machine for its role takes long where it has none.
+    """
+    if not (url.startswith("s3") and not has_credentials()):
+        return _list(url, subfolder, unsigned=False)
+    try:
+        return _list(url, subfolder, unsigned=True)
+    except CheckpointError:
+        if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+            raise
+        return _list(url, subfolder, unsigned=False)
+
+
+def _list(url: str, subfolder: str, *, unsigned: bool) -> dict[str, RemoteObject]:
+    store = open_store(url, unsigned=unsigned)
     import obstore
 
     with _translate_errors(plain_url(url)):
@@ -75,32 +98,44 @@ def list_files(url: str, subfolder: str) -> dict[str, RemoteObject]:
         for prefix in dict.fromkeys(("", subfolder.strip("/"))):
             for meta in obstore.list_with_delimiter(store, prefix or None)["objects"]:
                 if meta["path"] not in ("", prefix):  # an empty object that marks a folder
-                    files[meta["path"]] = _object(store, url, meta)
+                    files[meta["path"]] = _object(url, meta, unsigned=unsigned)
         return files
 
 
-def find(store: Any, url: str, file: str) -> RemoteObject | None:
-    """Return a file in the folder at a URL, given its store; None if it is not there."""
+def find(url: str, file: str, *, unsigned: bool) -> RemoteObject | None:
+    """Return a file in the folder at a URL; None if it is not there."""
+    store = open_store(url, unsigned=unsigned)
     import obstore
 
     name = f"{plain_url(url).rstrip('/')}/{file}"
     _check_process(name)
     with _translate_errors(name):
         try:
-            return _object(store, url, obstore.head(store, file))
+            return _object(url, obstore.head(store, file), unsigned=unsigned)
         except FileNotFoundError:
             return None
 
 
-def _object(store: Any, url: str, meta: Any) -> StoreObject:
-    name, tag = f"{plain_url(url).rstrip('/')}/{meta['path']}", meta["e_tag"]
+def _object(url: str, meta: Any, *, unsigned: bool) -> StoreObject:
+    tag = meta["e_tag"]
     if tag is None:
+        name = f"{plain_url(url).rstrip('/')}/{meta['path']}"
         raise CheckpointError(f"{name}: the store gives no ETag, so it may change unseen")
-    return StoreObject(store, meta["path"], name, meta["size"], _quoted_tag(tag))
+    return StoreObject(url, meta["path"], meta["size"], _quoted_tag(tag), unsigned=unsigned)
 
 
-def open_store(url: str) -> Any:
+def open_store(url: str, *, unsigned: bool = False) -> Any:
     """Return obstore's store of a URL, which has asked nobody yet."""
+    settings = aws_settings() if url.startswith("s3") else {}
+    if unsigned:
+        settings["skip_signature"] = "true"
+    environment = (item for item in os.environ.items() if item[0].startswith(("AWS_", "AZURE_", "GOOGLE_", "HOME")))
+    return _store(url, tuple(settings.items()), tuple(environment), os.getpid())
+
+
+@functools.lru_cache(maxsize=8)
+def _store(url: str, settings: tuple[tuple[str, str], ...], _: object, __: object) -> Any:
+    """Return the store by settings and the environment. It is kept, with its connections."""
     try:
         from obstore import exceptions
         from obstore.store import from_url
@@ -109,15 +144,78 @@ def open_store(url: str) -> Any:
             f"{plain_url(url)}: install obstore to read from it: pip install 'lowmem-load[stores]'"
         ) from error
     options: Any = {"timeout": f"{10 * TIMEOUT_S:g}s", "read_timeout": f"{TIMEOUT_S:g}s", "connect_timeout": "5s"}
-    if any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS):
+    endpoints = (os.environ.get(name, "") for name in ENDPOINTS)
+    if any(endpoint.startswith("http://") for endpoint in (*endpoints, dict(settings).get("endpoint", ""))):
         options["allow_http"] = True  # as the owner of the environment says
     try:
-        store = from_url(url, client_options=options, retry_config={"max_retries": 0})
+        config: Any = dict(settings)
+        store = from_url(url, client_options=options, retry_config={"max_retries": 0}, **config)
     except (exceptions.BaseError, ValueError) as error:
         reason = without_secrets(str(error).partition("\n")[0])[:200]
         raise CheckpointError(f"{plain_url(url)}: is no URL of a store, or one that lacks settings: {reason}") from None
     _check_process(plain_url(url))
     return store
+
+
+# -- the files of AWS --------------------------------------------------------------------------------------------------
+
+_IN_ENVIRONMENT = (
+    *("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+    *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
+)
+"""Variables of which each one says who asks, or that nobody does; obstore takes them."""
+
+_KEYS = {
+    "aws_access_key_id": "access_key_id",
+    "aws_secret_access_key": "secret_access_key",
+    "aws_session_token": "session_token",
+}
+_OF_PROFILE = {"region": ("region", "AWS_REGION"), "endpoint_url": ("endpoint", "AWS_ENDPOINT_URL")}
+
+
+def has_credentials() -> bool:
+    """Return whether the environment, or the files of AWS, say who asks."""
+    return any(name in os.environ for name in _IN_ENVIRONMENT) or "access_key_id" in aws_settings()
+
+
+def aws_settings() -> dict[str, str]:
+    """Return the settings of obstore by the profile in `~/.aws`, as far as the environment does not have them.
+
+    Raises ConfigError for a profile that is not there, or whose credentials come from elsewhere.
+    """
+    named = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
+    profile = named or "default"
+    files = configparser.RawConfigParser(), configparser.RawConfigParser()
+    for file, variable, name in zip(
+        files, ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"), ("credentials", "config"), strict=True
+    ):
+        path = os.path.expanduser(os.environ.get(variable) or f"~/.aws/{name}")
+        try:
+            file.read(path, encoding="utf-8")
+        except (configparser.Error, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read as a file of AWS: {type(error).__name__}") from None
+    sections = profile, profile if profile == "default" else f"profile {profile}"
+    found: dict[str, str] = {}
+    for file, section in zip(reversed(files), reversed(sections), strict=True):
+        found |= dict(file[section]) if file.has_section(section) else {}
+    in_environment = any(name in os.environ for name in _IN_ENVIRONMENT)
+    if named and not found and not in_environment:
+        raise ConfigError(f"AWS_PROFILE={profile}: no such profile in the files of AWS (~/.aws)")
+    elsewhere = sorted({"role_arn", "sso_session", "sso_start_url", "credential_process"} & found.keys())
+    settings: dict[str, str] = {}
+    if not in_environment:
+        if elsewhere and "aws_access_key_id" not in found:
+            raise ConfigError(
+                f"the profile {profile!r} of AWS has its credentials by {elsewhere[0]}; put them into the environment: "
+                f'eval "$(aws configure export-credentials --profile {profile} --format env)"'
+            )
+        settings = {name: found[key] for key, name in _KEYS.items() if key in found}
+    for key, (name, variable) in _OF_PROFILE.items():
+        if key in found and not any(
+            place in os.environ for place in (variable, f"{variable}_S3", "AWS_DEFAULT_REGION")
+        ):
+            settings[name] = found[key]
+    return settings
 
 
 def _check_process(name: str) -> None:

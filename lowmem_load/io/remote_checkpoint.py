@@ -1,7 +1,7 @@
 """Checkpoints in remote stores: a local folder stands for each. It has the small files, and empty files for weights.
 
-Whoever opens an empty one by `open_file` gets a `RemoteFile`. The name of the folder is a digest of the names and
-versions of the files, so the ranks of a node share it, and the first one fetches the small files.
+See `io/stand_ins.py`. The name of the folder ends with a digest of the names and versions of the files, so the ranks of
+a node share it, and the first one fetches the small files.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import html
 import json
 import os
 import posixpath
@@ -19,18 +20,17 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import build_hf_headers
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io import http_files, object_store
-from lowmem_load.io.http_files import HttpObject, without_secrets
+from lowmem_load.io.http_files import hub_object, without_secrets
 from lowmem_load.io.remote_file import HEAD_BYTES, Check, RemoteFile, RemoteObject, map_in_threads, retry
 from lowmem_load.io.source import read_bytes
-from lowmem_load.io.stand_ins import HEADS, head_of, note_folder, plain_url
+from lowmem_load.io.stand_ins import HEADS, MANIFEST, cache_folder, head_of, note_secret, plain_url
 from lowmem_load.text import fingerprint
 
 MAX_SMALL_NBYTES = 64 << 20
@@ -45,15 +45,6 @@ WEIGHTS = (
     *("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
 )
 """Files of weights and indexes that transformers and diffusers look for; see `of_variant`."""
-
-ON_HTTP = (
-    *("config.json", "generation_config.json", "adapter_config.json", "quantize_config.json", "SHA256SUMS", *WEIGHTS),
-    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
-    *("chat_template.jinja", "chat_template.json", "processor_config.json", "preprocessor_config.json"),
-    "video_preprocessor_config.json",
-)
-"""Files that are looked for on an HTTP server, which has no list of its files."""
 
 LOCK_LOOK_S = 0.05
 """Between two tries to take a lock that another process has."""
@@ -80,7 +71,7 @@ def of_variant(file: str, variant: str | None) -> str:
     return f"{stem}.{variant}.{end}" if variant else file
 
 
-def folder_of_url(url: str, *, subfolder: str = "", variant: str | None = None, check: Check = int) -> str:
+def folder_of_url(url: str, *, subfolder: str = "", check: Check = int) -> str:
     """Return the folder that stands for a URL. `check` is called while this waits, and may raise to end it.
 
     Raises:
@@ -89,23 +80,61 @@ def folder_of_url(url: str, *, subfolder: str = "", variant: str | None = None, 
     """
     _check_url(url)
     origin = plain_url(url).rstrip("/")
+    note_secret(origin, url if plain_url(url) != url else None)
+    unsigned = False
     if _is_http(url):
-        names = dict.fromkeys((*ON_HTTP, *(of_variant(file, variant) for file in WEIGHTS)))
-        folders = dict.fromkeys(("", subfolder.strip("/")))
-        listing = _look_up(url, [posixpath.join(folder, name) for folder in folders for name in names], check)
+        listing = _look_up(url, _listed(url, subfolder, check), check)
     else:
         listing = retry(lambda: object_store.list_files(url, subfolder), f"{origin}: cannot be listed", check=check)
+        unsigned = any(item.entry["unsigned"] for item in listing.values())
     if not listing:
         raise CheckpointError(f"{origin}: no files are there; name the folder that holds config.json")
-    files = _add_named_files(listing, lambda named: _look_up(url, named, check), _read_small, check)
+    files = _add_named_files(listing, lambda named: _look_up(url, named, check, unsigned=unsigned), _read_small, check)
     return _lay_out(origin, files, _read_small, check)
+
+
+def _listed(url: str, subfolder: str, check: Check) -> list[str]:
+    """Return the files of a folder on an HTTP server, and of one subfolder of it, by SHA256SUMS or the page there."""
+    names: list[str] = []
+    for folder in dict.fromkeys(("", subfolder.strip("/"))):
+
+        def read(file: str, folder: str = folder) -> bytes | None:
+            what = f"{plain_url(url).rstrip('/')}/{posixpath.join(folder, file)}: cannot be read"
+            return retry(lambda: http_files.read_list(url, posixpath.join(folder, file)), what, check=check)
+
+        sums = read("SHA256SUMS")
+        if sums is not None:
+            lines = [line.split(maxsplit=1) for line in sums.decode(errors="replace").splitlines()]
+            found = ["SHA256SUMS", *(line[1].removeprefix("*").removeprefix("./") for line in lines if len(line) == 2)]
+        else:
+            page = read("") or b""
+            links = re.findall(r"""href\s*=\s*["']?([^"'\s>]+)""", page.decode(errors="replace"), re.IGNORECASE)
+            found = [name for link in links if (name := _name_of_link(url, folder, html.unescape(link)))]
+        names += [posixpath.join(folder, name) for name in found if _is_plain_path(name)]
+    if not names:
+        raise CheckpointError(
+            f"{plain_url(url).rstrip('/')}: the server does not list its files; run `sha256sum * > SHA256SUMS` in the "
+            "folder there, or have the server list folders"
+        )
+    if len(names) > MAX_FILES:
+        raise CheckpointError(f"{plain_url(url)}: lists {len(names)} files, expected at most {MAX_FILES}")
+    return names
+
+
+def _name_of_link(url: str, folder: str, link: str) -> str:
+    """Return the name of the file in a folder to which the page of the folder links; "" for any other link."""
+    page = posixpath.join(urlsplit(url).path, folder).rstrip("/") + "/"
+    parts = urlsplit(urljoin(f"http://host{page}", link))
+    path = unquote(parts.path)
+    name = path.removeprefix(unquote(page)) if parts.netloc == "host" else ""
+    return "" if "/" in name or parts.query else name
 
 
 def _is_http(url: str) -> bool:
     return urlsplit(url).scheme in ("http", "https")
 
 
-def _look_up(url: str, files: Iterable[str], check: Check) -> Listing:
+def _look_up(url: str, files: Iterable[str], check: Check, *, unsigned: bool = False) -> Listing:
     """Return those of some files that are there, by their path in the folder at a URL."""
     files = list(dict.fromkeys(files))
     if not files:
@@ -113,7 +142,7 @@ def _look_up(url: str, files: Iterable[str], check: Check) -> Listing:
     if _is_http(url):
         find = functools.partial(http_files.find, url)
     else:
-        find = functools.partial(object_store.find, object_store.open_store(url), url)
+        find = functools.partial(object_store.find, url, unsigned=unsigned)
 
     def find_again(file: str, check: Check) -> RemoteObject | None:
         what = f"{plain_url(url).rstrip('/')}/{file}: cannot be found"
@@ -151,6 +180,7 @@ def folder_of_model(
     """
     info = _model_info(name, revision, token)
     commit = str(info.sha)
+    note_secret(name, token if isinstance(token, str) else None)
     listing: dict[str, RemoteObject] = {}
     deeper: dict[str, RemoteObject] = {}  # files of weights and indexes in other folders
     for sibling in info.siblings:
@@ -159,9 +189,7 @@ def folder_of_model(
         if is_listed or file.endswith((".safetensors", ".bin", ".index.json")):
             url = huggingface_hub.hf_hub_url(name, file, revision=commit)
             version = f"{commit} {sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id}"
-            (listing if is_listed else deeper)[file] = HttpObject(
-                url, int(sibling.size or 0), version, lambda: build_hf_headers(token=token), of_hub=True
-            )
+            (listing if is_listed else deeper)[file] = hub_object(url, int(sibling.size or 0), version, token)
 
     def fetch(file: str, _: RemoteObject, check: Check) -> bytes:
         check()
@@ -288,14 +316,26 @@ def _lay_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, token
         if not _is_plain_path(file):  # it would leave the folder
             raise CheckpointError(f"{origin}: lists a file with the impossible name {file[:80]!r}")
     lines = [f"{file} {item.name} {item.nbytes} {item.version}" for file, item in sorted(listing.items())]
-    base, last = _cache_folder(), origin.rpartition("/")[2]
-    folder = os.path.join(base, fingerprint([origin, *lines]), last if _is_plain(last) else "model")
-    with _locked(f"{os.path.dirname(folder)}.lock", check):
-        if not all(_is_there(folder, file, listing[file] if file in small else None) for file in listing):
-            shutil.rmtree(os.path.dirname(folder), ignore_errors=True)  # a cleaner of old files may have been at work
-            _fill_folder(folder, listing, small, fetch, check)
-    note_folder(folder, origin, {os.path.join(folder, file): listing[file] for file in listing if file not in small})
+    base, last = _own_folder(), origin.rpartition("/")[2]
+    readable = re.sub(r"[^\w.-]+", "-", origin, flags=re.ASCII).strip("-.")[-100:]
+    place = os.path.join(base, f"{readable}-{fingerprint([origin, *lines])}")
+    folder = os.path.join(place, last if _is_plain(last) else "model")
+    entries = {file: item.entry for file, item in listing.items() if file not in small}
+    manifest = json.dumps({"origin": origin, "files": entries}, indent=1)
+    with _locked(f"{place}.lock", check):
+        is_whole = all(_is_there(folder, file, listing[file] if file in small else None) for file in listing)
+        if not is_whole or not os.path.isfile(os.path.join(place, MANIFEST)):
+            _remove(place)  # a cleaner of old files may have been at work
+            _fill_folder(folder, listing, small, fetch, check, manifest)
     return folder
+
+
+def _remove(folder: str) -> None:
+    """Delete a folder under another name: threads that still write into it find it gone."""
+    with contextlib.suppress(OSError):
+        gone = f"{folder}.gone"
+        os.rename(folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _is_there(folder: str, file: str, small: RemoteObject | None) -> bool:
@@ -303,7 +343,9 @@ def _is_there(folder: str, file: str, small: RemoteObject | None) -> bool:
     return os.path.isfile(path) and os.path.getsize(path) == (0 if small is None else small.nbytes)
 
 
-def _fill_folder(folder: str, listing: Listing, small: Container[str], fetch: Fetch, check: Check) -> None:
+def _fill_folder(
+    folder: str, listing: Listing, small: Container[str], fetch: Fetch, check: Check, manifest: str
+) -> None:
     target, last = os.path.split(folder)
     base = os.path.dirname(target)
     made = tempfile.mkdtemp(dir=base)
@@ -318,18 +360,19 @@ def _fill_folder(folder: str, listing: Listing, small: Container[str], fetch: Fe
         for file in listing:
             os.makedirs(os.path.dirname(head_of(os.path.join(made, last, file))), exist_ok=True)
         map_in_threads(fill, listing, check)
+        Path(made, MANIFEST).write_text(manifest, encoding="utf-8")
         os.rename(made, target)  # there at once and whole, or not at all
     except OSError as error:
-        shutil.rmtree(made, ignore_errors=True)
+        _remove(made)
         raise CheckpointError(f"{base}: small files of a checkpoint cannot be written there: {error}") from error
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        _remove(made)
         raise
 
 
-def _cache_folder() -> str:
+def _own_folder() -> str:
     """Return a folder of this user in the temporary one, which nobody else may write to."""
-    base = os.path.join(tempfile.gettempdir(), f"lowmem_load-{os.getuid()}")
+    base = cache_folder()
     os.makedirs(base, mode=0o700, exist_ok=True)
     status = os.lstat(base)
     if status.st_uid != os.getuid() or status.st_mode & 0o077:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 
@@ -74,6 +74,10 @@ class RemoteObject(Protocol):
     @property
     def version(self) -> str:
         """What the store tells versions apart by: an ETag, a commit; equal on all ranks."""
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What a manifest has of it, without credentials; see `remote_checkpoint.object_of`."""
 
     def fetch(self, offset: int, memory: memoryview, check: Callable[[], object]) -> None:
         """Make one request; fill `memory` with the bytes from `offset` on.
@@ -157,12 +161,15 @@ def requests_in_flight(num_ranks: int) -> int:
 
 
 class RemoteFile:
-    """A `ByteSource` in a remote store, whose first bytes may be here already. Closing it ends its requests."""
+    """A `ByteSource` in a remote store, whose first bytes may be here already. Closing it ends its requests.
+
+    `path` is that of the empty file that stands for it, if there is one.
+    """
 
     is_remote = True
 
-    def __init__(self, item: RemoteObject, head: bytes = b"") -> None:
-        self.path, self.nbytes, self.version = item.name, item.nbytes, item.version
+    def __init__(self, item: RemoteObject, head: bytes = b"", path: str = "") -> None:
+        self.path, self.nbytes, self.version = path or item.name, item.nbytes, item.version
         self.on_wait: Callable[[], object] = int  # called while this waits; may raise to end it
         self._item, self._head = item, head
         self._closed = threading.Event()
@@ -170,7 +177,7 @@ class RemoteFile:
     def read_into(self, offset: int, memory: memoryview) -> None:
         """See `ByteSource`."""
         if (missing := offset + memory.nbytes - self.nbytes) > 0:
-            raise TruncatedFileError(f"{self.path}: ended at byte {self.nbytes} ({missing} short)")
+            raise TruncatedFileError(f"{self._item.name}: ended at byte {self.nbytes} ({missing} short)")
         if offset + memory.nbytes <= len(self._head):
             memory[:] = self._head[offset : offset + memory.nbytes]
             return
@@ -183,11 +190,11 @@ class RemoteFile:
 
     def _check(self) -> None:
         if self._closed.is_set():
-            raise CheckpointError(f"{self.path}: was closed while it was read")
+            raise CheckpointError(f"{self._item.name}: was closed while it was read")
         self.on_wait()
 
     def _request(self, offset: int, memory: memoryview) -> None:
-        what = f"{self.path}: cannot be read at bytes {offset} to {offset + memory.nbytes - 1}"
+        what = f"{self._item.name}: cannot be read at bytes {offset} to {offset + memory.nbytes - 1}"
         retry(lambda: self._item.fetch(offset, memory, self._check), what, memory.nbytes, self._check)
 
 

@@ -1,25 +1,25 @@
-"""Local folders that stand for checkpoints in remote stores, as this process knows them, and how to open any file."""
+"""Local folders that stand for checkpoints in remote stores.
+
+A stand-in is a folder `lowmem_load-UID/NAME-DIGEST/NAME` of the temporary one, which only this user may enter. It has
+the small files, and an empty file for each other one. The manifest beside it says where those are, so any process
+opens them. Credentials are not in it: those of a URL, and a `token=`, are known to the process that was given them.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
-from collections.abc import Iterator, Mapping
+import tempfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lowmem_load.io.remote_file import RemoteFile, RemoteObject
-from lowmem_load.io.source import ByteSource, LocalFile
-
 URL_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "https")
 
-HEADS = ".heads"
-"""Folder beside the empty files that has the first bytes of the remote ones."""
+HEADS, MANIFEST = ".heads", "manifest.json"
+"""Folder beside the empty files that has the first bytes of the remote ones; file beside the stand-in."""
 
-_objects: dict[str, RemoteObject] = {}  # by name, and by the path of the empty file that stands for it
-_places: dict[str, str] = {}  # paths of these empty files, by the name of the remote file
-_origins: dict[str, str] = {}  # URL or Hub id of each folder
+_secrets: dict[str, str] = {}  # a URL with credentials, or a token, by the URL without them or the Hub id
 
 
 def is_url(name: object) -> bool:
@@ -37,61 +37,53 @@ def plain_url(url: str) -> str:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
-def note_folder(folder: str, origin: str, objects: Mapping[str, RemoteObject]) -> None:
-    """Note that a folder stands for a URL or Hub id. `objects` are its remote files, by the paths of the empty ones."""
-    _origins[os.path.abspath(folder)] = origin
-    for path, item in objects.items():
-        _objects[path] = _objects[item.name] = item
-        _places[item.name] = path
+def note_secret(origin: str, secret: str | None) -> None:
+    """Keep what this process needs to open the files of a URL or Hub id; None: nothing."""
+    if secret is None:
+        _secrets.pop(origin, None)
+    else:
+        _secrets[origin] = secret
 
 
-def open_file(path: str) -> ByteSource:
-    """Open a local file, or the remote one that an empty file stands for, or that has this name."""
-    item = _objects.get(path) or _objects.get(os.path.abspath(path))
-    if item is None:
-        return LocalFile(path)
-    head = head_of(_places[item.name] if is_url(path) else os.path.abspath(path))
-    return RemoteFile(item, Path(head).read_bytes() if os.path.isfile(head) else b"")
+def cache_folder() -> str:
+    """Return the path of this user's folder of stand-ins."""
+    return os.path.join(tempfile.gettempdir(), f"lowmem_load-{os.getuid()}")
+
+
+def manifest_of(path: str) -> tuple[dict[str, Any], str] | None:
+    """Return the manifest of the stand-in that a path is in, and the path inside of it; None if it is in none."""
+    base = cache_folder()
+    inside = os.path.relpath(os.path.abspath(path), base).split(os.sep)
+    if len(inside) < 2 or inside[0] == os.pardir:
+        return None
+    try:
+        status = os.lstat(base)
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            return None  # what others may write there says nothing
+        return json.loads(Path(base, inside[0], MANIFEST).read_text(encoding="utf-8")), "/".join(inside[2:])
+    except (OSError, ValueError):
+        return None
+
+
+def is_stand_in(path: str) -> bool:
+    """Return whether a folder, or a file in it, stands for a remote one."""
+    return manifest_of(path) is not None
+
+
+def origin(path: str) -> str:
+    """Return the URL or Hub id that a folder, or a file in it, stands for; any other path, or a plain URL, as it is."""
+    if is_url(path):
+        return plain_url(path)
+    found = manifest_of(path)
+    return path if found is None else "/".join(filter(None, (found[0]["origin"], found[1])))
+
+
+def secret_of(origin: str) -> str | None:
+    """Return what `note_secret` has kept."""
+    return _secrets.get(origin)
 
 
 def head_of(path: str) -> str:
     """Return the path of a file with the first bytes of the remote file that an empty one stands for."""
     folder, name = os.path.split(path)
     return os.path.join(folder, HEADS, name)
-
-
-def origin_of(folder: str) -> str:
-    """Return the URL or Hub id that a folder stands for; the folder, if it is an ordinary one, or the plain URL."""
-    if is_url(folder):
-        return plain_url(folder)
-    return _origins.get(os.path.abspath(folder), folder)
-
-
-@contextlib.contextmanager
-def origins_named() -> Iterator[None]:
-    """Have errors that leave the block name URLs and Hub ids in place of the folders that stand for them."""
-    try:
-        yield
-    except BaseException as error:
-        name_origins(error)
-        raise
-
-
-def name_origins(error: BaseException | None) -> None:
-    """Let an error, and those that led to it, name URLs and Hub ids in place of the folders that stand for them."""
-    while error is not None:
-        error.args = tuple(map(_with_origins, error.args))
-        if isinstance(error, OSError) and error.filename is not None:  # its text changes once it is set, also to None
-            error.filename = _with_origins(error.filename)
-        error = error.__cause__ or error.__context__
-
-
-def _with_origins(value: Any) -> Any:
-    for folder, origin in _origins.items() if isinstance(value, str) else ():
-        value = value.replace(folder, origin)
-    return value
-
-
-def is_stand_in(folder: str) -> bool:
-    """Return whether a folder stands for a remote checkpoint."""
-    return os.path.abspath(folder) in _origins

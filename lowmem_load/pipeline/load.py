@@ -30,9 +30,10 @@ from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.memory import naming_shortage
 from lowmem_load.io.mounts import read_cost
+from lowmem_load.io.open_file import open_file
 from lowmem_load.io.remote_file import requests_in_flight
 from lowmem_load.io.source import Opener
-from lowmem_load.io.stand_ins import is_stand_in, is_url, open_file
+from lowmem_load.io.stand_ins import is_stand_in, is_url, origin
 from lowmem_load.phases import progress_bar
 from lowmem_load.pipeline.checks import (
     Use,
@@ -225,7 +226,8 @@ class Load:
             commits = sorted({commit_in(file.path) for file in described.files} - {""})
             info = {key: fingerprint(sorted(map(str, keys))) for key, keys in described.info.items()}
             # A configuration changes what is computed with equal weights: the base of rotary embeddings, say.
-            versions = {f"version of {file.path}": file.version for file in described.files if is_url(file.path)}
+            remote = (file for file in described.files if is_stand_in(file.path))
+            versions = {f"version of {origin(file.path)}": file.version for file in remote}
             step.digest = {
                 **_short(call.configuration(described.model)),
                 **info,

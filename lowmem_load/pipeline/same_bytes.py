@@ -20,7 +20,7 @@ from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.nodes import machine
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io.source import OpenSources, read_bytes
-from lowmem_load.io.stand_ins import is_url
+from lowmem_load.io.stand_ins import is_stand_in, origin
 from lowmem_load.planning.load_plan import PlannedFile, in_common_order
 from lowmem_load.text import fingerprint, spell_ranks
 
@@ -50,8 +50,8 @@ def identify_files(files: Sequence[PlannedFile]) -> FilesId:
     """Return what other ranks must know of the files that this one has planned against."""
     ordered = in_common_order(files)
     # The version of a file in a remote store says which bytes it has, on any machine.
-    place = [] if ordered and all(is_url(file.path) for file in ordered) else [machine()]
-    return fingerprint([*place, *(f"{file.path} {file.version}" for file in ordered)]), secrets.randbits(64)
+    place = [] if ordered and all(is_stand_in(file.path) for file in ordered) else [machine()]
+    return fingerprint([*place, *(f"{origin(file.path)} {file.version}" for file in ordered)]), secrets.randbits(64)
 
 
 def agree_on_bytes(

@@ -57,6 +57,8 @@ class Behaviour:
     latency_ms: float = 0
     """Wait before each answer."""
 
+    lists: bool = True
+    """Answer the URL of a folder with a page of links."""
     ignores_ranges: bool = False
     """Answer with whole files."""
     shifts: int = 0

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 from urllib.request import Request as UrlRequest
 from urllib.request import urlopen
 from xml.sax.saxutils import escape
@@ -253,7 +253,11 @@ class RangeServer:
             content = listing(bucket, self._folders[bucket], request.query)
             return Answer(200, {"Content-Type": "application/xml"}, content)
         path = self.path_of(request.path)
-        if path is None:
+        if path is not None and path.is_dir() and request.path.endswith("/") and behaviour.lists:
+            names = sorted(each.name + "/" * each.is_dir() for each in path.iterdir())
+            links = "".join(f'<a href="{quote(name)}">{escape(name)}</a>\n' for name in names)
+            return Answer(200, {"Content-Type": "text/html"}, f"<html><a href='../'>up</a>\n{links}".encode())
+        if path is None or path.is_dir():
             return Answer(404, content=b"no such file\n")
         if behaviour.redirect_to:
             return Answer(302, {"Location": behaviour.redirect_to + behaviour.signed(request.path)})
@@ -265,9 +269,9 @@ class RangeServer:
         if ".." in path.split("/") or "\0" in path:
             return None
         for name, folder in self._folders.items():
-            if not name or path.startswith(f"{name}/"):
+            if not name or f"{path}/".startswith(f"{name}/"):
                 found = folder / path[len(name) :].lstrip("/")
-                return found if found.is_file() else None
+                return found if found.exists() else None
         return None
 
     def _send(

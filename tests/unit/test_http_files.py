@@ -122,7 +122,7 @@ def test_compressed_bodies_are_refused() -> None:
 @pytest.mark.parametrize(
     "content_range",
     [
-        *("", "bytes", "bytes 0-7", "bytes 0-7/99", "bytes 1-8/100", "bytes 7-0/100", "items 0-7/100"),
+        *("bytes", "bytes 0-7", "bytes 0-7/99", "bytes 1-8/100", "bytes 7-0/100", "items 0-7/100"),
         "bytes 0-7/100 " + "x" * 500,
     ],
 )
@@ -131,6 +131,14 @@ def test_strange_ranges_are_refused(content_range: str) -> None:
         with pytest.raises(CheckpointError, match="the server answers a request for bytes 0-7/100") as caught:
             read_bytes(RemoteFile(HttpObject(url, 100, '"1"')), 0, 8)
         assert len(str(caught.value)) < 400
+
+
+def test_a_part_without_its_range_is_taken_if_its_length_is_right() -> None:
+    for content, is_right in ((b"12345678", True), (b"123", False)):
+        with answering({"ETag": '"1"'}, status=206, content=content) as url:
+            source = RemoteFile(HttpObject(url, 100, '"1"'))
+            with contextlib.nullcontext() if is_right else pytest.raises(CheckpointError, match="with status 206"):
+                assert read_bytes(source, 0, 8) == content
 
 
 def test_a_range_of_unknown_total_is_taken() -> None:
@@ -369,9 +377,6 @@ def any_host(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServe
         ("https://models.example", "http://models.example"),
         ("https://models.example", "http://127.0.0.1:1"),
         ("https://127.0.0.1:1", "http://127.0.0.1:1"),
-        ("http://models.example", "http://other.example"),
-        ("http://models.example", "http://169.254.169.254"),
-        ("http://8.8.8.8", "http://127.0.0.1:1"),
         ("http://models.example", "ftp://models.example"),
         ("https://models.example", "file:///etc"),
     ],
@@ -391,6 +396,7 @@ def test_a_redirect_away_from_https_is_refused(first: str, then: str, any_host: 
         ("https://models.example", "https://other.example"),
         ("http://127.0.0.1:1", "http://127.0.0.1:2"),
         ("http://localhost:1", "http://10.0.0.1"),
+        ("http://seaweed:8888", "http://volume-1:8080"),
         ("http://[::1]:1", "https://models.example"),
     ],
 )

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import stat
 import struct
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,11 +23,12 @@ from safetensors.torch import save_file
 
 from lowmem_load.errors import CheckpointError, HeaderError
 from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.io import remote_checkpoint
-from lowmem_load.io.remote_checkpoint import ON_HTTP, folder_of_model, folder_of_url
+from lowmem_load.io import http_files, remote_checkpoint
+from lowmem_load.io.open_file import open_file
+from lowmem_load.io.remote_checkpoint import _listed, folder_of_model, folder_of_url
 from lowmem_load.io.remote_file import HEAD_BYTES
 from lowmem_load.io.source import LocalFile, read_bytes
-from lowmem_load.io.stand_ins import is_stand_in, open_file, origin_of, origins_named
+from lowmem_load.io.stand_ins import is_stand_in, origin
 from tests import ranks
 from tests.hub import pointed_at
 from tests.remote.hub_front import COMMIT, HubServer, hub_front
@@ -93,33 +95,92 @@ def test_a_folder_has_the_small_files_and_stands_for_the_large_ones(server: Rang
         ".heads/model-1.safetensors": HEAD_BYTES,
     }
     assert os.path.basename(folder) == "one"
-    assert is_stand_in(folder) and origin_of(folder) == url_of(server)
+    assert is_stand_in(folder) and origin(folder) == url_of(server)
     server.reset()
     with_path = open_file(os.path.join(folder, "model-1.safetensors"))
-    assert with_path.path == f"{url_of(server)}/model-1.safetensors"
+    assert with_path.path == os.path.join(folder, "model-1.safetensors")
+    assert origin(with_path.path) == f"{url_of(server)}/model-1.safetensors"
     described, local = (
         Safetensors().describe(each) for each in (with_path, LocalFile(str(checkpoint / "model-1.safetensors")))
     )
     assert described.digest == local.digest and described.names == local.names
     assert server.stats()["requests"] == 0  # the header is in the first bytes
-    for name in (with_path.path, os.path.join(folder, "model-1.safetensors")):
-        content = read_bytes(open_file(name), HEAD_BYTES, 1000)
-        assert content == (checkpoint / "model-1.safetensors").read_bytes()[HEAD_BYTES : HEAD_BYTES + 1000]
+    content = read_bytes(with_path, HEAD_BYTES, 1000)
+    assert content == (checkpoint / "model-1.safetensors").read_bytes()[HEAD_BYTES : HEAD_BYTES + 1000]
     assert isinstance(open_file(os.path.join(folder, "config.json")), LocalFile)
 
 
 def test_each_file_is_looked_up_once_and_small_ones_fetched_once(server: RangeServer) -> None:
+    def asked() -> Counter[str]:
+        lines = [line.split(" ") for line in server.stats()["asked"]]
+        return Counter(f"{line[1].rpartition('/')[2]} {line[2] if line[2:] == ['bytes=0-0'] else ''}" for line in lines)
+
     folder = folder_of_url(url_of(server))
-    first = server.stats()
-    assert first["methods"] == {"HEAD": len(ON_HTTP) + 2, "GET": 6}
-    fetched = Counter(line.split(" ")[1].rpartition("/")[2] for line in first["asked"] if line.startswith("GET"))
+    listed = ["config.json", "model-0.safetensors", "model-1.safetensors", "model.safetensors.index.json"]
+    looked_up = {"SHA256SUMS ": 1, " ": 1, **{f"{name} bytes=0-0": 1 for name in listed}}
     # An index and a configuration are read before, to know what else there is.
-    both = {"config.json": 2, "model.safetensors.index.json": 2}
-    assert fetched == {"model-0.safetensors": 1, "model-1.safetensors": 1, **both}
+    both = {"config.json ": 2, "model.safetensors.index.json ": 2}
+    assert asked() == {"model-0.safetensors ": 1, "model-1.safetensors ": 1, **both, **looked_up}
     server.reset()
     assert folder_of_url(url_of(server)) == folder_of_url(url_of(server) + "/") == folder
-    again = Counter(line.split(" ")[1].rpartition("/")[2] for line in server.stats()["asked"] if "GET" in line)
-    assert again == dict.fromkeys(both, 2)
+    assert asked() == dict.fromkeys({**both, **looked_up}, 2)
+
+
+def test_another_process_opens_the_files(server: RangeServer, checkpoint: Path, temporary: Path) -> None:
+    """By the manifest: a worker that was spawned, a script that was told the folder."""
+    path = os.path.join(folder_of_url(url_of(server)), "model-1.safetensors")
+    code = (
+        "import sys; from lowmem_load.io.open_file import open_file; from lowmem_load.io.source import read_bytes; "
+        f"sys.stdout.buffer.write(read_bytes(open_file({path!r}), {HEAD_BYTES}, 1000))"
+    )
+    env = {**os.environ, "TMPDIR": str(temporary)}
+    found = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, timeout=60).stdout
+    assert found == (checkpoint / "model-1.safetensors").read_bytes()[HEAD_BYTES : HEAD_BYTES + 1000]
+    (manifest,) = temporary.glob("*/*/manifest.json")
+    files = json.loads(manifest.read_text())["files"]
+    size = (checkpoint / "model-1.safetensors").stat().st_size
+    assert files["model-1.safetensors"]["size"] == size and files["model-1.safetensors"]["etag"].startswith('"')
+    assert files["model-1.safetensors"]["url"] == f"{url_of(server)}/model-1.safetensors"
+
+
+def test_a_manifest_that_is_not_in_the_own_folder_says_nothing(server: RangeServer, tmp_path: Path) -> None:
+    """One in a checkpoint that was downloaded could have any place asked."""
+    folder = Path(folder_of_url(url_of(server)))
+    copied = tmp_path / "untrusted"
+    shutil.copytree(folder.parent, copied)
+    path = str(copied / folder.name / "model-0.safetensors")
+    assert not is_stand_in(path) and isinstance(open_file(path), LocalFile)
+
+
+def test_sums_name_the_files_where_the_server_does_not(server: RangeServer, checkpoint: Path) -> None:
+    server.set(lists=False)
+    with pytest.raises(CheckpointError, match=r"does not list its files; run `sha256sum \* > SHA256SUMS`"):
+        folder_of_url(url_of(server))
+    (checkpoint / "sub").mkdir()
+    (checkpoint / "sub" / "tokenizer.json").write_text("{}")
+    names = ["config.json", "*model.safetensors.index.json", "./sub/tokenizer.json", "../outside", "absent.bin"]
+    (checkpoint / "SHA256SUMS").write_text("".join(f"{'0' * 64}  {name}\n" for name in names))
+    found = {name for name in files_in(folder_of_url(url_of(server))) if not name.startswith(".heads")}
+    shards = {"model-0.safetensors", "model-1.safetensors"}  # the index names them
+    assert found == {"SHA256SUMS", "config.json", "model.safetensors.index.json", "sub/tokenizer.json", *shards}
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ('<a href="../">up</a><a href="?C=N;O=D">Name</a><a href="config.json">config.json</a>', ["config.json"]),
+        ("<A HREF='/models/one/config.json'>c</A> <a href=/models/two/x.json>x</a>", ["config.json"]),
+        ('<a href="a%20b.json">a b</a><a href="&#97;.json">a</a><a href="sub/">s</a>', ["a b.json", "a.json"]),
+        ('<a href="http://other/models/one/x.json">x</a><a href="//h/models/one/x.json">x</a><a href="%2e%2e">', []),
+    ],
+)
+def test_pages_of_servers_are_read(page: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_files, "read_list", lambda _, file: None if file else page.encode())
+    if names:
+        assert _listed("http://h/models/one", "", int) == names
+    else:
+        with pytest.raises(CheckpointError, match="does not list its files"):
+            _listed("http://h/models/one", "", int)
 
 
 def test_another_version_has_another_folder(server: RangeServer, checkpoint: Path) -> None:
@@ -145,8 +206,9 @@ def test_code_that_a_configuration_names_and_what_it_imports_is_fetched(server: 
     (checkpoint / "config.json").write_text(json.dumps({"auto_map": auto_map}))
     (checkpoint / "modeling.py").write_text("from .layers import Layer\n")
     (checkpoint / "layers.py").write_text("from .modeling import Model\n")
-    for name in ("configuring.py", "unnamed.py"):
-        (checkpoint / name).write_text("pass\n")
+    (checkpoint / "configuring.py").write_text("pass\n")
+    server.set(lists=False)
+    (checkpoint / "SHA256SUMS").write_text("0  config.json\n")
     found = files_in(folder_of_url(url_of(server)))
     assert {name for name in found if name.endswith(".py")} == {"configuring.py", "modeling.py", "layers.py"}
 
@@ -185,11 +247,10 @@ def test_shards_in_subfolders_that_the_index_names_are_there(server: RangeServer
 )
 def test_weights_of_a_variant_are_there(name: str, suffix: str, server: RangeServer, checkpoint: Path) -> None:
     (checkpoint / f"{name}.fp16.{suffix}").write_bytes(b"x" * 100)
-    assert f"{name}.fp16.{suffix}" not in files_in(folder_of_url(url_of(server)))
-    assert f"{name}.fp16.{suffix}" in files_in(folder_of_url(url_of(server), variant="fp16"))
+    assert f"{name}.fp16.{suffix}" in files_in(folder_of_url(url_of(server)))
     (checkpoint / f"{name}.fp16.{suffix}").unlink()
     in_subfolders(checkpoint, SUBFOLDERS, f"{name}.{suffix}.index.fp16.json")
-    assert_has_shards(folder_of_url(url_of(server), variant="fp16"), checkpoint, SUBFOLDERS.values())
+    assert_has_shards(folder_of_url(url_of(server)), checkpoint, SUBFOLDERS.values())
 
 
 def test_weights_that_a_configuration_names_are_there(server: RangeServer, checkpoint: Path) -> None:
@@ -205,43 +266,38 @@ def test_weights_that_a_configuration_names_are_there(server: RangeServer, check
     assert not [line for line in server.stats()["asked"] if "outside" in line]
 
 
-@pytest.mark.parametrize("status", [403, 405, 501])
-def test_where_head_is_refused_the_first_byte_tells(status: int, server: RangeServer, checkpoint: Path) -> None:
+@pytest.mark.parametrize("status", [400, 403, 404, 405, 501])
+def test_head_is_not_needed(status: int, server: RangeServer, checkpoint: Path) -> None:
     (checkpoint / "special_tokens_map.json").write_bytes(b"")  # of which there is no first byte
-    before = folder_of_url(url_of(server))
     server.set(head_status=status)
-    server.reset()
-    assert folder_of_url(url_of(server)) == before  # sizes and versions are the same
-    assert server.stats()["bytes_sent"] < 2000  # the index and the configuration, and a byte of each file
-    assert "special_tokens_map.json" in files_in(before)
+    assert "special_tokens_map.json" in files_in(folder_of_url(url_of(server)))
+    assert set(server.stats()["methods"]) == {"GET"}
 
 
-def test_where_only_get_is_answered_a_size_is_needed_too(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_leaves_out_what_range_it_sends(
+    server: RangeServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ordinary = RangeServer.answer_to
 
     def answer_to(self: RangeServer, request: Any, behaviour: Any) -> Any:
         answer = ordinary(self, request, behaviour)
-        answer.headers["Content-Range"] = "bytes 0-0/*"
+        answer.headers.pop("Content-Range", None)
         return answer
 
     monkeypatch.setattr(RangeServer, "answer_to", answer_to)
-    server.set(head_status=405)
-    with pytest.raises(CheckpointError, match=r"/models/one/.*: the server sends no size in Content-Range, without"):
-        folder_of_url(url_of(server))
+    source = open_file(os.path.join(folder_of_url(url_of(server)), "model-0.safetensors"))
+    content = (checkpoint / "model-0.safetensors").read_bytes()
+    assert source.nbytes == len(content)
+    assert read_bytes(source, HEAD_BYTES, 1000) == content[HEAD_BYTES : HEAD_BYTES + 1000]
 
 
-def test_errors_name_the_url_and_not_the_folder_that_stands_for_it(server: RangeServer, checkpoint: Path) -> None:
-    (checkpoint / "model-1.safetensors").unlink()
+def test_errors_name_the_file_of_the_server(server: RangeServer, checkpoint: Path) -> None:
     folder = folder_of_url(url_of(server))
-    with (
-        pytest.raises(CheckpointError, match=f"^{url_of(server)}/model-1.safetensors: cannot be read"),
-        origins_named(),
-    ):
-        open_file(os.path.join(folder, "model-1.safetensors"))
-    with pytest.raises(OSError, match=f"^no file in {url_of(server)}$"), origins_named():
-        raise OSError(f"no file in {folder}")
-    with pytest.raises(FileNotFoundError, match=re.escape(f"'{url_of(server)}/none'")), origins_named():
-        Path(folder, "none").read_bytes()
+    source = open_file(os.path.join(folder, "model-1.safetensors"))
+    (checkpoint / "model-1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=f"^{url_of(server)}/model-1.safetensors: is not there"):
+        read_bytes(source, HEAD_BYTES, 8)
+    assert "models-one-" in folder  # in other errors
 
 
 @pytest.mark.parametrize("name", ["a b.safetensors", "ü.safetensors", "100%.safetensors", "%41.safetensors", "a+b.bin"])
@@ -255,22 +311,21 @@ def test_names_are_escaped(name: str, server: RangeServer, checkpoint: Path) -> 
 
 
 def test_a_place_without_files_is_an_error(server: RangeServer) -> None:
-    with pytest.raises(CheckpointError, match="/models/two: no files are there; name the folder that holds config"):
+    with pytest.raises(CheckpointError, match="/models/two: the server does not list its files"):
         folder_of_url(f"{server.url}/models/two")
 
 
-def test_a_server_that_names_no_version_is_refused(server: RangeServer) -> None:
+def test_a_server_that_names_no_version_is_refused() -> None:
     said = "the server sends no ETag and no Last-Modified, without which a file"
     with answering({"Content-Length": "2"}, content=b"{}") as url, pytest.raises(CheckpointError, match=said):
-        folder_of_url(url)
+        http_files.find(url, "config.json")
 
 
 @pytest.mark.parametrize("length", ["", "-1", "1e3", "x"])
 def test_a_server_that_names_no_size_is_refused(length: str) -> None:
-    said = "the server sends no Content-Length, without which a file"
     headers = {"Content-Length": length, "ETag": '"1"', "Connection": "close"}
-    with answering(headers) as url, pytest.raises(CheckpointError, match=said):
-        folder_of_url(url)
+    with answering(headers) as url, pytest.raises(CheckpointError, match="the server sends no size, without which"):
+        http_files.find(url, "config.json")
 
 
 @pytest.mark.parametrize("behaviour", [{"weak_etags": True}, {"no_etags": True}])
@@ -288,14 +343,14 @@ def test_where_no_etag_is_strong_the_date_counts(
 
 
 def test_lookups_are_made_again(server: RangeServer) -> None:
-    server.set(error_500=0.1, reset_before=0.1, too_many=0.1, retry_after_s=0)
+    server.set(error_500=0.3, reset_before=0.2, too_many=0.2, retry_after_s=0)
     folder_of_url(url_of(server))
     assert len(server.stats()["faults"]) == 3
 
 
 def test_a_server_that_goes_on_failing_is_one_error(server: RangeServer, impatient: None) -> None:
     server.set(error_500=1)
-    with pytest.raises(CheckpointError, match=r"/models/one/.*: cannot be found: .* status 500 \(\d+ attempts"):
+    with pytest.raises(CheckpointError, match=r"/models/one/.*: cannot be read: .* status 500 \(\d+ attempts"):
         folder_of_url(url_of(server))
 
 
@@ -304,26 +359,9 @@ def test_who_may_not_read_is_told_at_once(server: RangeServer) -> None:
     with pytest.raises(CheckpointError, match=r"refuses access \(status 401\)"):
         folder_of_url(url_of(server))
     server.set(token="", gone=True)
-    with pytest.raises(CheckpointError, match=r"config.json: the server refuses access \(status 403\)"):
+    with pytest.raises(CheckpointError, match=r"SHA256SUMS: the server refuses access \(status 403\)"):
         folder_of_url(url_of(server))
-    assert server.stats()["requests"] <= 3 * len(ON_HTTP)  # HEAD with a wrong token; then HEAD, and GET
-
-
-def test_what_s3_hides_by_403_is_not_there(
-    server: RangeServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """S3 answers so for what is not there to those who may not list."""
-    missing = [name for name in ON_HTTP if not (checkpoint / name).exists()]
-    ordinary = RangeServer.answer_to
-
-    def answer_to(self: RangeServer, request: Any, behaviour: Any) -> Any:
-        found = ordinary(self, request, behaviour)
-        found.status = 403 if found.status == 404 else found.status
-        return found
-
-    monkeypatch.setattr(RangeServer, "answer_to", answer_to)
-    found = files_in(folder_of_url(url_of(server)))
-    assert "config.json" in found and not set(found) & set(missing)
+    assert server.stats()["requests"] == 2
 
 
 @pytest.mark.parametrize(
@@ -353,7 +391,7 @@ def test_urls_need_not_be_escaped(checkpoint: Path) -> None:
     (checkpoint / "ü b").mkdir()
     shutil.copy(checkpoint / "config.json", checkpoint / "ü b")
     with range_server(checkpoint) as server:
-        assert origin_of(folder_of_url(f"{server.url}/ü b")) == f"{server.url}/ü b"
+        assert origin(folder_of_url(f"{server.url}/ü b")) == f"{server.url}/ü b"
 
 
 @pytest.mark.parametrize("last", ["..", ".", "x" * 300, "%00", "a%2Fb", "%2e%2e", ".heads"])
@@ -396,7 +434,10 @@ def test_an_index_that_names_other_places_gets_nothing_from_there(
 ) -> None:
     save_file({"w": torch.zeros(3)}, checkpoint.parent / "outside.safetensors")
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w0": name}}))
-    assert set(files_in(folder_of_url(url_of(server)))) == {"config.json", "model.safetensors.index.json"}
+    server.set(lists=False)
+    (checkpoint / "SHA256SUMS").write_text("0  config.json\n0  model.safetensors.index.json\n")
+    found = files_in(folder_of_url(url_of(server)))
+    assert set(found) == {"SHA256SUMS", "config.json", "model.safetensors.index.json"}
     paths = [line.split(" ")[1] for line in server.stats()["asked"]]
     assert not [path for path in paths if "outside" in path or "passwd" in path or ".." in path]
     assert not [path for path in temporary.rglob("*") if path.name in ("outside.safetensors", "passwd")]
@@ -422,6 +463,8 @@ def test_strange_json_finds_no_further_files(content: bytes, server: RangeServer
     """What is wrong with it is said by those who read it."""
     (checkpoint / "model.safetensors.index.json").write_bytes(content)
     (checkpoint / "config.json").write_bytes(content)
+    for name in ("model-0.safetensors", "model-1.safetensors"):
+        (checkpoint / name).unlink()
     found = files_in(folder_of_url(url_of(server)))
     assert set(found) == {"config.json", "model.safetensors.index.json"}
 
@@ -438,7 +481,7 @@ def test_an_index_that_is_too_large_is_refused(
 
 def test_a_checkpoint_of_too_many_files_is_refused(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_checkpoint, "MAX_FILES", 1)
-    with pytest.raises(CheckpointError, match="names 2 files, expected at most 1"):
+    with pytest.raises(CheckpointError, match="lists 4 files, expected at most 1"):
         folder_of_url(url_of(server))
 
 
@@ -449,7 +492,7 @@ def test_headers_of_hostile_sizes_are_refused(nbytes: int, server: RangeServer, 
     (checkpoint / "model-0.safetensors").write_bytes(struct.pack("<Q", nbytes) + content[8:])
     source = open_file(os.path.join(folder_of_url(url_of(server)), "model-0.safetensors"))
     server.reset()
-    with pytest.raises(HeaderError, match=f"{url_of(server)}/model-0.safetensors"):
+    with pytest.raises(HeaderError, match=r"-models-one-[0-9a-f]+/one/model-0\.safetensors: "):
         Safetensors().describe(source)
     assert server.stats()["bytes_sent"] == 0
 
@@ -473,6 +516,7 @@ def test_a_list_with_impossible_names_is_refused(
 
     class Item:
         name, nbytes, version = "s3://bucket/a", 2, '"1"'
+        entry: ClassVar[dict[str, Any]] = {"unsigned": False}
 
         def fetch(self, offset: int, memory: memoryview, check: Any) -> None:
             memory[:] = b"{}"
@@ -573,7 +617,8 @@ def test_two_processes_fetch_small_files_once(server: RangeServer, temporary: Pa
     server.set(latency_ms=20)
     folders = ranks.run_ranks(open_folder, url_of(server), str(temporary))
     assert folders[0] == folders[1] != ""
-    fetched = Counter(line.split(" ")[1].rpartition("/")[2] for line in server.stats()["asked"] if "GET" in line)
+    lines = [line for line in server.stats()["asked"] if not line.endswith(" bytes=0-0")]
+    fetched = Counter(line.split(" ")[1].rpartition("/")[2] for line in lines)
     assert fetched["model-0.safetensors"] == fetched["model-1.safetensors"] == 1
     assert fetched["config.json"] == fetched["model.safetensors.index.json"] == 3  # each reads both, one fetches them
 
@@ -593,7 +638,7 @@ def hub(checkpoint: Path, tmp_path: Path) -> Iterator[HubServer]:
 def test_a_model_on_the_hub_is_pinned_to_its_commit(hub: HubServer, checkpoint: Path) -> None:
     folder, commit = folder_of_model("org/model")
     assert commit == COMMIT
-    assert origin_of(folder) == "org/model"
+    assert origin(folder) == "org/model"
     found = files_in(folder)
     assert {name for name, nbytes in found.items() if nbytes} == {
         "config.json",
@@ -644,10 +689,9 @@ def test_nothing_that_is_kept_has_secrets(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     folder = folder_of_url(with_login(url_of(server)))
-    assert folder == folder_of_url(url_of(server))
-    assert origin_of(folder) == url_of(server)
+    assert origin(folder) == url_of(server)
     for path in temporary.rglob("*"):
-        assert_no_secrets(str(path))
+        assert_no_secrets(str(path), path.read_bytes().decode(errors="replace") if path.is_file() else "")
     assert_no_secrets(caplog.text, open_file(os.path.join(folder, "model-0.safetensors")).path)
     assert server.stats()["authorized"] > 0
 
