@@ -124,7 +124,8 @@ def load_checkpoint(
     Raises:
         CheckpointError: the checkpoint is incomplete, malformed, truncated, of another model, or holds objects.
         ConfigError: it is of another optimizer, or ranks read different folders.
-        UnsupportedError: the engine is not one of plain ZeRO-3, or the checkpoint has another kind of parallelism.
+        UnsupportedError: the engine is not one of plain ZeRO-3, the checkpoint has another kind of parallelism, or the
+            optimizer's states were asked for and have 8 bits.
         RankError: another rank failed; the same error is raised on every rank.
     """
     from lowmem_load.partial.partial_engine import PartialEngine

@@ -21,6 +21,9 @@ from lowmem_load.training_checkpoints.open_state import is_saved_state, open_sta
 from lowmem_load.training_checkpoints.open_zero import open_checkpoint
 from lowmem_load.training_checkpoints.zero_checkpoint import find_folder
 
+_OF_VERL = "huggingface"
+"""Folder in a checkpoint of verl that has the model's configuration and tokenizer."""
+
 
 class Values(Protocol):
     """A whole tensor of a checkpoint, which can be read in parts."""
@@ -98,7 +101,7 @@ def own_files(folder: str, names: Iterable[str]) -> list[str]:
     Raises CheckpointError for a link that leads out of it: whoever made the folder may have chosen a private file.
     """
     paths = [path for path in (os.path.join(folder, name) for name in names) if os.path.isfile(path)]
-    root = os.path.realpath(folder)
+    root = os.path.realpath(folder.removesuffix(f"{os.sep}{_OF_VERL}"))
     if match := re.match(r"(.*/models--[^/]+)/snapshots/[^/]+(?:/|$)", f"{root}/"):
         root = match[1]  # in the Hub's cache all files are links to its blobs
     for path in paths:
@@ -112,9 +115,9 @@ def own_files(folder: str, names: Iterable[str]) -> list[str]:
 def _near(named: str, opened: str) -> tuple[str, ...]:
     """Return the folders that may have files about a model, given the folder that a user has named, and that opened.
 
-    verl has a folder `huggingface`. accelerate's folder of weights is always in that of the checkpoint.
+    accelerate's folder of weights is always in that of the checkpoint.
     """
-    folders = [opened, os.path.join(opened, "huggingface"), named]
+    folders = [opened, os.path.join(opened, _OF_VERL), named]
     if re.fullmatch(r"pytorch_model_fsdp_\d+", os.path.basename(os.path.abspath(opened))):
         folders.append(os.path.dirname(os.path.abspath(opened)))
     return tuple(dict.fromkeys(map(os.path.abspath, folders)))

@@ -270,7 +270,13 @@ def test_no_file_from_outside_of_the_checkpoint_is_taken(llama: PreTrainedModel,
     (checkpoint / "tokenizer.json").symlink_to("tokenizer-7.json")
     consolidate(checkpoint, tmp_path / "other")
     assert (tmp_path / "other" / "tokenizer.json").read_text() == "own"
-    (checkpoint / "config.json").rename(tmp_path / "config.json")
+    (tmp_path / "private").mkdir()
+    (checkpoint / "config.json").rename(tmp_path / "private" / "config.json")
+    (checkpoint / "global_step3" / "huggingface").symlink_to(tmp_path / "private")
+    with pytest.raises(CheckpointError, match=r"config.json: is a link to a file outside of its folder"):
+        consolidate(checkpoint, tmp_path / "third")
+    (checkpoint / "global_step3" / "huggingface").unlink()
+    (tmp_path / "private" / "config.json").rename(tmp_path / "config.json")
     (checkpoint / "config.json").symlink_to(tmp_path / "config.json")
     with pytest.raises(CheckpointError, match=r"config.json: is a link to a file outside of its folder"):
         consolidate(checkpoint, tmp_path / "third")
