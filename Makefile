@@ -1,4 +1,4 @@
-# Each target sets up what it needs in .venv and .cache; a fresh machine needs Python 3.10 or later (with venv),
+# Each target sets up what it needs in .venv and .cache; a fresh machine needs Python 3.11 or later (with venv),
 # make and g++. Choose the interpreter with `make PYTHON=/path/to/python test`.
 
 # The first interpreter that exists and can make a virtual environment (Debian's lacks ensurepip without python3-venv).
@@ -50,7 +50,7 @@ help:
 	@echo "make check   formatting, lint, types"
 	@echo "make docs    the documentation site, into build/site (half a minute the first time)"
 	@echo "make coverage  all tests, with the lines and branches of the package that they run (at least 92 % of each)"
-	@echo "make compat  ten sets of releases, each in an environment of its own (hours, 31 GB)"
+	@echo "make compat  six sets of releases, each in an environment of its own (hours, 31 GB)"
 	@echo "make compat-here  the oldest of them over the torch of .venv, fewer tests (4 minutes)"
 	@echo "make zoo     compare all model types with ordinary and stock loads (about an hour)"
 	@echo "make fuzz    mutated inputs of every kind (10 minutes each; FUZZ_SECONDS=60; guided by coverage with atheris)"
@@ -184,7 +184,7 @@ faults: $(STAMP)
 	cd $(ROOT) && $(RUN) -m tests.faults $(ARGS)
 
 # The environments of tests/compat/environments.yaml, each in .cache/compat: ARGS="--environments oldest --groups parity".
-# Their Pythons: PYTHON_3_10=/path/to/python3.10 and so on, where they are not on the PATH under their names.
+# Their Pythons: PYTHON_3_12=/path/to/python3.12 and so on, where they are not on the PATH under their names.
 compat: $(STAMP)
 	cd $(ROOT) && $(RUN) -m tests.compat $(ARGS)
 

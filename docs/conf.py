@@ -7,9 +7,8 @@ reference is read off the docstrings (public_api.py), without torch.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-
 import tomllib
+from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))  # public_api

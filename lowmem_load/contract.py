@@ -35,12 +35,12 @@ class Releases(NamedTuple):
         return f"{self.package} {self.oldest} to {self.newest}"
 
 
-DEEPSPEED = Releases("deepspeed", oldest="0.16.4", newest="0.19.8")
-TRANSFORMERS = Releases("transformers", oldest="4.51.0", newest="5.24.0")
-TORCH = Releases("torch", oldest="2.6.0", newest="2.15.0")
-PEFT = Releases("peft", oldest="0.15.0", newest="0.21.2")
+DEEPSPEED = Releases("deepspeed", oldest="0.18.4", newest="0.19.8")
+TRANSFORMERS = Releases("transformers", oldest="5.6.0", newest="5.24.0")
+TORCH = Releases("torch", oldest="2.8.0", newest="2.15.0")
+PEFT = Releases("peft", oldest="0.18.1", newest="0.21.2")
 BITSANDBYTES = Releases("bitsandbytes", oldest="0.48.2", newest="0.50.2")
-ACCELERATE = Releases("accelerate", oldest="1.4.0", newest="1.15.0")
+ACCELERATE = Releases("accelerate", oldest="1.11.0", newest="1.15.0")
 TRL = Releases("trl", oldest="0.28.0", newest="1.16.0")
 LLAMAFACTORY = Releases("llamafactory", oldest="0.9.5", newest="0.9.5")
 DIFFUSERS = Releases("diffusers", oldest="0.42.0", newest="0.42.1")

@@ -53,24 +53,22 @@ _ALL = "hf.loader, integrations.startup_hook"
 FROM_PRETRAINED = _modeling("PreTrainedModel.from_pretrained", _ALL)
 FROM_CONFIG = _modeling("PreTrainedModel._from_config", _ALL)
 LOAD_PRETRAINED_MODEL = _modeling("PreTrainedModel._load_pretrained_model", "hf.loader, hf.skeleton")
-FINALIZE_MODEL_LOADING = _modeling("PreTrainedModel._finalize_model_loading", "hf.skeleton", since="5.1.0")
+FINALIZE_MODEL_LOADING = _modeling("PreTrainedModel._finalize_model_loading", "hf.skeleton")
 GET_INIT_CONTEXT = _modeling("PreTrainedModel.get_init_context", "hf.loader")
 INIT_WEIGHTS = _modeling("PreTrainedModel.init_weights", "hf.loader")
-INITIALIZE_WEIGHTS = _modeling("PreTrainedModel.initialize_weights", "hf.loader", since="4.52.0")
-INITIALIZE_MISSING_KEYS = _modeling("PreTrainedModel._initialize_missing_keys", "hf.loader", until="4.51.99")
+INITIALIZE_WEIGHTS = _modeling("PreTrainedModel.initialize_weights", "hf.loader")
 LOAD_ADAPTER = _modeling("PreTrainedModel.load_adapter", "hf.loader")
 MODEL_INIT = _modeling("PreTrainedModel.__init__", "hf.loader")
-TIED_WEIGHTS_KEYS = _modeling("PreTrainedModel.get_expanded_tied_weights_keys", "hf.skeleton", since="5.0.0")
+TIED_WEIGHTS_KEYS = _modeling("PreTrainedModel.get_expanded_tied_weights_keys", "hf.skeleton")
 SAFE_OPEN = _modeling("safe_open", "hf.collecting")
 LOAD_STATE_DICT = _modeling("load_state_dict", "hf.collecting")
 SHARD_FILES = _modeling("get_checkpoint_shard_files", "hf.loader")
-LOAD_IN_THREADS = _modeling("load_shard_files_with_threadpool", "hf.collecting", since="4.53.0", until="4.57.99")
 
 _MOUNTS = "files on a mount of the Hub are read whole before the load"
 _EXPERTS = "planning a model of many experts takes twice the time and memory"
-_collecting = partial(_transformers, "transformers.core_model_loading", since="5.0.0")
+_collecting = partial(_transformers, "transformers.core_model_loading")
 
-IS_ON_HF_MOUNT = _modeling("_is_on_hf_mount", "hf.collecting", loss=_MOUNTS, since="5.6.0")
+IS_ON_HF_MOUNT = _modeling("_is_on_hf_mount", "hf.collecting", loss=_MOUNTS)
 DEEPCOPY = _collecting("deepcopy", "hf.collecting", loss=_EXPERTS)
 SPAWN_MATERIALIZE = _collecting("spawn_materialize", "hf.collecting", loss=_EXPERTS)
 
@@ -84,7 +82,7 @@ SET_CONFIG = _deepspeed("set_hf_deepspeed_config", "hf.active")
 IS_ZERO3 = _deepspeed("is_deepspeed_zero3_enabled", "hf.active")
 IS_ZERO3_IN_LOADS = _modeling("is_deepspeed_zero3_enabled", "hf.active")
 IS_FSDP_IN_LOADS = _modeling("is_fsdp_enabled", "hf.active")
-IS_FSDP_IN_PLACING = _placing("is_fsdp_enabled", "hf.active", since="5.0.0")
+IS_FSDP_IN_PLACING = _placing("is_fsdp_enabled", "hf.active")
 
 # -- transformers: names of checkpoints --------------------------------------------------------------------------------
 
@@ -114,9 +112,8 @@ INKLING_EXPERTS = _collecting(
     "Inkling2LoopDequantizeExperts.convert", "hf.quantizers", loss=f"experts of Inkling 2 {_WHOLE}", since="5.24.0"
 )
 FP8_DEQUANTIZE = _fp8("Fp8Dequantize._dequantize_one", "hf.dequantize", loss=_PARTIAL, since="5.8.0")
-MXFP4_DEQUANTIZE = _mxfp4("convert_moe_packed_tensors", "hf.dequantize", since="4.55.0")
+MXFP4_DEQUANTIZE = _mxfp4("convert_moe_packed_tensors", "hf.dequantize")
 WARM_UP = _modeling("caching_allocator_warmup", "hf.quantizers", loss=_TWICE)
-DISPATCH_MODEL = _modeling("dispatch_model", "hf.quantizers", until="4.57.99")
 NEW_PARAMS_4BIT = _bitsandbytes("Params4bit.__new__", "frameworks.bitsandbytes")
 PACKED_PARAMS_4BIT = _bitsandbytes("Params4bit.from_prequantized", "frameworks.bitsandbytes")
 
@@ -170,16 +167,14 @@ _HERE = "integrations.accelerate"
 _fill = partial(ForeignName, name="fsdp2_load_full_state_dict", handlers=_HERE, loss=_BROADCASTS)
 _accelerator = partial(ForeignName, ACCELERATE, "accelerate.accelerator")
 
-ACCELERATE_FILL = _fill(ACCELERATE, "accelerate.utils.fsdp_utils", since="1.6.0")
+ACCELERATE_FILL = _fill(ACCELERATE, "accelerate.utils.fsdp_utils")
 AXOLOTL_FILL = _fill(contract.AXOLOTL, "axolotl.monkeypatch.accelerate.fsdp2")
-PREPARE_FSDP2 = _accelerator("Accelerator._prepare_fsdp2", _HERE, loss=_READS_WHOLE, since="1.6.0")
+PREPARE_FSDP2 = _accelerator("Accelerator._prepare_fsdp2", _HERE, loss=_READS_WHOLE)
 PREPARE_MODEL = tuple(
-    ForeignName(ACCELERATE, f"accelerate.{module}", "fsdp2_prepare_model", _HERE, loss=_TIES, since="1.6.0")
+    ForeignName(ACCELERATE, f"accelerate.{module}", "fsdp2_prepare_model", _HERE, loss=_TIES)
     for module in ("utils.fsdp_utils", "accelerator")
 )
-SHARED_STATE = ForeignName(
-    ACCELERATE, "accelerate.state", "AcceleratorState._shared_state", _HERE, loss=_UNNOTICED, since="1.6.0"
-)
+SHARED_STATE = ForeignName(ACCELERATE, "accelerate.state", "AcceleratorState._shared_state", _HERE, loss=_UNNOTICED)
 """Looked at, and not replaced."""
 SAVE_MODEL = _accelerator("Accelerator.save_model", _HERE, loss=_SAVES)
 GET_STATE_DICT = _accelerator("Accelerator.get_state_dict", _HERE, loss=_SAVES)

@@ -5,7 +5,6 @@ from tests.ranks import set_environment
 set_environment()
 
 import json  # noqa: E402
-import sys  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -24,14 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if hasattr(getattr(item, "module", None), "run_ranks"):
             item.add_marker("ranks")
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def dtype_keyword() -> None:
-    if "transformers" in sys.modules:  # else no test of this session needs it
-        from tests.dtype_keyword import accept_dtype
-
-        accept_dtype()
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,6 @@ from benchmarks.methods import wait_for_all_gathers
 from lowmem_load.api.load_model import load_model  # noqa: F401
 from lowmem_load.ds.ops import load_shm_comm
 from tests import builders  # noqa: F401
-from tests.dtype_keyword import accept_dtype
 from tests.own_configs import copy_configs
 
 
@@ -43,7 +42,6 @@ torch.set_num_threads(1)
 rewrite_asserts()
 load_shm_comm()
 wait_for_all_gathers()
-accept_dtype()
 copy_configs()
 with contextlib.suppress(ImportError):  # not in older releases; a thousand patterns, which each rank would compile
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping

@@ -136,7 +136,7 @@ def _describe(inspection: Inspection, checkpoint: Checkpoint, auto_class: str | 
     else:
         config = names.model_config(checkpoint.folder, keywords)
         inspection.architectures, inspection.model_type = list(config.architectures or ()), str(config.model_type)
-        dtype = getattr(config, names.DTYPE_KEYWORD, None) or torch.float32
+        dtype = getattr(config, "dtype", None) or torch.float32
         inspection.dtype = _dtype_text(dtype)
         quantization = getattr(config, "quantization_config", None)
         if quantization is not None:

@@ -324,7 +324,7 @@ def load_sharded(
         if not has_mesh:
             kwargs["distributed_config"] = sharding
         with shards_filled(where, kwargs, options, shard, is_offloaded=offloads(policy_of_mesh)):
-            return rename_loaded(cls.from_pretrained(where, **{names.DTYPE_KEYWORD: dtype}, **kwargs))
+            return rename_loaded(cls.from_pretrained(where, dtype=dtype, **kwargs))
 
 
 def _diffusers_over_mesh(

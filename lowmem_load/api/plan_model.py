@@ -159,7 +159,7 @@ def plan_sharded(
     if (of_diffusers := diffusion.model_class(where, auto_class, kwargs)) is not None:
         return _plan_diffusers(of_diffusers, where, sharding, dtype, kwargs, rank, world_size)
     cls, _ = names.class_and_config(where, auto_class, kwargs)
-    kwargs = {**kwargs, names.DTYPE_KEYWORD: dtype, **({"distributed_config": sharding} if has_config else {})}
+    kwargs = {**kwargs, "dtype": dtype, **({"distributed_config": sharding} if has_config else {})}
     explained = model_folder.files_explained(where, kwargs.get("subfolder") or "")
     forget_meshes()
     with load_lock(), fake_group(rank, world_size), ordinary_path(), explained:

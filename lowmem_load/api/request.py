@@ -47,10 +47,10 @@ class Request(NamedTuple):
         dtype = older if self.dtype == "auto" else self.dtype
         is_partitioned = settings.stage == 3
         storage = storage_dtype(dtype, settings.dtype, must_agree=is_partitioned and settings.partition is None)
-        kwargs[names.DTYPE_KEYWORD] = storage
+        kwargs["dtype"] = storage
         model_folder.check_name(self.name, kwargs.get("subfolder", ""))
         if (cls := diffusion.model_class(self.name, self.auto_class, kwargs)) is not None:
-            kwargs["torch_dtype"] = kwargs.pop(names.DTYPE_KEYWORD)
+            kwargs["torch_dtype"] = kwargs.pop("dtype")
             return Checked(self.name, settings.for_model(None), cls, kwargs)
         if is_partitioned and self.has_weights:
             model_folder.check_weights(self.name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))

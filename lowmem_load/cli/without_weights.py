@@ -14,7 +14,6 @@ from torch import nn
 
 from lowmem_load.api.model_sizes import config_of, without_values
 from lowmem_load.families import diffusion
-from lowmem_load.hf.names import DTYPE_KEYWORD
 from lowmem_load.hf.remote_names import Checkpoint
 from lowmem_load.saving.writer import lay_out
 
@@ -34,7 +33,7 @@ def with_headers(checkpoint: Checkpoint, keywords: Mapping[str, Any]) -> Iterato
     if "config.json" not in names or any(name.endswith(WEIGHTS) for name in names):
         yield checkpoint
         return
-    dtype = getattr(config_of(checkpoint, keywords), DTYPE_KEYWORD, None) or torch.float32
+    dtype = getattr(config_of(checkpoint, keywords), "dtype", None) or torch.float32
     model = without_values(checkpoint, keywords)
     tensors = {name: (_saved_dtype(tensor, dtype), tuple(tensor.shape)) for name, tensor in _saved(model)}
     with tempfile.TemporaryDirectory() as temporary:

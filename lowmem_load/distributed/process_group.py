@@ -323,12 +323,11 @@ def _init_process_group(backend: str, timeout: timedelta, store: Store) -> None:
 
 
 def _device_to_bind(world_size: int) -> torch.device | None:
-    """Return the device to bind NCCL to, so that no barrier has to guess it; None if that is useless or hangs.
+    """Return the device to bind NCCL to, so that no barrier has to guess it; None if that is useless.
 
-    Source: deepspeed 0.19.8 comm/torch.py:264, whose rule this is (pytorch issue 153960; deepspeed issue 8248).
+    Source: deepspeed 0.19.8 comm/torch.py:264, whose rule this is.
     """
-    hangs = torch.__version__ > "2.6.0" and torch.__version__ < "2.7.1"
-    if accelerator().device_name() != "cuda" or world_size == 1 or hangs:
+    if accelerator().device_name() != "cuda" or world_size == 1:
         return None
     return torch.device("cuda", environment.integer("LOCAL_RANK"))
 

@@ -1,4 +1,4 @@
-"""A ZeRO-3 engine over the chosen modules of a model, and only those, for partial ZeRO-3 (deepspeed 0.16.4 to 0.19.8).
+"""A ZeRO-3 engine over the chosen modules of a model, and only those, for partial ZeRO-3 (deepspeed 0.18.4 to 0.19.8).
 
 DeepSpeed gets a `Shell` that holds the chosen modules under their own names. Its forward is the full model's.
 
@@ -140,7 +140,7 @@ class PartitionedPart:
         self.engine, *_ = deepspeed.initialize(model=self._shell, optimizer=optimizer, config=config)
         check_engine(self.engine)
         zero = self.engine.optimizer
-        if getattr(zero, "torch_autocast_gradscaler", None) is not None:  # since deepspeed 0.17.2
+        if zero.torch_autocast_gradscaler is not None:
             raise UnsupportedError("partial ZeRO-3: torch_autocast in float16 is not supported; use bfloat16 or fp16")
         if self.frozen:
             self.engine.client_optimizer = None  # so that optimizer_name() is the ds_config's, for the replicated part

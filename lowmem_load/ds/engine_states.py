@@ -5,7 +5,7 @@ sub-group, and its moments in tensors of the same length. They are filled in pla
 stepped yet. Then the code with which DeepSpeed ends a step copies the values to the 16-bit partitions. A sub-group that
 is offloaded to nvme is read into the swapper's buffers for that, one at a time.
 
-Written for deepspeed 0.16.4 to 0.19.8: `runtime/zero/stage3.py`, `_rigid_load_state_dict` and `_optimizer_step`.
+Written for deepspeed 0.18.4 to 0.19.8: `runtime/zero/stage3.py`, `_rigid_load_state_dict` and `_optimizer_step`.
 """
 
 from __future__ import annotations

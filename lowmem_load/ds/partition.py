@@ -9,7 +9,7 @@ Glossary: `ds_numel` of a parameter is its unpadded count, `ds_numel_aligned` th
 the padded count of the partition. `ds_status` says whether the full parameter is available on this rank,
 `ds_tensor.status` whether the partition is.
 
-Written for deepspeed 0.16.4 to 0.19.8, `runtime/zero/partition_parameters.py`.
+Written for deepspeed 0.18.4 to 0.19.8, `runtime/zero/partition_parameters.py`.
 """
 
 from __future__ import annotations
@@ -78,9 +78,8 @@ MIN_REGISTERED_BYTES = 1 << 20
 """From this size on, memory is mapped and registered with the device. torch rounds a pinned block up to a power of two,
 and never gives it back."""
 
-# Modules of DeepSpeed that keep buffers in fp32, run torch.autocast and read expert_parallel.
+# Modules of DeepSpeed that keep buffers in fp32 and read expert_parallel.
 KEEPS_FP32 = "deepspeed.runtime.keep_in_fp32"
-HAS_AUTOCAST = "deepspeed.runtime.torch_autocast"
 HAS_AUTOEP = "deepspeed.module_inject.auto_ep_config"
 
 
@@ -358,8 +357,6 @@ def refuse_what_is_absent(ds_config: Mapping[str, Any]) -> None:
     for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if section.get(name) and get_accelerator().device_name() == "cpu":
             raise UnsupportedError(f"{name}: DeepSpeed's quantizer is a CUDA kernel; remove it on CPU")
-    if (ds_config.get("torch_autocast") or {}).get("enabled") and not has(HAS_AUTOCAST):
-        raise _absent("torch_autocast", "would ignore it", "0.17.2 is the first that does not")
     if (ds_config.get("expert_parallel") or {}).get("enabled") and not has(HAS_AUTOEP):
         raise _absent("expert_parallel", "would ignore it", "0.19.8 does not")
 

@@ -1,6 +1,6 @@
 """The swapper of offload_param to nvme: its folder, its buffers and its files.
 
-zero.Init makes it (`runtime/swap_tensor/partitioned_param_swapper.py` of deepspeed 0.16.4 to 0.19.8). It allocates all
+zero.Init makes it (`runtime/swap_tensor/partitioned_param_swapper.py` of deepspeed 0.18.4 to 0.19.8). It allocates all
 buffers at once, empties its folder, and does not check that a file has all bytes that were written to it.
 """
 
@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any, ClassVar
 
-import deepspeed
 import torch
 from torch import nn
 
@@ -117,13 +116,7 @@ class Swapping:
                 f"of shape {tuple(parameter.ds_shape)} has {numel}; raise it to at least that"
             )
         partition = torch.empty(0, dtype=parameter.dtype, device="cpu")
-        try:
-            partition.data = swapper.get_buffer(parameter, numel).data
-        except AssertionError as error:  # deepspeed before 0.17.1 does not fill a buffer to its end
-            raise ConfigError(
-                f"offload_param.buffer_size is {swapper.elements_per_buffer} elements, and deepspeed "
-                f"{deepspeed.__version__} does not fill a buffer: {error}; raise it"
-            ) from error
+        partition.data = swapper.get_buffer(parameter, numel).data
         self._filling.append(parameter)
         return partition
 

@@ -228,7 +228,7 @@ def _tensors(model: nn.Module, left: Collection[str] = ()) -> tuple[dict[str, nn
 def _tied_names(model: nn.Module) -> set[str]:
     """Return names that transformers may tie later: targets and sources.
 
-    Source: transformers 5.23 `modeling_utils.py`, `PreTrainedModel.all_tied_weights_keys`; a list of targets in 4.x.
+    Source: transformers 5.23 `modeling_utils.py`, `PreTrainedModel.all_tied_weights_keys`.
     """
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return {*tied.keys(), *tied.values()} if isinstance(tied, Mapping) else set(tied)
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    return {*tied.keys(), *tied.values()}

@@ -21,10 +21,7 @@ _WRAPPERS = {
         ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"),
     ),
     "base_layer": (("peft.tuners.tuners_utils", "BaseTunerLayer"),),
-    "original_module": (
-        ("peft.utils.other", "AuxiliaryTrainingWrapper"),
-        ("peft.utils.other", "ModulesToSaveWrapper"),  # before peft 0.16 of no common class
-    ),
+    "original_module": (("peft.utils.other", "AuxiliaryTrainingWrapper"),),
 }
 """The module and the class of wrappers, by the key under which they hold what they wrap."""
 

@@ -95,10 +95,7 @@ def draws_no_missing() -> bool:
 @contextlib.contextmanager
 def on_host() -> Iterator[None]:
     """Make tensors that name no device in host memory, whatever default device the caller has set."""
-    try:
-        default = torch.get_default_device().type
-    except AttributeError:  # torch 2.6 after `set_default_device(None)`
-        default = "cpu"
+    default = torch.get_default_device().type
     # A context of torch's slows each of its calls.
     with contextlib.nullcontext() if default == "cpu" else torch.device("cpu"):
         yield

@@ -1,18 +1,15 @@
 """How transformers reads and collects the tensors of a checkpoint while a model is described.
 
-Files give symbolic tensors, and nothing of them is read. Source: transformers 5.0 to 5.24 `core_model_loading.py`.
+Files give symbolic tensors, and nothing of them is read. Source: transformers 5.6 to 5.24 `core_model_loading.py`.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import transformers.modeling_utils as modeling_utils
 
 from lowmem_load import foreign_names
 from lowmem_load.formats.format import CheckpointFile
@@ -22,8 +19,6 @@ from lowmem_load.symbolic.attributes import EXTRA_STATE
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor
-
-MODULE = "transformers.core_model_loading"
 
 
 class SymbolicFile:
@@ -103,14 +98,7 @@ def symbolic_files(context: Context) -> Handlers:
         foreign_names.SAFE_OPEN: symbolic_open,
         foreign_names.LOAD_STATE_DICT: symbolic_state_dict,
         foreign_names.IS_ON_HF_MOUNT: lambda *_: False,  # on such mounts it reads full files to avoid mmap
-        foreign_names.LOAD_IN_THREADS: _load_one_by_one,
     }
-
-
-def _load_one_by_one(_: Any, shards: Sequence[Any]) -> tuple[list[str], Any]:
-    """Read shards in this thread, even if HF_ENABLE_PARALLEL_LOADING is set: others do not see the handlers."""
-    results = [modeling_utils.load_shard_file(shard) for shard in shards]
-    return [message for messages, _ in results for message in messages], results[-1][1]
 
 
 def collecting_handlers() -> Handlers:
@@ -119,9 +107,8 @@ def collecting_handlers() -> Handlers:
     Rank 517 of 1024 plans DeepSeek-V3 in fp8 in 7 CPU seconds and 65 MiB. With transformers' copies of converters that
     takes twice the time, and with its threads 280 MiB.
     """
-    if not importlib.util.find_spec(MODULE):  # transformers 4
-        return {}
-    loading = importlib.import_module(MODULE)
+    import transformers.core_model_loading as loading
+
     return {
         foreign_names.DEEPCOPY: _copy_once_for_each_use(getattr(loading, "WeightConverter", ())),
         foreign_names.SPAWN_MATERIALIZE: _materialize_without_threads(getattr(loading, "_materialize_copy", None)),

@@ -1,7 +1,7 @@
 """fp8 and mxfp4 weights that transformers dequantizes while it loads: described, so each rank reads its own ranges.
 
 Source: transformers 5.24 `integrations/finegrained_fp8.py`, `Fp8Dequantize` (`_dequantize_one` since 5.8), and
-`integrations/mxfp4.py`, `convert_moe_packed_tensors` (since 4.55).
+`integrations/mxfp4.py`, `convert_moe_packed_tensors`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Describes a model: runs transformers' own loader on symbolic tensors.
 
 The loader builds, renames, converts, checks, ties and initialises as ever; only the reading of files is replaced, and
-it is told that there is no ZeRO-3. Written for transformers 4.51 to 5.24.
+it is told that there is no ZeRO-3. Written for transformers 5.6 to 5.24.
 """
 
 from __future__ import annotations
@@ -101,11 +101,6 @@ class Call:
         self, weights: Mapping[str, torch.Tensor], kwargs: Mapping[str, Any]
     ) -> tuple[nn.Module, dict[str, Any]]:
         """Run it on these weights; raise CheckpointError unless they are those of the model, and all of them."""
-        if transformers.__version__.startswith("4."):
-            raise UnsupportedError(
-                f"weights= needs transformers 5, this is {transformers.__version__}; make a folder by consolidate, and "
-                "load that"
-            )
         cls: Any = self._cls
         config = kwargs.get("config")
         if config is None:
@@ -153,7 +148,7 @@ class Call:
             try:
                 return self._run(kwargs) if context.weights is None else self._run_on(context.weights, kwargs)
             except RuntimeError as error:
-                # Source: transformers 5.23 `loading_report.py`, 4.57 `modeling_utils.py`.
+                # Source: transformers 5.24 `loading_report.py`.
                 if re.search("ignore_mismatched_sizes|size mismatch for ", str(error)) is None:
                     raise
                 raise CheckpointError(
@@ -213,7 +208,7 @@ def _build(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Handler:
 
 
 def building_handlers(constructor: Constructor) -> Handlers:
-    """Return what has transformers 5 build a model by `constructor`, not on meta. transformers 4 builds with memory."""
+    """Return what has transformers build a model by `constructor`, not on meta."""
 
     def init_contexts(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> list[Any]:
         contexts = ordinary(cls, *args, **kwargs)
@@ -256,7 +251,7 @@ def _modules_counted(name: str) -> Iterator[None]:
 
 
 def _initialising_handlers(context: Context) -> Handlers:
-    """Return what keeps as expressions the parameters that no file has. transformers 4.51 marks the others, too."""
+    """Return what keeps as expressions the parameters that no file has."""
     initialiser, read_now = context.initialiser, context.read_now
 
     def initialise(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -276,7 +271,7 @@ def _initialising_handlers(context: Context) -> Handlers:
         ordinary(model, *args, **kwargs)
         initialiser.release()
 
-    return {foreign_names.INITIALIZE_WEIGHTS: initialise, foreign_names.INITIALIZE_MISSING_KEYS: initialise}
+    return {foreign_names.INITIALIZE_WEIGHTS: initialise}
 
 
 def _check_index(ordinary: Callable[..., Any], name: str, index: str, *args: Any, **kwargs: Any) -> Any:

@@ -117,7 +117,7 @@ def _packing_handlers() -> Handlers:
     except IncompatibleVersionError as error:
         raise UnsupportedError(str(error)) from error
     # The model stays where it is.
-    return {**handlers, **dict.fromkeys((foreign_names.WARM_UP, foreign_names.DISPATCH_MODEL), lambda *_, **__: None)}
+    return {**handlers, foreign_names.WARM_UP: lambda *_, **__: None}
 
 
 def _refuse_when_checked(ordinary: Callable[..., Any], quantizer: Any, *args: Any, **kwargs: Any) -> None:

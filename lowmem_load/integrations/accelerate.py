@@ -155,7 +155,7 @@ def _fsdp_version() -> str:
     if state is not None and shared is None:
         warn_of_missing([foreign_names.SHARED_STATE])
     if (plugin := (shared or {}).get("fsdp_plugin")) is not None:
-        return str(getattr(plugin, "fsdp_version", 1))  # accelerate 1.6 on
+        return str(plugin.fsdp_version)
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         return os.environ.get("FSDP_VERSION", "1")
     # TrainingArguments(fsdp=...) set this variable, and keep the version to themselves until a Trainer is made.

@@ -166,7 +166,7 @@ class SymbolicTensor(torch.Tensor):
         return f"SymbolicTensor({tuple(self.shape)}, {self.dtype})"
 
     def data_ptr(self) -> int:
-        """Return a number that is equal for two names of one value: transformers 5.0 to 5.4 find ties by it."""
+        """Return a number that is equal for two names of one value, which are tied."""
         return id(self.value)
 
     def untyped_storage(self) -> Any:

@@ -97,7 +97,7 @@ def _run(environment: Environment, found: dict[str, Any], what: str, step: Calla
     say(environment, f"running {what}")
     start = time.monotonic()
     step()
-    found["date"] = dt.datetime.now(dt.timezone.utc).date().isoformat()
+    found["date"] = dt.datetime.now(dt.UTC).date().isoformat()
     keep(environment, found)
     results = ", ".join(f"{name} {page.count(group)}" for name, group in found["groups"].items())
     say(environment, f"took {time.monotonic() - start:.0f} s; so far: {results or 'compared'}")

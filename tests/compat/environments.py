@@ -13,7 +13,7 @@ import yaml
 from packaging.version import Version
 
 FILE = Path(__file__).with_name("environments.yaml")
-MOST = 10
+MOST = 6
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
 
 

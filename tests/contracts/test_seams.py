@@ -37,7 +37,7 @@ from lowmem_load.hf import loader as hf
 from lowmem_load.hf import saver
 from lowmem_load.partial import partial_engine
 
-OF_DEEPSPEED = r"deepspeed \d\S* lacks .*{}.*; lowmem_load works with deepspeed 0\.16\.4 to \S+: install deepspeed==0\."
+OF_DEEPSPEED = r"deepspeed \d\S* lacks .*{}.*; lowmem_load works with deepspeed 0\.18\.4 to \S+: install deepspeed==0\."
 STAGE_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
 
 

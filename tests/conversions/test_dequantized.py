@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers.core_model_loading", reason="transformers before 5 has no operations of its own")
-
 from safetensors.torch import save_file
 
 from lowmem_load import foreign_names

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("transformers.core_model_loading", reason="transformers before 5 converts no weights")
-
 from safetensors.torch import save_file
 from transformers import core_model_loading as loading
 from transformers.core_model_loading import WeightConverter, spawn_materialize

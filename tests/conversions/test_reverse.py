@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("transformers.core_model_loading", reason="transformers before 5 converts no weights")
-
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers.core_model_loading import WeightConverter, dot_natural_key

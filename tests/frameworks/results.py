@@ -24,7 +24,7 @@ def read_results(path: Path = FILE) -> dict[str, dict[str, Any]]:
 def keep(case: Case, result: Mapping[str, Any], path: Path = FILE) -> None:
     """Replace the result of a case; those of cases that cases.yaml no longer has go."""
     results = read_results(path)
-    when = {"date": dt.datetime.now(dt.timezone.utc).date().isoformat()}
+    when = {"date": dt.datetime.now(dt.UTC).date().isoformat()}
     results[case.name] = {**when, "lowmem_load": importlib.metadata.version("lowmem-load"), **result}
     kept = {one.name: results[one.name] for one in read_cases() if one.name in results}
     lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in kept.items()]  # a case a line, for diffs

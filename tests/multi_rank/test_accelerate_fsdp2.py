@@ -32,13 +32,11 @@ from lowmem_load.dtensor.mesh import local_tensor
 from lowmem_load.hf.load_lock import inside_load
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread, values_of
 from tests import builders
-from tests.multi_rank.test_load_into import TRAINS_ON_CPU, losses, start
+from tests.multi_rank.test_load_into import losses, start
 from tests.ranks import run_ranks
 
 PARTS_TIED = Version(version("accelerate")) < Version("1.15")
 """accelerate then made two parameters of tied ones in fsdp2_prepare_model; behind `install()` they stay tied."""
-IGNORES = Version(version("accelerate")) >= Version("1.11")
-"""Before, accelerate's FSDP2 sharded `ignored_modules`, too."""
 
 if "fsdp_version" not in inspect.signature(FullyShardedDataParallelPlugin).parameters:
     pytest.skip("this release of accelerate has no FSDP2", allow_module_level=True)
@@ -306,10 +304,7 @@ def compare(path: str, kinds: list[tuple[str, str]]) -> None:
     sys.modules["axolotl.train"] = types.ModuleType("axolotl.train")
     sys.modules["axolotl.train"].materialize_trainable_meta_params = give_memory  # type: ignore[attr-defined]
     warnings.simplefilter("error", NotStreamedWarning)
-    has_all = Version(transformers.__version__) >= Version("5")  # before, efficient loads gave one rank values
     for (group, kind), efficient in itertools.product(kinds, (True, False)):
-        if efficient and not has_all and group != "loads":
-            continue
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(efficient)  # the launcher sets it, and stock loads by it
         precision = "no" if "adapters" in group else "bf16"
         how: Any = {"efficient": efficient, "mixed_precision": precision, "checkpointed": kind == "checkpointed"}
@@ -323,7 +318,7 @@ def compare(path: str, kinds: list[tuple[str, str]]) -> None:
         ours = prepare(before, **how)
         lowmem_load.integrations.install.uninstall()
         is_lazy = any(isinstance(local_tensor(each), LazyTensor) for each in ours.parameters())
-        assert is_lazy == (kind == "ignored" and IGNORES and not efficient), kind  # a forward reads what nobody shards
+        assert is_lazy == (kind == "ignored" and not efficient), kind  # a forward reads what nobody shards
         expected, found = whole(stock), whole(ours)
         parted = expected.keys() - found.keys()
         assert found.keys() <= expected.keys()
@@ -335,7 +330,7 @@ def compare(path: str, kinds: list[tuple[str, str]]) -> None:
             assert any("_checkpoint_wrapped_module" in name for name, _ in ours.named_modules())
         if kind == "resized":
             assert ours.generation_config.eos_token_id == 3
-        if TRAINS_ON_CPU and kind not in ("inner", "missing head"):
+        if kind not in ("inner", "missing head"):
             assert losses_or_error(ours) == losses_or_error(stock), kind
 
 
@@ -488,8 +483,6 @@ def keep_identity(path: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_parameters_of_a_lazy_model_stay_the_same_objects(checkpoints: Path) -> None:
-    if Version(torch.__version__) < Version("2.7"):
-        pytest.skip("torch's fully_shard takes no ignored_params")
     env = {**ENVIRONMENT, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
     run_ranks(keep_identity, str(builders.tiny_llama(checkpoints)), env=env)
 
@@ -529,7 +522,6 @@ def train_early(path: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(not TRAINS_ON_CPU, reason="torch 2.6's FSDP2 trains on no CPU")
 def test_an_optimizer_may_be_made_before_the_model_has_memory(checkpoints: Path) -> None:
     env = {**ENVIRONMENT, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
     run_ranks(train_early, str(builders.tiny_llama(checkpoints)), env=env, timeout_s=120)

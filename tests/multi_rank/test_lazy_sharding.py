@@ -13,7 +13,7 @@ from torch import nn
 
 import lowmem_load
 from tests import builders
-from tests.multi_rank.test_load_into import TRAINS_ON_CPU, layers, parallelize, shard_fully, start
+from tests.multi_rank.test_load_into import layers, parallelize, shard_fully, start
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -59,8 +59,7 @@ def shard(path: str) -> None:
         assert lowmem_load.load_report(ours).num_unread == 0
         assert_whole(ours, theirs)
         shard_fully(theirs, **policy)
-        if TRAINS_ON_CPU:
-            assert losses(ours) == losses(theirs)
+        assert losses(ours) == losses(theirs)
 
 
 def parallelize_both_ways(path: str) -> None:

@@ -19,11 +19,10 @@ from lowmem_load.api.plan_model import plan_sharded
 from lowmem_load.symbolic.lazy import is_unread
 from tests import builders
 from tests.multi_rank.test_accelerate_fsdp2 import ENVIRONMENT, prepare
-from tests.multi_rank.test_load_into import TRAINS_ON_CPU, shard_fully, start
+from tests.multi_rank.test_load_into import shard_fully, start
 from tests.ranks import run_ranks
 
 bnb = pytest.importorskip("bitsandbytes")
-pytestmark = pytest.mark.skipif(not TRAINS_ON_CPU, reason="torch's FSDP2 does not train on CPUs")
 
 SIZES = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8, "hidden_size": 30, "intermediate_size": 74}
 """None of the weights does 2, 4 or 64 divide when packed."""

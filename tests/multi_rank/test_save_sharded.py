@@ -12,7 +12,7 @@ import transformers
 from lowmem_load import load_into, save_model
 from tests import builders
 from tests.model_digest import model_digest
-from tests.multi_rank.test_load_into import TRAINS_ON_CPU, built, meshes, start
+from tests.multi_rank.test_load_into import built, meshes, start
 from tests.ranks import run_ranks
 
 
@@ -25,9 +25,8 @@ def save_all(paths: dict[str, str], folder: str) -> None:
             shard(model)
             model.to_empty(device="cpu")
             load_into(model, path)
-            if TRAINS_ON_CPU:
-                with torch.no_grad():
-                    model(torch.arange(8)[None])  # FSDP2 then keeps some parameters gathered
+            with torch.no_grad():
+                model(torch.arange(8)[None])  # FSDP2 then keeps some parameters gathered
             report = save_model(model, Path(folder, f"{mesh} {name}"), max_shard_size=20_000)
             assert report.files
             if mesh == "fsdp" or name == "llama":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -151,9 +150,6 @@ def inside_zero_init(path: str) -> None:
 
 
 def unresolved_precision(path: str) -> None:
-    if importlib.util.find_spec("deepspeed.runtime.precision_config") is None:
-        return  # before 0.17.2 stock reads "auto" as on
-
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 

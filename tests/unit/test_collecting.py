@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.core_model_loading as loading
 
 from lowmem_load.hf.collecting import collecting_handlers
 from lowmem_load.replaced import replaced
-
-loading = pytest.importorskip("transformers.core_model_loading", reason="transformers before 5 has no such loader")
 
 
 def converter() -> object:
