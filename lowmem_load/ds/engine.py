@@ -140,7 +140,7 @@ class PartitionedPart:
         self.engine, *_ = deepspeed.initialize(model=self._shell, optimizer=optimizer, config=config)
         check_engine(self.engine)
         zero = self.engine.optimizer
-        if zero.torch_autocast_gradscaler is not None:
+        if getattr(zero, "torch_autocast_gradscaler", None) is not None:
             raise UnsupportedError("partial ZeRO-3: torch_autocast in float16 is not supported; use bfloat16 or fp16")
         if self.frozen:
             self.engine.client_optimizer = None  # so that optimizer_name() is the ds_config's, for the replicated part
