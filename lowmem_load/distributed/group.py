@@ -21,7 +21,7 @@ from lowmem_load.distributed.heartbeat import Limits, Progress
 from lowmem_load.distributed.live_group import default_group, default_store, new_client, require_group, require_live
 from lowmem_load.distributed.store_channel import Group, StoppedError, StoreChannel
 from lowmem_load.distributed.verdict import Entry, verdict_on
-from lowmem_load.errors import ConfigError, RankError, error_text
+from lowmem_load.errors import RankError, error_text
 
 MAX_TEXT = 20_000  # characters of an error that are sent to other ranks
 _KNOWN_TO = "_lowmem_load_known_to"  # attribute of errors: the ranks of the world that know of it
@@ -82,6 +82,7 @@ class RankGroup:
         name: str = "",
         progress: Callable[[], Progress] | None = None,
         is_prompt: bool = False,
+        loop: str = "",
     ) -> Iterator[Step]:
         """Run the block on every rank; then all ranks go on, or all raise.
 
@@ -96,13 +97,14 @@ class RankGroup:
                 timeout of the process group; see [Note: lost ranks] in `distributed/heartbeat.py`.
             is_prompt: whether ranks have to come within `Limits.silence_s` instead of that timeout, for steps that
                 scripts are likely to run on one rank only.
+            loop: the step fails if a rank has left this loop; see `new_loop`.
 
         Raises:
             RankError: names each rank that failed, with its message. It is chained to this rank's own error, if any.
             BaseException: the block's own error, where there is one rank, or all ranks failed alike.
         """
         full_title = f"{name}: {title}" if name else title
-        step, entry, payload, error = Step(), Entry(title), "", None
+        step, entry, payload, error = Step(), Entry(title, loop=loop), "", None
         with self._doing(full_title, progress) as channel:
             try:
                 if channel is not None:  # an error of this rank's variables is one of all ranks
@@ -147,20 +149,17 @@ class RankGroup:
             channel.abort(self._members(channel), f"left {what}: {error_text(error, MAX_TEXT)}")
             self._note_known(error)
 
-    def next_step(self) -> int:
-        """Return the number of the group's next step, for `leave`; 0 where there are no other ranks. Local."""
+    def new_loop(self) -> str:
+        """Return a name for steps from the next one on that each rank may leave at any time. The same on all ranks."""
         channel = self._channel()
-        return 0 if channel is None else self._members(channel).number
+        members = None if channel is None else self._members(channel)
+        return "" if members is None else f"{members.key}/{members.number}"
 
-    def leave(self, number: int, why: str) -> None:
-        """Tell the other ranks that this one does not come to step `number`. For finalizers.
-
-        Local. Does nothing where the process group or the interpreter is at its end, or other steps have begun.
-        """
-        with contextlib.suppress(ConfigError):  # of a process that was forked meanwhile
-            channel = self._channel() if dist.is_initialized() else None
-            if channel is not None:
-                channel.leave(self._members(channel), number, why)
+    def leave(self, loop: str, why: str) -> None:
+        """Tell the other ranks that this one comes to no further step of a loop. Local, and takes no lock."""
+        channel = RankGroup._channels.get(default_group()) if loop and dist.is_initialized() else None
+        if channel is not None:
+            channel.leave(loop, why)
 
     def check(self) -> None:
         """Raise StoppedError if another rank has failed, or if the store is silent. Local; takes microseconds."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from lowmem_load.distributed.environment import positive_number
@@ -71,6 +71,7 @@ class Heartbeat(NamedTuple):
     num_beats: int = 0  # that it has written so far
     token: str = ""  # of the rank in this life, and those that it knows; see [Note: lives] in `store_channel.py`
     lives: Sequence[str] = ()
+    left: Mapping[str, str] = {}  # loops that the rank has left, and why
 
     @classmethod
     def decoded(cls, content: str) -> Heartbeat:

@@ -18,6 +18,11 @@ draws a token, and the steps of a group have that of its leader in their keys. A
 group does not know it: it writes its own token in its heartbeat, and the leader answers under this token. Whoever
 writes a leader's token into a heartbeat has met it, and is of this life. Until then a rank has the group for itself.
 
+[Note: loops] A rank may leave a loop that all ranks began, alone or with all others, at any time. So it does not write
+the verdict on a step, to which nobody may come, but has in its heartbeats that it has left. A step of the loop to which
+others come fails with that. If this rank comes to another step meanwhile, which has the same number, it goes on to the
+next number, as the others do.
+
 [Note: one thread] A call of the store may take for ever, and no signal interrupts it. So one thread makes all calls,
 and the caller waits for it in short waits. If it does not come back, the caller goes on without it, and every later
 step of this process group fails.
@@ -32,7 +37,6 @@ import os
 import platform
 import queue
 import secrets
-import sys
 import threading
 import time
 import weakref
@@ -51,6 +55,7 @@ BEAT_S, MIN_BEATS = 1.0, 5  # seconds between heartbeats; in how many of them th
 POLL_S, POLL_GROWTH = 0.001, 1.05  # seconds before a waiting rank looks, for each 16 ranks; how later pauses grow
 PART = 4 * 2**20  # characters of a value: torch's store ends a connection that sends 8 MiB (libuv backend, torch 2.13)
 FAREWELL_S = 2.0  # seconds that the leader waits for who has to read its last verdict: the store may end with it
+MAX_LEFT = 8  # loops that a rank remembers to have left
 _NOTHING = "-"  # stands for the value of a key that is not there
 
 
@@ -115,12 +120,12 @@ class StoreChannel:
         nowhere = _Place(Group("", (rank,), self._token))
         self._place = self._failing = nowhere  # where it is; where it was when it heard of a failure
         self._last_words = nowhere  # why it has left a step, for those that come later
-        self._caller = 0  # the thread of the last step
         self._questions = queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], Any] | None]()
         self._broken = ""  # what is wrong with the store
         self._unanswered_s, self._counted_s = 0.0, time.monotonic()  # see `_note_silence`
         self._waited_s, self._notice_s = 0.0, 0.0  # for the other ranks, and until the next notice of who is absent
         self._num_beats = 0
+        self._left: Mapping[str, str] = {}  # loops, and why
         self._peers: dict[int, Peer] = {}
         self._thread = threading.Thread(target=self._run, name="lowmem_load-store", daemon=True)
 
@@ -152,7 +157,7 @@ class StoreChannel:
 
         Collective, within `doing`. A rank that `leaves` the step fails it, unless the step is over, and does not wait.
         """
-        self._caller, self._waited_s, self._notice_s = threading.get_ident(), 0.0, NOTICE_S
+        self._waited_s, self._notice_s = 0.0, NOTICE_S
         pause_s = POLL_S * max(1.0, len(group.members) / 16)
         num_parts = self._ask(self._write_parts, f"rank/{self._rank}", payload) if payload else 0
         place = self._move(self._blocks[-1], entry._replace(num_parts=num_parts))
@@ -174,6 +179,8 @@ class StoreChannel:
             self._last_words = place._replace(entry=entry._replace(error=error))
         group.number += 1
         self._move(self._blocks[-1])
+        if verdict.loop in self._left:  # it was a step of others
+            return self.agree(group, entry, payload, leaves=leaves)
         return verdict, json.loads(payloads or "[]")
 
     def abort(self, group: Group, why: str) -> None:
@@ -182,16 +189,13 @@ class StoreChannel:
             while not self.agree(group, Entry("", why), leaves=True)[0].failures:
                 pass  # that step ended well before this rank could say it
 
-    def leave(self, group: Group, number: int, why: str) -> None:
-        """Say that this rank does not come to step `number`. Local; for finalizers.
+    def leave(self, loop: str, why: str) -> None:
+        """Say that this rank comes to no further step of a loop. Local; for finalizers, which may run in any thread.
 
-        They may run at any time, in any thread. So nothing is said if the group is past that step, or if another one
-        may be under way: then that one will end with an error, as the ranks are not at the same one.
+        So it waits for nothing. Steps of the loop fail that other ranks come to. See [Note: loops].
         """
-        if (group.number, self._caller) == (number, threading.get_ident()) and not (
-            self._blocks or sys.is_finalizing()
-        ):
-            self.abort(group, why)
+        self._left = {**dict([*self._left.items()][1 - MAX_LEFT :]), loop: why}
+        self._questions.put((Future(), lambda: self._send_heartbeat(self._place), ()))
 
     def check(self) -> None:
         """Raise StoppedError if another rank has failed, or if the store is silent. Local; any thread."""
@@ -274,7 +278,9 @@ class StoreChannel:
         reasons = {rank: peer.why_lost(self.limits, place.step, waited_s) for rank, peer in peers.items()}
         if any(reasons.values()):
             self._decide(place, Verdict([(rank, why) for rank, why in reasons.items() if why]))
-        if not place.entry and (self._peek(place.key) or self._peek(f"{place.group.key}/failed") == str(place.number)):
+        if place.entry:
+            self._look_for_leavers(place, {self._rank: place.entry}, peers)
+        elif self._has_failed(place):
             self._failing = place
         if place.entry and self._waited_s >= self._notice_s:
             self._notice_s *= 2
@@ -295,6 +301,7 @@ class StoreChannel:
             peers = self._read_heartbeats(place.group, followers)
             entries = {leader: place.entry}
             entries |= {rank: entry for rank, peer in peers.items() if (entry := peer.entry_at(place.step))}
+            self._look_for_leavers(place, entries, peers)
             if len(entries) == len(peers) + 1:
                 while place.group.num_deleted < place.number:
                     self._store.delete_key(f"{place.group.key}/{place.group.num_deleted}")
@@ -302,6 +309,20 @@ class StoreChannel:
                 verdict = verdict_on(entries)._replace(title=place.title)
                 return self._decide(place, self._share_payloads(place, entries, verdict))
         return self._peek(place.key)
+
+    def _look_for_leavers(self, place: _Place, entries: Mapping[int, Entry], peers: Mapping[int, Peer]) -> None:
+        """Fail a step of a loop that ranks have left. See [Note: loops]."""
+        left = {self._rank: self._left, **{rank: peer.heartbeat.left for rank, peer in peers.items() if peer.heartbeat}}
+        for loop in {entry.loop for entry in entries.values()}:
+            if failures := [(rank, loops[loop]) for rank, loops in left.items() if loop in loops]:
+                self._decide(place, Verdict(failures, loop=loop))
+
+    def _has_failed(self, place: _Place) -> bool:
+        """Return whether a step fails that this rank is busy with."""
+        content = self._peek(place.key)
+        if content and Verdict(*json.loads(content)).loop in self._left:
+            return False
+        return bool(content) or self._peek(f"{place.group.key}/failed") == str(place.number)
 
     def _decide(self, place: _Place, verdict: Verdict) -> str:
         """Write the verdict on the step, unless there is one; return the one that counts."""
@@ -326,8 +347,8 @@ class StoreChannel:
             progress = report() if report else None
         amount, detail = progress or (None, "")
         where = place.group.key, place.number, place.title
-        lives = list(self._leaders.values())
-        beat = Heartbeat(self._who, *where, amount, place.entry, detail, self._num_beats, self._token, lives)
+        known = self._token, [*self._leaders.values()], self._left
+        beat = Heartbeat(self._who, *where, amount, place.entry, detail, self._num_beats, *known)
         self._store.set(f"rank/{self._rank}", json.dumps(beat))
         if place.entry and place.entry.error is not None:
             self._store.set(f"{place.group.key}/failed", str(place.number))

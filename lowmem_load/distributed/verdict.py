@@ -24,6 +24,7 @@ class Entry(NamedTuple):
     is_stopped: bool = False  # whether this rank only stopped because another one failed
     digest: Mapping[str, str] = {}  # values that must be equal on all ranks, by topic
     num_parts: int = 0  # of its payload, which are keys of the store
+    loop: str = ""  # that the step belongs to; see `RankGroup.step`
 
 
 class Verdict(NamedTuple):
@@ -33,6 +34,7 @@ class Verdict(NamedTuple):
     is_alike: bool = False  # whether all ranks failed with the same message
     num_parts: int = 0  # of the payloads of all ranks
     title: str = ""  # of the step, as the leader calls it; "" where no leader has written it
+    loop: str = ""  # that the step belonged to, where it failed because ranks have left that
 
 
 def verdict_on(entries: Mapping[int, Entry]) -> Verdict:

@@ -1,8 +1,8 @@
 """Buckets: which tensors are put together from the ranks' elements at a time, and which rank sends what. Pure, no I/O.
 
-[Note: buckets] Tensors come in the model's order, as engines load layer by layer. A bucket ends with the tensor that
-fills it, and a tensor that fills one by itself has one of its own, so there are at most `total bytes / bucket_bytes +
-1`.
+[Note: buckets] Tensors come in the model's order, as engines load layer by layer. A bucket ends before the tensor that
+would exceed it, and a tensor that fills one by itself has one of its own. Two buckets in a row hold more than one may,
+so there are at most `2 * total bytes / bucket_bytes + 1`.
 
 [Note: messages] For each bucket, each rank sends one message: its elements of the bucket's tensors, cast and in the
 order of the parts. Every rank knows the layout of each parameter, and so computes the parts of all ranks: the sender to
@@ -152,11 +152,11 @@ def plan_buckets(units: Sequence[Unit], bucket_bytes: int) -> list[Bucket]:
         if unit.nbytes >= bucket_bytes:
             buckets.append(Bucket((unit,)))  # before what is pending, which is not full yet
             continue
-        pending.append(unit)
-        pending_bytes += unit.nbytes
-        if pending_bytes >= bucket_bytes:
+        if pending_bytes + unit.nbytes > bucket_bytes:
             buckets.append(Bucket(tuple(pending)))
             pending, pending_bytes = [], 0
+        pending.append(unit)
+        pending_bytes += unit.nbytes
     return [*buckets, Bucket(tuple(pending))] if pending else buckets
 
 

@@ -60,7 +60,7 @@ def iter_weights(
 
     Args:
         engine_or_model: an engine (so that its steps are noticed under each stage) or a model, as for `save_model`.
-        bucket_bytes: a bucket ends with the tensor that fills it. A tensor at least as large has a bucket of its own.
+        bucket_bytes: a bucket ends before it would exceed them. A tensor at least as large has a bucket of its own.
         to: "all", or the rank (in the group of the ranks that hold the model) that gets the tensors; the buckets of
             other ranks are empty lists.
         dtype: as for `save_model`. With torch.float32 the optimizer's fp32 values are yielded where a ZeRO-3 engine has
@@ -72,10 +72,11 @@ def iter_weights(
             "default". `adapter_config` returns its configuration.
 
     Collective: all ranks that hold the model. All ranks have to take all buckets, or stop after the same one. There are
-        at most `total bytes / bucket_bytes + 1`, each with one collective (on gloo, and for experts on hundreds of
+        at most `2 * total bytes / bucket_bytes + 1`, each with one collective (on gloo, and for experts on hundreds of
         ranks, with one of each rank).
-    Memory: on ranks that get tensors two buckets, each smaller than two times `bucket_bytes` or as large as one
-        tensor, and up to two more for messages. A merge takes a few times its layer.
+    Memory: on ranks that get tensors two times `bucket_bytes`, or two times the largest tensor if that is larger: the
+        messages of a bucket, and its tensors. On accelerators messages that are padded may take as much again. A merge
+        takes a few times its layer.
 
     Raises:
         ConfigError: an argument cannot be used, an optimizer stepped or a weight changed between two buckets, or

@@ -5,8 +5,9 @@ they begin the next collective, which runs while the consumer has the bucket. So
 that does not come: a consumer that stopped, raised or hangs, or a weight that changed, is an error of the next step.
 
 [Note: early ends] Python closes an iterator that nobody holds, and may do so at any time, in any thread, on one rank
-only. So no step of all ranks is made then: this rank tells the others that it does not come to the next one. They raise
-if they come there. If all ranks have left the loop at the same bucket, nobody comes, and all is well.
+only. So no step of all ranks is made then: this rank tells the others that it has left the loop. They raise if they
+come to its next step, whatever steps the script has made within the loop. If all ranks have left it at the same bucket,
+nobody comes, and all is well.
 
 [Note: fresh memory] Each tensor is in memory that nobody else holds, so one that a consumer keeps stays right. The list
 is emptied when the next bucket is asked for; else a `for` loop would keep three buckets alive.
@@ -95,9 +96,10 @@ class Weights:
         device = device_of(self.ranks)
         stream = None if device.type == "cpu" else _stream_of(device)
         changes = _Changes(self.engine, list(self.shards.values()))
+        loop = self.ranks.new_loop()
         try:
             for number in range(len(self.planned) + 1):
-                with self._step(number):
+                with self._step(number, loop):
                     changes.refuse()
                     if sent:
                         sent.exchange.finish(self.ranks.check)
@@ -107,19 +109,16 @@ class Weights:
                 if sent:
                     self._start(sent.exchange)
                 if number:
-                    yield from self._hand_out(tensors, number)
-            with self._step(len(self.planned) + 1):
+                    yield from self._hand_out(tensors, number, loop)
+            with self._step(len(self.planned) + 1, loop):
                 pass  # the consumers of all ranks have come to the end
         finally:
             changes.close()
             if sent:
                 sent.exchange.drain()
 
-    def _step(self, number: int) -> contextlib.AbstractContextManager[Any]:
-        return self.ranks.step(self._title(number))
-
-    def _title(self, number: int) -> str:
-        return f"sending the weights ({number} of {len(self.planned)} buckets)"
+    def _step(self, number: int, loop: str) -> contextlib.AbstractContextManager[Any]:
+        return self.ranks.step(f"sending the weights ({number} of {len(self.planned)} buckets)", loop=loop)
 
     def _start(self, exchange: Exchange) -> None:
         try:
@@ -128,17 +127,16 @@ class Weights:
             self.ranks.abort("sending the weights", error)
             raise
 
-    def _hand_out(self, tensors: Tensors, number: int) -> Iterator[Tensors]:
+    def _hand_out(self, tensors: Tensors, number: int, loop: str) -> Iterator[Tensors]:
         """Yield a bucket. See [Note: early ends]."""
-        next_step = self.ranks.next_step()
         try:
             yield tensors
         except GeneratorExit:
             why = f"its loop over the weights ended after {number} of {len(self.planned)} buckets"
-            self.ranks.leave(next_step, why)
+            self.ranks.leave(loop, why)
             raise
         except BaseException:
-            with self._step(number + 1):
+            with self._step(number + 1, loop):
                 raise
         tensors.clear()  # see [Note: fresh memory]
 

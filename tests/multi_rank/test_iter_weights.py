@@ -182,9 +182,9 @@ def send_merged(paths: dict[str, str], out: str) -> None:
     assert_sent(model, saved(model, f"{out}/whole", merge_adapters=True), "whole", is_short=True, merge_adapters=True)
 
 
-def misbehave(path: str) -> None:
+def misbehave(path: str, out: str) -> None:
     """Rank function: consumers that stop, raise or hang on rank 1. All ranks raise; then the next try works."""
-    from lowmem_load import DistributedInterface, iter_weights, load_model
+    from lowmem_load import DistributedInterface, iter_weights, load_model, save_model
 
     group = DistributedInterface(timeout=timedelta(seconds=5))
     model, is_odd = load_model(path, FP32), group.rank == 1
@@ -211,12 +211,24 @@ def misbehave(path: str) -> None:
         works()
     weights = iter_weights(model, bucket_bytes=1)
     next(weights), next(weights)
-    if is_odd:  # as the garbage collector may: nothing is said
+    if is_odd:  # as the garbage collector may
         thread = threading.Thread(target=weights.close)
         thread.start()
         thread.join()
-    with pytest.raises(RankError, match=r"is at '(planning|sending) the weights"):
-        next(iter_weights(model)) if is_odd else next(weights)
+    else:
+        with pytest.raises(RankError, match=ended):
+            next(weights)
+    works()
+    weights = iter_weights(model, bucket_bytes=1)
+    next(weights), next(weights)
+    save_model(model, out)  # within the loop
+    began_s = time.monotonic()
+    if is_odd:
+        weights.close()
+    else:
+        with pytest.raises(RankError, match=ended):
+            next(weights)
+        assert time.monotonic() - began_s < 4, "the timeout of the process group is 5 s"
     works()
 
     def consume(at_second: Callable[[], Any]) -> None:
@@ -247,8 +259,15 @@ def misbehave(path: str) -> None:
         assert_equal(found, {name: wanted[name] for name in some}, "names")
 
 
-def test_consumers_that_misbehave(paths: dict[str, str]) -> None:
-    run_ranks(misbehave, paths["llama"], world_size=3, timeout_s=150, env={"LOWMEM_LOAD_SILENCE_S": "5"})
+def test_consumers_that_misbehave(paths: dict[str, str], tmp_path: Path) -> None:
+    run_ranks(
+        misbehave,
+        paths["llama"],
+        str(tmp_path / "saved"),
+        world_size=3,
+        timeout_s=150,
+        env={"LOWMEM_LOAD_SILENCE_S": "5"},
+    )
 
 
 def fail_to_start(path: str) -> None:
@@ -363,8 +382,8 @@ def test_memory_is_two_buckets(checkpoints: Path) -> None:
     mib = 1 << 20
     (to_all, to_one), (also_to_all, to_none) = run_ranks(measure, path, world_size=2, timeout_s=200)
     for peak, largest in (to_all, also_to_all, to_one):
-        assert 48 * mib <= largest < 64 * mib
-        assert peak < 2 * largest + 8 * mib
+        assert 32 * mib < largest <= 48 * mib
+        assert peak < 2 * 48 * mib + 8 * mib
     assert to_none[1] == 0 and to_none[0] < 40 * mib  # its message
 
 

@@ -48,10 +48,10 @@ def names(buckets: list[Bucket]) -> list[str]:
     return ["".join(one.name for one in bucket.sent) for bucket in buckets]
 
 
-def test_a_bucket_ends_with_the_tensor_that_fills_it() -> None:
+def test_a_bucket_ends_before_the_tensor_that_would_exceed_it() -> None:
     units = [unit(name, nbytes) for name, nbytes in zip("abcdefg", (6, 3, 10, 4, 4, 12, 1), strict=True)]
-    # c and f have 10 bytes or more. a + b = 9, + d = 13; e + g = 5.
-    assert names(plan_buckets(units, 10)) == ["c", "abd", "f", "eg"]
+    # c and f have 10 bytes or more. a + b = 9, + d = 13; d + e + g = 9.
+    assert names(plan_buckets(units, 10)) == ["c", "ab", "f", "deg"]
     assert names(plan_buckets(units, 1)) == list("abcdefg")
     assert names(plan_buckets(units, 1000)) == ["abcdefg"]
     assert plan_buckets([], 10) == []
@@ -62,10 +62,10 @@ def test_there_are_few_buckets(bucket_bytes: int) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(1, 200, (100,), generator=generator).tolist()
     buckets = plan_buckets([unit(str(number), nbytes) for number, nbytes in enumerate(sizes)], bucket_bytes)
-    assert len(buckets) <= sum(sizes) / bucket_bytes + 1
+    assert len(buckets) <= 2 * sum(sizes) / bucket_bytes + 1
     assert sorted(tensor.name for bucket in buckets for tensor in bucket.sent) == sorted(map(str, range(100)))
     for bucket in buckets:
-        assert len(bucket.units) == 1 or sum(unit.nbytes for unit in bucket.units) < 2 * bucket_bytes
+        assert len(bucket.units) == 1 or sum(unit.nbytes for unit in bucket.units) <= bucket_bytes
 
 
 def flat_regions(shape: tuple[int, ...], world_size: int) -> list[Region]:

@@ -240,36 +240,48 @@ def test_a_rank_that_aborts_is_named_at_once_and_all_can_go_on(leaver: int) -> N
     assert all(not failed(verdict) for verdict in ranks.all(late))
 
 
-@pytest.mark.parametrize("leaver", [0, 2])
+@pytest.mark.parametrize("leavers", [[0], [2], [0, 1], [1, 2]])
 @pytest.mark.parametrize("pause_s", [0.0, 0.5])
-def test_a_rank_that_leaves_one_step_comes_to_another(leaver: int, pause_s: float) -> None:
+@pytest.mark.parametrize("num_inner", [0, 2])
+def test_a_rank_that_leaves_a_loop_comes_to_another_step(leavers: list[int], pause_s: float, num_inner: int) -> None:
     def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
-        step(channel, group)
-        if rank != leaver:
-            assert failed(step(channel, group, "loop")) == {leaver: "left the loop"}
+        loop = f"{group.key}/{group.number}"
+        step(channel, group, "loop", loop=loop)
+        for _ in range(num_inner):
+            step(channel, group, "within the loop")
+        if rank not in leavers:
+            time.sleep(0.5 - pause_s)
+            assert set(failed(step(channel, group, "loop", loop=loop)).items()) <= {
+                (each, "left it") for each in leavers
+            }
         else:
-            channel.leave(group, group.number, "left the loop")
+            thread = threading.Thread(target=channel.leave, args=(loop, "left it"))  # as the garbage collector may
+            thread.start()
+            thread.join()
             time.sleep(pause_s)  # others may give it up, or be at their step together with it
+            with channel.doing(group, "computing", busy()):
+                time.sleep(3 * BEAT_S)
+                assert not stopped(channel)
         return step(channel, group, "after")
 
     ranks = Ranks(3)
+    ranks.step()
     for _ in range(2):
         assert all(not failed(verdict) for verdict in ranks.all(work))
 
 
-def test_nothing_is_said_of_a_step_that_is_over() -> None:
+def test_ranks_that_all_leave_a_loop_lose_nothing() -> None:
     def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
+        loop = f"{group.key}/{group.number}"
+        step(channel, group, "loop", loop=loop)
+        time.sleep(0.1 * rank)
+        channel.leave(loop, "left it")
         step(channel, group)
-        if rank == 1:
-            channel.leave(group, group.number - 1, "left")
-            thread = threading.Thread(target=channel.leave, args=(group, group.number, "left"))
-            thread.start()
-            thread.join()
-            with channel.doing(group, "step"):
-                channel.leave(group, group.number, "left")
-        return step(channel, group)
+        return step(channel, group, "another loop", loop=f"{group.key}/{group.number}")
 
-    assert all(not failed(verdict) for verdict in Ranks(3).all(work))
+    ranks = Ranks(3)
+    ranks.step()
+    assert all(not failed(verdict) for verdict in ranks.all(work))
 
 
 def test_ranks_that_all_abort_can_all_come_again() -> None:
