@@ -109,6 +109,12 @@ def saved_names(
     expected = {old: tuple(state[old].shape) for old in saved.values()}
     tied = {id(state[old]) for old in expected}
     left_out = [old for old in of_adapter if old in state and old not in expected and id(state[old]) in tied]
+    frozen = [old for old in expected if old not in shapes and "base_layer" in old]
+    if frozen and all(old in shapes for old in expected if old not in frozen):
+        raise CheckpointError(
+            f"the checkpoint lacks {listed(frozen, 4)}, which PEFT saves with this adapter: frozen parameters were "
+            "left out of it; save the adapter with PEFT's save_pretrained"
+        )
     wrong = [
         f"{old} is {shapes.get(old, 'missing')}, not {shape}"
         for old, shape in expected.items()

@@ -178,6 +178,8 @@ def _describe(
     model: Any = None
     if config and (saved_model.tensors or saved_model.adapted is not None):
         saved_model = saved_model.without_wrappers()
+    if saved_model.tensors and config and _is_alone(saved_model, scratch, config, named):
+        saved_model = replace(saved_model, tensors={})
     if saved_model.tensors and config:
         with load_lock():
             model, tensors = _model_of(config, saved_model.tensors, executor)
@@ -198,14 +200,36 @@ def _describe(
         saved = saver.describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)
     if saved_model.adapter:
         place = scratch / ADAPTER_FOLDER if saved_model.tensors else scratch
-        saved_model = _describe_adapter(saved_model, model, place, config, None if named is None else os.fspath(named))
+        saved_model = _describe_adapter(saved_model, model, place, config, named)
         name = (place / "adapter_model.safetensors").relative_to(scratch).as_posix()
         saved.append(saver.plain_file(name, _sources(saved_model.adapter, _OF_ADAPTER), dtype))
     return saved_model, [lay_out_saved(file, scratch) for file in saved]
 
 
+def _is_alone(
+    saved_model: SavedModel, scratch: Path, config: str | os.PathLike[str], named: str | os.PathLike[str] | None
+) -> bool:
+    """Whether the tensors of the base are those that PEFT saves with the adapter: biases that were trained."""
+    adapted = saved_model.adapted
+    if adapted is None or adapted.adapter is None or len(adapted.base) > len(adapted.saved):
+        return False  # most, without building a model
+    try:
+        without = replace(saved_model, tensors={})
+        alone = _describe_adapter(without, None, scratch / "alone", config, named)
+    except CheckpointError:  # better said of the base
+        return False
+    finally:
+        shutil.rmtree(scratch / "alone", ignore_errors=True)
+    written = {id(tensor) for tensor in alone.adapter.values()}
+    return all(id(tensor) in written for tensor in adapted.wrapped.values())
+
+
 def _describe_adapter(
-    saved_model: SavedModel, model: Any, place: Path, config: str | os.PathLike[str] | None, named: str | None
+    saved_model: SavedModel,
+    model: Any,
+    place: Path,
+    config: str | os.PathLike[str] | None,
+    named: str | os.PathLike[str] | None,
 ) -> SavedModel:
     """Return the model with the adapter as PEFT would save it; write the adapter's configuration to `place`."""
     values, adapted = adapter_config(saved_model, named), saved_model.adapted

@@ -16,12 +16,12 @@ _OF_VERL = "lora_train_meta.json"
 """What verl saves of a LoRA: r, lora_alpha, task_type."""
 
 
-def adapter_config(model: SavedModel, config: str | None) -> dict[str, Any]:
+def adapter_config(model: SavedModel, config: str | os.PathLike[str] | None) -> dict[str, Any]:
     """Return the adapter_config.json for a model's adapter; `config` is a folder that may have it.
 
     Raises CheckpointError if no file says it, or if it is not that of the tensors.
     """
-    folder = model.companion(ADAPTER_CONFIG) or config
+    folder = model.companion(ADAPTER_CONFIG) or (None if config is None else os.fspath(config))
     if folder and (paths := own_files(folder, [ADAPTER_CONFIG])):
         values = read_json(paths[0])
         if not isinstance(values, dict):

@@ -140,6 +140,28 @@ def test_zero_checkpoints_of_peft_and_torch_compile(has_base: bool, before: str,
         assert report.left_out == []
 
 
+@pytest.mark.parametrize("kind", ["bias", "tokens", "head", "embeddings"])
+def test_what_trainer_saves_under_zero(kind: str, base: Path, tmp_path: Path) -> None:
+    """It leaves out frozen parameters of a PEFT model."""
+    model = trained(base / "apart", **KINDS[kind])
+    expected = saved_by_peft(model, tmp_path / "peft")
+    mine = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    save_zero3(tmp_path / "zero", mine, world_size=2)
+    shutil.copy(expected / "adapter_config.json", tmp_path / "zero")
+    if kind == "embeddings":
+        with pytest.raises(CheckpointError, match=r"lacks .*embed_tokens.base_layer.weight, which PEFT saves"):
+            consolidate(tmp_path / "zero", tmp_path / "made", config=base / "apart")
+        return
+    report = consolidate(tmp_path / "zero", tmp_path / "made", config=base / "apart")
+    made = load_file(tmp_path / "made" / "adapter_model.safetensors")
+    assert_equal(made, load_file(expected / "adapter_model.safetensors"))
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert report.left_out == []
+
+
 def test_compiled_layers_lose_their_wrappers_where_a_model_checks(base: Path, tmp_path: Path) -> None:
     model = trained(base / "apart", bias="lora_only")
     expected = saved_by_peft(model, tmp_path / "peft")
