@@ -416,6 +416,7 @@ def edit_before_engine(folder: Path) -> None:
     DistributedInterface()
     folder = folder / "UNet2DConditionModel"
     alive = HfDeepSpeedConfig(Z3)
+    assert_failure_is_known(folder)
     for script in SCRIPTS:
         results = []
         for does_install in (False, True):
@@ -436,6 +437,26 @@ def edit_before_engine(folder: Path) -> None:
         assert stock.keys() == ours.keys(), script
         assert not [name for name in stock if not torch.equal(stock[name], ours[name])], script
     del alive
+
+
+def assert_failure_is_known(folder: Path) -> None:
+    """Assert that a read that fails on one rank is an error on all. Collective."""
+    import deepspeed
+
+    from lowmem_load import RankError
+    from lowmem_load.lazy_weights.lazy_model import LazyReader
+
+    def fail(*_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    install()
+    model = diffusers.UNet2DConditionModel.from_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(LazyReader, "fill", fail)
+        with pytest.raises(RankError, match="rank 1: OSError: the disk is gone"):
+            deepspeed.initialize(model=model, config=Z3)
+    uninstall()
 
 
 TAKES_ANY = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
