@@ -1,7 +1,7 @@
 """Tests the environments of environments.yaml: `python -m tests.compat [--environments NAME ...] [--groups NAME ...]`.
 
 What has been run is kept beside each environment, under .cache/compat, and is not run again for the same pins. The
-results of those that are chosen go into lowmem_load/tested.json, and from there into the tables of
+results of those that are chosen go into tests/compat/tested.json, and from there into the tables of
 docs/compatibility.md. Ends with status 1 if an environment could not be made or a test failed; the others still run.
 """
 

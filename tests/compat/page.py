@@ -1,4 +1,4 @@
-"""The tables of docs/compatibility.md, written from lowmem_load/tested.json: `python -m tests.compat.page`."""
+"""The tables of docs/compatibility.md, written from tests/compat/tested.json: `python -m tests.compat.page`."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def groups_table(results: Results) -> str:
 def exceptions_list(results: Results) -> str:
     """Returns every failure, and every reason for which tests were skipped with how many and where.
 
-    Of more than two environments it gives the number; `lowmem_load/tested.json` names them.
+    Of more than two environments it gives the number; `tests/compat/tested.json` names them.
     """
     lines = []
     for result in results:

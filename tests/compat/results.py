@@ -1,4 +1,4 @@
-"""lowmem_load/tested.json: what was tested, as the package ships it. Written here, by nobody else."""
+"""tested.json: what was tested. Written here, by nobody else."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.compat.environments import Environment, read_environments
-from tests.ranks import REPO
 
-FILE = REPO / "lowmem_load" / "tested.json"
+FILE = Path(__file__).with_name("tested.json")
 
 
 def read_results(path: Path = FILE) -> list[dict[str, Any]]:

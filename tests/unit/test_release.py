@@ -11,7 +11,7 @@ METADATA = {f"lowmem_load-1.dist-info/{name}" for name in ("METADATA", "entry_po
 
 
 def test_what_is_tracked_is_the_package_and_the_file_for_site_packages() -> None:
-    assert {"lowmem_load/py.typed", "lowmem_load/tested.json", "lowmem_load_startup.pth"} <= tracked()
+    assert {"lowmem_load/py.typed", "lowmem_load_startup.pth"} <= tracked()
     assert not any("__pycache__" in name for name in tracked())
 
 
