@@ -93,9 +93,20 @@ def check_names_suffice(model: SavedModel, values: dict[str, Any]) -> None:
         "embeddings among the targets": any(place.kind.startswith("lora_embedding") for place in places),
         "trainable_token_indices": any(place.kind == "trainable_tokens_delta" for place in places),
         f"peft_type={values.get('peft_type')!r}": values.get("peft_type") != "LORA",
+        "a vocabulary that is not that of its base": _is_resized(model, values.get("base_model_name_or_path")),
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise ConfigError(
             f"{model.folder}: holds an adapter with {', '.join(found)}: which tensors PEFT saves of it depends on the "
             "model; name that by config"
         )
+
+
+def _is_resized(model: SavedModel, base: object) -> bool:
+    """Whether no tensor has as many rows as the vocabulary of the base, where that is in a folder."""
+    path = os.path.join(base, "config.json") if isinstance(base, str) else ""
+    if not model.tensors or not os.path.isfile(path):
+        return False
+    values = read_json(path)
+    size = values.get("vocab_size") if isinstance(values, dict) else None
+    return type(size) is int and not any(tensor.shape[:1] == (size,) for tensor in model.tensors.values())

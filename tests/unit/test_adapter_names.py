@@ -197,6 +197,25 @@ def test_a_configuration_of_another_adapter_is_refused(
     assert not (tmp_path / "made").exists()
 
 
+def test_a_resized_vocabulary_is_saved_with_the_adapter(base: Path, tmp_path: Path) -> None:
+    model = transformers.Qwen2ForCausalLM(transformers.AutoConfig.from_pretrained(base / "apart"))
+    model.resize_token_embeddings(29, mean_resizing=False)
+    model.config.save_pretrained(tmp_path / "config")
+    model.name_or_path = str(base / "apart")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    expected = saved_by_peft(wrapped, tmp_path / "peft")
+    checkpoint = save(wrapped.state_dict(), tmp_path / "saved")
+    shutil.copy(expected / "adapter_config.json", checkpoint)
+    consolidate(checkpoint, tmp_path / "made", config=tmp_path / "config")
+    made = load_file(tmp_path / "made" / "adapter" / "adapter_model.safetensors")
+    assert_equal(made, load_file(expected / "adapter_model.safetensors"))
+    assert "base_model.model.lm_head.weight" in made
+    with pytest.raises(ConfigError, match="a vocabulary that is not that of its base"):
+        consolidate(checkpoint, tmp_path / "other")
+
+
 def test_a_missing_configuration_says_how_to_make_one(base: Path, tmp_path: Path) -> None:
     model = trained(base / "apart")
     checkpoint = save(get_peft_model_state_dict(model), tmp_path / "checkpoint-5" / "pytorch_model_fsdp_0")
