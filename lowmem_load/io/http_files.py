@@ -173,7 +173,7 @@ def find(folder: str, file: str) -> RemoteObject | None:
     """
     url = _at(folder, file)
     with _request("GET", url, {"Range": "bytes=0-0"}, dict, first=url) as (_, response):
-        if response.status != 206 or "Content-Range" in response.headers:
+        if response.status != 206 or re.search(r"/\d+\Z", response.headers.get("Content-Range", "")):
             return _object(url, response)
     with _request("GET", url, {}, dict, first=url) as (_, response):
         return _object(url, response)

@@ -130,11 +130,11 @@ def open_store(url: str, *, unsigned: bool = False) -> Any:
     if unsigned:
         settings["skip_signature"] = "true"
     environment = (item for item in os.environ.items() if item[0].startswith(("AWS_", "AZURE_", "GOOGLE_", "HOME")))
-    return _store(url, tuple(settings.items()), tuple(environment), os.getpid())
+    return _store(url, tuple(settings.items()), TIMEOUT_S, (*environment, os.getpid()))
 
 
 @functools.lru_cache(maxsize=8)
-def _store(url: str, settings: tuple[tuple[str, str], ...], _: object, __: object) -> Any:
+def _store(url: str, settings: tuple[tuple[str, str], ...], timeout_s: float, _: object) -> Any:
     """Return the store by settings and the environment. It is kept, with its connections."""
     try:
         from obstore import exceptions
@@ -143,7 +143,7 @@ def _store(url: str, settings: tuple[tuple[str, str], ...], _: object, __: objec
         raise ConfigError(
             f"{plain_url(url)}: install obstore to read from it: pip install 'lowmem-load[stores]'"
         ) from error
-    options: Any = {"timeout": f"{10 * TIMEOUT_S:g}s", "read_timeout": f"{TIMEOUT_S:g}s", "connect_timeout": "5s"}
+    options: Any = {"timeout": f"{10 * timeout_s:g}s", "read_timeout": f"{timeout_s:g}s", "connect_timeout": "5s"}
     endpoints = (os.environ.get(name, "") for name in ENDPOINTS)
     if any(endpoint.startswith("http://") for endpoint in (*endpoints, dict(settings).get("endpoint", ""))):
         options["allow_http"] = True  # as the owner of the environment says
