@@ -18,7 +18,14 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from lowmem_load.distributed.heartbeat import Limits, Progress
-from lowmem_load.distributed.live_group import default_group, default_store, new_client, require_group, require_live
+from lowmem_load.distributed.live_group import (
+    default_group,
+    default_store,
+    is_default,
+    new_client,
+    require_group,
+    require_live,
+)
 from lowmem_load.distributed.store_channel import Group, StoppedError, StoreChannel
 from lowmem_load.distributed.verdict import Entry, verdict_on
 from lowmem_load.errors import RankError, error_text
@@ -180,7 +187,8 @@ class RankGroup:
         channel = RankGroup._channels.get(default_group())
         if channel is None:
             client = functools.partial(new_client, default_store())
-            channel = RankGroup._channels[default_group()] = StoreChannel(client, dist.get_rank())
+            is_live = functools.partial(is_default, weakref.ref(default_group()))
+            channel = RankGroup._channels[default_group()] = StoreChannel(client, dist.get_rank(), is_live=is_live)
             weakref.finalize(default_group(), channel.end)
         return channel
 

@@ -66,6 +66,11 @@ def default_group() -> dist.ProcessGroup:
     return group
 
 
+def is_default(group: weakref.ref[dist.ProcessGroup]) -> bool:
+    """Return whether a group is the default group still. Others may hold one that was destroyed."""
+    return group() is not None and group() is dist.group.WORLD
+
+
 def default_store() -> Any:
     """Return the store of the default group.
 

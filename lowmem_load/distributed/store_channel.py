@@ -107,10 +107,15 @@ class StoreChannel:
     """Steps and heartbeats of one rank of the world. One thread at a time may use it, but for `check`."""
 
     def __init__(
-        self, open_client: Callable[[], Any], rank: int, limits: Limits | None = None, beat_s: float = BEAT_S
+        self,
+        open_client: Callable[[], Any],
+        rank: int,
+        limits: Limits | None = None,
+        beat_s: float = BEAT_S,
+        is_live: Callable[[], bool] = lambda: True,
     ) -> None:
         self.limits = limits or Limits()
-        self._open_client, self._rank, self._beat_s = open_client, rank, beat_s
+        self._open_client, self._rank, self._beat_s, self._is_live = open_client, rank, beat_s, is_live
         self._who = f"pid {os.getpid()} on {platform.node()}"
         self._token = secrets.token_hex(8)
         self._leaders = {rank: self._token}  # tokens of the leaders that it has met
@@ -265,7 +270,7 @@ class StoreChannel:
     def _beat(self, place: _Place) -> None:
         """Send a heartbeat. Give up ranks that are lost, note whether the step fails, and say who is absent."""
         for group in [group for group in list(self._groups.values()) if group.is_led_by(self._rank)]:
-            if not self._has_met(group):  # it may have left before they came
+            if not self._has_met(group) and self._is_live():  # it may have left before they came
                 self._read_heartbeats(group, group.members[1:])
         if not place.title:
             return
