@@ -16,12 +16,13 @@ from torch import nn
 from lowmem_load.planning.proof import prove_names
 
 _WRAPPERS = {
-    "_orig_mod": (("torch._dynamo", "OptimizedModule"),),
+    "_orig_mod": ("torch._dynamo", "OptimizedModule"),
     "_checkpoint_wrapped_module": (
-        ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"),
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
     ),
-    "base_layer": (("peft.tuners.tuners_utils", "BaseTunerLayer"),),
-    "original_module": (("peft.utils.other", "AuxiliaryTrainingWrapper"),),
+    "base_layer": ("peft.tuners.tuners_utils", "BaseTunerLayer"),
+    "original_module": ("peft.utils.other", "AuxiliaryTrainingWrapper"),
 }
 """The module and the class of wrappers, by the key under which they hold what they wrap."""
 
@@ -29,11 +30,9 @@ _WRAPPERS = {
 def wrapped_key(module: nn.Module) -> str | None:
     """Return the key of the child that a module only wraps; None if the module is not a wrapper."""
     children = vars(module)["_modules"]
-    for key, classes in _WRAPPERS.items():
-        if children.get(key) is None:
-            continue
-        known = (getattr(sys.modules.get(place), name, None) for place, name in classes)
-        if isinstance(module, tuple(cls for cls in known if cls is not None)):
+    for key, (place, name) in _WRAPPERS.items():
+        # A class that nobody has imported wraps nothing.
+        if children.get(key) is not None and isinstance(module, getattr(sys.modules.get(place), name, ())):
             return key
     return None
 
