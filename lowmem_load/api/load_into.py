@@ -23,6 +23,7 @@ from lowmem_load.api.request import (
     weights_folder,
 )
 from lowmem_load.config.settings import Partition, read_settings
+from lowmem_load.deprecation import without_progress
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import has_group
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -52,6 +53,7 @@ MakeCall = Callable[..., ModuleCall | PartsCall]
 """Makes a load, given the ranks and what makes the module that is described; `is_stand_in`: see `ModuleCall`."""
 
 
+@without_progress
 def load_into(
     model: nn.Module,
     name: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]],

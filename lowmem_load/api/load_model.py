@@ -13,6 +13,7 @@ from torch import nn
 
 from lowmem_load.api.request import Request, agree_on_request, make_load, name_text, weights_folder
 from lowmem_load.config.settings import Partition, Settings, read_settings
+from lowmem_load.deprecation import without_progress
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import (
@@ -35,6 +36,7 @@ from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.report import LoadReport
 
 
+@without_progress
 def load_model(
     name: str | os.PathLike[str],
     ds_config: Any,

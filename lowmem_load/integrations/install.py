@@ -17,6 +17,7 @@ from typing import Any
 from lowmem_load import foreign_names
 from lowmem_load.api.load_model import streaming_by_active_config, streaming_by_config
 from lowmem_load.config.settings import Partition
+from lowmem_load.deprecation import without_progress
 from lowmem_load.errors import ConfigError
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations.hooks import enter_if_usable, entered_once_imported, replaced_once_imported
@@ -28,6 +29,7 @@ from lowmem_load.report import OnLoad
 logger = logging.getLogger(__name__)
 
 
+@without_progress
 @contextlib.contextmanager
 def streaming(
     ds_config: Any = None,
@@ -89,6 +91,7 @@ def _diffusers_saves() -> contextlib.AbstractContextManager[object]:
 _installed: list[contextlib.ExitStack] = []  # what to undo: at most one
 
 
+@without_progress
 def install(
     *,
     strict: bool = False,

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lowmem_load.deprecation import without_progress
 from lowmem_load.distributed.group import Alone, RankGroup
 from lowmem_load.distributed.nodes import node_name
 from lowmem_load.errors import CheckpointError, ConfigError
@@ -53,6 +54,7 @@ _OF_ADAPTER = "adapter: "
 """Before the names of an adapter's tensors in a plan, which has those of its base, too."""
 
 
+@without_progress
 def consolidate(
     checkpoint_folder: str | os.PathLike[str],
     output_folder: str | os.PathLike[str],

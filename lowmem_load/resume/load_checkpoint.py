@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowmem_load.deprecation import without_progress
 from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
@@ -80,6 +81,7 @@ class Plan:
     total_bytes: int
 
 
+@without_progress
 def load_checkpoint(
     engine: Any,
     load_dir: str | os.PathLike[str],

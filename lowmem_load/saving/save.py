@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from lowmem_load.deprecation import without_progress
 from lowmem_load.distributed.group import Alone, RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.live_group import has_group
@@ -56,6 +57,7 @@ Describe: TypeAlias = Callable[[Path, Mapping[int, Source]], tuple[list[SavedFil
 buffer, by `id`. Returns the files of weights, and the merges of adapters."""
 
 
+@without_progress
 def save_model(
     model: nn.Module,
     folder: str | os.PathLike[str],
