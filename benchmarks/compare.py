@@ -105,7 +105,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Plan]:
         "--also-cold", action="store_true", help="load, too, with a cold page cache and memory as found"
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
-    parser.add_argument("--docs", action="store_true", help="write the tables into docs/measured.md")
+    parser.add_argument("--docs", action="store_true", help="write the tables into benchmarks/RESULTS.md")
     chosen = parser.parse_args(arguments)
     preset = PRESETS[chosen.preset]
     if chosen.model:

@@ -95,7 +95,7 @@ def measure(way: str, path: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fsdp2", description=__doc__.splitlines()[0])
     parser.add_argument("--params", type=int, default=575_000_000, help="of the model; 575 million are 1.15 GB in bf16")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
     options = parser.parse_args()
     rows: list[tuple[str, ...]] = [COLUMNS]
     with (

@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--link", default="1gbit", help="rate of a storage link, as tc takes it")
     parser.add_argument("--layers", type=int, default=17)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
     options = parser.parse_args()
     rows: list[Sequence[str]] = [COLUMNS]
     with tempfile.TemporaryDirectory() as scratch:

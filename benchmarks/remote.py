@@ -176,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Loads from an HTTP server.")
     parser.add_argument("--params", type=float, default=1.5e9, help="of the model")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
     chosen = parser.parse_args()
     with checkpoint_of(int(chosen.params)) as checkpoint:
         table = list(rows(checkpoint, chosen.repeats))

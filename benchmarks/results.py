@@ -14,7 +14,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.worker import RankResult
 
 MIB = 2**20
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "measured.md"
+PAGE = Path(__file__).with_name("RESULTS.md")
 MODEL_METHODS = ("stock", "lowmem")
 """These must end with bit-identical partitions. The floor joins them when it reads the dtype that is loaded."""
 
@@ -182,7 +182,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def show_table(name: str, rows: Sequence[Sequence[str]], *, docs: bool) -> None:
-    """Print a table below what machine it was measured on; with `docs`, write it into docs/measured.md, too."""
+    """Print a table below what machine it was measured on; with `docs`, write it into benchmarks/RESULTS.md, too."""
     machine = describe_machine().lines()
     log("\n".join([*machine, "", markdown(rows)]))
     if docs:

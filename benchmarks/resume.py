@@ -116,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="ranks that load, besides the two that saved")
     parser.add_argument("--params", type=float, default=1e8, help="parameters of the model")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
     options = parser.parse_args()
     cost(options.params, options.ranks, options.docs)
 

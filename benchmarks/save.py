@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--max-shard-size", default="500MB")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "save")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
     arguments = parser.parse_args()
     rows: list[Sequence[str]] = [COLUMNS]
     with checkpoint_of(int(arguments.params)) as path:

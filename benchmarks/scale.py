@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="the default table instead of one model")
     parser.add_argument("--repeats", type=int, default=1, help="fresh processes for each row")
     parser.add_argument("--folder", help="where the sparse checkpoints go; by default the temporary folder")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
     options = parser.parse_args(arguments)
     if options.all == (options.model is not None) or options.repeats < 1:
         parser.error("name a model, or pass --all; --repeats must be at least 1")

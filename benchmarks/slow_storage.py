@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--repeats", type=int, default=1, help="of each load; every one has its row")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
     options = parser.parse_args(arguments)
     rows: list[Sequence[str]] = [COLUMNS]
     with tempfile.TemporaryDirectory() as scratch:

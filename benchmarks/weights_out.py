@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "weights_out")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
     arguments = parser.parse_args()
     rows: list[Sequence[str]] = [COLUMNS]
     with checkpoint_of(int(arguments.params)) as path:

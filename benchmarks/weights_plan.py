@@ -114,7 +114,7 @@ def measure(model: str, under: str, ranks: Sequence[int]) -> Iterator[list[str]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 1024, 4096])
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/measured.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
     arguments = parser.parse_args()
     rows: list[Sequence[str]] = [COLUMNS]
     for model in MODELS:

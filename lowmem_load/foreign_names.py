@@ -1,6 +1,6 @@
 """Every function of another package that this one replaces while a block lasts. `replaced.py` takes no other name.
 
-A new release of a package is checked against this table. `docs/reference/foreign_names.md` shows it.
+A new release of a package is checked against this table. `docs/development/foreign_names.md` shows it.
 """
 
 from __future__ import annotations

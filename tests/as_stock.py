@@ -10,7 +10,7 @@ from tests.compat.known import KNOWN
 
 
 def round_as_stock(model: nn.Module) -> None:
-    """Casts the buffers that stock casts with the installed releases, if any; see docs/compatibility.md."""
+    """Casts the buffers that stock casts with the installed releases, if any; see tests/compat/RESULTS.md."""
     ends = tuple(
         difference.concerns.rpartition(".")[2]
         for difference in KNOWN

@@ -1,4 +1,4 @@
-"""Writes docs/reference/foreign_names.md: the functions of other packages that lowmem_load replaces."""
+"""Writes docs/development/foreign_names.md: the functions of other packages that lowmem_load replaces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lowmem_load.foreign_names import TABLE, ForeignName
 from tests.ranks import REPO
 
-PAGE = REPO / "docs" / "reference" / "foreign_names.md"
+PAGE = REPO / "docs" / "development" / "foreign_names.md"
 
 HEAD = """# Foreign names
 

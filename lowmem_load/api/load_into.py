@@ -82,7 +82,7 @@ def load_into(
     the values of an ordinary `from_pretrained`; parameters that no file has get those of rank 0's random state.
     **Any other module**, or with `rename` (which may be {}) also such a one, gets the tensors that have the names of
     its parameters and buffers, cast to their dtypes. **Several checkpoints** are a mapping of prefixes of submodules to
-    names: each is loaded as it would be alone; "" is the name for all else. See docs/own_module.md.
+    names: each is loaded as it would be alone; "" is the name for all else. See docs/howto/own_module.md.
 
     Args:
         model: the module. Ties, dtypes, `requires_grad` and attributes of parameters stay.

@@ -262,7 +262,7 @@ def check_kinds(config: Mapping[str, Any]) -> None:
         raise ConfigError(f"ds_config: {len(problems)} key(s) have values that cannot be used\n" + "\n".join(problems))
 
 
-# -- bf16, fp16 or fp32: docs/precision.md lists every case ------------------------------------------------------------
+# -- bf16, fp16 or fp32: docs/reference/configuration.md lists every case ----------------------------------------------
 
 _BF16 = "bf16"
 _FP16 = "fp16"

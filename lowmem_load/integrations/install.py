@@ -121,13 +121,13 @@ def install(
     `engine.load_checkpoint`, and so `Trainer.train(resume_from_checkpoint=...)`, also takes a ZeRO-3 checkpoint that
     another number of ranks saved, as `lowmem_load.load_checkpoint` does. DeepSpeed itself refuses that.
     TRL's trainers send the weights of partitioned and sharded models to vLLM in buckets, and mix reference models
-    partition by partition; see docs/situations/rlhf_weights.md. Local. Call it before the first model is loaded.
+    partition by partition; see docs/howto/rlhf.md. Local. Call it before the first model is loaded.
 
     Args:
         strict: make it an error (usually an `UnsupportedError`) if a load cannot be streamed.
         saves: let `Trainer.save_model`, `Accelerator.save_model` and `engine.save_16bit_model` write the same files
             under ZeRO-3 without gathering, and let `save_pretrained` refuse to write empty parameters; see
-            docs/saving.md. They need no stage3_gather_16bit_weights_on_model_save. False leaves saves to stock.
+            docs/howto/saving.md. They need no stage3_gather_16bit_weights_on_model_save. False leaves saves to stock.
         on_load: called on every rank with the `LoadReport` of each streamed load, at its end.
         stream: as for `load_model`. URLs are taken as names in any case.
         share_reads: as for `load_model`.

@@ -43,7 +43,7 @@ class ModelEngine:
 
     Args:
         model_args: `ModelArguments`, a mapping with these names, a YAML file, or another dataclass with these fields.
-            A mapping or file may be that of a whole pipeline; see docs/model_engine.md.
+            A mapping or file may be that of a whole pipeline; see docs/howto/other_frameworks.md.
         dist_config: `DistConfig`, a mapping with these names, or a YAML file; None if model_args has it.
         is_train: True selects train mode and gradient checkpointing, False eval mode.
 

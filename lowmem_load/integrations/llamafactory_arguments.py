@@ -54,7 +54,7 @@ class ModelArguments:
         trust_remote_code: whether code that comes with the checkpoint may run.
         revision: branch, tag or commit on the Hub.
         attn_implementation: "eager", "sdpa", "flash_attention_2", ...; None for transformers' choice.
-        bf16, fp16: the training arguments of these names; None if there are none. See docs/precision.md.
+        bf16, fp16: the training arguments of these names; None if there are none. See docs/reference/configuration.md.
         freeze: glob patterns over parameter names (`fnmatch`, case-sensitive). Matching parameters are not trained.
         gradient_checkpointing: None means True for training. Ignored if the engine is not for training.
         gradient_checkpointing_kwargs: for `torch.utils.checkpoint.checkpoint`; use_reentrant is False if absent.
@@ -153,7 +153,7 @@ class DistConfig:
 def read_arguments(model_args: Any, dist_config: Any = None) -> tuple[ModelArguments, DistConfig, dict[str, Any]]:
     """Return the arguments of `ModelEngine` as dataclasses, and the keys that belong to others.
 
-    For the forms that they have see docs/model_engine.md. A given `dist_config` wins over the one in model_args.
+    `ModelEngine` lists their forms. A given `dist_config` wins over the one in model_args.
 
     Raises:
         ConfigError: a file cannot be read, a name is unknown or missing, a value has the wrong type.

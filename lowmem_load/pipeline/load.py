@@ -1,4 +1,4 @@
-"""The steps of a load, in the order of the picture in docs/architecture.md: see `Load._load`."""
+"""The steps of a load, in the order of the picture in docs/development/architecture.md: see `Load._load`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a training, by the formulas that docs/cli.md states. Plain numbers."""
+"""Memory of a training, by the formulas that docs/howto/plan.md states. Plain numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""save_model: describe, plan, agree, write, agree, rename. See docs/saving.md."""
+"""save_model: describe, plan, agree, write, agree, rename. See docs/howto/saving.md."""
 
 from __future__ import annotations
 

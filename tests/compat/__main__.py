@@ -2,7 +2,7 @@
 
 What has been run is kept beside each environment, under .cache/compat, and is not run again for the same pins. The
 results of those that are chosen go into tests/compat/tested.json, and from there into the tables of
-docs/compatibility.md. Ends with status 1 if an environment could not be made or a test failed; the others still run.
+tests/compat/RESULTS.md. Ends with status 1 if an environment could not be made or a test failed; the others still run.
 """
 
 from __future__ import annotations

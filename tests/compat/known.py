@@ -8,7 +8,7 @@ from packaging.version import Version
 
 
 class Difference(NamedTuple):
-    """A difference from stock: a row of docs/compatibility.md.
+    """A difference from stock: a row of tests/compat/RESULTS.md.
 
     Attributes:
         package, first, last: the releases that have it, both ends included.

@@ -1,4 +1,4 @@
-"""The tables of docs/compatibility.md, written from tests/compat/tested.json: `python -m tests.compat.page`."""
+"""The tables of tests/compat/RESULTS.md, written from tests/compat/tested.json: `python -m tests.compat.page`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.compat.groups import GROUPS
 from tests.compat.results import read_results
 from tests.ranks import REPO
 
-FILE = REPO / "docs" / "compatibility.md"
+FILE = REPO / "tests" / "compat" / "RESULTS.md"
 AXES = {"python": "Python", "torch": "torch", "deepspeed": "deepspeed", "transformers": "transformers"}
 MORE = ("accelerate", "peft", "trl", "datasets")
 WHO = {

@@ -1,4 +1,4 @@
-"""The table of docs/pipelines/frameworks.md, written from results.json: `python -m tests.frameworks.page`."""
+"""The table of tests/frameworks/RESULTS.md, written from results.json: `python -m tests.frameworks.page`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.frameworks.compare import is_equal
 from tests.frameworks.results import read_results
 from tests.ranks import REPO
 
-FILE = REPO / "docs" / "pipelines" / "frameworks.md"
+FILE = REPO / "tests" / "frameworks" / "RESULTS.md"
 MARKED = re.compile(r"(<!-- written by tests/frameworks -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 COLUMNS = ("framework", "case", "model", "losses and saved tensors", "load peak, stock", "lowmem_load")
 _UNTOLD = ("python", "peft", "datasets")

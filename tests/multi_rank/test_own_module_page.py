@@ -1,4 +1,4 @@
-"""The code of docs/own_module.md runs as it is written, on two ranks, with small checkpoints under its names."""
+"""The code of docs/howto/own_module.md runs as it is written, on two ranks, with small checkpoints under its names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.multi_rank import test_parts as parts
 from tests.multi_rank.test_own_modules import Z3, differing
 from tests.ranks import REPO, run_ranks
 
-PAGE = REPO / "docs" / "own_module.md"
+PAGE = REPO / "docs" / "howto" / "own_module.md"
 LLM, VISION = "meta-llama/Llama-3.1-8B", "google/siglip-so400m-patch14-384"
 
 

@@ -30,7 +30,7 @@ def switch_of(rank: str) -> dict[str, Any]:
 
 
 def test_stock_is_not_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "1")  # docs/pipelines/run.md: in the environment of a job
+    monkeypatch.setenv(SWITCH, "1")  # docs/howto/run.md: in the environment of a job
     assert run_on_ranks(switch_of, "a", out=tmp_path, world_size=1) == [{"rank": "a", "switch": OFF}]
 
 

@@ -153,7 +153,7 @@ def test_plan_refuses(options: list[str], message: str, answer: Answer, llama: P
         (["--world-size", 2, "--compare"], "--compare: name --host-memory"),
         (["--world-size", 2, "--gradient-checkpointing"], "changes activations; name --tokens"),
         (["--fsdp", 2, "--accelerator", "cpu"], "--accelerator: FSDP2 is planned for GPUs"),
-        # DS_ACCELERATOR is cpu here, as docs/start.md has it.
+        # DS_ACCELERATOR is cpu here, as docs/quickstart.md has it.
         (["--ds-config", "ds.json", "--world-size", 2, "--device-memory", "80GiB"], "on CPUs all memory is host"),
     ],
 )

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "lowmem_load"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 OF_TODAY = [document for document in DOCUMENTS if document.name != "CHANGELOG.md"]  # which names what is gone, too
 README = ROOT / "README.md"
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
+ARCHITECTURE = ROOT / "docs" / "development" / "architecture.md"
 REFERENCE = ROOT / "docs" / "reference"
 
 # A path ends in a slash or in the name of a file of ours; it may lie in the package or in the repository.
@@ -99,8 +99,10 @@ def _variables(text: str) -> set[str]:
 
 
 def test_every_public_name_is_in_the_reference_once() -> None:
-    named = re.findall(r"^\.\. public:: (\w+)$", _text(REFERENCE / "api.md"), re.MULTILINE)
+    write_api = runpy.run_path(str(ROOT / "docs" / "write_api.py"))
+    named = [name for names in write_api["CHAPTERS"].values() for name in names if "." not in name]
     assert sorted(named) == sorted(lowmem_load.__all__)
+    assert _text(REFERENCE / "api.md") == write_api["page"](), "run python docs/write_api.py"
 
 
 def test_every_page_is_in_the_contents_once() -> None:
@@ -114,7 +116,7 @@ def test_every_page_is_in_the_contents_once() -> None:
 
 
 def test_every_error_has_a_remedy() -> None:
-    section = _text(ROOT / "docs" / "troubleshooting.md").split("\n## By error class\n")[1].split("\n## ")[0]
+    section = _text(ROOT / "docs" / "howto" / "troubleshooting.md").split("\n## By error class\n")[1].split("\n## ")[0]
     remedies = dict(re.findall(r"^\| `(\w+)` .*\|\s*(\S[^|]*?)\s*\|$", section, re.MULTILINE))
     assert remedies.keys() == _errors()
     assert all(remedies.values())
@@ -122,13 +124,13 @@ def test_every_error_has_a_remedy() -> None:
 
 def test_every_variable_of_the_environment_is_in_the_table() -> None:
     read = {name for path in PACKAGE.rglob("*.py") for name in _variables(_text(path))}
-    table = re.findall(r"^\| `(LOWMEM_LOAD_\w+)` \|", _text(REFERENCE / "environment.md"), re.MULTILINE)
+    table = re.findall(r"^\| `(LOWMEM_LOAD_\w+)` \|", _text(REFERENCE / "configuration.md"), re.MULTILINE)
     assert "LOWMEM_LOAD_SILENCE_S" in read
     assert sorted(table) == sorted(read)
 
 
 def test_the_first_script_is_the_example() -> None:
-    scripts = re.findall(r"```python\n(.*?)```", _text(ROOT / "docs" / "start.md"), re.DOTALL)
+    scripts = re.findall(r"```python\n(.*?)```", _text(ROOT / "docs" / "quickstart.md"), re.DOTALL)
     assert _text(ROOT / "examples" / "first_load.py") in scripts
 
 

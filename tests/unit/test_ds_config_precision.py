@@ -1,4 +1,4 @@
-"""Every combination of ds_config and training arguments, and docs/precision.md against the code."""
+"""Every combination of ds_config and training arguments, and docs/reference/configuration.md against the code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lowmem_load.config.ds_config import Precision, precision_of, with_precision
 from lowmem_load.errors import ConfigError
 
-DOCS = Path(__file__).parents[2] / "docs" / "precision.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 
 DS_VALUES = (None, "auto", True, False)
 TRAINER_VALUES = (None, True, False)
@@ -63,15 +63,15 @@ def config_with(ds_bf16: Any, ds_fp16: Any) -> dict[str, Any]:
 
 
 def tables_of_docs() -> dict[tuple[str, Any, Any, Any, Any], str]:
-    """Returns every cell of docs/precision.md by (reading of absent, trainer bf16, trainer fp16, ds bf16, ds fp16)."""
+    """Returns every cell of the page by (reading of absent, trainer bf16, trainer fp16, ds bf16, ds fp16)."""
     trainer_words = {"not given": None, "True": True, "False": False}
     ds_words = {"absent": None, '"auto"': "auto", "true": True, "false": False}
     cells: dict[tuple[str, Any, Any, Any, Any], str] = {}
     reading, trainer, columns = "", (None, None), [None]
     for line in DOCS.read_text(encoding="utf-8").splitlines():
-        if heading := re.match(r"## \w+: absent is read as (.+)", line):
+        if heading := re.match(r"### \w+: absent is read as (.+)", line):
             reading = {'"auto"': "auto", "false": "disabled"}[heading[1]]
-        elif heading := re.match(r"### .*bf16 (not given|True|False), fp16 (not given|True|False)$", line):
+        elif heading := re.match(r"#### .*bf16 (not given|True|False), fp16 (not given|True|False)$", line):
             trainer = trainer_words[heading[1]], trainer_words[heading[2]]
         elif line.startswith(r"| bf16 \ fp16 |"):
             columns = [ds_words[word.removeprefix("fp16 ")] for word in split_row(line)[1:]]
