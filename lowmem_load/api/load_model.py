@@ -50,9 +50,10 @@ def load_model(
     weights: str | os.PathLike[str] | None = None,
     **from_pretrained_kwargs: Any,
 ) -> Any:
-    """Load a checkpoint straight into ZeRO-3 partitions; return the transformers model, in eval mode.
+    """Load a checkpoint straight into ZeRO-3 partitions or FSDP2 shards; return the model, in eval mode.
 
-    Under ZeRO stage 3 each rank reads only the bytes of its own partitions; under stages 0 to 2 every rank reads all.
+    Each rank reads only the bytes of its own partitions or shards. Under ZeRO stages 0 to 2 every rank needs the full
+    model, which it reads or, with `share_reads`, gets from a rank that has read it. Call it on every rank.
     `model.lowmem_load_report` has the `LoadReport`. Collective: all ranks.
 
     Args:

@@ -28,10 +28,10 @@ def inspect(
     trust_remote_code: common.TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a checkpoint holds and what loading does to it.
+    """Show what a checkpoint holds, and what loading does to its tensors.
 
-    Reads headers only, also of models on the Hub. --json lists all files and stored tensors. Of a training checkpoint
-    it says who wrote it, and what is in it.
+    It reads headers only, also on the Hub. --json lists all files and stored tensors. For a training checkpoint, it
+    shows which program wrote it and what it contains.
 
     \b
     lowmem-load inspect /models/Llama-3.1-8B
@@ -88,26 +88,30 @@ def _contents(inspection: Inspection) -> dict[str, str]:
 def consolidate(
     checkpoint: Annotated[Path, typer.Argument(help="Folder that the trainer saved to.", show_default=False)],
     output: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
-    tag: Annotated[str | None, typer.Option(help="Tag of DeepSpeed's; from its file `latest` by default.")] = None,
-    part: Annotated[str | None, typer.Option(help="Part of torch's state dict to take, such as ema.")] = None,
+    tag: Annotated[
+        str | None, typer.Option(help="Tag of a DeepSpeed checkpoint. Default: the one in its file `latest`.")
+    ] = None,
+    part: Annotated[
+        str | None, typer.Option(help="Part of the state dict to convert, e.g. ema. Default: the model.")
+    ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of the weights, such as bfloat16. By default as saved, and float32 for ZeRO."),
+        typer.Option(help="Dtype of the weights, e.g. bfloat16. Default: as saved (float32 for ZeRO checkpoints)."),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
     config: Annotated[
         str | None,
         typer.Option(
-            help="Folder or Hub id of the model; the checkpoint's own config.json by default. none: keep the names."
+            help="Folder or Hub id of the model, or none to keep the names. Default: the checkpoint's config.json."
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a Hugging Face folder of a training checkpoint.
+    """Convert a training checkpoint to a Hugging Face folder.
 
-    Takes checkpoints of DeepSpeed's ZeRO, of torch DCP (accelerate, Trainer, TRL, axolotl, LLaMA-Factory, torchtitan)
-    and of verl. Needs no GPU; processes that torchrun starts share the work.
+    It accepts checkpoints of DeepSpeed's ZeRO, of torch DCP (accelerate, Trainer, TRL, axolotl, LLaMA-Factory,
+    torchtitan) and of verl. It does not need a GPU. Processes that torchrun starts share the work.
 
     \b
     lowmem-load consolidate out/checkpoint-500 out/model --dtype bfloat16 --config meta-llama/Llama-3.1-8B

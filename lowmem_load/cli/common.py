@@ -35,7 +35,9 @@ COLOURS = {
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A folder, a Hub id or a URL.", show_default=False)]
 Subfolder = Annotated[str, typer.Option(help="Subfolder that holds the weights.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
-AutoClass = Annotated[str | None, typer.Option(help="A class of transformers; the checkpoint's own by default.")]
+AutoClass = Annotated[
+    str | None, typer.Option(help="Class of transformers to load with. Default: the one that config.json names.")
+]
 TrustRemoteCode = Annotated[bool, typer.Option(help="Run code that comes with the checkpoint.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 

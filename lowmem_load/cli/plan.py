@@ -27,26 +27,42 @@ if TYPE_CHECKING:
 DsConfig = Annotated[
     Path | None, typer.Option(help="JSON file, for ZeRO-3; stage 3 in bf16 by default.", exists=True, dir_okay=False)
 ]
-WorldSize = Annotated[int | None, typer.Option(min=1, help="Ranks of the job, for ZeRO-3.")]
-Fsdp = Annotated[int | None, typer.Option(min=1, help="For FSDP2: ranks that share a parameter.")]
-Tp = Annotated[int, typer.Option(min=1, help="With --fsdp: ranks of tensor parallelism.")]
-Ep = Annotated[int, typer.Option(min=1, help="With --fsdp: ranks of expert parallelism.")]
-DpReplicate = Annotated[int, typer.Option(min=1, help="With --fsdp: replicas (HSDP).")]
-LoraRank = Annotated[int, typer.Option(min=0, help="Train adapters of this rank on every Linear, as PEFT.")]
-Trainable = Annotated[str | None, typer.Option(metavar="SHARE", help="Share that is trained: 5%.")]
-FourBit = Annotated[bool, typer.Option("--four-bit", help="Quantize the base to 4 bits (QLoRA).")]
-Offload = Annotated[str | None, typer.Option(help="To the CPU: none, optimizer or all; the ds_config's by default.")]
-Tokens = Annotated[int, typer.Option(min=0, help="Of a rank in a step, to estimate activations.")]
-GradientCheckpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="With --tokens.")]
-Compare = Annotated[bool, typer.Option("--compare", help="Full training, LoRA, QLoRA and offload in a table.")]
-GpusPerNode = Annotated[int | None, typer.Option(min=1, help="Ranks of a node; at most 8 by default.")]
-HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of a node, such as 512GiB.")]
-DeviceMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Of a GPU, such as 80GiB.")]
-ReadRate = Annotated[str | None, typer.Option(metavar="SIZE", help="Of a node, such as 2GB/s.")]
-AcceleratorName = Annotated[
-    str | None, typer.Option("--accelerator", help="Of the job, for ZeRO-3; DS_ACCELERATOR's or cuda by default.")
+WorldSize = Annotated[int | None, typer.Option(min=1, help="Number of ranks of a ZeRO-3 job.")]
+Fsdp = Annotated[int | None, typer.Option(min=1, help="Number of ranks that share a parameter under FSDP2.")]
+Tp = Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism, with --fsdp.")]
+Ep = Annotated[int, typer.Option(min=1, help="Ranks of expert parallelism, with --fsdp.")]
+DpReplicate = Annotated[int, typer.Option(min=1, help="Number of replicas (HSDP), with --fsdp.")]
+LoraRank = Annotated[
+    int, typer.Option(min=0, help="Rank of LoRA adapters on every Linear layer. Default: full training.")
 ]
-Dequantize = Annotated[bool, typer.Option(help="Dequantize a checkpoint in fp8 or mxfp4.")]
+Trainable = Annotated[
+    str | None, typer.Option(metavar="SHARE", help="Share of the parameters that is trained, e.g. 5%.")
+]
+FourBit = Annotated[bool, typer.Option("--four-bit", help="Quantize the base model to 4 bits (QLoRA).")]
+Offload = Annotated[
+    str | None, typer.Option(help="What to offload to the CPU: none, optimizer or all. Default: as in the ds_config.")
+]
+Tokens = Annotated[int, typer.Option(min=0, help="Tokens per rank and step; used to estimate activations.")]
+GradientCheckpointing = Annotated[
+    bool, typer.Option("--gradient-checkpointing", help="Use gradient checkpointing; with --tokens.")
+]
+Compare = Annotated[
+    bool, typer.Option("--compare", help="Compare full training, LoRA, QLoRA and offload in one table.")
+]
+GpusPerNode = Annotated[int | None, typer.Option(min=1, help="Ranks on a node. Default: 8, or all if there are fewer.")]
+HostMemory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Host memory per node, e.g. 512GiB. Default: no limit.")
+]
+DeviceMemory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Memory per GPU, e.g. 80GiB. Default: no limit.")
+]
+ReadRate = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Read rate per node, e.g. 2GB/s; used to estimate the time.")
+]
+AcceleratorName = Annotated[
+    str | None, typer.Option("--accelerator", help="Accelerator of a ZeRO-3 job. Default: DS_ACCELERATOR, or cuda.")
+]
+Dequantize = Annotated[bool, typer.Option(help="Dequantize an fp8 or mxfp4 checkpoint.")]
 
 
 def plan(
@@ -78,8 +94,8 @@ def plan(
 ) -> None:
     """Show what a job reads and needs, and whether it fits.
 
-    Covers loading and training, and compares with stock. Reads headers only, also of models on the Hub. Sizes are in
-    GB (10**9) or GiB (2**30). An option that would not be used is an error. Exits with 1 if the job does not fit.
+    It covers loading and training, and compares with the default loader. It reads headers only, also on the Hub. Sizes
+    need a unit: GB (10**9) or GiB (2**30). An option without effect is an error. Exits with 1 if the job does not fit.
 
     \b
     lowmem-load plan /models/Llama-3.1-70B --world-size 8 --device-memory 80GiB --host-memory 512GiB --compare

@@ -44,9 +44,9 @@ def lowmem_load(
 ) -> None:
     """Load Hugging Face models straight into DeepSpeed ZeRO-3 partitions and FSDP2 shards.
 
-    Exit codes: 0 done, and the answer is yes; 1 the answer is no (does not fit, differs, found a problem); 2 unusable
-    arguments or ds_config; 3 unusable checkpoint; 4 not supported; 5 another error; 130 interrupted. `run` has the
-    exit code of its command.
+    Exit codes: 0 done, or yes; 1 no (it does not fit, or there is a problem); 2 wrong arguments or ds_config; 3 the
+    checkpoint cannot be used; 4 not supported; 5 another error; 130 interrupted. `run` exits with the code of its
+    command.
     """
 
 
@@ -54,21 +54,25 @@ def lowmem_load(
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def run(
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND...", help="Command to run, with its arguments.", show_default=False)
+        list[str],
+        typer.Argument(metavar="COMMAND...", help="Command to start, with its arguments.", show_default=False),
     ],
     strict: Annotated[
-        bool, typer.Option("--strict", help="Fail if a load cannot be streamed, or comes before the arguments.")
+        bool,
+        typer.Option(
+            "--strict", help="Fail instead of falling back to the default loader, or if a model is loaded too early."
+        ),
     ] = False,
     stream: Annotated[
-        bool, typer.Option("--stream", help="Read models on the Hub without downloading them to its cache.")
+        bool,
+        typer.Option("--stream", help="Read models from the Hub by ranges, without downloading them to its cache."),
     ] = False,
 ) -> None:
-    """Run a launcher or a script with lowmem_load switched on.
+    """Start a launcher or a script with lowmem_load switched on, in all processes that it starts.
 
-    Every process that it starts is switched on too.
-
-    This is like `lowmem_load.install()` at the top of the training script: models load straight into partitions while
-    ZeRO-3 or FSDP2 (accelerate, `fsdp_version: 2`) is active. Nothing else changes.
+    It works like `lowmem_load.install()` at the top of the training script. Models load straight into partitions or
+    shards while ZeRO-3 or FSDP2 is active. How sharded models are saved, how ZeRO-3 checkpoints of other rank counts
+    are resumed, and how TRL sends weights to vLLM change, too. LOWMEM_LOAD_INSTALL=0 turns it off for a process.
 
     \b
     lowmem-load run -- torchrun --nproc-per-node 8 train.py

@@ -100,18 +100,17 @@ def install(
     stream: bool = False,
     share_reads: ShareReads = "auto",
 ) -> None:
-    """Load every model straight into ZeRO-3 partitions from now on, while ZeRO-3 is active in transformers.
+    """From now on, load models straight into ZeRO-3 partitions or FSDP2 shards, wherever one of them is active.
 
     ZeRO-3 is active after `TrainingArguments(deepspeed=...)`, `Accelerator(deepspeed_plugin=...)`, `accelerate launch`
-    or an `HfDeepSpeedConfig` in a variable, if that names stage 3. Each load follows that ds_config. All other loads
-    are the ordinary ones. Calling this again does nothing.
+    or an `HfDeepSpeedConfig` in a variable, if that names stage 3. FSDP2 is active where accelerate or a
+    `DistributedConfig` asks for it; `from_pretrained` then returns a lazy model, as it does for diffusers' models under
+    ZeRO-3. All other loads stay as they are. Calling this again does nothing.
 
-    A load that works without `install` works with it. One that cannot be streamed (of an 8-bit model, for example) is
-    left to stock ZeRO-3, and every rank emits a `NotStreamedWarning` with the reason. All ranks decide this together,
-    before they allocate or read anything; of a lazy model (accelerate's FSDP2) each rank by itself.
-
-    Where a release of a framework lacks a function that is replaced, every rank emits one `NotStreamedWarning` that
-    says what stays stock's.
+    If lowmem_load cannot load a model (in 8 bits, for example), the default loader does, and every rank emits a
+    `NotStreamedWarning` with the reason. All ranks decide this together, before they allocate or read anything; for a
+    lazy model each rank decides by itself. If a framework lacks a function that is patched, every rank emits one such
+    warning, which says what stays as it is without lowmem_load.
 
     Every rank emits a `LoadOrderWarning` if `deepspeed.initialize` under stage 3 gets a transformers model without
     partitions, or if a model loads after an `HfDeepSpeedConfig` was dropped that served no load.
@@ -124,11 +123,11 @@ def install(
     partition by partition; see docs/howto/rlhf.md. Local. Call it before the first model is loaded.
 
     Args:
-        strict: make it an error (usually an `UnsupportedError`) if a load cannot be streamed.
+        strict: True raises an error (usually an `UnsupportedError`) instead of falling back to the default loader.
         saves: let `Trainer.save_model`, `Accelerator.save_model` and `engine.save_16bit_model` write the same files
             under ZeRO-3 without gathering, and let `save_pretrained` refuse to write empty parameters; see
-            docs/howto/saving.md. They need no stage3_gather_16bit_weights_on_model_save. False leaves saves to stock.
-        on_load: called on every rank with the `LoadReport` of each streamed load, at its end.
+            docs/howto/saving.md. stage3_gather_16bit_weights_on_model_save is not needed. False leaves saving alone.
+        on_load: called on every rank with the `LoadReport` of each load, at its end.
         stream: as for `load_model`. URLs are taken as names in any case.
         share_reads: as for `load_model`.
     """
