@@ -190,7 +190,7 @@ compat: $(STAMP)
 
 # What of it CI runs, of the oldest releases: no torch of another release, which would be a CUDA build of several GB.
 compat-here: $(STAMP)
-	cd $(ROOT) && $(RUN) -m tests.compat --here --again --environments oldest --groups seams parity
+	cd $(ROOT) && $(RUN) -m tests.compat --here --environments oldest --groups seams parity
 
 # The parts of tests/release_run.py; ARGS="--only zoo faults" runs some.
 release: $(EXTENSIONS)

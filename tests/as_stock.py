@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-
+import transformers
+from packaging.version import Version
 from torch import nn
 
-from tests.compat.known import KNOWN
+ROUNDS_ROTARY = Version("5.15.0") <= Version(Version(transformers.__version__).public) <= Version("5.22.2")
+"""Whether stock computes rotary_emb.inv_freq in the dtype of the weights, with this transformers; others in float32."""
 
 
 def round_as_stock(model: nn.Module) -> None:
     """Casts the buffers that stock casts with the installed releases, if any; see tests/compat/RESULTS.md."""
-    ends = tuple(
-        difference.concerns.rpartition(".")[2]
-        for difference in KNOWN
-        if difference.topic == "buffers"
-        and difference.applies_to(importlib.import_module(difference.package).__version__)
-    )
     for name, buffer in model.named_buffers():
-        if ends and name.endswith(ends):
+        if ROUNDS_ROTARY and name.endswith("inv_freq"):
             buffer.data = buffer.data.to(model.dtype)

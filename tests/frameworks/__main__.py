@@ -14,14 +14,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tests.compat.install import InstallError
+from packaging.requirements import Requirement
+
 from tests.frameworks import page
 from tests.frameworks.cases import Case, read_cases
-from tests.frameworks.compare import compare, read_run
-from tests.frameworks.install import CACHE, install, installed_versions
-from tests.frameworks.results import as_expected, keep
+from tests.frameworks.compare import compare, is_equal, read_run
 from tests.frameworks.run import OUT, WAYS, RunError, run
 from tests.pipelines.pipeline import import_example
+from tests.venvs import CACHE, InstallError
+
+REPORTED = ("deepspeed", "transformers", "accelerate", "peft", "trl", "datasets")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,9 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.only:
         result = measure(cases[name])
         print(f"{name}: {page.verdict(result)}", flush=True)
-        keep(cases[name], result)
-        page.write()
-        if not as_expected(cases[name], result):
+        page.keep(cases[name], result)
+        if "error" in result or not (is_equal(result) or cases[name].differs):
             failed.append(name)
         elif not options.keep:
             shutil.rmtree(OUT / name)
@@ -47,15 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(case: Case) -> dict[str, Any]:
     """Return what a case came to, as data for JSON; {"error": ...} if it could not be run both ways."""
-    model = CACHE / f"model-{case.model}"
+    model = CACHE / "frameworks" / f"model-{case.model}"
     if not model.is_dir():  # an interrupted run leaves no half of it
         part = model.with_suffix(".part")
         import_example("make_model").main([str(part), "--size", case.model])
         part.rename(model)
     result: dict[str, Any] = {}
     try:
-        install(case.environment)
-        result["versions"] = installed_versions(case.environment)
+        environment = case.environment
+        environment.venv.make(environment.packages, environment.leave_out)
+        framework = Requirement(environment.packages[0]).name
+        result["versions"] = environment.venv.versions([framework, *REPORTED])
         result.update(compare(*(read_run(run(case, way, model)) for way in WAYS)))
     except (InstallError, RunError, FileNotFoundError, subprocess.SubprocessError) as error:
         result["error"] = str(error)

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import yaml
 
+from tests.venvs import CACHE, Venv
+
 FILE = Path(__file__).with_name("cases.yaml")
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The packages that a framework runs with."""
+    """The packages that a framework runs with; the framework is the first."""
 
-    name: str
-    python: str
-    torch: str
+    venv: Venv
     packages: Sequence[str]
     leave_out: Sequence[str] = ()
 
@@ -46,7 +46,10 @@ def read_cases(path: Path = FILE) -> list[Case]:
         ValueError: two have the same name.
     """
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    environments = {name: Environment(name, **entry) for name, entry in data["environments"].items()}
+    environments = {
+        name: Environment(Venv(CACHE / "frameworks" / name, entry.pop("python"), entry.pop("torch")), **entry)
+        for name, entry in data["environments"].items()
+    }
     cases = []
     for entry in data["cases"]:
         environment, lora = environments[entry.pop("environment")], entry.pop("lora", None)

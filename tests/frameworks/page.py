@@ -1,24 +1,44 @@
-"""The table of tests/frameworks/RESULTS.md, written from results.json: `python -m tests.frameworks.page`."""
+"""The results of cases, results.json, and their table in RESULTS.md: `python -m tests.frameworks.page`."""
 
 from __future__ import annotations
 
+import datetime as dt
+import importlib.metadata
+import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.results import markdown
 from tests.frameworks.cases import Case, read_cases
 from tests.frameworks.compare import is_equal
-from tests.frameworks.results import read_results
-from tests.ranks import REPO
 
-FILE = REPO / "tests" / "frameworks" / "RESULTS.md"
+RESULTS = Path(__file__).with_name("results.json")
+FILE = Path(__file__).with_name("RESULTS.md")
 MARKED = re.compile(r"(<!-- written by tests/frameworks -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 COLUMNS = ("framework", "case", "model", "losses and saved tensors", "load peak, stock", "lowmem_load")
 _UNTOLD = ("python", "peft", "datasets")
 """Packages whose releases only results.json has."""
 
 Results = Mapping[str, Mapping[str, Any]]
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    """Return the results by name of the case, in the order of cases.yaml."""
+    results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return results
+
+
+def keep(case: Case, result: Mapping[str, Any]) -> None:
+    """Replace the result of a case, here and on the page; those of cases that cases.yaml no longer has go."""
+    results = read_results()
+    when = {"date": dt.datetime.now(dt.UTC).date().isoformat()}
+    results[case.name] = {**when, "lowmem_load": importlib.metadata.version("lowmem-load"), **result}
+    kept = {one.name: results[one.name] for one in read_cases() if one.name in results}
+    lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in kept.items()]  # a case a line, for diffs
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    write()
 
 
 def write() -> None:

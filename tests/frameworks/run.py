@@ -12,13 +12,13 @@ import subprocess
 from pathlib import Path
 
 from tests.frameworks.cases import Case
-from tests.frameworks.install import CACHE, variables
 from tests.frameworks.rank import FOLDER
 from tests.ranks import REPO, reserved_port
+from tests.venvs import CACHE
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = REPO / "examples"
-OUT = CACHE / "out"
+OUT = CACHE / "frameworks" / "out"
 WAYS = ("stock", "ours")
 TIMEOUT_S, GRACE_S = 1800, 60
 """For a command, which takes about a minute, so that only a hang meets it; and to end then."""
@@ -51,7 +51,12 @@ def run(case: Case, way: str, model: Path) -> Path:
     links = {"model": model, "examples": EXAMPLES, "data": EXAMPLES / "data", "ds_z3.json": EXAMPLES / "ds_z3.json"}
     for name, target in links.items():
         (folder / name).symlink_to(target)
-    environment = {**variables(case.environment), **case.variables, "NPROC_PER_NODE": "2", FOLDER: str(folder / RANKS)}
+    environment = {
+        **case.environment.venv.variables,
+        **case.variables,
+        "NPROC_PER_NODE": "2",
+        FOLDER: str(folder / RANKS),
+    }
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE / "on_cpu"), str(REPO)])
     with reserved_port() as port:
         environment["MASTER_PORT"] = str(port)

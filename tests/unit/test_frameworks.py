@@ -24,9 +24,9 @@ from tests.frameworks.compare import (
     is_equal,
     saved_tensors,
 )
-from tests.frameworks.install import without
-from tests.frameworks.results import read_results
+from tests.frameworks.page import read_results
 from tests.frameworks.run import HERE, reason
+from tests.venvs import without
 
 EQUAL: dict[str, Any] = {
     "date": "2026-11-22",

@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.compat.install import clean_environ, run
 from tests.ranks import REPO
+from tests.venvs import clean_environ, run
 
 CACHE = REPO / ".cache" / "vllm"
 PYTHON = CACHE / "venv" / "bin" / "python"
