@@ -28,7 +28,7 @@ from lowmem_load.planning.rules import Cuts, Mesh, Partitions, Rule
 from lowmem_load.planning.splits import Split
 from lowmem_load.saving.local_shards import LocalShard
 from lowmem_load.weights_out.buckets import Bucket, PlannedTensor, Sharing, Unit, plan_buckets, plan_messages
-from lowmem_load.weights_out.layouts import digest_of, layouts_by_rule
+from lowmem_load.weights_out.layouts import digest_of_rules, layouts_by_rule
 
 COLUMNS = ("model", "tensors", "under", "ranks", "store, KiB", "CPU s", "peak, MiB")
 LLAMA = {"q": (8192, 8192), "k": (1024, 8192), "v": (1024, 8192), "o": (8192, 8192), "gate": (28672, 8192)}
@@ -77,7 +77,7 @@ def plan(shards: Sequence[LocalShard], rules: Sequence[Rule], buckets: Sequence[
     for bucket in buckets:
         for _ in plan_messages(bucket, sharing).parts(rank):
             pass
-    return digest_of(rules)
+    return digest_of_rules(rules)
 
 
 def store_bytes(digest: str, world_size: int) -> int:

@@ -206,7 +206,7 @@ def is_model(model: nn.Module) -> bool:
     return module is not None and isinstance(model, module.ModelMixin)
 
 
-def describe_save(
+def describe_save_of_diffusers(
     model: nn.Module,
     scratch: Path,
     tensors: Mapping[int, Source],
@@ -215,7 +215,7 @@ def describe_save(
     max_shard_size: int | str,
     kwargs: Mapping[str, Any],
 ) -> list[SavedFile]:
-    """Do what `hf.saver.describe_save` does."""
+    """Do what `hf.saver.describe_save_pretrained` does."""
     from lowmem_load.hf import saver  # no load needs it
 
     saver.refuse_arguments(dtype, kwargs)

@@ -70,7 +70,7 @@ class SavedFile:
     is_zip: bool = False
 
 
-def describe_save(
+def describe_save_pretrained(
     model: nn.Module,
     scratch: Path,
     tensors: Mapping[int, Source],

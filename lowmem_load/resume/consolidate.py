@@ -7,9 +7,8 @@ import copy
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,22 +17,21 @@ from torch import nn
 
 from lowmem_load.deprecation import without_progress
 from lowmem_load.distributed.group import Alone, RankGroup
-from lowmem_load.distributed.nodes import node_name
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.frameworks import peft
 from lowmem_load.hf import saver
 from lowmem_load.hf.hub_files import files_beside
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.mounts import has_caches_apart
 from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files
-from lowmem_load.planning.expression import Source, leaves
-from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.resume.copy_weights import CHUNK_BYTES, Copying, read_chunks
+from lowmem_load.planning.expression import Source
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.resume.hub_names import as_loaded
-from lowmem_load.saving import folder as folders
-from lowmem_load.saving.save import shared_staging
-from lowmem_load.saving.writer import FileLayout, SaveReport, digest_of, lay_out_saved, plan_writes
+from lowmem_load.saving.folder import refuse_url
+from lowmem_load.saving.local_shards import Piece
+from lowmem_load.saving.write_folder import Contents, write_folder
+from lowmem_load.saving.writer import SaveReport, used_sources
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.adapter_config import ADAPTER_CONFIG, adapter_config, check_names_suffice
 from lowmem_load.training_checkpoints.names import advice_on
@@ -49,6 +47,9 @@ BESIDE = (
 
 ADAPTER_FOLDER = "adapter"
 """Folder for the adapters of a checkpoint that has their base model, too."""
+
+CHUNK_BYTES = 32 << 20
+"""Most bytes of a tensor that are in memory at a time."""
 
 _OF_ADAPTER = "adapter: "
 """Before the names of an adapter's tensors in a plan, which has those of its base, too."""
@@ -109,57 +110,71 @@ def consolidate_on(
     if dtype is not None and dtype not in saver.DTYPES:
         raise ConfigError(f"consolidate: dtype={dtype!r}, expected None or one of {saver.DTYPES}")
     report = SaveReport(os.fspath(output_folder), rank=ranks.rank, world_size=ranks.world_size)
-    with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lowmem_load-")))
-        executor = stack.enter_context(Executor())
-        stack.enter_context(ranks.session("consolidate"))
-        with ranks.step("planning", name=report.folder) as step, report.phase("plan"):
-            target = folders.find_target(output_folder)
-            model = open_model(os.fspath(checkpoint_folder), executor, tag=tag, part=part)
-            in_files = dtype or (torch.float32 if model.num_masters else None)
-            model, files = _describe(model, scratch, executor, config, in_files, max_shard_size)
-            read = (f"{os.path.basename(file.path)} {file.nbytes} {file.digest}" for file in model.files)
-            step.digest = {"dtype": repr(dtype), "files": digest_of(files), "checkpoint": fingerprint(read)}
-            step.payload = target, node_name(ranks.rank), identify_files(model.files)
-        _write(model, files, step.payloads, ranks, executor, report, scratch=scratch)
+    with Executor() as executor, ranks.session("consolidate"):
+        with report.phase("plan"):
+            saved = _open(ranks, os.fspath(checkpoint_folder), report.folder, executor, tag, part)
+
+        def contents(scratch: Path) -> Contents:
+            in_files = dtype or (torch.float32 if saved.num_masters else None)
+            model, files = _describe(saved, scratch, executor, config, in_files, max_shard_size)
+            report.num_masters, report.left_out = model.num_masters, list(model.left_out)
+            tensors = {**model.tensors, **{_OF_ADAPTER + name: tensor for name, tensor in model.adapter.items()}}
+            buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+            spans = {name: partition_range(t.numel, ranks.rank, ranks.world_size) for name, t in tensors.items()}
+            elements = {name: ShareOfTensor(t, spans[name], executor, buffer) for name, t in tensors.items()}
+            return Contents(files, elements, check=executor.sources.check_unchanged)
+
+        write_folder(ranks, report, contents, {"dtype": dtype})
+    report.source = f"a checkpoint of {saved.kind}: {len(saved.files)} files"
+    report.source += f"; {saved.removed} was removed from all names" if saved.removed else ""
     return report
 
 
-def _write(
-    model: SavedModel,
-    files: Sequence[FileLayout],
-    payloads: Sequence[tuple[str, str, Any]],
-    ranks: RankGroup,
-    executor: Executor,
-    report: SaveReport,
-    *,
-    scratch: Path,
-) -> None:
-    """Write the files, given the folder, the node and the identity of the files of each rank."""
-    targets, nodes, ids = zip(*payloads, strict=True)
+def _open(
+    ranks: RankGroup, folder: str, output_folder: str, executor: Executor, tag: str | None, part: str | None
+) -> SavedModel:
+    """Return the model in a checkpoint, whose files all ranks see alike. Collective."""
+    with ranks.step("opening the checkpoint", name=folder) as step:
+        refuse_url(output_folder)
+        saved = open_model(folder, executor, tag=tag, part=part)
+        read = (f"{os.path.basename(file.path)} {file.nbytes} {file.digest}" for file in saved.files)
+        step.digest = {"checkpoint": fingerprint(read)}
+        step.payload = identify_files(saved.files)
     if ranks.world_size > 1:  # of equal names, sizes and shapes are two saves of one run, too
-        agree_on_bytes(
-            ranks,
-            model.folder,
-            model.files,
-            sources=executor.sources,
-            ids=ids,
-            num_threads=executor.num_threads,
-        )
-    tensors = {**model.tensors, **{_OF_ADAPTER + name: tensor for name, tensor in model.adapter.items()}}
-    work = Copying(ranks, files, plan_writes(files), tensors, report)
-    with shared_staging(ranks, report, files, targets) as staging:
-        past_cache = len(set(nodes)) > 1 and has_caches_apart(targets[report.rank])
-        work.write(staging, executor, past_cache=past_cache)
-        with ranks.step("renaming", name=report.folder), report.phase("rename"):
-            if report.rank == 0:
-                folders.put_beside(staging, scratch)
-                folders.commit(staging)
-    report.files = {file.name: file.nbytes for file in files}
-    report.num_masters = model.num_masters
-    report.source = f"a checkpoint of {model.kind}: {len(model.files)} files"
-    report.source += f"; {model.removed} was removed from all names" if model.removed else ""
-    report.left_out = list(model.left_out)
+        num_threads, sources = executor.num_threads, executor.sources
+        agree_on_bytes(ranks, saved.folder, saved.files, sources=sources, ids=step.payloads, num_threads=num_threads)
+    return saved
+
+
+@dataclass(frozen=True, slots=True)
+class ShareOfTensor:
+    """The elements of a tensor of a checkpoint that this process copies, through a buffer."""
+
+    tensor: Values
+    span: FlatRange
+    executor: Executor
+    buffer: torch.Tensor
+
+    @property
+    def mine(self) -> tuple[FlatRange, ...]:
+        """One range."""
+        return (self.span,)
+
+    @contextlib.contextmanager
+    def memory(self) -> Iterator[Iterator[Piece]]:
+        """Yield the elements chunk by chunk. Each is overwritten by the next one."""
+        yield self._chunks()
+
+    def _chunks(self) -> Iterator[Piece]:
+        step = self.buffer.numel() // self.tensor.dtype.itemsize
+        for start in range(self.span.start, self.span.end, step):
+            elements = FlatRange(start, min(start + step, self.span.end))
+            planner = Planner()
+            fill = planner.plan_fill("a part of the checkpoint", *self.tensor.part(elements))
+            memory = self.buffer.view(self.tensor.dtype)[: elements.numel]
+            self.executor.fill(fill, memory, planner.values, planner.constants)
+            self.executor.finish()
+            yield memory, start
 
 
 # -- what the files of the new folder are ------------------------------------------------------------------------------
@@ -172,7 +187,7 @@ def _describe(
     config: str | os.PathLike[str] | bool | None,
     dtype: torch.dtype | None,
     max_shard_size: int | str,
-) -> tuple[SavedModel, list[FileLayout]]:
+) -> tuple[SavedModel, list[saver.SavedFile]]:
     """Return what is written, and the files of weights; write the others to `scratch`."""
     saved: list[saver.SavedFile] = []
     named = None if isinstance(config, bool) else config
@@ -205,7 +220,7 @@ def _describe(
         saved_model = _describe_adapter(saved_model, model, place, config, named)
         name = (place / "adapter_model.safetensors").relative_to(scratch).as_posix()
         saved.append(saver.plain_file(name, _sources(saved_model.adapter, _OF_ADAPTER), dtype))
-    return saved_model, [lay_out_saved(file, scratch) for file in saved]
+    return saved_model, saved
 
 
 def _is_alone(
@@ -271,7 +286,8 @@ def _as_saved_by_transformers(
     named = (*model.named_parameters(), *model.named_buffers())
     of_model = {id(tensor): sources[name] for name, tensor in named if name in sources}
     saver.give_dtypes(model, {key: source.dtype for key, source in of_model.items()})
-    saved = saver.describe_save(model, scratch, of_model, dtype=dtype, max_shard_size=max_shard_size, kwargs={})
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": {}}
+    saved = saver.describe_save_pretrained(model, scratch, of_model, **options)
     # The trained tokenizer is the checkpoint's; where it has none, that of the configuration.
     for place in filter(os.path.isdir, saved_model.near):
         if files := own_files(place, BESIDE):
@@ -280,13 +296,7 @@ def _as_saved_by_transformers(
         files = files_beside(os.fspath(config), BESIDE)
     for path in files:
         shutil.copyfile(path, scratch / os.path.basename(path))
-    used = {
-        leaf.name
-        for file in saved
-        for part in file.tensors.values()
-        for leaf in leaves(part)
-        if isinstance(leaf, Source)
-    }
+    used = used_sources(saved)
     state = model.state_dict(keep_vars=True)
     written = {name for name in sources if (source := of_model.get(id(state[name]))) and source.name in used}
     return saved, [name for name in sources if name not in written]
@@ -343,11 +353,13 @@ def _check_ties(
 def _are_equal(one: Values, other: Values, executor: Executor) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    buffers = [torch.empty(CHUNK_BYTES // 2, dtype=torch.uint8, device="cpu") for _ in range(2)]
-    chunks = [
-        read_chunks(values, executor, buffer, FlatRange(0, values.numel))
-        for values, buffer in zip((one, other), buffers, strict=True)
-    ]
-    return all(
-        torch.equal(mine.view(torch.uint8), its.view(torch.uint8)) for (mine, _), (its, _) in zip(*chunks, strict=True)
-    )
+    with contextlib.ExitStack() as stack:
+        chunks = [
+            stack.enter_context(ShareOfTensor(values, FlatRange(0, values.numel), executor, buffer).memory())
+            for values in (one, other)
+            for buffer in [torch.empty(CHUNK_BYTES // 2, dtype=torch.uint8, device="cpu")]
+        ]
+        return all(
+            torch.equal(mine.view(torch.uint8), its.view(torch.uint8))
+            for (mine, _), (its, _) in zip(*chunks, strict=True)
+        )

@@ -1,16 +1,10 @@
-"""save_model: describe, plan, agree, write, agree, rename. See docs/howto/saving.md."""
+"""save_model: what a live model has to write, and under which names. See docs/howto/saving.md."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import itertools
 import os
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,11 +13,9 @@ from torch import nn
 
 from lowmem_load.deprecation import without_progress
 from lowmem_load.distributed.group import Alone, RankGroup
-from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.live_group import has_group
-from lowmem_load.distributed.nodes import node_name
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.errors import ConfigError, PlanError, UnsupportedError, listed
+from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.families import diffusion
 from lowmem_load.families.files import renamed
 from lowmem_load.frameworks import peft
@@ -32,25 +24,11 @@ from lowmem_load.frameworks.wrappers import NamedTensor, named_tensors
 from lowmem_load.hf import saver
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.saver import SavedFile
-from lowmem_load.io.memory import trim_heap
-from lowmem_load.io.mounts import has_caches_apart
-from lowmem_load.phases import progress_bar
-from lowmem_load.planning.expression import Source, leaves
+from lowmem_load.planning.expression import Source
 from lowmem_load.planning.proof import prove_names
-from lowmem_load.saving import folder as folders
-from lowmem_load.saving.local_shards import LocalShard, group_of, is_dtensor, local_shards, unwrapped
-from lowmem_load.saving.writer import (
-    FileLayout,
-    SaveReport,
-    Write,
-    Writer,
-    digest_of,
-    lay_out_saved,
-    own_writes,
-    plan_writes,
-    total_bytes,
-)
-from lowmem_load.text import share
+from lowmem_load.saving.local_shards import LocalShard, group_of, local_shards, unwrapped
+from lowmem_load.saving.write_folder import Contents, write_folder
+from lowmem_load.saving.writer import SaveReport, used_sources
 
 Describe: TypeAlias = Callable[[Path, Mapping[int, Source]], tuple[list[SavedFile], list[Merge]]]
 """Gets an empty folder of this rank's own, to which it writes all other files, and the source of each parameter and
@@ -100,29 +78,30 @@ def save_model(
         RankError: another rank failed; the same error is raised on every rank.
     """
     model, uses_masters = unwrapped(model), dtype == torch.float32 and not merge_adapters
-    options = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": save_pretrained_kwargs}
-    describe = functools.partial(_describe, model, merge_adapters, options)
-    arguments = {"max_shard_size": max_shard_size, "dtype": dtype, "merge_adapters": merge_adapters}
-    arguments |= {key: value for key, value in save_pretrained_kwargs.items() if key != "rename"}  # a function
-    return save_described(model, folder, describe, arguments, masters=uses_masters)
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "merge_adapters": merge_adapters}
+    describe = functools.partial(describe_files, model, kwargs=save_pretrained_kwargs, **options)
+    options |= {key: value for key, value in save_pretrained_kwargs.items() if key != "rename"}  # a function
+    return save_described(model, folder, describe, options, masters=uses_masters)
 
 
-def _describe(
-    model: nn.Module, merge_adapters: bool, options: Mapping[str, Any], scratch: Path, sources: Mapping[int, Source]
+def describe_files(
+    model: nn.Module,
+    scratch: Path,
+    sources: Mapping[int, Source],
+    *,
+    merge_adapters: bool = False,
+    has_configs: bool = True,
+    **options: Any,
 ) -> tuple[list[SavedFile], list[Merge]]:
+    """Return the files that a save has, and the merges of adapters; see `hf.saver.describe_save_pretrained`."""
     whole, merges = peft.unloaded(model) if merge_adapters else (model, [])
-    return describe_save(whole, scratch, sources, **options), merges
-
-
-def describe_save(
-    model: nn.Module, scratch: Path, sources: Mapping[int, Source], *, has_configs: bool = True, **options: Any
-) -> list[SavedFile]:
-    """Do what `hf.saver.describe_save` does, by the family of the model."""
-    if diffusion.is_model(model):
-        return diffusion.describe_save(model, scratch, sources, **options)
-    if not hasattr(model, "save_pretrained"):
-        return _describe_by_names(model, scratch, sources, **options)
-    return saver.describe_save(model, scratch, sources, has_configs=has_configs, **options)
+    if diffusion.is_model(whole):
+        files = diffusion.describe_save_of_diffusers(whole, scratch, sources, **options)
+    elif not hasattr(whole, "save_pretrained"):
+        files = _describe_by_names(whole, scratch, sources, **options)
+    else:
+        files = saver.describe_save_pretrained(whole, scratch, sources, has_configs=has_configs, **options)
+    return files, merges
 
 
 def _describe_by_names(
@@ -173,30 +152,19 @@ def save_described(
     with load_lock():
         ranks = ranks_of(model, may_be_alone=True)
         report = SaveReport(os.fspath(folder), rank=ranks.rank, world_size=ranks.world_size)
-        save = _Save(ranks, os.fspath(folder), report)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(ranks.session("save_model"))
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lowmem_load-")))
-            with ranks.step("planning the save", name=save.folder) as step, report.phase("plan"):
-                target = folders.find_target(folder)
-                planned = save.plan(model, describe, scratch, masters)
-                step.digest = {key: repr(value) for key, value in arguments.items()}
-                step.digest["files"] = listed([f"{file.name} ({file.nbytes} bytes)" for file in planned.files])
-                step.digest["headers of the files"] = digest_of(planned.files)
-                step.payload = planned.own_bytes, target, node_name(ranks.rank)
-            nbytes, targets, nodes = zip(*step.payloads, strict=True)
-            if sum(nbytes) != planned.all_bytes:  # see [Note: the plan read backwards]
-                raise PlanError(
-                    f"{save.folder}: the ranks hold {sum(nbytes)} bytes of {planned.all_bytes} that are to be written "
-                    f"(by rank: {', '.join(map(str, nbytes))}); were all ranks of the model called?"
-                )
-            with shared_staging(ranks, report, planned.files, targets) as staging:
-                past_cache = len(set(nodes)) > 1 and has_caches_apart(target)
-                save.write(planned, staging, past_cache=past_cache)
-                with ranks.step("renaming", name=save.folder), report.phase("rename"):
-                    if ranks.rank == 0:
-                        folders.put_beside(staging, scratch)
-                        folders.commit(staging)
+
+        def contents(scratch: Path) -> Contents:
+            shards = local_shards(model, ranks.rank, masters=masters)
+            files, merges = describe(scratch, {id(shard.tensor): shard.source for shard in shards})
+            used = used_sources(files)
+            report.left_out = _left_out(model, shards, used, merges)
+            report.num_masters = sum(shard.is_master for shard in shards if shard.source.name in used)
+            by_tensor = {id(shard.tensor): shard for shard in shards}
+            merged = [(merge, [by_tensor[id(parameter)] for parameter in merge.parameters]) for merge in merges]
+            return Contents(files, {shard.source.name: shard for shard in shards}, merged)
+
+        with ranks.session("save_model"):
+            write_folder(ranks, report, contents, arguments)
     return report
 
 
@@ -210,148 +178,13 @@ def ranks_of(model: nn.Module, *, may_be_alone: bool = False) -> RankGroup:
     return Alone() if may_be_alone else DistributedInterface()
 
 
-@contextlib.contextmanager
-def shared_staging(
-    ranks: RankGroup, report: SaveReport, files: Sequence[FileLayout], targets: Sequence[str]
-) -> Iterator[folders.Staging]:
-    """Have rank 0 make the staging folder for the block; it is removed if the block fails on any rank. Collective.
-
-    `targets` are the folder as each rank knows it.
-    """
-    made: folders.Staging | None = None
-    try:
-        with ranks.step("making the folder", name=report.folder) as step:
-            if ranks.rank == 0:
-                made = folders.make_staging(targets[0], files)
-                step.payload = str(made.path), made.token, made.is_inside
-        path, token, is_inside = step.payloads[0]
-        staging = folders.Staging(Path(targets[ranks.rank]), token, is_inside)
-        with ranks.step("reaching the folder", name=report.folder):
-            folders.check_seen(staging, path)
-        yield staging
-    except BaseException:  # on any rank: by now all have stopped writing
-        if made is not None:
-            folders.discard(made)
-        raise
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A planned save: what this rank holds and writes, by parameter, and what all ranks write together."""
-
-    files: list[FileLayout]
-    shards: dict[str, LocalShard]
-    writes: dict[str, list[Write]]
-    own_bytes: int
-    all_bytes: int
-    merges: list[Merge]
-
-
-@dataclass(frozen=True, slots=True)
-class _Save:
-    ranks: RankGroup
-    folder: str
-    report: SaveReport
-
-    def plan(self, model: nn.Module, describe: Describe, scratch: Path, masters: bool) -> _Planned:
-        shards = local_shards(model, self.ranks.rank, masters=masters)
-        saved, merges = describe(scratch, {id(shard.tensor): shard.source for shard in shards})
-        files = [lay_out_saved(file, scratch) for file in saved]
-        writes = plan_writes(files)
-        mine = own_writes(writes, {shard.source.name: shard.mine for shard in shards})
-        self.report.files = {file.name: file.nbytes for file in files}
-        self.report.left_out = _left_out(model, shards, saved, merges)
-        used = {write.parameter for write in writes}
-        self.report.num_masters = sum(shard.is_master for shard in shards if shard.source.name in used)
-        own_bytes = total_bytes(itertools.chain.from_iterable(mine.values()))
-        named = {shard.source.name: shard for shard in shards}
-        return _Planned(files, named, mine, own_bytes, total_bytes(writes), merges)
-
-    def write(self, planned: _Planned, staging: folders.Staging, *, past_cache: bool) -> None:
-        report, total = self.report, planned.own_bytes
-        paths = [staging.path / file.name for file in planned.files]
-
-        def progress() -> Progress:
-            written = f"{share(writer.written_bytes, total)} written"
-            return Progress(writer.written_bytes + writer.num_synced, f"{written}, {writer.num_synced} files synced")
-
-        def on_bytes(num_bytes: int) -> None:
-            update(num_bytes)
-            self.ranks.check()
-
-        bar = progress_bar(total, "Saving partitions", self.ranks.rank)
-        with bar as update, Writer(paths, on_bytes, past_cache=past_cache) as writer:
-            todo = _in_turn(planned.writes, len(planned.files), self.ranks)
-            shards = {id(shard.tensor): shard for shard in planned.shards.values()}
-            for merge in planned.merges:
-                self._write_merged(merge, [shards[id(parameter)] for parameter in merge.parameters], writer, todo)
-            with self.ranks.step("writing", name=self.folder):
-                with report.phase("write"):
-                    for name, writes in todo.items():
-                        with planned.shards[name].memory() as pieces:
-                            for memory, first in pieces:
-                                writer.write_parts(writes, memory, first)
-                        report.sample_memory()
-                with report.phase("sync"):
-                    writer.sync()
-        report.written_bytes, report.staged_bytes = writer.written_bytes, writer.staged_bytes
-
-    def _write_merged(
-        self, merge: Merge, shards: Sequence[LocalShard], writer: Writer, todo: dict[str, list[Write]]
-    ) -> None:
-        """Write the parameters that adapters are merged into, and remove them from `todo`."""
-        name = shards[0].source.name
-        with self.ranks.step(f"merging {name}", name=self.folder) as step, self.report.phase("merge"):
-            merged, digest = gathered_and_merged(merge, shards)
-            step.digest = {"adapters with values": digest}  # else ranks would write a mixture of models
-            for shard, memory in zip(shards, merged, strict=False):
-                for write in todo.pop(shard.source.name, ()):
-                    writer.write(write, memory, 0)
-                self.report.sample_memory()
-        self.report.num_merged += len(merge.layers)
-
-
 def _left_out(
-    model: nn.Module, shards: Sequence[LocalShard], files: Sequence[SavedFile], merges: Sequence[Merge]
+    model: nn.Module, shards: Sequence[LocalShard], written: Collection[str], merges: Sequence[Merge]
 ) -> list[str]:
     """Return the names of parameters, and of buffers of the state dict, that are in no file and merged into nothing."""
-    expressions = (part for file in files for part in file.tensors.values())
-    written = {leaf.name for part in expressions for leaf in leaves(part) if isinstance(leaf, Source)}
     others = {id(adapter) for merge in merges for adapter in merge.adapters()}
     for module in model.modules():
         own = vars(module)
         others |= {id(own["_buffers"].get(key)) for key in own["_non_persistent_buffers_set"]}
     names = (shard.source.name for shard in shards if id(shard.tensor) not in others)
     return [name for name in names if name not in written]
-
-
-def _in_turn(writes: Mapping[str, list[Write]], num_files: int, ranks: RankGroup) -> dict[str, list[Write]]:
-    """Return the writes by parameter. Each rank begins with another file: file systems let one rank write at a time."""
-    own = ranks.rank * num_files // ranks.world_size
-    later = {name: mine for name, mine in writes.items() if mine[0].file < own}
-    return {name: mine for name, mine in writes.items() if name not in later} | later
-
-
-def gathered_and_merged(merge: Merge, shards: Sequence[LocalShard]) -> tuple[list[torch.Tensor], str]:
-    """Return the merged parameters, flat, on ranks that write any of them, and a digest of the adapters. Collective."""
-    adapters = merge.adapters()
-    if any(map(is_dtensor, (*merge.parameters, *adapters))):
-        raise UnsupportedError(
-            f"{shards[0].source.name}: is a DTensor, whose adapters cannot be merged while it is saved; save the "
-            "adapter, and merge it into an ordinary load"
-        )
-    trim_heap()  # of the layer before
-    digest = hashlib.sha256()
-    with _gathered([*merge.parameters, *adapters]):
-        for adapter in adapters:
-            digest.update(adapter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        merged = merge.run() if any(shard.mine for shard in shards) else []
-    return [tensor.reshape(-1) for tensor in merged], digest.hexdigest()[:16]
-
-
-def _gathered(parameters: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
-    if "deepspeed" not in sys.modules:
-        return contextlib.nullcontext()
-    from lowmem_load.ds.parameters import gathered
-
-    return gathered(parameters)

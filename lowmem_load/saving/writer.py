@@ -172,7 +172,13 @@ def lay_out_zip(name: str, tensors: Mapping[str, Expression], scratch: Path) -> 
         path.unlink()
 
 
-def digest_of(files: Iterable[FileLayout]) -> str:
+def used_sources(files: Iterable[SavedFile]) -> set[str]:
+    """Return the names of the tensors of which files are made."""
+    expressions = (part for file in files for part in file.tensors.values())
+    return {leaf.name for part in expressions for leaf in leaves(part) if isinstance(leaf, Source)}
+
+
+def digest_of_files(files: Iterable[FileLayout]) -> str:
     """Return a fingerprint of everything that decides what lies where: names, sizes, headers."""
     return fingerprint(f"{file.name} {file.nbytes} {file.header!r} {sorted(file.others.items())}" for file in files)
 

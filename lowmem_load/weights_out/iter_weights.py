@@ -28,11 +28,11 @@ from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.saving.local_shards import LocalShard, local_shards, unwrapped
-from lowmem_load.saving.save import describe_save, ranks_of
+from lowmem_load.saving.save import describe_files, ranks_of
 from lowmem_load.saving.writer import proved_copies
 from lowmem_load.text import fingerprint
 from lowmem_load.weights_out.buckets import Bucket, PlannedTensor, Sharing, Unit, plan_buckets
-from lowmem_load.weights_out.layouts import digest_of, layouts_by_rule, rules_of
+from lowmem_load.weights_out.layouts import digest_of_rules, layouts_by_rule, rules_of
 from lowmem_load.weights_out.send_weights import Tensors, Weights
 
 Names: TypeAlias = "Collection[str] | Callable[[str], bool]"
@@ -214,7 +214,7 @@ def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], 
             merges=merges,
             config=config,
             tensors=fingerprint(map(_unit_text, units)),
-            rules=digest_of(rules),
+            rules=digest_of_rules(rules),
             sharing=Sharing(layouts_by_rule(shards, rules, ranks.rank, ranks.world_size), ranks.world_size),
         )
     if not callable(arguments.names):  # it may choose others the next time
@@ -265,17 +265,16 @@ def _describe(
     if arguments.adapters is not None:
         peft.check_adapter(model, arguments.adapters)
         kwargs["selected_adapters"] = [arguments.adapters]
-    whole, merges = peft.unloaded(model) if arguments.merge_adapters else (model, [])
-    files = describe_save(
-        whole,
+    return describe_files(
+        model,
         Path(scratch),
         sources,
+        merge_adapters=arguments.merge_adapters,
         dtype=arguments.dtype,
         max_shard_size=_ONE_FILE,
         kwargs=kwargs,
         has_configs=False,
     )
-    return files, merges
 
 
 def _plan_units(

@@ -32,7 +32,7 @@ def _rule_of(shard: LocalShard, meshes: dict[Any, Any]) -> Rule:
     return OnFirst(tensor.numel())
 
 
-def digest_of(rules: Sequence[Rule]) -> str:
+def digest_of_rules(rules: Sequence[Rule]) -> str:
     """Return a digest of all that the rules say."""
     numbers: dict[Rule, int] = {}
     chosen = [numbers.setdefault(rule, len(numbers)) for rule in rules]

@@ -215,7 +215,7 @@ def save_from_two_nodes(path: str, out: str) -> None:
     from unittest import mock
 
     from lowmem_load import load_model, save_model
-    from lowmem_load.saving import save, writer
+    from lowmem_load.saving import write_folder, writer
     from tests.storage import PageCache, on_network
 
     class Node(PageCache):
@@ -235,7 +235,7 @@ def save_from_two_nodes(path: str, out: str) -> None:
     for name, node, system in (("one-node", "one", Cached()), ("two-nodes", f"node {rank}", Node())):
         with (
             on_network(),
-            mock.patch.object(save, "node_name", return_value=node),
+            mock.patch.object(write_folder, "node_name", return_value=node),
             mock.patch.object(writer, "os", system),
         ):
             save_model(model, f"{out}/{name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import pickle
@@ -19,7 +20,6 @@ from typer.testing import CliRunner
 from lowmem_load import consolidate
 from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
-from lowmem_load.resume import copy_weights as module
 from tests import builders
 from tests.zero2_checkpoint import save_zero2
 from tests.zero3_checkpoint import save_zero3
@@ -54,7 +54,7 @@ def llama(checkpoints: Path) -> PreTrainedModel:
 def test_the_folder_is_what_save_pretrained_writes(
     llama: PreTrainedModel, tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(importlib.import_module("lowmem_load.resume.consolidate"), "CHUNK_BYTES", 1000)
     saved_model(llama, tmp_path / "saved", world_size=world_size, sub_group_size=700)
     llama.config.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "tokenizer.json").write_text("{}")

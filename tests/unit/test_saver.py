@@ -15,7 +15,7 @@ from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging as hf_logging
 
 from lowmem_load import ConfigError, DistributedInterface, UnsupportedError, save_model
-from lowmem_load.hf.saver import describe_save
+from lowmem_load.hf.saver import describe_save_pretrained
 from tests import builders
 
 
@@ -58,7 +58,7 @@ def test_what_transformers_does_not_know_is_refused(checkpoints: Path, tmp_path:
     }
     for text, model in refused.items():
         with pytest.raises(UnsupportedError, match=text):
-            describe_save(model, tmp_path, {}, dtype=None, max_shard_size="5GB", kwargs={})
+            describe_save_pretrained(model, tmp_path, {}, dtype=None, max_shard_size="5GB", kwargs={})
     with pytest.raises(UnsupportedError, match="takes no state_dict"):
         save_model(SavesItself(2, 2), tmp_path / "saved")
 

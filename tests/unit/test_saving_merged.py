@@ -14,7 +14,7 @@ from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.frameworks.peft import unloaded
 from lowmem_load.phases import host_memory
 from lowmem_load.saving.local_shards import local_shards
-from lowmem_load.saving.save import gathered_and_merged
+from lowmem_load.saving.write_folder import gathered_and_merged
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but")
 

@@ -21,7 +21,7 @@ from lowmem_load.saving.folder import find_target, make_staging
 from lowmem_load.saving.writer import (
     FileLayout,
     Writer,
-    digest_of,
+    digest_of_files,
     lay_out,
     lay_out_saved,
     lay_out_zip,
@@ -228,7 +228,7 @@ def test_digests_tell_layouts_apart() -> None:
         lay_out("f", tensors, {"format": "pt"}),
         lay_out("f", {"x": (torch.float32, (3, 2))}, {}),
     ]
-    assert len({digest_of([layout]) for layout in layouts}) == len(layouts)
+    assert len({digest_of_files([layout]) for layout in layouts}) == len(layouts)
 
 
 def test_torch_loads_what_is_written_to_the_offsets(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lowmem_load.families.modules import slots_of
 from lowmem_load.frameworks.wrappers import named_tensors, plain_modules, plain_name
 from lowmem_load.planning.expression import Source
 from lowmem_load.saving.local_shards import local_shards
-from lowmem_load.saving.save import describe_save
+from lowmem_load.saving.save import describe_files
 from lowmem_load.saving.writer import lay_out_saved
 
 WORDS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_module")
@@ -58,7 +58,7 @@ def test_own_modules_keep_their_names(key: str, tmp_path: Path) -> None:
 def saved(model: nn.Module, scratch: Path) -> dict[str, str]:
     """Return the names in the files of a save, with those of their parameters."""
     sources = {id(shard.tensor): shard.source for shard in local_shards(model, 0, masters=False)}
-    (file,) = describe_save(model, scratch, sources, dtype=None, max_shard_size="5GB", kwargs={})
+    ((file,), _) = describe_files(model, scratch, sources, dtype=None, max_shard_size="5GB", kwargs={})
     return {name: part.name for name, part in file.tensors.items() if isinstance(part, Source)}
 
 
@@ -91,7 +91,7 @@ def test_a_name_that_no_file_can_have_is_refused(name: str, tmp_path: Path) -> N
     model = blocks()
     model.register_parameter(name, nn.Parameter(torch.ones(2)))
     sources = {id(shard.tensor): shard.source for shard in local_shards(model, 0, masters=False)}
-    (file,) = describe_save(model, tmp_path, sources, dtype=None, max_shard_size="5GB", kwargs={})
+    ((file,), _) = describe_files(model, tmp_path, sources, dtype=None, max_shard_size="5GB", kwargs={})
     with pytest.raises(UnsupportedError, match="cannot be a name in a safetensors file"):
         lay_out_saved(file, tmp_path)
 
