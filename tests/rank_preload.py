@@ -21,6 +21,8 @@ import transformers.models.llama.modeling_llama
 import transformers.models.mixtral.modeling_mixtral
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 from _pytest.assertion import util as assertion
+from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401  seconds: each engine asks for it
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import lowmem_load.ds.swapping
 import lowmem_load.saving.save
@@ -43,12 +45,7 @@ rewrite_asserts()
 load_shm_comm()
 wait_for_all_gathers()
 copy_configs()
-with contextlib.suppress(ImportError):  # not in older releases; a thousand patterns, which each rank would compile
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    get_checkpoint_conversion_mapping("llama")
-with contextlib.suppress(ImportError):  # not in deepspeed 0.16
-    from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401  seconds: each engine asks for it
+get_checkpoint_conversion_mapping("llama")  # a thousand patterns, which each rank would compile
 with contextlib.suppress(ImportError, RuntimeError):  # TRL's lazy imports raise the latter, on older transformers
     from datasets import Dataset  # noqa: F401
     from trl import DPOTrainer, SFTTrainer  # noqa: F401

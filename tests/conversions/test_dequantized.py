@@ -46,6 +46,16 @@ def random_bytes(*shape: int) -> torch.Tensor:
 # -- fp8 -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def dequantize_fp8() -> Any:
+    """transformers' `Fp8Dequantize`."""
+    reason = "transformers 5.6 imports triton for fp8, which torch for CPUs lacks"
+    found = pytest.importorskip("transformers.integrations.finegrained_fp8", reason=reason).Fp8Dequantize
+    if not hasattr(found, "_dequantize_one"):
+        pytest.skip("transformers before 5.8 takes whole blocks alone")
+    return found
+
+
 def by_blocks(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """Dequantizes in fp32, element by element: its scale is that of the block that it lies in."""
     rows, columns = (torch.arange(size) // each for size, each in zip(weight.shape[-2:], block, strict=True))
@@ -66,18 +76,14 @@ def by_blocks(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]
     ],
 )
 def test_the_last_block_of_fp8_may_be_partial(
-    shape: tuple[int, ...], block: tuple[int, int], limits: ReadLimits | None, tmp_path: Path
+    shape: tuple[int, ...], block: tuple[int, int], limits: ReadLimits | None, dequantize_fp8: Any, tmp_path: Path
 ) -> None:
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-    if not hasattr(Fp8Dequantize, "_dequantize_one"):
-        pytest.skip("this transformers refuses weights whose blocks are not whole")
     grid = [-(-size // each) for size, each in zip(shape[-2:], block, strict=True)]
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(shape, generator=generator) * 100).to(torch.float8_e4m3fn)
     scales = torch.rand(*shape[:-2], *grid, generator=generator)
     save_file({"weight": weight, "scales": scales}, tmp_path / "model.safetensors")
-    operation = Fp8Dequantize(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=block)))
+    operation = dequantize_fp8(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=block)))
     with Executor() as executor, replaced(dequantize.fp8_handlers()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         described = operation._dequantize_one(get("weight"), get("scales"), output_dtype=BF16)
@@ -86,15 +92,13 @@ def test_the_last_block_of_fp8_may_be_partial(
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_fp8_with_one_scale_for_a_tensor_is_read_by_ranges(shape: tuple[int, ...], tmp_path: Path) -> None:
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-    if not hasattr(Fp8Dequantize, "_dequantize_one"):
-        pytest.skip("this transformers takes scales of blocks alone")
+def test_fp8_with_one_scale_for_a_tensor_is_read_by_ranges(
+    shape: tuple[int, ...], dequantize_fp8: Any, tmp_path: Path
+) -> None:
     weight = (torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 100).to(torch.float8_e4m3fn)
     scale = torch.full(shape, 0.37)
     save_file({"weight": weight, "scale": scale}, tmp_path / "model.safetensors")
-    operation = Fp8Dequantize(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=None)))
+    operation = dequantize_fp8(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=None)))
     expected = operation._dequantize_one(weight, scale, output_dtype=BF16)
     assert torch.equal(expected, (weight.float() * 0.37).to(BF16))
     with Executor() as executor, replaced(dequantize.fp8_handlers()):
@@ -104,10 +108,8 @@ def test_fp8_with_one_scale_for_a_tensor_is_read_by_ranges(shape: tuple[int, ...
     assert not outcome.computed
 
 
-def test_two_quantizers_of_one_model_do_not_share_what_is_described(tmp_path: Path) -> None:
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-    class Doubled(Fp8Dequantize):
+def test_two_quantizers_of_one_model_do_not_share_what_is_described(dequantize_fp8: Any, tmp_path: Path) -> None:
+    class Doubled(dequantize_fp8):
         def _dequantize_one(self, quantized: Any, scales: Any, **kwargs: Any) -> Any:
             factor = self.hf_quantizer.quantization_config.factor
             return super()._dequantize_one(quantized, scales, **kwargs) * factor
@@ -126,13 +128,13 @@ def test_two_quantizers_of_one_model_do_not_share_what_is_described(tmp_path: Pa
             assert torch.equal(value, by_blocks(weight, scales, (2, 2)) * factor)
 
 
-def test_scales_of_other_blocks_than_the_configuration_says_are_left_to_transformers(tmp_path: Path) -> None:
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
+def test_scales_of_other_blocks_than_the_configuration_says_are_left_to_transformers(
+    dequantize_fp8: Any, tmp_path: Path
+) -> None:
     weight = torch.arange(24.0).reshape(6, 4).to(torch.float8_e4m3fn)
     tensors = {"weight": weight, "scales": torch.rand(3, 1), "odd": torch.rand(4, 1)}
     save_file(tensors, tmp_path / "model.safetensors")
-    operation = Fp8Dequantize(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=(4, 4))))
+    operation = dequantize_fp8(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=(4, 4))))
     with Executor() as executor, replaced(dequantize.fp8_handlers()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         described = operation._dequantize_one(get("weight"), get("scales"), output_dtype=BF16)

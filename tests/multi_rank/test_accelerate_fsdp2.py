@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import copy
-import inspect
 import itertools
 import os
 import shutil
@@ -37,9 +36,6 @@ from tests.ranks import run_ranks
 
 PARTS_TIED = Version(version("accelerate")) < Version("1.15")
 """accelerate then made two parameters of tied ones in fsdp2_prepare_model; behind `install()` they stay tied."""
-
-if "fsdp_version" not in inspect.signature(FullyShardedDataParallelPlugin).parameters:
-    pytest.skip("this release of accelerate has no FSDP2", allow_module_level=True)
 
 ENVIRONMENT = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
@@ -413,8 +409,6 @@ def load_for_trainer(path: str, folder: str) -> None:
 
 
 def test_training_arguments_alone_ask_for_fsdp2(checkpoints: Path, tmp_path: Path) -> None:
-    if not hasattr(transformers.TrainingArguments, "_process_fsdp_args"):
-        pytest.skip("this release sets the environment")
     run_ranks(load_for_trainer, str(builders.tiny_llama(checkpoints)), str(tmp_path))
 
 

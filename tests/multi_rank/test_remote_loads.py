@@ -181,7 +181,7 @@ def load_shards(place: Place, paths: list[str]) -> None:
     world_size = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
     meshes: list[Any] = [mesh]
-    with contextlib.suppress(ImportError, TypeError):  # older releases of transformers
+    with contextlib.suppress(TypeError):  # before transformers 5.13
         from transformers.distributed import DistributedConfig
 
         meshes.append(DistributedConfig(fsdp_size=world_size))

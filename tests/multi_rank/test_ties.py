@@ -18,9 +18,6 @@ from tests.multi_rank.test_accelerate_fsdp2 import ENVIRONMENT, prepare
 from tests.multi_rank.test_load_into import built, differing, shard_fully, start
 from tests.ranks import run_ranks
 
-if not hasattr(transformers.PreTrainedModel, "get_expanded_tied_weights_keys"):
-    pytest.skip("this release of transformers ties by the config alone", allow_module_level=True)
-
 
 def ordinary(path: str) -> nn.Module:
     cls = getattr(transformers, transformers.AutoConfig.from_pretrained(path).architectures[0])

@@ -213,9 +213,7 @@ def what_cannot_be_described(path: str) -> None:
     with installed(strict=True):
         with pytest.raises(ModelBuildError, match="OnlyForZero3 cannot be built"):
             OnlyForZero3.from_pretrained(path)
-        # DeepSpeed 0.16 itself fails inside a model that is built without memory.
-        cut_up = r"own\.weight: was partitioned .* the __init__ of CutsItself|CutsItself cannot be built .*no data"
-        with pytest.raises((UnsupportedError, ModelBuildError), match=cut_up):
+        with pytest.raises(UnsupportedError, match=r"own\.weight: was partitioned .* the __init__ of CutsItself"):
             CutsItself.from_pretrained(path)
     del alive
 

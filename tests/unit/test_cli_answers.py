@@ -56,10 +56,11 @@ def test_help_of_every_command_imports_little_and_has_an_example() -> None:
 
 
 def test_plan_of_a_mesh_states_the_figures_of_a_ranks_plan(answer: Answer, llama: Path) -> None:
-    distributed = pytest.importorskip("transformers.distributed")
+    from transformers.distributed import DistributedConfig
+
     code, found = answer("plan", llama, "--fsdp", 4, "--tp", 2, "--json")
     assert code == 0
-    config = distributed.DistributedConfig(fsdp_size=4, tp_size=2)
+    config = DistributedConfig(fsdp_size=4, tp_size=2)
     plan = lowmem_load.plan(llama, config, rank=0, world_size=8, dtype=torch.float32)
     names = ("needed_bytes", "read_bytes", "num_reads")
     assert {name: found["costs"][name] for name in names} == {name: getattr(plan.costs, name) for name in names}
@@ -166,7 +167,6 @@ def test_plan_refuses_options_of_the_other_sharding(
 
 
 def test_plan_of_a_mesh_takes_a_world_size_that_fits_and_dequantizes(answer: Answer, llama: Path) -> None:
-    pytest.importorskip("transformers.distributed")
     asked = ("plan", llama, "--fsdp", 2, "--world-size", 2)
     assert answer(*asked)[0] == 0
     with pytest.raises(UnsupportedError, match="is not quantized"):
@@ -244,8 +244,6 @@ COMPARED = [
 
 @pytest.mark.parametrize(("sharding", "ways"), COMPARED)
 def test_plan_compares_ways_to_train(sharding: list[Any], ways: list[str], answer: Answer, llama: Path) -> None:
-    if "--fsdp" in sharding:
-        pytest.importorskip("transformers.distributed")
     if "QLoRA r16" in ways:
         pytest.importorskip("bitsandbytes")
     limits = ("--host-memory", "1TiB", "--device-memory", "24MiB")

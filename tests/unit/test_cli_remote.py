@@ -95,7 +95,6 @@ def test_plan_says_of_a_url_what_a_load_fetches(
 
 
 def test_plan_takes_urls_for_meshes(answer: Answer, url: str, checkpoint: Path) -> None:
-    pytest.importorskip("transformers.distributed")
     code, found = answer("plan", url, "--fsdp", 4, "--json")
     assert code == 0
     assert (

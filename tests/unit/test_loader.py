@@ -111,7 +111,6 @@ import sys, lowmem_load
 lowmem_load.load_model, lowmem_load.streaming
 print(*sys.modules)
 import torch, transformers.modeling_utils
-by_transformers = "deepspeed" in sys.modules  # some releases of 4 import it
 planned = lowmem_load.plan(sys.argv[1], {"zero_optimization": {"stage": 3}}, rank=511, world_size=512)
 assert planned.costs.read_bytes == planned.costs.needed_bytes < 1000
 lowmem_load.install()
@@ -120,7 +119,7 @@ if hasattr(transformers.PreTrainedModel, "maybe_distribute_model"):  # else tran
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     lowmem_load.load_model(sys.argv[1], torch.distributed.init_device_mesh("cpu", (1,)))
-assert by_transformers or "deepspeed" not in sys.modules, "deepspeed was imported"
+assert "deepspeed" not in sys.modules, "deepspeed was imported"
 import deepspeed
 assert deepspeed.initialize.__code__.co_filename == lowmem_load.replaced.__file__, "deepspeed is not hooked"
 """
@@ -133,7 +132,7 @@ def test_a_plain_process_imports_only_what_it_needs(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     ours = {name for name in run.stdout.splitlines()[0].split() if name.startswith("lowmem_load.")}
     assert not ours & {f"lowmem_load.{name}" for name in NEEDED_BY_SOME}
-    assert len(ours) <= 86  # 75 before buffers of constructors, host memory and absent ranks were looked after
+    assert len(ours) <= 87  # 75 before buffers of constructors, host memory and absent ranks were looked after
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
