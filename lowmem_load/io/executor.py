@@ -22,11 +22,10 @@ from lowmem_load.io.open_file import open_file
 from lowmem_load.io.source import Opener, OpenSources
 from lowmem_load.io.uploads import Put, Uploads, move_tasks
 from lowmem_load.locks import ForkedLock
-from lowmem_load.planning.expression import Expression, Source, leaves, numel
+from lowmem_load.planning.expression import Expression, Source, leaves
 from lowmem_load.planning.load_plan import ComputedValue, Value
 from lowmem_load.planning.nest import Axis, Nest
-from lowmem_load.planning.planner import Constants, Planner
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.planner import Constants
 from lowmem_load.planning.reads import Apply, Fill, Piece, Read, Step
 
 PART_BYTES = 16 << 20
@@ -229,13 +228,20 @@ class Executor:
                     self._uploads.finish()  # copies may still use the memory; after `finish` there are none
             self.sources.close()
 
-    def fill(self, fill: Fill, destination: torch.Tensor, values: Sequence[Value], constants: Constants) -> None:
-        """Start to fill flat, contiguous memory. Call `finish` before it is used."""
+    def fill(
+        self,
+        fill: Fill,
+        destination: torch.Tensor,
+        values: Sequence[Value],
+        constants: Constants,
+        name: str = "",
+    ) -> None:
+        """Start to fill flat, contiguous memory. Call `finish` before it is used. Errors of reads name `name`."""
         tensors = {number: self._value(number, values, constants) for number in fill.needs}
         if destination.is_cpu and any(isinstance(step, Apply) for step in fill.steps):
             self.tasks.have_threads(1)  # see [Note: another heap]
         for task in self._tasks_of(fill.steps, destination, Constants(tensors, constants.functions)):
-            self.tasks.run(task)
+            self.tasks.run(partial(_naming, name, task) if name else task)
 
     def fill_parts(self, parts: Iterable[tuple[Fill, torch.Tensor]], constants: Constants) -> Batch:
         """Start to fill parts of memory by steps that need no values, in threads; return what waits for all of them."""
@@ -408,20 +414,18 @@ def _device_in_use() -> int | None:
     return torch.accelerator.current_device_index() if getattr(module, "is_initialized", bool)() else None
 
 
+def _naming(name: str, task: Task) -> None:
+    """Run a task; an error of its files names what is filled, unless it does."""
+    try:
+        task()
+    except CheckpointError as error:
+        if repr(name) in str(error):
+            raise
+        raise type(error)(f"{error}, which fills {name!r}") from error
+
+
 def _on_device(index: int | None, task: Task) -> None:
     """Run a task, whose function may compute on a device, on that of its maker: a new thread has the first one."""
     if index is not None:
         torch.accelerator.set_device_index(index)
     task()
-
-
-def read_whole(executor: Executor, expression: Expression) -> torch.Tensor:
-    """Return the value of an expression as a host tensor. Raises CheckpointError if its files have changed."""
-    planner = Planner()
-    fill = planner.plan_fill("a value", expression, FlatRange(0, numel(expression)))
-    whole = torch.empty(fill.numel, dtype=expression.dtype, device="cpu")
-    with executor.undone_on_error():
-        executor.fill(fill, whole, planner.values, planner.constants)
-        executor.finish()
-        executor.check_unchanged([expression])
-    return whole.reshape(expression.shape)

@@ -6,7 +6,7 @@ has made or changed comes from rank 0, as in stock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,19 +14,20 @@ from torch import nn
 
 from lowmem_load.distributed.exchange import broadcast
 from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.heartbeat import Progress, computing
+from lowmem_load.distributed.heartbeat import computing
 from lowmem_load.dtensor.mesh import local_shard, local_tensor, mesh_device, part_of
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
+from lowmem_load.io.fill import Part, name_in_files
 from lowmem_load.io.memory import naming_shortage
 from lowmem_load.io.source import OpenSources
-from lowmem_load.lazy_weights.lazy_model import LazyReader, Part, leave, reader_of, was_lazy
-from lowmem_load.phases import progress_bar
+from lowmem_load.lazy_weights.lazy_model import LazyReader, leave, reader_of, was_lazy
 from lowmem_load.pipeline.load import MAX_THREADS
+from lowmem_load.pipeline.read_step import reading
 from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children, leaves
 from lowmem_load.planning.load_plan import in_common_order
 from lowmem_load.symbolic.lazy import LazyTensor, become, is_unread, keep, values_of
-from lowmem_load.text import fingerprint, share
+from lowmem_load.text import fingerprint
 
 if TYPE_CHECKING:
     from lowmem_load.ds.partition import Partitioner
@@ -166,7 +167,7 @@ def _partition(partitioner: Partitioner, parameter: Any) -> list[Part]:
     partitioner.convert(parameter)
     become(parameter, torch.empty(0, dtype=parameter.dtype, device=partitioner.device))
     tensors = partitioner.allocate(parameter, [region.numel for region in regions])
-    name = next((leaf.name for leaf in leaves(expression) if isinstance(leaf, Source)), "a parameter")
+    name = name_in_files(expression)
     return [
         Part(name, expression, region, tensor[: region.numel]) for region, tensor in zip(regions, tensors, strict=True)
     ]
@@ -195,39 +196,14 @@ def allocate_shards(model: nn.Module, device: torch.device) -> None:
 
 
 def _read(name: str, parts: Mapping[LazyReader, list[Part]], ranks: RankGroup) -> None:
-    stats = [reader.executor.stats for reader in parts]
+    executors, reports = [reader.executor for reader in parts], [reader.report for reader in parts]
     needed_bytes = sum(part.memory.nbytes for own in parts.values() for part in own)
-    read_before = sum(each.read_bytes for each in stats)
-
-    def progress() -> Progress:
-        read_bytes, path = sum(each.read_bytes for each in stats), stats[-1].path if stats else ""
-        read = share(read_bytes - read_before, needed_bytes)
-        return Progress(read_bytes, f"{read} read, last from {path or 'no file'}")
-
-    reading = ranks.step("reading", name=name, progress=progress)
-    with reading, progress_bar(needed_bytes, "Loading shards", ranks.rank) as update:
+    with reading(ranks, name, executors, needed_bytes, reports, bar="Loading shards") as state:
         for reader, own in parts.items():
-            _read_own(reader, own, update, ranks)
-
-
-def _read_own(reader: LazyReader, parts: list[Part], update: Callable[[int], object], ranks: RankGroup) -> None:
-    executor, report = reader.executor, reader.report
-
-    def on_part() -> None:
-        ranks.check()
-        report.sample_memory()
-
-    def on_bytes(num_bytes: int) -> None:
-        update(num_bytes)
-        ranks.check()
-
-    with report.phase("read"):
-        executor.on_bytes, executor.sources.on_wait = on_bytes, ranks.check
-        try:
-            costs = reader.fill(parts, on_part)
-        finally:
-            executor.on_bytes, executor.sources.on_wait = int, int
-    report.needed_bytes, report.partition_bytes = costs.needed_bytes, sum(part.memory.nbytes for part in parts)
+            report = reader.report
+            with report.phase("read"):
+                costs = reader.fill(own, state.on_part)
+            report.needed_bytes, report.partition_bytes = costs.needed_bytes, sum(part.memory.nbytes for part in own)
 
 
 def _send(

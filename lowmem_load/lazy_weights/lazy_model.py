@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,16 +21,16 @@ from lowmem_load.dtensor.mesh import local_tensor, made_real
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import transformers_class
 from lowmem_load.hf.saver import files_written_by
-from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import Part, fill, read_whole
 from lowmem_load.locks import ForkedLock
 from lowmem_load.pipeline.describe import Described
 from lowmem_load.pipeline.execute import fill_buffers, restore_later
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.pipeline.make_plan import Planned
-from lowmem_load.planning.expression import Expression, Source, cast, leaves, substituted
-from lowmem_load.planning.load_plan import Costs, reading_order
-from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange, Region
+from lowmem_load.planning.expression import Expression, Source, leaves, substituted
+from lowmem_load.planning.load_plan import Costs
+from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.report import LoadReport, OnLoad
 from lowmem_load.saving.folder import refuse_url
 from lowmem_load.saving.writer import Writer, lay_out
@@ -56,15 +56,6 @@ _ENDS: weakref.WeakKeyDictionary[nn.Module, Callable[[], object]] = weakref.Weak
 
 _NOT_A_CALLER = ("lowmem_load.", "torch.", "accelerate.big_modeling")
 """Modules that read for others: the report names who asked them to."""
-
-
-class Part(NamedTuple):
-    """A region of an expression, and the flat memory that is to hold it, row-major, in the dtype of the memory."""
-
-    name: str
-    expression: Expression
-    region: Region
-    memory: torch.Tensor
 
 
 class LazyReader:
@@ -105,26 +96,11 @@ class LazyReader:
         return values
 
     def fill(self, parts: Sequence[Part], on_part: Callable[[], object] = int) -> Costs:
-        """Fill the memory of all parts in the order of the files; return what that took.
-
-        `on_part` is called as each is begun; it may raise, and so end the reading.
-        """
-        planner = Planner()
-        fills = [
-            planner.plan_fill(
-                part.name, cast(part.expression, part.memory.dtype), part.region, on_host=part.memory.is_cpu
-            )
-            for part in parts
-        ]
-        order = sorted(range(len(parts)), key=lambda number: reading_order([fills[number]], parts[number].name))
-        with self._reading(), self.executor.undone_on_error():
-            for number in order:
-                self.executor.fill(fills[number], parts[number].memory, planner.values, planner.constants)
-                on_part()
-            self.executor.finish()
-            self.executor.check_unchanged(part.expression for part in parts)
+        """Fill parts; see `io/fill.py`."""
+        with self._reading():
+            costs = fill(parts, self.executor, on_part)
         self.count_reads()
-        return planner.costs(fills)
+        return costs
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:

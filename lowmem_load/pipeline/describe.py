@@ -15,7 +15,8 @@ from lowmem_load.ds.zero3_target import TargetMaker, refuse_partitioned
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.families.call import Call
 from lowmem_load.formats.format import CheckpointFile
-from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import Expression, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner

@@ -6,7 +6,6 @@ import base64
 import contextlib
 import logging
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ from lowmem_load.io.open_file import open_file
 from lowmem_load.io.remote_file import requests_in_flight
 from lowmem_load.io.source import Opener
 from lowmem_load.io.stand_ins import is_stand_in, is_url, origin
-from lowmem_load.phases import progress_bar
 from lowmem_load.pipeline.checks import (
     Use,
     check_around,
@@ -53,10 +51,11 @@ from lowmem_load.pipeline.checks import (
 from lowmem_load.pipeline.describe import Described, describe, random_state_of
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
+from lowmem_load.pipeline.read_step import reading
 from lowmem_load.pipeline.same_bytes import FilesId, agree_on_bytes, identify_files
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.report import Attempts, LoadReport, OnLoad
-from lowmem_load.text import MAX_VALUE, fingerprint, share
+from lowmem_load.text import MAX_VALUE, fingerprint
 
 if TYPE_CHECKING:
     from lowmem_load.pipeline.read_once import ReadOnce
@@ -65,9 +64,6 @@ logger = logging.getLogger(__name__)
 
 MAX_THREADS = 4
 """Reads in flight per rank. More compete for the same disk and page tables."""
-
-SAMPLE_S = 5e-3
-"""Between two samples of the memory in use, which take 10 to 60 us each."""
 
 REPORT_ATTRIBUTE = "lowmem_load_report"
 """Attribute of a model: its `LoadReport`."""
@@ -304,14 +300,6 @@ class Load:
                 num_threads=executor.num_threads,
             )
 
-    def _combine_companions(
-        self, planned: Planned, executor: Executor, progress: Callable[[], Progress] | None = None
-    ) -> None:
-        if planned.plan.num_quantized:
-            from lowmem_load.pipeline.companions import combine_companions  # most loads have none
-
-            combine_companions(planned, executor, self.ranks, progress)
-
     def _execute(
         self,
         planned: Planned,
@@ -321,35 +309,15 @@ class Load:
         report: LoadReport,
     ) -> None:
         needed_bytes = planned.plan.costs.needed_bytes
-        num_made, next_sample_s = 0, 0.0
+        step = reading(self.ranks, described.name, [executor], needed_bytes, [report], bar="Loading partitions")
+        with step as state, report.phase("read"):
+            if planned.plan.num_quantized:
+                from lowmem_load.pipeline.companions import combine_companions  # most loads have none
 
-        def progress() -> Progress:
-            read_bytes = executor.stats.read_bytes
-            read = f"{share(read_bytes, needed_bytes)} read"
-            detail = f"{num_made} parameters made, {read}, last from {executor.stats.path or 'no file'}"
-            num_exchanges = 0 if once is None else once.num_exchanges
-            return Progress(read_bytes + num_made + num_exchanges, detail)
-
-        def on_parameter() -> None:
-            nonlocal num_made, next_sample_s
-            num_made += 1
-            self.ranks.check()
-            if (now_s := time.perf_counter()) >= next_sample_s:
-                report.sample_memory()
-                next_sample_s = now_s + SAMPLE_S
-
-        def on_bytes(num_bytes: int) -> None:
-            update(num_bytes)
-            self.ranks.check()
-
-        reading = self.ranks.step("reading", name=described.name)
-        bar = progress_bar(needed_bytes, "Loading partitions", self.ranks.rank)
-        with reading, report.phase("read"), bar as update:
-            executor.on_bytes = on_bytes
-            self._combine_companions(planned, executor, progress)
+                combine_companions(planned, executor, self.ranks, state.progress)
             if once is not None:
-                once.progress = progress
-            execute(planned, described.target, executor, on_parameter, once)
+                once.progress, state.num_exchanges = state.progress, lambda: once.num_exchanges
+            execute(planned, described.target, executor, state.on_part, once)
             described.constructor.finish(described.model, described.target.device)
 
 

@@ -12,7 +12,8 @@ import torch
 from lowmem_load.errors import LowMemLoadError
 from lowmem_load.hf.load_lock import inside_load
 from lowmem_load.hf.loader import Call
-from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import Expression
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.context import Context

@@ -15,7 +15,8 @@ from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
-from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import read_whole
 from lowmem_load.io.memory import naming_shortage
 from lowmem_load.phases import progress_bar
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE

@@ -27,7 +27,8 @@ from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.formats.inert_pickle import Tensor
 from lowmem_load.formats.plain_values import member, shown
 from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
-from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import Shape, Source, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.ranges import partition_numel

@@ -24,7 +24,8 @@ from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.formats.dcp_metadata import MAX_KEYS
 from lowmem_load.formats.inert_pickle import WRAPPER, Foreign, Tensor, is_shape
 from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
-from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import Expression, Shape, slice_dim
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.splits import Split, grid_of

@@ -33,7 +33,8 @@ from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.formats.inert_pickle import Foreign, Tensor
 from lowmem_load.formats.plain_values import plain
 from lowmem_load.formats.torch_zip import TorchObjects
-from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import Expression, Shape, Source, concat, reshape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.ranges import FlatRange, partition_numel

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from lowmem_load import foreign_names
 from lowmem_load.errors import IncompatibleVersionError
 from lowmem_load.hf import dequantize
-from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import read_whole
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.reads import ReadLimits
 from lowmem_load.replaced import replaced

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from transformers import core_model_loading as loading
 from transformers.core_model_loading import WeightConverter, spawn_materialize
 
-from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import read_whole
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.reads import ReadLimits
 from lowmem_load.symbolic.tensor import expression_of

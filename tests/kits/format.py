@@ -11,7 +11,8 @@ import torch
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.formats.format import CheckpointFile, CheckpointFormat
-from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import Source, leaves, numel
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import partition_range

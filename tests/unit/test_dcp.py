@@ -29,7 +29,8 @@ from lowmem_load import consolidate
 from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
 from lowmem_load.formats.dcp_metadata import read_metadata
-from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import read_whole
 from lowmem_load.io.source import LocalFile
 from lowmem_load.training_checkpoints.names import Weights, weights_in, without_wrappers
 from lowmem_load.training_checkpoints.open_state import open_state

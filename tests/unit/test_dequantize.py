@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from lowmem_load.hf.dequantize import Patterns
-from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import read_whole
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.copies import plan_copies
 from lowmem_load.planning.ranges import FlatRange

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.io import executor as executor_module
 from lowmem_load.io import memory as memory_module
-from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import read_whole
 from lowmem_load.io.memory import Take, Temporaries
 from lowmem_load.io.source import LocalFile
 from lowmem_load.planning import expression as ex

@@ -28,7 +28,8 @@ from lowmem_load.formats.safetensors import (
     header_nbytes,
     parse_header,
 )
-from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import read_whole
 from lowmem_load.io.source import LocalFile
 
 GOOD: dict[str, Any] = {

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.io.executor import Executor, read_whole
+from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import hold
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.training_checkpoints.tiles import Tile, assemble
