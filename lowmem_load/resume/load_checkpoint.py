@@ -13,20 +13,19 @@ import torch
 from lowmem_load.deprecation import without_progress
 from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import read_whole
+from lowmem_load.io.fill import PlannedPart, fill_planned, read_whole
 from lowmem_load.io.memory import naming_shortage
-from lowmem_load.phases import progress_bar
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
+from lowmem_load.pipeline.read_step import reading
 from lowmem_load.planning.expression import cast
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Fill
 from lowmem_load.report import Attempts, LoadReport
 from lowmem_load.saving.save import ranks_of
-from lowmem_load.text import fingerprint, share
+from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.open_zero import open_checkpoint
 from lowmem_load.training_checkpoints.zero_checkpoint import (
     FP32,
@@ -56,7 +55,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlannedRun:
     """A run of memory: this rank's elements of one parameter (`FP32`), or of a moment of it.
 
     Without a `fill` the checkpoint lacks the parameter: its values stay, moments become zero.
@@ -68,14 +67,14 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ResumePlan:
     """What is read of a checkpoint, and small values that were read already."""
 
     checkpoint: Checkpoint
-    sub_groups: Sequence[Sequence[Part]]
+    sub_groups: Sequence[Sequence[PlannedRun]]
     scalars: Sequence[Mapping[str, Any]]  # of each sub-group, what the optimizer keeps besides tensors
     moments: tuple[str, ...]  # their keys
-    frozen: Sequence[Part]
+    frozen: Sequence[PlannedRun]
     scheduler: Any  # state of the lr scheduler; None if it is not loaded
     client_state: dict[str, Any]
     planner: Planner
@@ -202,7 +201,9 @@ def _check_one_folder(folders: Sequence[tuple[str, str]]) -> None:
 # -- planning --------------------------------------------------------------------------------------------------------
 
 
-def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: int, *, has_scheduler: bool) -> Plan:
+def make_plan(
+    checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: int, *, has_scheduler: bool
+) -> ResumePlan:
     """Return what a rank reads, and check the checkpoint against the engine.
 
     The client state and the scheduler are those of `rank`.
@@ -243,7 +244,7 @@ def make_plan(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: i
                 f"{checkpoint.folder}: was saved without an lr scheduler; pass load_lr_scheduler_states=False"
             )
     fills = [part.fill for group in (*parts, frozen) for part in group if part.fill is not None]
-    return Plan(
+    return ResumePlan(
         checkpoint=checkpoint,
         sub_groups=parts,
         scalars=scalars,
@@ -309,10 +310,10 @@ def _plan_part(
     *,
     dtype: torch.dtype,
     on_host: bool,
-) -> Part:
+) -> PlannedRun:
     name = parameter.name
     if name not in saved:
-        return Part(parameter, key, None)
+        return PlannedRun(parameter, key, None)
     if len({stored.is_floating_point for stored in (saved[name].dtype, dtype, parameter.tensor.dtype)}) > 1:
         raise UnsupportedError(
             f"{name}: was saved as {saved[name].dtype}, and is {parameter.tensor.dtype} here, in partitions of "
@@ -320,35 +321,25 @@ def _plan_part(
         )
     values = cast(saved[name].pieces[key].part(parameter.mine), dtype)
     elements = FlatRange(0, parameter.mine.numel)
-    return Part(parameter, key, planner.plan_fill(f"{name} ({key})", values, elements, on_host=on_host))
+    return PlannedRun(parameter, key, planner.plan_fill(f"{name} ({key})", values, elements, on_host=on_host))
 
 
 # -- filling ---------------------------------------------------------------------------------------------------------
 
 
-def _fill(ranks: RankGroup, plan: Plan, state: Zero3State, executor: Executor, name: str) -> None:
-    stats, before, replicated = executor.stats, executor.stats.read_bytes, plan.checkpoint.replicated
-
-    def read() -> Progress:
-        done = stats.read_bytes - before
-        return Progress(done, f"{share(done, plan.total_bytes)} read, last from {stats.path or 'no file'}")
-
-    def on_bytes(num_bytes: int) -> None:
-        update(num_bytes)
-        ranks.check()
-
-    executor.on_bytes = on_bytes
-    reading = ranks.step("reading the checkpoint", name=name, progress=read)
-    with progress_bar(plan.total_bytes, "Resuming", ranks.rank) as update, reading:
+def _fill(ranks: RankGroup, plan: ResumePlan, state: Zero3State, executor: Executor, name: str) -> None:
+    replicated = plan.checkpoint.replicated
+    step = reading(ranks, name, [executor], plan.total_bytes, bar="Resuming", title="reading the checkpoint")
+    with step as done:
         state.prepare()
-        for number, parts in enumerate(plan.sub_groups):
-            nbytes = sum(part.parameter.numel for part in parts if part.key != FP32) * torch.float32.itemsize
+        for number, runs in enumerate(plan.sub_groups):
+            nbytes = sum(run.parameter.numel for run in runs if run.key != FP32) * torch.float32.itemsize
             shortage = naming_shortage(f"optimizer states of sub-group {number}", nbytes)
             with shortage, state.memory(number, plan.moments) as (master, moments):
-                _fill_parts(parts, {FP32: master, **moments}, plan, executor)
-        for part in plan.frozen:
-            with state.frozen_memory(part.parameter) as memory:
-                _fill_parts([part], {FP32: memory}, plan, executor)
+                fill_planned(_into(runs, {FP32: master, **moments}), plan.planner, executor, done.on_part)
+        for run in plan.frozen:
+            with state.frozen_memory(run.parameter) as memory:
+                fill_planned(_into([run], {FP32: memory}), plan.planner, executor, done.on_part)
         for key, buffer in state.buffers.items():
             if key in replicated:
                 whole = replicated[key].pieces[FP32].part(FlatRange(0, buffer.numel()))
@@ -356,18 +347,20 @@ def _fill(ranks: RankGroup, plan: Plan, state: Zero3State, executor: Executor, n
         executor.sources.check_unchanged()
 
 
-def _fill_parts(parts: Sequence[Part], memory: Mapping[str, torch.Tensor], plan: Plan, executor: Executor) -> None:
-    for part in parts:
-        mine, numel = memory[part.key].narrow(0, part.parameter.first, part.parameter.numel), part.parameter.mine.numel
-        if part.fill is not None:
+def _into(runs: Sequence[PlannedRun], memory: Mapping[str, torch.Tensor]) -> list[PlannedPart]:
+    """Return the parts of memory that the checkpoint fills; make padding, and moments that it lacks, zero."""
+    parts = []
+    for run in runs:
+        mine, numel = memory[run.key].narrow(0, run.parameter.first, run.parameter.numel), run.parameter.mine.numel
+        if run.fill is not None:
             mine[numel:].zero_()  # padding, which DeepSpeed steps as well
-            executor.fill(part.fill, mine[:numel], plan.planner.values, plan.planner.constants)
-        elif part.key != FP32:
+            parts.append(PlannedPart(f"{run.parameter.name} ({run.key})", run.fill, mine[:numel]))
+        elif run.key != FP32:
             mine.zero_()
-    executor.finish()
+    return parts
 
 
-def _set_rest(engine: Any, state: Zero3State, plan: Plan, wanted: Wanted) -> None:
+def _set_rest(engine: Any, state: Zero3State, plan: ResumePlan, wanted: Wanted) -> None:
     checkpoint = plan.checkpoint
     if wanted.optimizer:
         for number, scalars in enumerate(plan.scalars):
