@@ -32,22 +32,6 @@ def resolve(config: dict[str, Any], world_size: int = 4, hidden_size: int | None
 # ---- resolve_auto
 
 
-def test_the_hugging_face_example() -> None:
-    resolved = resolve(HF_ZERO3)
-
-    assert resolved["bf16"] == {"enabled": True}
-    assert resolved["fp16"] == {**HF_ZERO3["fp16"], "enabled": False}
-    assert (resolved[MICRO], resolved[STEPS], resolved[TRAIN]) == (8, 1, 32)  # 8 * 1 * 4 ranks
-    assert resolved["gradient_clipping"] == 1.0
-    zero = resolved["zero_optimization"]
-    assert zero["reduce_bucket_size"] == 4096  # 64 * 64
-    assert zero["stage3_prefetch_bucket_size"] == 3686  # 0.9 * 4096 = 3686.4
-    assert zero["stage3_param_persistence_threshold"] == 640  # 10 * 64
-    for section in ("optimizer", "scheduler"):
-        assert resolved[section] == HF_ZERO3[section]
-    assert resolved["steps_per_print"] == 2000
-
-
 def test_trainer_resolves_to_the_same() -> None:
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -77,19 +61,12 @@ def test_trainer_resolves_to_the_same() -> None:
         # (train, micro, steps) with 4 ranks; None is absent and stays absent
         (("auto", "auto", "auto"), (32, 8, 1)),
         ((64, "auto", "auto"), (64, 16, 1)),  # 64 / (1 * 4)
-        ((64, 2, "auto"), (64, 2, 8)),  # 64 / (2 * 4)
         ((64, "auto", 8), (64, 2, 8)),
         (("auto", 2, 3), (24, 2, 3)),  # 2 * 3 * 4
-        (("auto", 2, "auto"), (8, 2, 1)),
-        (("auto", "auto", 3), (96, 8, 3)),  # 8 * 3 * 4
-        ((24, 2, 3), (24, 2, 3)),
         (("auto", None, None), (32, None, None)),
         ((None, "auto", None), (None, 8, None)),
-        ((None, 5, "auto"), (None, 5, 1)),
-        ((64, None, "auto"), (64, None, 1)),
         ((64, 4, None), (64, 4, None)),
         ((None, None, None), (None, 1, None)),
-        ((None, None, 3), (None, 1, 3)),
         ((None, None, "auto"), (None, 1, 1)),
     ],
 )
@@ -118,14 +95,11 @@ def test_sequence_parallel_ranks_share_samples() -> None:
         ),
         ({TRAIN: 30, MICRO: 4, STEPS: "auto"}, f"{TRAIN}: 30 is not 16 = {MICRO} 4 * {STEPS} 1 * 4 rank(s); make"),
         ({TRAIN: 30, MICRO: "auto", STEPS: 2}, f"{TRAIN}: 30 is not 24 = {MICRO} 3 * {STEPS} 2 * 4 rank(s)"),
-        ({TRAIN: 30, MICRO: "auto", STEPS: "auto"}, f"{TRAIN}: 30 is not 28 = {MICRO} 7 * {STEPS} 1 * 4 rank(s)"),
         ({TRAIN: 30}, f"{TRAIN}: 30 is not 28"),
         ({TRAIN: 2, MICRO: "auto"}, f"{TRAIN}: 2 is not 0"),
-        ({TRAIN: 8, MICRO: 8}, f"{TRAIN}: 8 is not 0"),
         ({MICRO: 0}, f'{MICRO}: expected a positive integer or "auto", got 0'),
         ({MICRO: "8"}, f"{MICRO}: expected a positive integer or \"auto\", got '8'"),
         ({TRAIN: True}, f"{TRAIN}: expected a positive integer"),
-        ({STEPS: 1.5}, f"{STEPS}: expected a positive integer"),
     ],
 )
 def test_batch_sizes_that_cannot_be(config: dict[str, Any], message: str) -> None:
@@ -265,22 +239,10 @@ def test_hidden_size_of(model_config: Any, expected: int | None) -> None:
 
 
 def test_hidden_size_of_real_configs() -> None:
-    from transformers import (
-        BartConfig,
-        EncoderDecoderConfig,
-        GPT2Config,
-        LlamaConfig,
-        LlavaConfig,
-        ResNetConfig,
-        T5Config,
-    )
+    from transformers import EncoderDecoderConfig, GPT2Config, ResNetConfig
 
-    assert hidden_size_of(LlamaConfig(hidden_size=64)) == 64
     assert hidden_size_of(GPT2Config(n_embd=48)) == 48
-    assert hidden_size_of(T5Config(d_model=32)) == 32
-    assert hidden_size_of(BartConfig(d_model=40)) == 40
     assert hidden_size_of(ResNetConfig(hidden_sizes=[8, 24, 16, 8])) == 24
-    assert hidden_size_of(LlavaConfig(text_config=LlamaConfig(hidden_size=96))) == 96
     pair = EncoderDecoderConfig.from_encoder_decoder_configs(GPT2Config(n_embd=48), GPT2Config(n_embd=80))
     assert hidden_size_of(pair) == 80
 
@@ -321,14 +283,6 @@ def test_unusual_keys_are_dropped_too() -> None:
     assert for_loading({5: "auto"}) == {MICRO: 1}
     in_list = {"a": [{"b": "auto"}], MICRO: 1}
     assert for_loading(in_list) == in_list
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 7])
-def test_resolves_whatever_the_batch_sizes_were(world_size: int) -> None:
-    resolved = resolve_auto(for_loading(active()), world_size=world_size, hidden_size=32, precision=Precision.FP32)
-    assert resolved["zero_optimization"]["reduce_bucket_size"] == 32 * 32
-    assert resolved["bf16"] == {"enabled": False}
-    assert resolved["train_micro_batch_size_per_gpu"] == 1
 
 
 def test_deepspeeds_own_auto_stays() -> None:

@@ -94,14 +94,6 @@ def test_plan_says_of_a_url_what_a_load_fetches(
     assert "requests to the store" not in local["about"]
 
 
-def test_plan_takes_urls_for_meshes(answer: Answer, url: str, checkpoint: Path) -> None:
-    code, found = answer("plan", url, "--fsdp", 4, "--json")
-    assert code == 0
-    assert (
-        found["costs"]["needed_bytes"] == answer("plan", checkpoint, "--fsdp", 4, "--json")[1]["costs"]["needed_bytes"]
-    )
-
-
 def test_errors_of_urls_are_one_line_without_secrets(
     url: str, server: RangeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

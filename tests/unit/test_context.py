@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lowmem_load.errors import CheckpointError, HeaderError
+from lowmem_load.errors import HeaderError
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.io.source import LocalFile, OpenSources
 from lowmem_load.planning.expression import Expression
@@ -72,11 +72,4 @@ def test_a_file_that_cannot_be_described_is_not_kept(context: Context, tmp_path:
     path.write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00[]")
     with pytest.raises(HeaderError):
         context.file(str(path), Safetensors())
-    assert context.files == {}
-
-
-def test_a_file_that_cannot_be_opened_is_an_error_of_the_checkpoint(context: Context, tmp_path: Path) -> None:
-    unread: Any = None  # no format is asked for a file that is not there
-    with pytest.raises(CheckpointError, match=r"absent\.safetensors: cannot be read"):
-        context.file(str(tmp_path / "absent.safetensors"), unread)
     assert context.files == {}

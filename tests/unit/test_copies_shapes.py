@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lowmem_load.planning import copies
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.ranges import FlatRange, partition_range
-from tests.unit.test_copies import copies_of, execute, expressions, source, stacked, value_of
+from tests.unit.test_copies import copies_of, execute, expressions, source, stacked
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -103,22 +103,3 @@ def test_whole_rows_after_a_part_of_a_row_stay_together() -> None:
     node = ex.slice_dim(ex.reshape(ex.permute(source("w", 8, 8), (1, 0)), (64,)), 0, 3, 1, 61)
     found = copies_of(node, FlatRange(0, 61))
     assert [[axis.size for axis in copy.nest.axes] for copy in found] == [[5], [7, 8]]
-
-
-@pytest.mark.parametrize(
-    ("shape", "other", "step"),
-    [((50, 30), (30, 50), 1), ((36, 25), (60, 15), 1), ((40, 21), (8, 105), 2), ((12, 35), (20, 7), 3)],
-)
-@pytest.mark.parametrize("world_size", [1, 3, 7])
-def test_regrouped_rows_keep_their_values(
-    shape: tuple[int, int], other: tuple[int, int], step: int, world_size: int
-) -> None:
-    """Every `step`-th row under another shape, transposed, and that under the first shape, transposed again."""
-    data = {"w": torch.arange(shape[0] * step * shape[1]).reshape(shape[0] * step, shape[1])}
-    sliced = ex.slice_dim(source("w", shape[0] * step, shape[1]), 0, step - 1, step, shape[0])
-    once = ex.permute(ex.reshape(sliced, (ex.numel(sliced) // other[1], other[1])), (1, 0))
-    twice = ex.permute(ex.reshape(once, shape), (1, 0))
-    for node in (once, twice):
-        spans = [partition_range(ex.numel(node), rank, world_size) for rank in range(world_size)]
-        rebuilt = torch.cat([execute(copies_of(node, span), data, span, torch.int64) for span in spans])
-        assert torch.equal(rebuilt, value_of(node, data).reshape(-1))

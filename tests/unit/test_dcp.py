@@ -86,13 +86,6 @@ def test_all_values_are_read(once: Path) -> None:
         assert executor.stats.read_bytes == 0
 
 
-def test_a_folder_without_a_configuration_keeps_the_names(once: Path, tmp_path: Path) -> None:
-    consolidate(once, tmp_path / "made")
-    made = load_file(tmp_path / "made" / "model.safetensors")
-    assert made.keys() == TENSORS.keys()
-    assert all(torch.equal(made[name], value) for name, value in TENSORS.items())
-
-
 def changed(folder: Path, change: Callable[[Metadata], object]) -> None:
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())

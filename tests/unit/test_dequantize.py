@@ -8,8 +8,6 @@ from lowmem_load.hf.dequantize import Patterns
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.copies import plan_copies
-from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of
 
 
@@ -80,10 +78,3 @@ def test_leaves_are_those_of_the_inputs_and_of_the_pattern() -> None:
         assert [type(leaf) for leaf in found] == [ex.Held, ex.Elementwise]
         assert isinstance(found[0], ex.Held)
         assert found[0].origin == str(float(x))
-
-
-def test_an_instance_of_a_leaf_is_planned_as_that_leaf() -> None:
-    patterns, x = Patterns(), torch.rand(2, 3)
-    made = patterns.applied(lambda tensor: tensor.reshape(6), (symbolic(x),), None)
-    (copy,) = plan_copies(expression_of(made), FlatRange(0, 6))
-    assert copy.nest.is_run

@@ -33,17 +33,11 @@ EXPECTED = {
     (False, True): ("hhhC", "hhhC", "CCCC", "hhhC"),
     (False, False): ("ssCs", "ssCs", "CCCC", "ssCs"),
 }
-# As load_model reads it: without training arguments, an absent value is False.
-EXPECTED_DISABLED = ("shhs", "bbhb", "bbBb", "shhs")
 MEANING = {"b": "bf16", "h": "fp16", "s": "fp32", "B": "error: both on", "C": "error: contradiction"}
 
 CELLS = [
     (ds_bf16, ds_fp16, trainer_bf16, trainer_fp16, MEANING[EXPECTED[trainer_bf16, trainer_fp16][row][column]])
     for trainer_bf16, trainer_fp16 in itertools.product(TRAINER_VALUES, repeat=2)
-    for (row, ds_bf16), (column, ds_fp16) in itertools.product(enumerate(DS_VALUES), repeat=2)
-]
-CELLS_DISABLED = [
-    (ds_bf16, ds_fp16, MEANING[EXPECTED_DISABLED[row][column]])
     for (row, ds_bf16), (column, ds_fp16) in itertools.product(enumerate(DS_VALUES), repeat=2)
 ]
 
@@ -97,11 +91,6 @@ def test_every_cell(ds_bf16: Any, ds_fp16: Any, trainer_bf16: Any, trainer_fp16:
     trainer = {"trainer_bf16": trainer_bf16, "trainer_fp16": trainer_fp16}
 
     assert outcome(precision_of, config_with(ds_bf16, ds_fp16), absent="auto", **trainer) == expected
-
-
-@pytest.mark.parametrize(("ds_bf16", "ds_fp16", "expected"), CELLS_DISABLED)
-def test_every_cell_with_absent_read_as_disabled(ds_bf16: Any, ds_fp16: Any, expected: str) -> None:
-    assert outcome(precision_of, config_with(ds_bf16, ds_fp16), absent="disabled") == expected
 
 
 def test_the_tables_of_the_docs_agree_with_the_code() -> None:
@@ -215,18 +204,6 @@ def test_with_precision_keeps_other_keys_and_the_input() -> None:
     assert resolved["bf16"] == {"enabled": False, "check_grad_overflow": False}
     resolved["zero_optimization"]["offload_param"]["device"] = "nvme"
     assert config == before
-
-
-def test_with_precision_adds_both_sections_and_renames_the_old_one() -> None:
-    assert with_precision({}, Precision.FP32) == {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
-    assert with_precision({"bfloat16": {"enabled": False, "check_grad_overflow": False}}, Precision.BF16) == {
-        "bf16": {"enabled": True, "check_grad_overflow": False},
-        "fp16": {"enabled": False},
-    }
-    assert with_precision({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, Precision.FP16) == {
-        "bf16": {"enabled": False},
-        "fp16": {"enabled": True},
-    }
 
 
 SECTIONS = st.sampled_from([{}, {"enabled": "auto"}, {"enabled": True}, {"enabled": False}])

@@ -28,20 +28,6 @@ def recorder(seen: list[Any], answer: tuple[Any, ...] | None = None) -> Handler:
     return handler
 
 
-def test_arguments_have_names_however_they_are_given(ordinary: Callable[..., Any]) -> None:
-    seen: list[dict[str, Any]] = []
-    positional = (None, "model", None, None, None, None, 29500, None, None, None, "config")
-    with hooked(recorder(seen)):
-        assert deepspeed.initialize(*positional) == ("ordinary", positional, {})
-        assert deepspeed.initialize(None, "model", config="config") == (
-            "ordinary",
-            (None, "model"),
-            {"config": "config"},
-        )
-    assert [(given["model"], given["config"]) for given in seen] == [("model", "config")] * 2
-    assert "optimizer" not in seen[1]
-
-
 def test_a_handler_may_answer(ordinary: Callable[..., Any]) -> None:
     outer: list[Any] = []
     with hooked(recorder(outer)), hooked(recorder([], ("ours",))):

@@ -181,13 +181,6 @@ def test_a_lost_file_is_an_error(file: Path) -> None:
         read(leaf(file), FlatRange(0, 720))
 
 
-def test_computed_values_read_their_inputs_whole(file: Path) -> None:
-    node = ex.Computed("neg", lambda inputs: -inputs[0], (leaf(file),), (24, 30), torch.float32)
-    values, reader = read(ex.permute(node, (1, 0)), FlatRange(5, 50))
-    assert torch.equal(values, -VALUES.T.reshape(-1)[5:50])
-    assert reader.stats.read_bytes == VALUES.nbytes
-
-
 # -- elementwise operations ------------------------------------------------------------------------------------------
 
 

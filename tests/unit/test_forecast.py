@@ -140,18 +140,6 @@ def test_fewer_ranks_on_the_last_node_mean_more_memory_on_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "words"),
-    [
-        (1, "1 rank on one node"),
-        (8, "8 ranks on one node"),
-        (17, "17 ranks on 3 nodes of 8"),
-    ],
-)
-def test_a_job_says_how_many_ranks_each_node_has(world_size: int, words: str) -> None:
-    assert str(Job(world_size, 8)) == words
-
-
-@pytest.mark.parametrize(
     ("numel", "largest", "measured"),
     [(60_039_680, 16_384_000, 1572 + 1527), (122_000_000, 0, 5.61 * 1024)],
 )

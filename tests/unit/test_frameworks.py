@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import shlex
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
 from lowmem_load.report import LoadReport
 from tests.frameworks import page
-from tests.frameworks.cases import FILE, read_cases
+from tests.frameworks.cases import read_cases
 from tests.frameworks.compare import (
     STREAMED,
     RankResult,
@@ -25,18 +22,7 @@ from tests.frameworks.compare import (
     saved_tensors,
 )
 from tests.frameworks.page import read_results
-from tests.frameworks.run import HERE, reason
-from tests.venvs import without
-
-EQUAL: dict[str, Any] = {
-    "date": "2026-11-22",
-    "versions": {"python": "3.11.7", "trl": "1.16.0"},
-    "losses": {"stock": [5.5, 5.25], "first difference": ""},
-    "saved": {"tensors": 57, "different": []},
-    "streamed loads": 1,
-    "peaks": {"load": [267.8, 104.3]},
-}
-CASE = read_cases()[0]
+from tests.frameworks.run import HERE
 
 
 def test_cases_have_names_and_files_of_their_own() -> None:
@@ -45,36 +31,6 @@ def test_cases_have_names_and_files_of_their_own() -> None:
     named = [word for case in cases for word in shlex.split(case.command) if word.startswith(("configs/", "scripts/"))]
     assert named
     assert [name for name in named if not (HERE / name).is_file()] == []
-
-
-def test_two_cases_of_one_name_are_refused(tmp_path: Path) -> None:
-    text = FILE.read_text(encoding="utf-8")
-    twice = text + text[text.index("  - <<:") :].split("\n\n")[0].replace("&", "&again_")
-    path = tmp_path / "cases.yaml"
-    path.write_text(twice, encoding="utf-8")
-    with pytest.raises(ValueError, match="several cases are called trl-"):
-        read_cases(path)
-
-
-def test_requirements_without_what_needs_a_gpu() -> None:
-    requirements = [
-        "torch>=2",
-        "xformers>=0.0.33; sys_platform != 'darwin'",
-        "deepspeed<0.19; extra == 'deepspeed'",
-        "deepspeed-kernels; extra == 'deepspeed'",
-        "vllm; extra == 'vllm'",
-        "ray[default]==2.55.0",
-        "colorama; sys_platform == 'win32'",
-    ]
-    kept = without(requirements, ["deepspeed"], ["xFormers", "deepspeed_kernels"])
-    assert kept == ["torch>=2", "deepspeed<0.19", "ray[default]==2.55.0"]
-
-
-def test_the_last_exception_of_a_rank_is_the_reason() -> None:
-    log = "[rank1]: ValueError: no fp16\nFutureWarning: x\nraise ChildFailedError(\na.b.ChildFailedError: \n====\n"
-    assert reason(log) == "[rank1]: ValueError: no fp16"
-    assert reason("\nKilled\n") == "Killed"
-    assert reason("") == "nothing was printed"
 
 
 def test_the_first_loss_that_differs_is_named() -> None:
@@ -115,28 +71,6 @@ def test_a_load_is_counted_by_what_the_report_says() -> None:
     title, *_ = str(LoadReport("/tmp/tiny", 0, 2)).splitlines()
     said = f"x\n[default0]:lowmem_load: {title}\n  read: 0.80 MiB of 1.6 MiB in the files\n"
     assert len(STREAMED.findall(said + "lowmem_load: on: models that are loaded\n" + said)) == 2
-
-
-def test_the_table_stands_between_the_markers() -> None:
-    text = "a\n<!-- written by tests/frameworks -->\nold\n<!-- end -->\nb\n"
-    written = page.with_table(text, [CASE], {CASE.name: EQUAL})
-    assert written.startswith("a\n<!-- written") and written.endswith("<!-- end -->\nb\n") and "old" not in written
-    [row] = [line for line in written.splitlines() if line.startswith(f"| {CASE.framework} ")]
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells == [CASE.framework, CASE.what, CASE.model, "equal, 57", "268", "104"]
-    assert f"- {CASE.framework}: trl 1.16.0; 2026-11-22" in written
-    assert page.with_table(written, [CASE], {CASE.name: EQUAL}) == written
-
-
-def test_the_verdict_says_what_differs_or_failed() -> None:
-    assert page.verdict({}) == "not run yet"
-    assert page.verdict({"error": "stock: a | b\n c"}) == "failed: stock: a \\| b c"
-    assert page.verdict(EQUAL) == "equal, 57"
-    other = copy.deepcopy(EQUAL)
-    other["losses"]["first difference"] = "rank 0, step 2: 2.25 instead of 2.5"
-    other["saved"]["different"] = ["model.safetensors: a: x instead of y"]
-    assert page.verdict(other) == "losses: rank 0, step 2: 2.25 instead of 2.5; tensors: 1 of 57 differ"
-    assert page.verdict({**EQUAL, "streamed loads": 0}) == "nothing was streamed"
 
 
 def test_the_page_is_that_of_the_results() -> None:

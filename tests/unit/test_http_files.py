@@ -285,17 +285,6 @@ def test_other_refusals_are_told_at_once(status: int, what: str, traffic: Traffi
 # -- a file that is replaced -------------------------------------------------------------------------------------------
 
 
-def test_where_there_is_no_etag_the_date_counts() -> None:
-    date, other = "Wed, 21 Oct 2015 07:28:00 GMT", "Wed, 21 Oct 2015 07:28:01 GMT"
-    headers = {"Content-Range": "bytes 0-7/100", "Last-Modified": date}
-    with answering(headers, status=206, content=b"12345678") as url:
-        assert read_bytes(RemoteFile(HttpObject(url, 100, date)), 0, 8) == b"12345678"
-        assert asked[-1]["If-Unmodified-Since"] == date
-        assert "If-Match" not in asked[-1]
-        with pytest.raises(CheckpointError, match="was replaced"):
-            read_bytes(RemoteFile(HttpObject(url, 100, other)), 0, 8)
-
-
 def test_a_file_that_was_cut_is_an_error(file: Path) -> None:
     with range_server(file.parent) as server:
         source = RemoteFile(item_at(server, file, of_hub=True, version="commit"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 
 import torch
@@ -72,22 +71,6 @@ def made(rank: int = 1, digest: str = "abc", planning_bytes: int = 0) -> LoadPla
         costs=planner.costs(plan.destinations[0].fill for plan in targets),
         planning_bytes=planning_bytes,
     )
-
-
-def test_plans_of_the_same_load_are_equal_whatever_they_took() -> None:
-    assert made() == made(planning_bytes=5)
-    assert made() != made(rank=0)
-    assert made() != made(digest="abd")
-    assert pickle.loads(pickle.dumps(made())) == made()
-
-
-def test_the_figures_of_a_plan() -> None:
-    plan = made()
-    assert plan.partition_bytes == 250 * 4  # padding included
-    assert plan.replicated_bytes == 5 * 4
-    assert (plan.costs.read_bytes, plan.costs.needed_bytes, plan.costs.num_reads) == (2880, 2880, 1)
-    assert (plan.costs.largest_temporary_bytes, plan.costs.staging_bytes) == (2 * 2880, 0)
-    assert [path.name for path in plan.slow_paths] == ["zero3.weight", "replicated.weight"]
 
 
 def test_the_fingerprint_is_that_of_what_ranks_have_in_common() -> None:

@@ -13,12 +13,12 @@ import transformers.integrations.deepspeed as hf_deepspeed
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.active import deepspeed_config
 from lowmem_load.hf.collecting import SymbolicFile
-from lowmem_load.hf.loader import Call, copy_marks
+from lowmem_load.hf.loader import Call
 from lowmem_load.io.source import LocalFile
 from lowmem_load.planning.expression import Expression, hold
 from lowmem_load.symbolic.lazy import assigned_data_is_real
@@ -44,13 +44,6 @@ def outer() -> Iterator[HfDeepSpeedConfig]:
     hf_deepspeed._hf_deepspeed_config_weak_ref = before
 
 
-def test_none_hides_a_configuration(outer: HfDeepSpeedConfig) -> None:
-    with deepspeed_config(None) as inner:
-        assert inner is hf_deepspeed.deepspeed_config() is None
-        assert not is_deepspeed_zero3_enabled()
-    assert hf_deepspeed.deepspeed_config() is outer.config
-
-
 def test_a_dict_is_visible_and_neither_kept_nor_changed(outer: HfDeepSpeedConfig) -> None:
     config = {**ZERO_3, "bf16": {"enabled": True}}
     with deepspeed_config(config) as inner:
@@ -58,15 +51,6 @@ def test_a_dict_is_visible_and_neither_kept_nor_changed(outer: HfDeepSpeedConfig
         assert hf_deepspeed.deepspeed_config() is inner.config
     assert hf_deepspeed.deepspeed_config() is outer.config
     assert config == {**ZERO_3, "bf16": {"enabled": True}}
-
-
-def test_an_object_is_visible_itself(outer: HfDeepSpeedConfig) -> None:
-    own = HfDeepSpeedConfig(ZERO_3)
-    hf_deepspeed.set_hf_deepspeed_config(outer)
-    with deepspeed_config(own) as inner:
-        assert inner is own
-        assert hf_deepspeed.deepspeed_config() is own.config
-    assert hf_deepspeed.deepspeed_config() is outer.config
 
 
 def test_blocks_nest_and_an_error_restores_too(outer: HfDeepSpeedConfig) -> None:
@@ -172,14 +156,6 @@ def test_an_ordinary_call_gets_what_was_taken_out_for_describing() -> None:
     assert call.run()[1]["device_map"] == "meta"
 
 
-@pytest.mark.parametrize("marked", [True, False])
-def test_the_mark_of_a_loaded_parameter_is_carried_over(marked: bool) -> None:
-    loaded, made = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    loaded._is_hf_initialized = marked  # type: ignore[attr-defined]
-    copy_marks(loaded, made)
-    assert getattr(made, "_is_hf_initialized", False) is marked
-
-
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -207,16 +183,6 @@ def test_a_symbolic_file_says_what_safe_open_says(path: Path) -> None:
         tensor = ours.get_tensor("x")
         assert isinstance(tensor, SymbolicTensor)
         assert (tensor.shape, tensor.dtype) == (X.shape, X.dtype)
-
-
-@pytest.mark.parametrize(
-    "index", [..., slice(None), slice(1, 3), (slice(0, 2), slice(2, 4))], ids=["all", "colon", "rows", "block"]
-)
-def test_an_indexed_slice_is_a_tensor_of_the_same_shape_that_was_not_read(index: object, path: Path) -> None:
-    with symbolic(path) as ours:
-        found = ours.get_slice("x")[index]
-    assert isinstance(found, SymbolicTensor)
-    assert found.shape == X[index].shape  # type: ignore[index]
 
 
 # -- symbolic values as data of real parameters ----------------------------------------------------------------------

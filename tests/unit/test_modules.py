@@ -18,7 +18,7 @@ from torch.nn.utils import weight_norm
 from lowmem_load.api.request import stage_3
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.families.files import files_of
-from lowmem_load.families.modules import ModuleCall, stand_in_for
+from lowmem_load.families.modules import ModuleCall
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.checks import check_described
 from lowmem_load.pipeline.describe import describe
@@ -350,11 +350,6 @@ def test_extra_state_that_is_absent_unknown_or_left(tmp_path: Path) -> None:
 # -- what no file has --------------------------------------------------------------------------------------------------
 
 
-def test_tensors_that_the_module_lacks_are_passed_over_when_asked(tmp_path: Path) -> None:
-    expected = reference()
-    assert_equal(load(in_one_file(tmp_path, state(expected) | {"more": torch.ones(1)}), strict=False), expected)
-
-
 def test_what_no_file_has_is_initialised_as_torch_does_when_asked(tmp_path: Path) -> None:
     expected = reference()
     tensors = state(expected)
@@ -405,27 +400,6 @@ def test_buffers_of_no_file_are_computed_or_refused_by_name(tmp_path: Path) -> N
     with pytest.raises(UnsupportedError, match=r"Net: no file has the buffers table, and their values are not known"):
         load(folder, model)
     assert_equal(load(folder, on_meta().to("meta"), build=Net), expected)
-
-
-def test_a_random_buffer_is_refused(tmp_path: Path) -> None:
-    def build() -> nn.Module:
-        model = Net()
-        model.table = torch.rand(6)
-        return model
-
-    with pytest.raises(UnsupportedError, match=r"the buffers table, and their values are not known"):
-        load(in_one_file(tmp_path, state(reference())), on_meta().to("meta"), build=build)
-
-
-def test_a_stand_in_has_the_ties_and_classes_of_its_module() -> None:
-    model = reference()
-    made = stand_in_for(model, type)
-    assert [name for name, _ in made.named_parameters()] == [name for name, _ in model.named_parameters()]
-    assert [name for name, _ in made.named_buffers()] == [name for name, _ in model.named_buffers()]
-    assert all(tensor.is_meta for tensor in (*made.parameters(), *made.buffers()))
-    assert made.head.weight is made.embed.weight
-    assert [type(module) for module in made.modules()] == [type(module) for module in model.modules()]
-    assert not any(tensor.is_meta for tensor in model.parameters())
 
 
 def test_code_that_load_state_dict_would_run_is_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from lowmem_load import DistributedInterface, plan, streaming
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.hf import loader
-from lowmem_load.hf.hub_files import commit_in, commit_of, find_adapter_as_asked, pinned_commit
+from lowmem_load.hf.hub_files import commit_of, find_adapter_as_asked
 from lowmem_load.hf.model_folder import check_name, check_weights, refuse_foreign
 from lowmem_load.hf.names import (
     PROCESSOR_FILES,
@@ -307,33 +307,6 @@ def test_a_configuration_may_be_given(checkpoints: Path, tmp_path: Path) -> None
     assert model_config("someone/other", {"config": config}) is config
     file = shutil.copy(Path(folder) / "config.json", tmp_path / "other.json")
     assert model_config(str(folder), {"config": file}).to_dict().keys() == config.to_dict().keys()
-
-
-@pytest.mark.parametrize(
-    ("path", "commit"),
-    [
-        (f"/cache/models--org--m/snapshots/{COMMIT}/model.safetensors", COMMIT),
-        (f"/cache/models--org--m/snapshots/{COMMIT}/sub/model.safetensors", COMMIT),
-        (f"/data/snapshots/{COMMIT}/model.safetensors", ""),
-        ("/cache/models--org--m/snapshots/main/model.safetensors", ""),
-        ("/data/model.safetensors", ""),
-    ],
-)
-def test_the_commit_of_a_file(path: str, commit: str) -> None:
-    assert commit_in(path) == commit
-
-
-class Resolved(str):
-    __slots__ = ()
-    resolved = COMMIT
-
-
-@pytest.mark.parametrize(
-    ("revision", "commit"), [(COMMIT, COMMIT), (Resolved("main"), COMMIT), ("main", ""), (None, ""), (COMMIT[:7], "")]
-)
-def test_the_commit_that_is_asked_for(revision: Any, commit: str) -> None:
-    assert pinned_commit({"revision": revision}) == commit
-    assert pinned_commit({}) == ""
 
 
 def test_a_name_is_asked_for_once(tmp_path: Path) -> None:

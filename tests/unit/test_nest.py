@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowmem_load.errors import PlanError
-from lowmem_load.io.memory import scatter_elements, source_elements
+from lowmem_load.io.memory import scatter_elements
 from lowmem_load.planning.nest import Axis, Nest, Side
 
 SOURCE = torch.arange(100, dtype=torch.float32)
@@ -46,17 +46,6 @@ def test_elements_go_where_the_axes_say(nest: Nest) -> None:
     assert torch.equal(destination, expected(nest))
 
 
-@pytest.mark.parametrize("max_numel", [1, 2, 5, 7, 100])
-@pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
-def test_pieces_that_are_gathered_first_do_the_same(nest: Nest, max_numel: int) -> None:
-    destination = torch.full((60,), -1.0)
-    for part in nest.split(max_numel):
-        chosen = source_elements(part, SOURCE)
-        assert 0 < chosen.numel() <= max_numel
-        scatter_elements(part.gathered(), chosen.contiguous().view(-1), destination)
-    assert torch.equal(destination, expected(nest))
-
-
 @pytest.mark.parametrize("side", ["source", "destination"])
 @pytest.mark.parametrize("numel", [1, 2, 5, 24])
 @pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
@@ -76,17 +65,3 @@ def test_clipped_parts_are_disjoint_and_together_the_nest(nest: Nest, numel: int
 def test_axes_that_run_into_each_other_are_refused() -> None:
     with pytest.raises(PlanError, match="interleave"):
         list(Nest(0, 0, (Axis(3, 2, 4), Axis(4, 1, 1))).clipped(2, 5, "source"))
-
-
-@pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
-def test_merged_axes_move_the_same(nest: Nest) -> None:
-    assert sorted(pairs(nest.merged())) == sorted(pairs(nest))
-    assert Nest(3, 4, (Axis(2, 6, 6), Axis(1, 9, 9), Axis(6, 1, 1))).merged() == Nest(3, 4, (Axis(12, 1, 1),))
-    assert Nest(3, 4, (Axis(2, 6, 6), Axis(6, 1, 1))).is_run and not Nest(3, 4, (Axis(2, 6, 5), Axis(5, 1, 1))).is_run
-
-
-def test_casts_are_done_in_order_and_a_shift_is_added() -> None:
-    nest = Nest(1, 0, (Axis(4, 1, 1),), (torch.bfloat16, torch.float64))
-    destination = torch.zeros(10, dtype=torch.float64)
-    scatter_elements(nest.shifted(destination=3), SOURCE + 0.123, destination)
-    assert destination.tolist() == [0.0] * 3 + (SOURCE[1:5] + 0.123).to(torch.bfloat16).tolist() + [0.0] * 3

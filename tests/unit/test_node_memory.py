@@ -123,10 +123,6 @@ def test_a_limit_of_the_process_is_its_own(proc: Path, monkeypatch: pytest.Monke
     assert proc
 
 
-def test_this_machine_has_memory() -> None:
-    assert rooms(0)[0].free_bytes > 1 << 20
-
-
 def test_heap_that_was_freed_counts_as_free() -> None:
     blocks = [torch.empty(10_000, dtype=torch.uint8) for _ in range(5000)]
     before, blocks = free_heap_bytes(), blocks[1::2]  # the holes between them stay with the process

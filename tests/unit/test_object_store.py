@@ -15,7 +15,7 @@ import pytest
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.io import remote_file
-from lowmem_load.io.object_store import list_files, open_store
+from lowmem_load.io.object_store import list_files
 from lowmem_load.io.open_file import open_file
 from lowmem_load.io.remote_checkpoint import folder_of_url
 from lowmem_load.io.remote_file import RemoteFile, Traffic
@@ -171,17 +171,6 @@ def test_the_bytes_of_a_body_are_counted(
     monkeypatch.setattr(obstore, "get", lambda *_, **__: Found())
     with pytest.raises(CheckpointError, match=said):
         read_bytes(source, 0, 8)
-
-
-# -- secrets -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_answer_would_have_told_them(store: RangeServer, source: RemoteFile) -> None:
-    import obstore
-
-    store.set(gone=True, repeats=True)
-    with pytest.raises(Exception, match="session-token"):
-        obstore.get(open_store(URL), source._item._key)  # type: ignore[attr-defined]
 
 
 # -- obstore -----------------------------------------------------------------------------------------------------------

@@ -11,10 +11,7 @@ from torch import nn
 
 from lowmem_load.ds import partition
 from lowmem_load.ds.parameters import (
-    full_numel,
-    is_partitioned,
     partition_in_memory,
-    partition_of,
 )
 from lowmem_load.ds.partition import (
     HAS_AUTOEP,
@@ -31,18 +28,6 @@ def partitioned(numel: int) -> nn.Parameter:
     parameter: Any = nn.Parameter(torch.empty(0))
     parameter.ds_id, parameter.ds_numel, parameter.ds_tensor = 0, numel, torch.zeros((numel + 1) // 2)
     return parameter  # type: ignore[no-any-return]
-
-
-def test_elements_of_a_parameter_are_those_of_the_whole() -> None:
-    cut, whole = partitioned(7), nn.Parameter(torch.empty(2, 3))
-    assert (is_partitioned(cut), cut.numel(), full_numel(cut), partition_of(cut).numel()) == (True, 0, 7, 4)
-    assert (is_partitioned(whole), full_numel(whole)) == (False, 6)
-
-
-def test_a_partition_shares_its_memory() -> None:
-    cut: Any = partitioned(4)
-    partition_of(cut).fill_(5.0)
-    assert cut.ds_tensor.tolist() == [5.0, 5.0]
 
 
 class Swapper:
@@ -154,8 +139,3 @@ def test_what_is_switched_off_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(partition, "has", lambda _: False)
     refuse_what_is_absent({"zero_optimization": {}, "expert_parallel": {"enabled": False}})
     refuse_what_is_absent({"zero_optimization": {}, "expert_parallel": None})
-
-
-def test_a_module_is_found_without_its_import() -> None:
-    assert partition.has("deepspeed.runtime.zero.stage3")
-    assert not partition.has("deepspeed.runtime.zero.stage4")

@@ -22,7 +22,7 @@ from lowmem_load.planning.load_plan import (
 )
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, Grid, partition_range
-from lowmem_load.planning.reads import Apply, Move, Read, ReadLimits
+from lowmem_load.planning.reads import Apply, ReadLimits
 from tests.kits.memory import MemorySource
 from tests.unit.test_copies import expressions, value_of
 
@@ -284,16 +284,6 @@ def test_costs() -> None:
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
-
-
-def test_steps_are_data() -> None:
-    """Of one kind each: what a reader must know is in them, and nothing that can be called."""
-    planner = Planner()
-    kinds = [
-        type(planner.plan_fill("w", expression, FlatRange(0, 5)).steps[0])
-        for expression in (SOURCE, ex.hold(torch.ones(9)), flipped(SOURCE), doubled(SOURCE))
-    ]
-    assert kinds == [Read, Move, Move, Apply]
 
 
 def test_a_piece_of_an_operation_holds_no_more_than_a_staging_buffer() -> None:

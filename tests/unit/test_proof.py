@@ -244,26 +244,6 @@ def test_copies_that_do_not_fall_into_rows_take_a_bitmap(
     check_against_counting([*copies[:2], shifted, *copies[3:]], numel)
 
 
-@pytest.mark.parametrize(("cells", "named"), [(4, "[1, 4)"), (6, "[1, 6)"), (24, "[1, 9)")])
-def test_what_a_window_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch, cells: int, named: str) -> None:
-    monkeypatch.setattr(proof, "PROOF_CELLS", cells)
-    monkeypatch.setattr(proof, "rows_of", lambda group, start, end: None)
-    with pytest.raises(PlanError, match=re.escape(f"elements {named} are not covered")):
-        prove_coverage("w", [nest(0, (2,), (9,))], 10)
-
-
-def test_a_bitmap_larger_than_one_window_finds_the_last_element() -> None:
-    rows = 1 << 21  # 12 * 2 ** 21 elements: two windows
-    copies = [nest(start, (3 * rows,), (4,)) for start in (0, 2)]
-    copies += [nest(start, (2 * rows,), (6,)) for start in (1, 3)]
-    last = 12 * rows - 1
-    prove_coverage("w", [*copies, nest(5, (2 * rows,), (6,))], 12 * rows)
-    with pytest.raises(PlanError, match=rf"elements \[{last - 1}, {last}\) are covered twice"):
-        prove_coverage("w", [*copies, nest(5, (2 * rows - 1,), (6,)), run(last - 1, 1)], 12 * rows)
-    with pytest.raises(PlanError, match=rf"elements \[{last}, {last + 1}\) are not covered"):
-        prove_coverage("w", [*copies, nest(5, (2 * rows - 1,), (6,))], 12 * rows)
-
-
 @pytest.mark.usefixtures("no_bitmap")
 def test_many_copies_beside_one_are_proved_without_pairing_them() -> None:
     """20 000 rows of a column each a copy of its own, beside one copy of the other columns; none is skipped."""

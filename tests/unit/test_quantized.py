@@ -13,16 +13,11 @@ from torch import nn
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.frameworks.bitsandbytes import check_packable, check_packed
-from lowmem_load.io.executor import Executor
-from lowmem_load.pipeline.execute import execute
-from lowmem_load.pipeline.make_plan import make_plan
-from lowmem_load.report import LoadReport
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.quantized import Companion, Quantized, QuantizedTensor
-from tests.described import CPU, X, Y, described, planned, write_file
+from tests.described import described, write_file
 from tests.described import module as module_of
 
-Z = torch.arange(6.0)
 BF16 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
 
 
@@ -57,62 +52,6 @@ def module(w: torch.Tensor, **others: torch.Tensor) -> nn.Module:
     if isinstance(w, nn.Parameter):
         made.register_parameter("w", w)
     return made
-
-
-def build(**options: Any) -> Any:
-    return lambda tensors, _: module(w=quantized(tensors, **options), v=tensors["y"])
-
-
-def test_it_is_a_parameter_that_loaders_leave_as_it_is(file: Path) -> None:
-    seen: list[QuantizedTensor] = []
-
-    def make(tensors: Mapping[str, Any], _: Context) -> nn.Module:
-        seen.append(quantized(tensors))
-        return module(w=seen[0])
-
-    (parameter,) = described(file, make).model.parameters()
-    assert parameter is seen[0] and isinstance(parameter, nn.Parameter)
-    assert parameter.to("cpu") is parameter
-    assert (parameter.blocks, parameter.quantized.method) == (8, "halves")
-
-
-def test_what_goes_with_it_is_planned_and_costs(file: Path) -> None:
-    plan, plain = planned(file, build()), planned(file, lambda t, _: module(w=t["x"], v=t["y"]))
-    (target,) = [target for target in plan.targets if target.name == "w"]
-    assert [(each.name, each.shape, each.dtype, each.nbytes) for each in target.companions] == [
-        ("scales", (6,), torch.float32, 24),
-        ("mean", (2,), torch.float16, 4),
-    ]
-    assert (plan.num_quantized, plan.companion_bytes) == (1, 28)
-    assert plan.costs.read_bytes == X.nbytes + Y.nbytes + Z.nbytes
-    assert (plain.num_quantized, plain.companion_bytes) == (0, 0)
-
-
-def test_ranks_agree_on_the_method(file: Path) -> None:
-    same = [planned(file, build(method=method)).fingerprint for method in ("halves", "halves", "thirds")]
-    assert same[0] == same[1] != same[2]
-
-
-def test_it_is_restored_with_what_was_read(file: Path) -> None:
-    restored = Restored()
-    model = described(file, build(restore=restored))
-    with Executor() as executor:
-        execute(make_plan(model, 0), model.target, executor)
-    ((name, made, companions, device),) = restored.calls
-    assert (name, device) == ("w", CPU)
-    assert made is model.model.w
-    assert torch.equal(made, X) and list(companions) == ["scales"] and torch.equal(companions["scales"], Z)
-
-
-def test_the_report_says_so(file: Path) -> None:
-    report = LoadReport("model")
-    plan = planned(file, build())
-    report.take_plan(plan, {})
-    assert (report.num_quantized, report.whole_bytes) == (1, plan.replicated_bytes + 28)
-    assert "1 tensors are quantized" in str(report)
-    plain = LoadReport("model")
-    plain.take_plan(planned(file, lambda t, _: module(w=t["x"])), {})
-    assert "quantized" not in str(plain)
 
 
 # -- settings --------------------------------------------------------------------------------------------------------

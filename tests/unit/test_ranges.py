@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,23 +19,6 @@ def test_a_partition_is_a_row_of_the_padded_parameter(numel: int, world_size: in
         span, row = partition_range(numel, rank, world_size), padded[rank]
         assert partition_numel(numel, world_size) == row.numel()
         assert list(range(span.start, span.end)) == row[row < numel].tolist()
-
-
-@pytest.mark.parametrize(
-    ("numel", "world_size", "expected"),
-    [
-        (10, 1, [(0, 10)]),
-        (10, 2, [(0, 5), (5, 10)]),
-        (10, 4, [(0, 3), (3, 6), (6, 9), (9, 10)]),  # ceil(10 / 4) = 3
-        (3, 4, [(0, 1), (1, 2), (2, 3), (3, 3)]),
-        (5, 4, [(0, 2), (2, 4), (4, 5), (5, 5)]),  # ceil(5 / 4) = 2: the last rank holds padding alone
-        (0, 2, [(0, 0), (0, 0)]),
-    ],
-)
-def test_partitions(numel: int, world_size: int, expected: list[tuple[int, int]]) -> None:
-    found = [partition_range(numel, rank, world_size) for rank in range(world_size)]
-    assert [(span.start, span.end) for span in found] == expected
-    assert [span.numel for span in found] == [end - start for start, end in expected]
 
 
 @st.composite
@@ -61,10 +43,6 @@ def test_a_hull_is_the_smallest_range_with_all_elements(case: tuple[Grid, tuple[
         assert found == FlatRange(int(inside.min()), int(inside.max()) + 1)
     else:
         assert found.numel == 0
-
-
-def test_the_hull_of_a_flat_range_is_itself() -> None:
-    assert bounding_range(FlatRange(3, 9), (4, 5)) == FlatRange(3, 9)
 
 
 @settings(max_examples=200)

@@ -14,15 +14,11 @@ from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.reads import (
-    Apply,
-    Move,
-    Piece,
     Read,
     ReadCost,
     ReadLimits,
     plan_pieces,
     plan_reads,
-    written_nests,
 )
 from tests.unit.test_nest import pairs
 
@@ -124,16 +120,6 @@ def test_what_is_no_run_of_the_same_bytes_is_staged(
     assert read.nest.casts == casts
 
 
-def test_pieces_that_lie_close_are_read_together() -> None:
-    rows = copy_of(0, 0, (100, 20, 3), (3, 1, 1))  # 3 of every 20 elements: gaps of 17, that is 68 bytes
-    (together,) = plan_reads(rows, SOURCE, ReadLimits(max_gap_bytes=68), on_host=True)
-    assert (together.num_reads, together.numel) == (1, 99 * 20 + 3)
-    assert together.needed_bytes_each == 300 * ITEMSIZE
-    (apart,) = plan_reads(rows, SOURCE, ReadLimits(max_gap_bytes=67), on_host=True)
-    assert (apart.num_reads, apart.numel) == (100, 3)
-    assert apart.read_bytes == 300 * ITEMSIZE
-
-
 def test_a_gap_is_read_along_where_that_costs_no_more_than_another_read() -> None:
     """68 bytes at 4 bytes per second cost 17 s, as much as a call."""
     rows = copy_of(0, 0, (100, 20, 3), (3, 1, 1))
@@ -152,13 +138,3 @@ def test_an_element_that_goes_to_many_places_is_needed_once() -> None:
 def test_a_million_reads_are_one_step() -> None:
     (read,) = plan_reads(copy_of(0, 0, (1 << 20, 5000, 1)), SOURCE, ReadLimits(max_gap_bytes=0), on_host=True)
     assert (read.num_reads, read.numel) == (1 << 20, 1)
-
-
-def test_what_a_step_writes() -> None:
-    """Reads with their outer loops, moves, and each piece of an operation."""
-    nest = Nest(0, 5, (Axis(3, 1, 1),))
-    (of_read,) = written_nests(Read(SOURCE, 0, 3, (Axis(4, 7, 10),), nest, is_direct=False))
-    assert (of_read.destination, of_read.axes) == (5, (Axis(4, 7, 10), Axis(3, 1, 1)))
-    assert list(written_nests(Move(0, nest))) == [nest]
-    pieces = (Piece(3, (), nest), Piece(2, (), Nest(0, 8, (Axis(2, 1, 1),))))
-    assert [part.destination for part in written_nests(Apply("neg", 0, torch.float32, pieces))] == [5, 8]

@@ -652,14 +652,6 @@ def test_a_model_on_the_hub_is_pinned_to_its_commit(hub: HubServer, checkpoint: 
     assert folder_of_model("org/model") != (folder, commit)
 
 
-def test_shards_in_subfolders_on_the_hub_are_there(hub: HubServer, checkpoint: Path) -> None:
-    in_subfolders(checkpoint, SUBFOLDERS)
-    (checkpoint / "layers.0" / "unnamed.safetensors").write_bytes(b"")
-    folder, _ = folder_of_model("org/model")
-    assert_has_shards(folder, checkpoint, SUBFOLDERS.values())
-    assert "layers.0/unnamed.safetensors" not in files_in(folder)
-
-
 def test_a_model_that_is_not_there_is_an_error(hub: HubServer) -> None:
     with pytest.raises(CheckpointError, match="org/other: no such folder, and the Hub says: 404"):
         folder_of_model("org/other")

@@ -82,11 +82,6 @@ def test_nothing_beyond_the_end_is_asked_for() -> None:
     assert item.asked == []
 
 
-def test_a_file_says_what_it_is() -> None:
-    source = RemoteFile(Memory())
-    assert (source.path, source.nbytes, source.version, source.is_remote) == ("s3://bucket/file", 4096, '"1"', True)
-
-
 # -- again -------------------------------------------------------------------------------------------------------------
 
 
@@ -120,14 +115,6 @@ def test_delays_grow_and_are_drawn_at_random(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("random.uniform", draw)
     read_bytes(RemoteFile(Memory(*[TransientError("x")] * 8)), 0, 8)
     assert bounds == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5])
-
-
-def test_the_wait_that_the_store_asks_for_is_obeyed(traffic: Traffic) -> None:
-    item = Memory(TransientError("x", wait_s=0.3))
-    read_bytes(RemoteFile(item), 0, 8)
-    first_s, second_s = item.at_s
-    assert 0.3 <= second_s - first_s < 5
-    assert traffic.counts.waited_s == pytest.approx(0.3, abs=0.01)
 
 
 def test_patience_ends_with_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,17 +158,6 @@ def test_who_is_told_to_slow_down_has_more_patience(monkeypatch: pytest.MonkeyPa
         read_bytes(RemoteFile(Memory(TransientError("x", wait_s=0.2))), 0, 8)
 
 
-def test_what_a_call_returns_is_returned() -> None:
-    errors = [TransientError("x")]
-
-    def call() -> str:
-        if errors:
-            raise errors.pop()
-        return "found"
-
-    assert retry(call, "s3://bucket: cannot be listed") == "found"
-
-
 # -- at a time ---------------------------------------------------------------------------------------------------------
 
 
@@ -192,11 +168,6 @@ def test_slow_down_halves_the_requests_in_flight(traffic: Traffic) -> None:
         traffic.limit = expected
     for _ in range(MAX_IN_FLIGHT**2):
         read_bytes(RemoteFile(Memory()), 0, 8)
-    assert traffic.limit == MAX_IN_FLIGHT
-
-
-def test_other_failures_do_not_change_the_requests_in_flight(traffic: Traffic) -> None:
-    read_bytes(RemoteFile(Memory(*[TransientError("x")] * 5)), 0, 8)
     assert traffic.limit == MAX_IN_FLIGHT
 
 
@@ -228,10 +199,6 @@ def test_ranks_of_a_node_share_its_requests() -> None:
         MIN_IN_FLIGHT,
         MIN_IN_FLIGHT,
     ]
-
-
-def test_counts_are_subtracted() -> None:
-    assert Counts(5, 2, 100, 3.0).since(Counts(1, 1, 40, 0.5)) == Counts(4, 1, 60, 2.5)
 
 
 # -- an end to it ------------------------------------------------------------------------------------------------------

@@ -58,23 +58,6 @@ def test_what_nobody_used_is_not_stepped() -> None:
     assert torch.equal(model["b"].weight, before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_masters_keep_what_low_precision_would_lose(dtype: torch.dtype) -> None:
-    model = two_layers(dtype)
-    part = part_of(model)
-    part.optimizer = torch.optim.SGD(part.masters.values(), lr=1e-5)
-    before = {name: master.detach().clone() for name, master in part.masters.items()}
-    for _ in range(3):
-        model["a"](torch.ones(1, 3, dtype=dtype)).sum().backward()
-        part.reduce()
-        part.step(1.0)
-    assert part.masters["a.weight"].dtype == torch.float32
-    torch.testing.assert_close(
-        before["a.weight"] - part.masters["a.weight"], torch.full((2, 3), 3e-5), rtol=0, atol=1e-7
-    )
-    assert torch.equal(model["a"].weight, part.masters["a.weight"].to(dtype))
-
-
 def test_state_goes_into_another_part() -> None:
     parts = []
     for seed in (0, 1):

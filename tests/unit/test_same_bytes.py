@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +125,6 @@ def view(*ranks: int, digests: str = "xy") -> View:
     return View(ranks, tuple(digests), [f"/{ranks[0]}/{name}" for name in "ab"])
 
 
-@pytest.mark.parametrize("views", [[view(0)], [view(0, 2), view(1)]])
-def test_views_of_the_same_bytes_pass(views: list[View]) -> None:
-    check_same(views)
-
-
 @pytest.mark.parametrize(
     ("views", "expected"),
     [
@@ -215,34 +209,6 @@ def test_every_stratum_has_one_block(nbytes: int, num_files: int, seed: int) -> 
     assert sum(map(len, sampled)) <= max(MAX_BLOCKS_IN_ALL, MIN_BLOCKS * num_files)
 
 
-def test_a_stretch_of_two_strata_is_always_hit() -> None:
-    nbytes = 256 << 20
-    for seed in range(20):
-        (offsets,) = sample_offsets([file(nbytes)], seed)
-        gaps = [b - a for a, b in pairwise(offsets)]
-        assert max(gaps) <= 2 * nbytes / len(offsets)
-
-
 def test_places_depend_on_the_seed_alone() -> None:
     assert sample_offsets([file(1 << 30)], 7) == sample_offsets([file(1 << 30)], 7)
     assert sample_offsets([file(1 << 30)], 7) != sample_offsets([file(1 << 30)], 8)
-
-
-def digests(path: Path, version: str, seed: int = 0) -> list[str]:
-    planned = PlannedFile(str(path), path.stat().st_size, "", version)
-    with contextlib.closing(OpenSources(LocalFile)) as sources:
-        return sample_digests([planned], seed, sources, num_threads=1)
-
-
-def test_digests_tell_other_bytes(tmp_path: Path) -> None:
-    found = []
-    for value in (b"\0", b"\1", b"\0"):
-        (tmp_path / "file").write_bytes(value * 100_000)
-        found += digests(tmp_path / "file", LocalFile(str(tmp_path / "file")).version)
-    assert found[0] == found[2] != found[1]
-
-
-def test_a_file_that_was_replaced_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(100))
-    with pytest.raises(CheckpointError, match="was replaced or written to"):
-        digests(tmp_path / "file", "another")

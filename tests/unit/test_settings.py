@@ -9,12 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from lowmem_load import load_model, plan
 from lowmem_load.config.ds_config import Precision
-from lowmem_load.config.settings import Partition, Settings, choices_of, read_settings
+from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.errors import ConfigError
 from tests import builders
 
@@ -48,38 +47,12 @@ def test_what_depends_on_the_model_is_resolved_with_it_and_once() -> None:
         settings.for_model(None)
 
 
-@pytest.mark.parametrize(
-    ("sections", "dtype"),
-    [
-        ({"bf16": {"enabled": True}}, torch.bfloat16),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, torch.float16),
-        ({"fp16": {"enabled": False}, "bf16": {"enabled": False}}, torch.float32),
-    ],
-)
-def test_the_dtype_is_the_engines(sections: dict[str, Any], dtype: torch.dtype) -> None:
-    assert read(**sections).dtype == dtype
-
-
-@pytest.mark.parametrize(
-    ("offload", "device"), [(None, "none"), ({}, "none"), ({"device": "cpu"}, "cpu"), ({"device": "nvme"}, "nvme")]
-)
-def test_where_partitions_stay(offload: dict[str, Any] | None, device: str) -> None:
-    assert read(zero_optimization={"stage": 3, "offload_param": offload}).offload_device == device
-    assert read(zero_optimization={"stage": 3}).offload_device == "none"
-
-
 def test_where_partitions_stay_may_be_spelled_as_deepspeed_does() -> None:
     from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
     assert (
         read(zero_optimization={"stage": 3, "offload_param": {"device": OffloadDeviceEnum.cpu}}).offload_device == "cpu"
     )
-
-
-@pytest.mark.parametrize(("size", "world_size", "expected"), [(1, 4, 0), (2, 4, 2), (8, 4, 4), (2, 1, 1)])
-def test_ranks_of_a_secondary_partition(size: int, world_size: int, expected: int) -> None:
-    settings = read(world_size, zero_optimization={"stage": 3, "zero_hpz_partition_size": size})
-    assert settings.secondary_size == expected
 
 
 def test_ranks_compare_what_they_were_given_by_key() -> None:
@@ -126,19 +99,6 @@ def test_an_active_configuration_has_the_precision_that_stock_zero_init_gives_it
 def test_only_stage_3_takes_a_partition(stage: int) -> None:
     with pytest.raises(ConfigError, match=f"partition needs ZeRO stage 3, the ds_config has stage {stage}"):
         read(partition=["model"], zero_optimization={"stage": stage})
-
-
-def test_entries_of_a_partition() -> None:
-    def predicate(name: str, module: nn.Module) -> bool:
-        return bool(name and module)
-
-    assert choices_of("a.*") == ["a.*"]
-    assert choices_of(nn.Linear) == [nn.Linear]
-    assert choices_of(("a", predicate, nn.Module)) == ["a", predicate, nn.Module]
-    assert choices_of([]) == []
-    for entry in (3, None, int, [["a"]]):
-        with pytest.raises(ConfigError, match=r"partition: cannot use .*; give module names or globs"):
-            read(partition=[entry])  # type: ignore[list-item]
 
 
 # -- predicates ------------------------------------------------------------------------------------------------------

@@ -159,19 +159,6 @@ def test_each_model_gets_its_own_settings_and_target_once(file: Path) -> None:
     assert found.settings is asked[1][1]
 
 
-@pytest.mark.parametrize(("rank", "expected"), [(0, FlatRange(0, 8)), (2, FlatRange(16, 24))])
-def test_a_rank_keeps_its_partition(rank: int, expected: FlatRange, file: Path) -> None:
-    kept: list[FlatRange] = []
-
-    def build(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
-        made = module(weight=tensors["x"])
-        kept.append(context.keeps_of(made)(made.get_parameter("weight")))
-        return made
-
-    described(file, build, lambda settings, _: Zero3(settings, rank, CPU))
-    assert kept == [expected]
-
-
 def test_a_model_within_that_the_settings_do_not_fit_is_kept_whole(file: Path) -> None:
     """The outer one has a hidden size, which "auto" needs; the inner one has none."""
     kept: list[FlatRange] = []
@@ -387,17 +374,3 @@ class KeepingFp32(Replicated):
             for buffer in model.get_submodule(name).buffers()
             if buffer.is_floating_point()
         ]
-
-
-# -- the plan --------------------------------------------------------------------------------------------------------
-
-
-def test_the_plan_says_what_was_loaded_and_what_it_was_made_against(file: Path) -> None:
-    found = described(file, lambda tensors, _: module(weight=tensors["x"]))
-    plan = make_plan(found, 2).plan
-    assert (plan.name, plan.rank, plan.world_size) == ("model", 2, 3)
-    (planned_file,) = plan.files
-    assert (planned_file.path, planned_file.nbytes) == (str(file), file.stat().st_size)
-    assert (plan.missing_keys, plan.unexpected_keys, plan.mismatched_keys) == (("m",), ("u",), ())
-    assert plan.read_to_describe == ()
-    assert plan.costs.read_bytes == plan.costs.needed_bytes == X.nbytes

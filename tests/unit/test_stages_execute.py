@@ -129,6 +129,21 @@ def test_a_buffer_that_transformers_left_on_meta_stays_there(file: Path) -> None
 # -- values that several destinations, or other values, need -----------------------------------------------------------
 
 
+class TwoPieces(Replicated):
+    """As hpZ: two regions of each parameter, the elements of which are zero at first."""
+
+    def __init__(self, regions: tuple[FlatRange, FlatRange], numels: tuple[int, int]) -> None:
+        super().__init__(CPU)
+        self.regions, self.numels = regions, numels
+
+    def layout(self, name: str, parameter: torch.Tensor) -> Layout:
+        return Layout("two", parameter.dtype, self.regions, self.numels, on_host=True)
+
+    def make(self, plan: TargetPlan, parameter: nn.Parameter, wait: Any) -> tuple[nn.Parameter, list[torch.Tensor]]:
+        self.pieces = [torch.zeros(numel) for numel in self.numels]
+        return nn.Parameter(torch.empty(0)), self.pieces
+
+
 def test_a_held_value_is_there_for_every_destination(file: Path) -> None:
     """hpZ's secondary partition needs a missing parameter's value after the partition was filled."""
 
@@ -139,15 +154,7 @@ def test_a_held_value_is_there_for_every_destination(file: Path) -> None:
         context.initialiser.release()
         return module(weight=made)
 
-    class TwoPieces(Replicated):
-        def layout(self, name: str, parameter: torch.Tensor) -> Layout:
-            return Layout("two", parameter.dtype, (FlatRange(0, 4), FlatRange(2, 10)), (4, 8), on_host=True)
-
-        def make(self, plan: TargetPlan, parameter: nn.Parameter, wait: Any) -> tuple[nn.Parameter, list[torch.Tensor]]:
-            self.pieces = [torch.empty(4), torch.empty(8)]
-            return nn.Parameter(torch.empty(0)), self.pieces
-
-    target = TwoPieces(CPU)
+    target = TwoPieces((FlatRange(0, 4), FlatRange(2, 10)), (4, 8))
     found = described(file, build, lambda *_: target)
     result = make_plan(found, 0)
     with Executor() as executor:
@@ -168,15 +175,7 @@ def test_a_held_value_is_there_for_every_destination(file: Path) -> None:
 def test_what_two_pieces_hold_is_read_once(
     file: Path, regions: tuple[FlatRange, FlatRange], numels: tuple[int, int], read_numel: int
 ) -> None:
-    class TwoPieces(Replicated):
-        def layout(self, name: str, parameter: torch.Tensor) -> Layout:
-            return Layout("two", parameter.dtype, regions, numels, on_host=True)
-
-        def make(self, plan: TargetPlan, parameter: nn.Parameter, wait: Any) -> tuple[nn.Parameter, list[torch.Tensor]]:
-            self.pieces = [torch.zeros(numel) for numel in numels]
-            return nn.Parameter(torch.empty(0)), self.pieces
-
-    target = TwoPieces(CPU)
+    target = TwoPieces(regions, numels)
     found = described(file, lambda tensors, _: module(weight=tensors["x"]), lambda *_: target)
     result = make_plan(found, 0)
     assert result.plan.costs.read_bytes == result.plan.costs.needed_bytes == 4 * read_numel

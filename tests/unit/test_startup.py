@@ -296,12 +296,6 @@ def test_a_python_without_lowmem_load_is_unaffected(empty: Path) -> None:
     assert (run.returncode, run.stdout, run.stderr) == (0, plain.stdout, "")
 
 
-@pytest.mark.parametrize("option", ["-S", "-I", "-E", "-s"])
-def test_options_of_python_do_no_harm(option: str) -> None:
-    run = python("print('here')", option, path=joined(FOLDER, REPO), env={SWITCH: "1"})
-    assert (run.returncode, run.stdout, run.stderr) == (0, "here\n", "")
-
-
 def test_sitecustomize_and_usercustomize_behind_it_run_once(packages: Path, tmp_path: Path) -> None:
     (packages / "sitecustomize.py").write_text("print('theirs runs')\nvalue = 7\n")
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -328,20 +322,6 @@ def test_an_error_in_another_sitecustomize_is_reported_as_usual(fault: str, pack
     run = python(LOADS, path=joined(FOLDER, packages))
     assert run.stdout.splitlines() == STREAMED
     assert run.stderr.startswith(plain.stderr)
-
-
-def test_spawned_processes_are_switched_on(packages: Path, tmp_path: Path) -> None:
-    script = tmp_path / "spawns.py"
-    script.write_text(
-        "import multiprocessing, transformers.modeling_utils as t\n"
-        "def load():\n    print(t.PreTrainedModel.from_pretrained('a'), flush=True)\n"
-        "if __name__ == '__main__':\n"
-        "    child = multiprocessing.get_context('spawn').Process(target=load)\n"
-        "    child.start(); child.join(); print(child.exitcode)\n"
-    )
-    source = f"import runpy, sys; sys.argv = [{str(script)!r}]; runpy.run_path({str(script)!r}, run_name='__main__')"
-    run = python(source, path=joined(FOLDER, packages), env={"RANK": "1"})
-    assert "streamed ordinary PreTrainedModel a" in run.stdout, run.stdout + run.stderr
 
 
 def test_a_module_of_a_zip_archive_that_imports_another_is_acted_on(

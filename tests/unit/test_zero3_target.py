@@ -27,7 +27,7 @@ from lowmem_load.planning.expression import hold
 from lowmem_load.planning.load_plan import REPLICATED, Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange
-from lowmem_load.target import HostBytes, Layout, Replicated, Target
+from lowmem_load.target import HostBytes, Target
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -95,21 +95,6 @@ def test_a_secondary_group_that_does_not_divide_the_ranks_is_refused() -> None:
 def test_what_cannot_be_followed_is_refused(config: Any, zero: Any, group: Any, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         Zero3(settings(2, config=config, **zero), 0, CPU, group)
-
-
-@pytest.mark.parametrize(
-    ("stored", "expected"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.float16, torch.bfloat16),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.int64, torch.int64),
-        (torch.bool, torch.bool),
-    ],
-)
-def test_parameters_take_the_engines_dtype_if_they_have_fractions(stored: torch.dtype, expected: torch.dtype) -> None:
-    target = Zero3(settings(2, bf16=True), 0, CPU)
-    assert target.layout("w", torch.empty(4, dtype=stored, device="meta")).dtype == expected
 
 
 @pytest.mark.parametrize(
@@ -181,12 +166,6 @@ def test_settings_that_deepspeed_reads_otherwise_are_an_error(lone_process: None
         Zero3(of_two, 0, CPU).prepare(nn.Linear(1, 1, device="meta"))
 
 
-def test_the_modules_that_are_partitioned_are_marked(lone_process: None) -> None:
-    model = nn.ModuleDict({"a": nn.Linear(1, 1, device="meta"), "b": nn.Linear(1, 1, device="meta")})
-    Zero3(settings(1), 0, CPU, None, ("b",)).prepare(model)
-    assert [MARK in vars(module) for module in (model, model["a"], model["b"])] == [False, False, True]
-
-
 # -- which target a model gets, and the targets that consist of little else --------------------------------------------
 
 
@@ -205,27 +184,6 @@ def model() -> nn.Module:
 def layouts(target: Target) -> dict[str, tuple[str, tuple[Any, ...], bool]]:
     found = {name: target.layout(name, parameter) for name, parameter in model().named_parameters()}
     return {name: (layout.kind, layout.regions, layout.on_host) for name, layout in found.items()}
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_below_stage_3_all_is_whole_in_host_memory(stage: int) -> None:
-    target = target_maker(1, GPU)(settings_of(stage), model())
-    assert type(target) is Replicated
-    assert target.device == torch.device("cpu")
-    assert layouts(target) == {
-        "body.weight": (REPLICATED, (FlatRange(0, 12),), True),
-        "head.weight": (REPLICATED, (FlatRange(0, 15),), True),
-    }
-
-
-def test_stage_3_cuts_up_all() -> None:
-    target = target_maker(1, GPU)(settings_of(3), model())
-    assert type(target) is Zero3
-    assert target.device == GPU
-    assert layouts(target) == {
-        "body.weight": (KIND, (FlatRange(6, 12),), False),
-        "head.weight": (KIND, (FlatRange(8, 15),), False),  # ceil(15 / 2) = 8
-    }
 
 
 @pytest.mark.parametrize("partition", ["body", ["bo*"], lambda name, _: name == "body"])
@@ -249,35 +207,6 @@ def test_an_entry_that_chooses_nothing_is_refused_only_where_it_must_match() -> 
         target_maker(0, GPU)(settings_of(3, partition=["tail"], must_match=True), model())
     target = target_maker(0, GPU)(settings_of(3, partition=["tail", "body"]), model())
     assert layouts(target)["body.weight"][0] == KIND
-
-
-# -- replicated -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
-def test_all_of_a_parameter_as_it_is(dtype: torch.dtype) -> None:
-    layout = Replicated(CPU, 3).layout("w", torch.empty(3, 4, dtype=dtype, device="meta"))
-    assert layout == Layout(REPLICATED, dtype, (FlatRange(0, 12),), (12,), on_host=True, holders=(range(3),))
-
-
-def test_memory_of_an_accelerator_is_not_host_memory() -> None:
-    assert not Replicated(torch.device("cuda")).layout("w", torch.empty(3, device="meta")).on_host
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_what_fills_the_memory_is_the_parameter(requires_grad: bool) -> None:
-    values, target = torch.arange(6.0).view(2, 3), Replicated(CPU)
-    described = nn.Parameter(torch.empty(2, 3, device="meta"), requires_grad)
-    fill = Planner().plan_fill("w", hold(values), FlatRange(0, 6))
-    destination = Destination(FlatRange(0, 6), 6, fill)
-    plan = TargetPlan(("w",), (2, 3), torch.float32, REPLICATED, (destination,), False, False, (), "")
-    target.prepare(nn.Module())
-    made, (memory,) = target.make(plan, described, lambda: None)
-    memory.copy_(values.view(-1))
-    target.finish()
-    assert type(made) is nn.Parameter
-    assert made.requires_grad is requires_grad
-    assert torch.equal(made, values)
 
 
 # -- partial ----------------------------------------------------------------------------------------------------------
@@ -356,10 +285,6 @@ def test_choices_that_mean_nothing_are_refused(partition: Any, text: str) -> Non
     with pytest.raises(ConfigError) as caught:
         choose(Model(), partition)
     assert text in str(caught.value)
-
-
-def test_where_nothing_need_match_the_rest_is_left_out() -> None:
-    assert choose(Model(), [nn.Conv2d, "*.act", "head"], must_match=False).keys() == {"head"}
 
 
 def test_a_tie_between_the_parts_is_refused_with_what_to_add() -> None:

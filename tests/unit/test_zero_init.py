@@ -97,10 +97,6 @@ def test_one_that_makes_other_parameters_is_refused(
             refuse_other_zero_init(around, **{**SAME, **difference})
 
 
-def test_none_around_is_no_difference() -> None:
-    refuse_other_zero_init(None, **SAME)
-
-
 def test_a_parameter_that_is_cut_up_already_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     refuse_partitioned(model)
