@@ -54,7 +54,7 @@ help:
 	@echo "make compat-here  the oldest of them over the torch of .venv, fewer tests (4 minutes)"
 	@echo "make zoo     compare all model types with ordinary and stock loads (about an hour)"
 	@echo "make fuzz    mutated inputs of every kind (10 minutes each; FUZZ_SECONDS=60; guided by coverage with atheris)"
-	@echo "make faults  every fault at every moment of a load (12 minutes; ARGS=--all: on first and last of 2 and 3 ranks, 45)"
+	@echo "make faults  every fault at every moment of a load (12 minutes)"
 	@echo "make bench   the same comparison on a 1.5 B parameter model (3 GB)"
 	@echo "make modes   compare each ZeRO-3 mode with stock"
 	@echo "make frameworks  run LLaMA-Factory, TRL, axolotl, ms-swift and others stock and with lowmem-load run (an hour, 8 GB)"

@@ -23,9 +23,8 @@ class SimulatedAccelerator(CPU_Accelerator):
     _torch_pins_host_memory = True
     pin_memory = DeepSpeedAccelerator.pin_memory
     is_pinned = DeepSpeedAccelerator.is_pinned
-    if hasattr(DeepSpeedAccelerator, "_torch_pin_memory"):  # not before deepspeed 0.19
-        _torch_pin_memory = DeepSpeedAccelerator._torch_pin_memory
-        _torch_empty_pinned = DeepSpeedAccelerator._torch_empty_pinned
+    _torch_pin_memory = DeepSpeedAccelerator._torch_pin_memory
+    _torch_empty_pinned = DeepSpeedAccelerator._torch_empty_pinned
 
     def __init__(self) -> None:
         super().__init__()

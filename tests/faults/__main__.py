@@ -1,6 +1,6 @@
 """Runs the matrix and prints it: `python -m tests.faults [words...]`, of rows whose names have all the words.
 
-Each fault strikes at each moment once, on one rank of 2 or 3 in turn; with --all on the first and the last of both.
+Each fault strikes at each moment once, on the first or the last of 2 or 3 ranks in turn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.faults.faults import cases, sample, subset
+from tests.faults.faults import sample, subset
 from tests.faults.matrix import Matrix, line
 from tests.faults.shim import Unavailable
 
@@ -21,11 +21,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="only rows whose names have them all")
     parser.add_argument("--subset", action="store_true", help="the rows that CI runs")
-    parser.add_argument("--all", action="store_true", help="on the first and the last of 2 and of 3 ranks")
     arguments = parser.parse_args()
     chosen = [
         case
-        for case in (subset() if arguments.subset else cases() if arguments.all else sample())
+        for case in (subset() if arguments.subset else sample())
         if all(word in case.name for word in arguments.words)
     ]
     start, verdicts = time.monotonic(), []

@@ -170,7 +170,6 @@ def load_formats(cases: list[tuple[str, dict[str, Any], dict[str, Any], list[str
 
 
 def test_loads_as_an_ordinary_load_does(checkpoints: Path, tmp_path: Path) -> None:
-
     cases = []
     for build, ds_config, slow in [
         (in_subfolder, BF16, []),

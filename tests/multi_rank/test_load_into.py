@@ -24,8 +24,6 @@ from tests import builders
 from tests.pipelines.pipeline import import_example
 from tests.ranks import run_ranks
 
-"""Whether torch's FSDP2 does."""
-
 
 def built(path: str, dtype: torch.dtype, cls_name: str | None = None) -> nn.Module:
     """A model on meta, as its owner builds it before sharding."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 from torch import nn
 
 from tests import builders
@@ -23,8 +22,7 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": LR, "torch_adam": True}},
 }
 WITHOUT_OPTIMIZER = {key: value for key, value in CONFIG.items() if key != "optimizer"}
-ROUNDS_OTHERWISE = IS_SIMULATED or Version(torch.__version__) < Version("2.11")
-TOLERANCE = 2e-6 if ROUNDS_OTHERWISE else 1e-6  # gloo adds in another order under simccl; torch 2.8 ends at 1.04e-6
+TOLERANCE = 2e-6 if IS_SIMULATED else 1e-6  # gloo adds in another order under simccl
 
 
 def nothing(_: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ import pytest
 import torch
 
 from tests import builders
-from tests.as_stock import round_as_stock
 from tests.parity import BF16, FP32, differences
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import run_ranks
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 TOKENS = torch.randint(3, 100, (2, 10), generator=torch.Generator().manual_seed(1))
@@ -57,41 +55,16 @@ def train_together(path: str, names: list[str]) -> dict[str, list[float]]:
     losses: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(4):
         for name, engine in engines.items():
-            loss = engine(input_ids=TOKENS.to(engine.device), labels=TOKENS.to(engine.device)).loss
-            engine.backward(loss)
-            engine.step()
-            losses[name].append(loss.item())
+            losses[name] += _steps(engine, 1)
     return losses
-
-
-def train_lower_by_stock(path: str) -> None:
-    """Rank function."""
-    import deepspeed
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
-    engine, *_ = deepspeed.initialize(model=model, config=CONFIGS["lower"])
-    _steps(engine, 2)
-
-
-def trainable(path: str) -> list[str]:
-    """Returns the names of CONFIGS, but in the environments of tests/compat none that stock fails with."""
-    if "COMPAT_RECORD" in os.environ:
-        try:
-            run_ranks(train_lower_by_stock, path, world_size=2)
-        except RankFailure:  # deepspeed 0.18.9 on CPU ranks: a view of flat parameters is modified in place
-            return [name for name in CONFIGS if name != "lower"]
-    return list(CONFIGS)
 
 
 def test_engines_of_several_models_train_as_each_would_alone(checkpoints: Path) -> None:
     path = str(builders.tiny_llama(checkpoints))
-    names = trainable(path)
+    names = list(CONFIGS)
     together = run_ranks(train_together, path, names, world_size=2)
     assert together == run_ranks(train_apart, path, names, world_size=2)
     assert all(len(set(losses)) == 4 for of_rank in together for losses in of_rank.values())
-    if names != list(CONFIGS):
-        pytest.skip("the others passed; stock itself cannot train stage 1 on CPU ranks with these releases")
 
 
 class Groups:
@@ -191,7 +164,6 @@ def losses_of_changed_models(path: str, how: str) -> dict[str, list[float]]:
             del alive
         else:
             model = load_model(path, BF16)
-            round_as_stock(model)
         model.train()
         parameters: Any = list(model.parameters())
         if case == "frozen":

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from tests import builders
-from tests.as_stock import ROUNDS_ROTARY
 from tests.ranks import run_ranks
 
 STEPS = 5
@@ -29,12 +30,13 @@ CONFIG = {
 }
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 ROTARY = {"Llama", "Qwen2", "Mixtral"}
+ROUNDS_ROTARY = Version("5.15.0") <= Version(Version(transformers.__version__).public) <= Version("5.22.2")
+"""Whether stock computes rotary_emb.inv_freq in the dtype of the weights, with this transformers; others in float32."""
 
 
 def measure(way: str, models: dict[str, tuple[str, str]], folder: str) -> dict[str, dict[str, Any]]:
     """Rank function: what each model is after a load, after an engine has saved it, and its losses on this rank."""
     import deepspeed
-    import transformers
     from transformers.integrations import HfDeepSpeedConfig
 
     from lowmem_load import DistributedInterface, load_model

@@ -88,9 +88,6 @@ def load_installed(path: str, folder: str) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(
-    not hasattr(transformers.PreTrainedModel, "maybe_distribute_model"), reason="this release shards no model"
-)
 def test_transformers_decides_what_is_tied(checkpoints: Path, tmp_path: Path) -> None:
     qwen2, t5 = builders.tiny_qwen2_differing(checkpoints), builders.tiny_t5_differing(checkpoints)
     tied = str(builders.tiny_qwen2_tied(checkpoints))

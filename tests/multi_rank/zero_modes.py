@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,6 @@ class Mode:
         num_ranks: ranks that it needs.
         needs_gpu: why it cannot run on CPU ranks; empty if it can.
         trains_on_cpu: whether the engine can be made on CPU ranks; loads are compared in any case.
-        needs_module: of DeepSpeed, which older or newer releases may lack; empty if all have it.
     """
 
     zero: dict[str, Any] = field(default_factory=dict)
@@ -28,12 +26,6 @@ class Mode:
     num_ranks: int = 2
     needs_gpu: str = ""
     trains_on_cpu: bool = True
-    needs_module: str = ""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the installed DeepSpeed has the mode."""
-        return not self.needs_module or importlib.util.find_spec(self.needs_module) is not None
 
 
 def _nvme(**more: Any) -> dict[str, Any]:
@@ -49,7 +41,6 @@ MODES: dict[str, Mode] = {
     "torch_autocast": Mode(
         config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
         dtype="fp32",
-        needs_module="deepspeed.runtime.torch_autocast",
     ),
     "persistence thresholds": Mode(
         {"stage3_param_persistence_threshold": 2000, "stage3_model_persistence_threshold": 4000}
@@ -78,7 +69,6 @@ MODES: dict[str, Mode] = {
     "override_module_apply off": Mode({"override_module_apply": False}),
     "keep_in_fp32_modules": Mode(
         config={"data_types": {"keep_in_fp32_modules": ["rotary_emb"]}},
-        needs_module="deepspeed.runtime.keep_in_fp32",
     ),
     "zero_quantized_weights": Mode({"zero_quantized_weights": True}, needs_gpu="its quantizer is a CUDA kernel"),
     "zero_quantized_nontrainable_weights": Mode(

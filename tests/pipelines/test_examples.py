@@ -6,7 +6,6 @@ Memory and losses of both are printed side by side.
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.pipelines import pipeline as pipelines
 from tests.pipelines.pipeline import LLAMAFACTORY, PIPELINES, Pipeline, PipelineResult, import_example, run_pipeline
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import run_ranks
 
 TIMEOUT_S = 150
 
@@ -50,12 +49,6 @@ def assert_same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Te
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-def cause_of(error: RankFailure) -> str:
-    """Returns the last error of a rank's traceback, in one line."""
-    of_rank = str(error).partition("--- output of rank")[0].splitlines()
-    return next((line for line in reversed(of_rank) if re.match(r"[\w.]+(Error|Exception): ", line)), "")[:200]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", COMPARED, ids=[each.name for each in PIPELINES])
 def test_streamed_is_as_stock_with_less_memory(
@@ -63,14 +56,8 @@ def test_streamed_is_as_stock_with_less_memory(
 ) -> None:
     final: list[dict[str, torch.Tensor]] = []
 
-    def run(pipeline: Pipeline, argv: list[str], name: str) -> list[PipelineResult]:
-        try:
-            return run_ranks(rank_result, pipeline.script, argv, timeout_s=TIMEOUT_S)
-        except RankFailure as error:
-            # A framework's own pins may not go together; with the releases of .venv stock has to run.
-            if "COMPAT_RECORD" in os.environ and name.endswith("-stock"):
-                pytest.skip(f"stock itself fails: {cause_of(error)}")
-            raise
+    def run(pipeline: Pipeline, argv: list[str], _: str) -> list[PipelineResult]:
+        return run_ranks(rank_result, pipeline.script, argv, timeout_s=TIMEOUT_S)
 
     found = pipelines.compare(
         pipeline, models["mini"], tmp_path, 2, run, after=lambda folder: final.append(weights(folder))
@@ -123,17 +110,6 @@ def train_in_parts(script: str, switches: list[str], model: str, out: str) -> No
     assert losses["whole"][-1] < losses["whole"][0]
 
 
-def stock_fails_likewise(error: RankFailure, script: str, switches: list[str], model: str, out: str) -> bool:
-    """Returns whether a framework's own pins do not go together; with the releases of .venv they have to."""
-    if "COMPAT_RECORD" not in os.environ or script == LLAMAFACTORY:
-        return False
-    try:
-        run_ranks(train_in_parts, script, [*switches, "--stock"], model, out, timeout_s=TIMEOUT_S)
-    except RankFailure as of_stock:
-        return cause_of(of_stock) == cause_of(error)
-    return False
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize(
@@ -150,12 +126,7 @@ def test_resume_goes_on_and_the_result_loads_elsewhere(
 ) -> None:
     model = models["tiny"]
     switches = ["--lora"] * lora
-    try:
-        run_ranks(train_in_parts, script, switches, str(model), str(tmp_path), timeout_s=TIMEOUT_S)
-    except RankFailure as error:
-        if stock_fails_likewise(error, script, switches, str(model), str(tmp_path / "stock")):
-            pytest.skip(f"stock itself fails: {cause_of(error)}")
-        raise
+    run_ranks(train_in_parts, script, switches, str(model), str(tmp_path), timeout_s=TIMEOUT_S)
     assert_same_weights(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
     assert_loads(tmp_path / "whole" / "final", model, lora)
 
