@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import targets
 from tests.fuzz.mutate import mutated
 from tests.fuzz.targets import CORPUS, MAX_NBYTES, TARGETS, check
 
@@ -55,32 +54,3 @@ def test_fresh_inputs(name: str, tmp_path: Path) -> None:
             print(f"FUZZ_SEED={SEED}, input {count} of {name}: {kept}\n{data[:1000]!r}")
             raise
     print(f"{name}: {count} inputs, FUZZ_SEED={SEED}")
-
-
-def busy(seconds: float) -> None:
-    """Take so much of a processor, however fast it is."""
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
-
-
-def test_a_finding_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the checks are for: errors of others, files written, programs run, time, memory."""
-    from dataclasses import replace
-
-    monkeypatch.setattr(targets, "SECONDS", 0.1)
-
-    def with_run(run: object) -> None:
-        monkeypatch.setitem(TARGETS, "index", replace(TARGETS["index"], run=run))
-
-    for run, message in (
-        (lambda data: {}["x"], "KeyError"),
-        (lambda data: (tmp_path / "new").write_text(""), "opens"),
-        (lambda data: Path("/etc/hostname").read_text(), "opens '/etc/hostname'"),
-        (lambda data: os.system("true"), "os.system"),
-        (lambda data: os.mkdir(tmp_path / "folder"), "os.mkdir"),
-        (lambda data: busy(0.3), "took"),
-    ):
-        with_run(run)
-        with pytest.raises(AssertionError, match=message):
-            check("index", b"{}")

@@ -1,22 +1,17 @@
-"""Compares examples with and without lowmem_load: losses side by side, peak memory side by side.
-
-`tests/pipelines/test_examples.py` runs them.
-"""
+"""Runs examples with and without lowmem_load, measured, for `tests/pipelines/test_examples.py`."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import importlib
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.memory import high_water
-from benchmarks.results import MIB, markdown
 from lowmem_load.phases import host_memory
 
 LLAMAFACTORY = "llamafactory_style/train"
@@ -115,65 +110,3 @@ PIPELINES = [
     Pipeline("trl_dpo", ("--lora",)),
     Pipeline(LLAMAFACTORY),
 ]
-
-COLUMNS = ("pipeline", "load peak, stock", "load peak, lowmem_load", "losses")
-
-Run = Callable[[Pipeline, list[str], str], list[PipelineResult]]
-
-
-@dataclass(slots=True)
-class Comparison:
-    """One pipeline, run both ways; results in rank order."""
-
-    pipeline: Pipeline
-    stock: list[PipelineResult]
-    streamed: list[PipelineResult]
-
-    @property
-    def losses_equal(self) -> bool:
-        """Whether all losses are, and there are any."""
-        stock, streamed = ([rank.losses for rank in results] for results in (self.stock, self.streamed))
-        return stock == streamed and all(stock)
-
-    @property
-    def load_peak_is_lower(self) -> bool:
-        """Whether the peak while loading, of the rank that needs most, is below stock's."""
-        return max(self.peaks(self.streamed)) < max(self.peaks(self.stock))
-
-    @staticmethod
-    def peaks(results: Sequence[PipelineResult]) -> list[int]:
-        """Return those of the load, by rank."""
-        return [result.load_peak for result in results]
-
-
-def compare(
-    pipeline: Pipeline, model: Path, out: Path, steps: int, run: Run, after: Callable[[Path], None] | None = None
-) -> Comparison:
-    """Run one pipeline stock and streamed.
-
-    Args:
-        model: a checkpoint that examples/make_model.py wrote.
-        out: where the runs leave what they write; the folders of the examples are deleted.
-        after: called with the folder of each example before that.
-        run: runs the pipeline with a command line on all ranks; the last argument is a name for the run.
-    """
-    results = []
-    for stock in (True, False):
-        name = f"{pipeline.name.replace(' ', '').replace('/', '-')}-{'stock' if stock else 'lowmem'}"
-        output = out / f"{name}-output"
-        results.append(run(pipeline, pipeline.argv(model, output, steps, stock), name))
-        if after:
-            after(output)
-        shutil.rmtree(output, ignore_errors=True)
-    return Comparison(pipeline, *results)
-
-
-def table(comparisons: Sequence[Comparison]) -> list[str]:
-    rows: list[Sequence[str]] = [COLUMNS]
-    lines = []
-    for found in comparisons:
-        peaks = [f"{max(found.peaks(results)) / MIB:.1f}" for results in (found.stock, found.streamed)]
-        rows.append([found.pipeline.name, *peaks, "equal" if found.losses_equal else "DIFFERENT"])
-        for method, results in (("stock", found.stock), ("lowmem", found.streamed)):
-            lines.append(f"{found.pipeline.name}, {method}: {' '.join(f'{loss:.6f}' for loss in results[0].losses)}")
-    return [markdown(rows), *lines]
