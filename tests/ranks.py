@@ -14,12 +14,13 @@ import pickle
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
@@ -71,6 +72,17 @@ def set_environment() -> None:
     scripts = sysconfig.get_path("scripts")
     if scripts not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = scripts + os.pathsep + os.environ.get("PATH", "")
+
+
+def run_command(command: Sequence[str], *, timeout_s: float = 240, cwd: Path = REPO, **env: str) -> Any:
+    """Runs a command as a shell would start it, in no rank; returns it with its output once it has ended well."""
+    of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environ = {key: value for key, value in os.environ.items() if key not in of_ranks} | {"PYTHONPATH": str(REPO)}
+    run = subprocess.run(
+        command, env=environ | env, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=cwd
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return run
 
 
 def run_ranks(

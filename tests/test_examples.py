@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPO, reserved_port
+from tests.ranks import reserved_port, run_command
 
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 
 
 @pytest.mark.release
 def test_partial_zero3(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}
     with reserved_port() as port:
         command = [TORCHRUN, "--nproc_per_node", "2", "--master_port", str(port), "examples/partial_zero3.py"]
-        run = subprocess.run(
-            [*command, "--hidden-size", "128", "--num-layers", "2", "--steps", "31"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-            cwd=REPO,
-        )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+        sizes = ["--hidden-size", "128", "--num-layers", "2", "--steps", "31"]
+        run = run_command([*command, *sizes], TMPDIR=str(tmp_path))
     held = re.findall(r"rank (\d): language model ([\d.]+) MiB of ([\d.]+), encoders ([\d.]+) MiB whole", run.stdout)
     assert [rank for rank, *_ in held] == ["0", "1"]
     for _, here, everywhere, whole in held:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests import builders
-from tests.ranks import REPO, reserved_port
+from tests.ranks import REPO, reserved_port, run_command
 
 SCRIPT = """
 import os, sys
@@ -45,18 +43,7 @@ def test_load_model_under_a_launcher(launcher: str, checkpoints: Path, tmp_path:
     script = tmp_path / "train.py"
     path = builders.tiny_llama(checkpoints)
     script.write_text(SCRIPT.format(repo=str(REPO), path=str(path), out=str(tmp_path)))
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in names}
     with reserved_port() as port:
-        run = subprocess.run(
-            [*(word.format(port=port) for word in LAUNCHERS[launcher]), str(script)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-            cwd=tmp_path,
-        )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+        run_command([*(word.format(port=port) for word in LAUNCHERS[launcher]), str(script)], cwd=tmp_path)
     expected = ["0-of-1"] if launcher == "none" else ["0-of-2", "1-of-2"]
     assert sorted(file.name for file in tmp_path.glob("*-of-*")) == expected

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.multi_rank.test_launchers import LAUNCHERS
 from tests.pipelines.pipeline import import_example
-from tests.ranks import REPO, reserved_port, run_ranks
+from tests.ranks import REPO, reserved_port, run_command, run_ranks
 
 SCRIPT = REPO / "examples" / "hf_trainer.py"
 STEPS = ["--steps", "2", "--save-steps", "9"]
@@ -45,21 +43,10 @@ def installed(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[lis
 def test_a_script_without_install_trains_as_with_it(
     model: str, installed: tuple[list[float], Path], tmp_path: Path
 ) -> None:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in names}
     with reserved_port() as port:
         start = [word.format(port=port) for word in LAUNCHERS["torchrun"]]
         script = [str(SCRIPT), "--stock", "--model", model, "--output", str(tmp_path), *STEPS]
-        run = subprocess.run(
-            [sys.executable, "-m", "lowmem_load", "run", "--", *start, *script],
-            env={**environment, "PYTHONPATH": str(REPO)},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-            cwd=REPO,
-        )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+        run = run_command([sys.executable, "-m", "lowmem_load", "run", "--", *start, *script])
     losses, folder = installed
     assert f"losses: {' '.join(f'{loss:.6f}' for loss in losses)}\n" in run.stdout
     [theirs], [ours] = ([*place.glob("final/*.safetensors")] for place in (folder, tmp_path))

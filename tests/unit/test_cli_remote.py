@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ from lowmem_load.cli.start import main
 from lowmem_load.io import remote_file
 from lowmem_load.io.remote_file import HEAD_BYTES
 from tests import builders
-from tests.ranks import REPO, reserved_port
+from tests.ranks import reserved_port, run_command
 from tests.remote.hub_front import hub_front
 from tests.remote.range_server import RangeServer, range_server
 
@@ -133,21 +131,13 @@ print(model.config.name_or_path, sum(parameter.ds_tensor.double().sum().item() f
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--stream"], pytest.param([], marks=pytest.mark.release)])
 def test_run_streams_models_on_the_hub_if_it_is_told_to(options: list[str], checkpoint: Path, tmp_path: Path) -> None:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in names}
     with hub_front({"org/model": checkpoint}) as hub, reserved_port() as port:
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        own = {"HF_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path), "PYTHONPATH": str(REPO)}
-        run = subprocess.run(
+        own = {"HF_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+        run = run_command(
             [sys.executable, "-m", "lowmem_load", "run", *options, "--", sys.executable, "-c", SCRIPT, "org/model"],
-            env={**environment, **rank, **own, **hub.environment},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-            cwd=REPO,
+            **{**rank, **own, **hub.environment},
         )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
