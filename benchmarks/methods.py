@@ -71,7 +71,7 @@ def wait_for_all_gathers() -> None:
 def model_class(folder: str) -> Any:
     from lowmem_load.hf import names
 
-    return names.model_class(None, names.model_config(folder, {}), False)
+    return names.model_class(None, names.model_config(folder, {}), trust_remote_code=False)
 
 
 def prepare(method: str, checkpoint: str) -> None:
