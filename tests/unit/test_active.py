@@ -36,11 +36,6 @@ def no_config() -> Iterator[None]:
     hf_deepspeed._hf_deepspeed_config_weak_ref = before
 
 
-def test_without_a_configuration_none_is_active_or_dropped() -> None:
-    assert active_zero3_config() is None
-    assert not was_dropped()
-
-
 def test_one_of_zero_3_is_active_while_it_is_kept() -> None:
     kept = HfDeepSpeedConfig(ZERO_3)
     assert active_zero3_config() is kept.config

@@ -65,14 +65,6 @@ def test_a_run_is_read_once_and_nothing_else(file: Path, num_threads: int) -> No
     assert (reader.stats.read_bytes, reader.stats.num_reads) == (233 * 4, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_casts_equal_torch(file: Path, dtype: torch.dtype) -> None:
-    limits = ReadLimits(staging_bytes=64)  # 16 elements at a time
-    values, reader = read(ex.cast(leaf(file), dtype), FlatRange(7, 500), limits=limits)
-    assert torch.equal(values, VALUES.reshape(-1)[7:500].to(dtype))
-    assert reader.stats.read_bytes == 493 * 4
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     dims=st.permutations([0, 1, 2]),

@@ -209,14 +209,6 @@ def test_a_configuration_is_shown_to_the_thread_of_the_block_alone(llama: str) -
     assert heard == [False, False]
 
 
-def test_warnings_are_heard_after_loads_from_a_configuration(llama: str) -> None:
-    calls: list[str] = []
-    config = LlamaConfig.from_pretrained(llama)
-    with loader.intercepted(handler("any", calls), everywhere=True):
-        assert in_threads(*[lambda: AutoModelForCausalLM.from_config(config)] * 4) == [None] * 4
-    assert calls == ["any"] * 4
-
-
 def test_a_model_in_zero3_partitions_is_announced_once_as_stock_does(llama: str) -> None:
     """Under ZeRO-3 transformers' own tests, and users, look for this line."""
     config = LlamaConfig.from_pretrained(llama)

@@ -95,14 +95,6 @@ def test_pieces_are_those_of_the_copy(copy: Copy, staging: int) -> None:
     assert sorted(found) == expected(copy)
 
 
-def test_a_run_is_read_into_place_in_pieces() -> None:
-    (whole, rest) = plan_reads(copy_of(7, 3, (25, 1, 1)), SOURCE, ReadLimits(direct_bytes=40), on_host=True)
-    assert (whole.is_direct, whole.numel, whole.num_reads) == (True, 10, 2)  # 40 bytes are 10 elements
-    assert list(whole.iterations()) == [(7, 0), (17, 10)]
-    assert (rest.first, rest.numel, rest.nest.destination) == (27, 5, 23)
-    assert (whole.read_bytes, rest.read_bytes) == (80, 20)
-
-
 @pytest.mark.parametrize(
     ("loops", "casts", "on_host"),
     [

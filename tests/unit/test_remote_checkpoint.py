@@ -348,12 +348,6 @@ def test_lookups_are_made_again(server: RangeServer) -> None:
     assert len(server.stats()["faults"]) == 3
 
 
-def test_a_server_that_goes_on_failing_is_one_error(server: RangeServer, impatient: None) -> None:
-    server.set(error_500=1)
-    with pytest.raises(CheckpointError, match=r"/models/one/.*: cannot be read: .* status 500 \(\d+ attempts"):
-        folder_of_url(url_of(server))
-
-
 def test_who_may_not_read_is_told_at_once(server: RangeServer) -> None:
     server.set(token="another")
     with pytest.raises(CheckpointError, match=r"refuses access \(status 401\)"):

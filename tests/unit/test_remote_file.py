@@ -117,18 +117,6 @@ def test_delays_grow_and_are_drawn_at_random(monkeypatch: pytest.MonkeyPatch) ->
     assert bounds == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5])
 
 
-def test_patience_ends_with_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_file, "PATIENCE_S", 0.2)
-    began_s = time.monotonic()
-    with pytest.raises(CheckpointError) as caught:
-        read_bytes(RemoteFile(Memory(*[TransientError("status 500")] * 10_000)), 16, 8)
-    assert time.monotonic() - began_s < 5
-    text = str(caught.value)
-    assert text.startswith("s3://bucket/file: cannot be read at bytes 16 to 23: status 500 (")
-    assert text.endswith(" attempts in 0 s)")
-    assert caught.value.__cause__ is None and caught.value.__suppress_context__
-
-
 def test_patience_begins_with_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_file, "PATIENCE_S", 0.5)
     errors = [TransientError("once")]
