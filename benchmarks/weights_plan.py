@@ -26,9 +26,8 @@ from lowmem_load.planning.expression import Source
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.rules import Cuts, Mesh, Partitions, Rule
 from lowmem_load.planning.splits import Split
-from lowmem_load.saving.local_shards import LocalShard
+from lowmem_load.saving.local_shards import LocalShard, digest_of_rules, layouts_by_rule
 from lowmem_load.weights_out.buckets import Bucket, PlannedTensor, Sharing, Unit, plan_buckets, plan_messages
-from lowmem_load.weights_out.layouts import digest_of_rules, layouts_by_rule
 
 COLUMNS = ("model", "tensors", "under", "ranks", "store, KiB", "CPU s", "peak, MiB")
 LLAMA = {"q": (8192, 8192), "k": (1024, 8192), "v": (1024, 8192), "o": (8192, 8192), "gate": (28672, 8192)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -18,14 +17,11 @@ from lowmem_load.ds.engine_states import is_plain_zero3
 from lowmem_load.ds.hooks import engine_hooked, hooked, is_shell
 from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.errors import ConfigError, LoadOrderWarning, outside_level
-from lowmem_load.frameworks.peft import Merge
 from lowmem_load.hf.active import transformers_models
-from lowmem_load.hf.saver import SavedFile, recorded, symbolic_state
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
-from lowmem_load.planning.expression import Source
 from lowmem_load.resume.load_checkpoint import load_checkpoint
 from lowmem_load.saving.local_shards import unwrapped
-from lowmem_load.saving.save import ranks_of, save_described
+from lowmem_load.saving.save import ranks_of, save_state_dict
 from lowmem_load.training_checkpoints.open_zero import saved_by
 
 
@@ -110,13 +106,6 @@ def _save_16bit_model(engine: Any, arguments: Mapping[str, Any]) -> bool | None:
     model = unwrapped(engine)
     if not any(map(is_partitioned, model.parameters())):
         return None
-    name, without_frozen = str(arguments["save_filename"]), bool(arguments["exclude_frozen_parameters"])
-    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-
-    def describe(scratch: Path, sources: Mapping[int, Source]) -> tuple[list[SavedFile], list[Merge]]:
-        state = symbolic_state(model, sources, None)
-        kept = {key: value for key, value in state.items() if not (without_frozen and key in frozen)}
-        return [recorded(scratch, kept, scratch / name, {}, is_zip=True)], []
-
-    save_described(model, arguments["save_dir"], describe, {"save_filename": name, "exclude_frozen": without_frozen})
+    without_frozen = bool(arguments["exclude_frozen_parameters"])
+    save_state_dict(model, arguments["save_dir"], str(arguments["save_filename"]), without_frozen=without_frozen)
     return True

@@ -25,8 +25,9 @@ from lowmem_load.partial.replicated import (
     follow,
     options_of,
 )
-from lowmem_load.saving.folder import refuse_url, replacing
+from lowmem_load.saving.folder import refuse_url
 from lowmem_load.saving.local_shards import Wrapper
+from lowmem_load.saving.save import save_state_dict
 from lowmem_load.training_checkpoints.open_zero import STEPS, check_steps, steps_of
 from lowmem_load.training_checkpoints.zero_checkpoint import find_folder
 
@@ -272,12 +273,8 @@ class PartialEngine(Wrapper):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write `consolidated_state_dict` as one torch file, on rank 0. Collective: all ranks."""
-        state = self.consolidated_state_dict(exclude_frozen_parameters)
-        with DistributedInterface().step("saving", name=str(save_dir)):
-            if state is not None:
-                with replacing(save_dir) as folder:
-                    torch.save(state, folder / save_filename)
+        """Write `consolidated_state_dict` as one torch file, each rank what it holds. Collective: all ranks."""
+        save_state_dict(self.module, save_dir, save_filename, without_frozen=exclude_frozen_parameters)
         return True
 
     def module_state_dict(self, *_: Any, **__: Any) -> Any:

@@ -29,7 +29,7 @@ from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.resume.hub_names import as_loaded
 from lowmem_load.saving.folder import refuse_url
-from lowmem_load.saving.local_shards import Piece
+from lowmem_load.saving.local_shards import MemoryPiece
 from lowmem_load.saving.write_folder import Contents, write_folder
 from lowmem_load.saving.writer import SaveReport, used_sources
 from lowmem_load.text import fingerprint
@@ -116,7 +116,7 @@ def consolidate_on(
 
         def contents(scratch: Path) -> Contents:
             in_files = dtype or (torch.float32 if saved.num_masters else None)
-            model, files = _describe(saved, scratch, executor, config, in_files, max_shard_size)
+            model, files = _describe_folder(saved, scratch, executor, config, in_files, max_shard_size)
             report.num_masters, report.left_out = model.num_masters, list(model.left_out)
             tensors = {**model.tensors, **{_OF_ADAPTER + name: tensor for name, tensor in model.adapter.items()}}
             buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
@@ -161,11 +161,11 @@ class ShareOfTensor:
         return (self.span,)
 
     @contextlib.contextmanager
-    def memory(self) -> Iterator[Iterator[Piece]]:
+    def memory(self) -> Iterator[Iterator[MemoryPiece]]:
         """Yield the elements chunk by chunk. Each is overwritten by the next one."""
         yield self._chunks()
 
-    def _chunks(self) -> Iterator[Piece]:
+    def _chunks(self) -> Iterator[MemoryPiece]:
         step = self.buffer.numel() // self.tensor.dtype.itemsize
         for start in range(self.span.start, self.span.end, step):
             elements = FlatRange(start, min(start + step, self.span.end))
@@ -180,7 +180,7 @@ class ShareOfTensor:
 # -- what the files of the new folder are ------------------------------------------------------------------------------
 
 
-def _describe(
+def _describe_folder(
     saved_model: SavedModel,
     scratch: Path,
     executor: Executor,

@@ -1,11 +1,11 @@
-"""What this rank holds of a model that is saved, and which elements this rank writes."""
+"""What this rank holds of a model that is saved or sent, which elements it writes, and what the others hold."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -16,11 +16,11 @@ from torch.optim.swa_utils import AveragedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.ranges import FlatRange, Grid, Region, flat_ranges
+from lowmem_load.planning.rules import NOTHING, Layout, OnFirst, Partitions, Rule
+from lowmem_load.text import fingerprint
 
-Piece: TypeAlias = "tuple[torch.Tensor, int]"
+MemoryPiece: TypeAlias = "tuple[torch.Tensor, int]"
 """Flat memory, and the number of its first element in the whole tensor."""
-
-_NOTHING = FlatRange(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +75,12 @@ class LocalShard:
         return 0 if may_be_on_nvme(self.tensor) else partition_of(self.tensor).data_ptr()
 
     @contextlib.contextmanager
-    def memory(self) -> Iterator[list[Piece]]:
-        """Yield the pieces of memory that hold the elements this rank writes, and of whole tensors all others."""
-        if isinstance(self.region, Grid):
-            mine = self.mine
-            ends = itertools.accumulate(part.numel for part in mine)
-            with self.flat() as memory:
-                yield [(memory[end - part.numel : end], part.start) for part, end in zip(mine, ends, strict=True)]
-        elif not (self.is_partitioned or is_dtensor(self.tensor)):
-            with self.flat() as memory:
-                yield [(memory, 0)]
-        elif not self.region.numel:  # another replica's are written
-            yield []
-        else:
-            with self.flat() as memory:
-                yield [(memory[: self.region.numel], self.region.start)]
+    def memory(self) -> Iterator[list[MemoryPiece]]:
+        """Yield the pieces of memory that hold the elements this rank writes."""
+        mine = self.mine
+        ends = itertools.accumulate(part.numel for part in mine)
+        with self.flat() as memory:
+            yield [(memory[end - part.numel : end], part.start) for part, end in zip(mine, ends, strict=True)]
 
     @contextlib.contextmanager
     def flat(self) -> Iterator[torch.Tensor]:
@@ -211,9 +202,55 @@ def local_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool)
         from lowmem_load.dtensor.mesh import is_first_replica, local_shard
 
         grid, _ = local_shard(name, tensor, needs_memory=True)
-        return LocalShard(source, tensor, grid, grid if is_first_replica(tensor) else _NOTHING, False, False)
+        return LocalShard(source, tensor, grid, grid if is_first_replica(tensor) else NOTHING, False, False)
     if tensor.is_meta or tensor.layout is not torch.strided:
         state = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
         raise UnsupportedError(f"{name}: is {state}, so it has no values")
-    all_or_none = FlatRange(0, tensor.numel()) if rank == 0 else _NOTHING
+    all_or_none = FlatRange(0, tensor.numel()) if rank == 0 else NOTHING
     return LocalShard(source, tensor, all_or_none, all_or_none, False, False)
+
+
+# -- what all ranks hold, by rule, so that none has to be asked --------------------------------------------------------
+
+
+def rules_of(shards: Sequence[LocalShard]) -> list[Rule]:
+    """Return the rule by which each shard lies."""
+    meshes: dict[Any, Any] = {}
+    return [_rule_of(shard, meshes) for shard in shards]
+
+
+def _rule_of(shard: LocalShard, meshes: dict[Any, Any]) -> Rule:
+    tensor = shard.tensor
+    if is_dtensor(tensor):
+        from lowmem_load.dtensor.mesh import cuts_of
+
+        return cuts_of(shard.source.name, tensor, meshes)
+    if shard.is_partitioned:
+        assert "deepspeed" in sys.modules
+        from lowmem_load.ds.parameters import full_numel
+
+        return Partitions(full_numel(tensor))
+    return OnFirst(tensor.numel())
+
+
+def digest_of_rules(rules: Sequence[Rule]) -> str:
+    """Return a digest of all that the rules say."""
+    numbers: dict[Rule, int] = {}
+    chosen = [numbers.setdefault(rule, len(numbers)) for rule in rules]
+    return fingerprint((*map(repr, numbers), repr(chosen)))
+
+
+def layouts_by_rule(
+    shards: Sequence[LocalShard], rules: Sequence[Rule], rank: int, world_size: int
+) -> dict[str, Layout]:
+    """Return the layout of each parameter. Raise UnsupportedError unless that of this rank's elements is its rule's."""
+    layouts: dict[Rule, Layout] = {}
+    named: dict[str, Layout] = {}
+    for shard, rule in zip(shards, rules, strict=True):
+        if rule not in layouts:
+            layouts[rule] = Layout(rule.regions(world_size), shard.source.shape)
+        layout = named[shard.source.name] = layouts[rule]
+        by_rule, here = layout.regions[rank], shard.local_region
+        if by_rule != here and by_rule.numel + here.numel:
+            raise UnsupportedError(f"{shard.source.name}: this rank holds {here} of it, and by {rule} {by_rule}")
+    return named

@@ -168,6 +168,18 @@ def save_described(
     return report
 
 
+def save_state_dict(model: nn.Module, folder: str | os.PathLike[str], name: str, *, without_frozen: bool) -> None:
+    """Write what `state_dict` of the whole model returns into one file of torch, as engines save it. Collective."""
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+    def describe(scratch: Path, sources: Mapping[int, Source]) -> tuple[list[SavedFile], list[Merge]]:
+        state = saver.symbolic_state(model, sources, None)
+        kept = {key: value for key, value in state.items() if not (without_frozen and key in frozen)}
+        return [saver.recorded(scratch, kept, scratch / name, {}, is_zip=True)], []
+
+    save_described(model, folder, describe, {"save_filename": name, "exclude_frozen": without_frozen})
+
+
 def ranks_of(model: nn.Module, *, may_be_alone: bool = False) -> RankGroup:
     """Return the ranks that save a model together. Without a group they make one, unless they `may_be_alone`."""
     groups = list(dict.fromkeys(group for p in model.parameters() if (group := group_of(p)) is not None))

@@ -28,7 +28,7 @@ from lowmem_load.io.mounts import has_caches_apart
 from lowmem_load.phases import progress_bar
 from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.saving import folder as folders
-from lowmem_load.saving.local_shards import LocalShard, Piece, is_dtensor
+from lowmem_load.saving.local_shards import LocalShard, MemoryPiece, is_dtensor
 from lowmem_load.saving.writer import (
     FileLayout,
     SaveReport,
@@ -50,7 +50,7 @@ class OwnElements(Protocol):
     def mine(self) -> Sequence[FlatRange]:
         """Which elements of the tensor these are."""
 
-    def memory(self) -> contextlib.AbstractContextManager[Iterable[Piece]]:
+    def memory(self) -> contextlib.AbstractContextManager[Iterable[MemoryPiece]]:
         """Yield memory that holds them. A piece may end when the next one is asked for."""
 
 

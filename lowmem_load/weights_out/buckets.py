@@ -86,7 +86,7 @@ class Bucket:
         return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
 
-class Part(NamedTuple):
+class MessagePart(NamedTuple):
     """Elements of a message: number of their tensor in `Bucket.sent`, name of their parameter, first byte.
 
     `nest` is from the sender's memory of the parameter to the tensor, both flat.
@@ -134,12 +134,12 @@ class Messages:
     copies: Sequence[tuple[int, str, int, Shares]]
     nbytes: Sequence[int]
 
-    def parts(self, rank: int) -> Iterator[Part]:
+    def parts(self, rank: int) -> Iterator[MessagePart]:
         """Yield the parts of a rank's message. They are not kept: there are those of all tensors and ranks."""
         end = 0
         for number, name, itemsize, shares in self.copies:
             for nest in shares.nests.get(rank, ()):
-                yield Part(number, name, end, nest)
+                yield MessagePart(number, name, end, nest)
                 end += nest.numel * itemsize
 
 

@@ -21,19 +21,25 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.errors import ConfigError
 from lowmem_load.frameworks import peft
 from lowmem_load.frameworks.peft import Merge
-from lowmem_load.hf import saver
 from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.saver import SavedFile, read_adapter_config
 from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.proof import prove_names
-from lowmem_load.saving.local_shards import LocalShard, local_shards, unwrapped
+from lowmem_load.saving.local_shards import (
+    LocalShard,
+    digest_of_rules,
+    layouts_by_rule,
+    local_shards,
+    rules_of,
+    unwrapped,
+)
 from lowmem_load.saving.save import describe_files, ranks_of
 from lowmem_load.saving.writer import proved_copies
 from lowmem_load.text import fingerprint
-from lowmem_load.weights_out.buckets import Bucket, PlannedTensor, Sharing, Unit, plan_buckets
-from lowmem_load.weights_out.layouts import digest_of_rules, layouts_by_rule, rules_of
-from lowmem_load.weights_out.send_weights import Tensors, Weights
+from lowmem_load.weights_out.buckets import PlannedTensor, Sharing, Unit, plan_buckets
+from lowmem_load.weights_out.send_weights import SendPlan, Tensors, Weights
 
 Names: TypeAlias = "Collection[str] | Callable[[str], bool]"
 
@@ -97,10 +103,9 @@ def adapter_config(engine_or_model: nn.Module, adapters: str = "default") -> dic
         ConfigError: no model of PEFT, or it has no adapter of this name.
     """
     model = unwrapped(engine_or_model)
-    with load_lock(), tempfile.TemporaryDirectory(prefix="lowmem_load-") as scratch:
+    with load_lock():
         shards = local_shards(model, 0, masters=False)
-        _describe(model, Arguments(adapters=adapters), {id(shard.tensor): shard.source for shard in shards}, scratch)
-        config: dict[str, Any] = saver.read_adapter_config(Path(scratch))
+        config: dict[str, Any] = _describe_sent(model, Arguments(adapters=adapters), shards)[2]
         return config
 
 
@@ -141,30 +146,6 @@ class Arguments:
         return {name: part for name, part in tensors.items() if name in names}
 
 
-@dataclass(slots=True)
-class Plan:
-    """What the ranks send of a model. It stays on the model, and is used as long as nothing of that has changed.
-
-    Attributes:
-        state, objects: all that decides it on this rank; see `_state_of` and `_objects_of`.
-        planned, merges, config: see `Weights`.
-        tensors, rules: digests of what is sent and of how it lies.
-        sharing: what each rank sends.
-    """
-
-    state: list[Any]
-    objects: list[weakref.ref[Any]]
-    planned: list[Bucket]
-    merges: list[Merge]
-    config: Any
-    tensors: str
-    rules: str
-    sharing: Sharing
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return str, ()  # a copy of the model has other parameters
-
-
 _KEPT = "_lowmem_load_weights"
 """Attribute of a model: its last plan."""
 
@@ -192,25 +173,22 @@ def plan_weights(engine: nn.Module, arguments: Arguments) -> Weights:
             ranks=ranks,
             to=None if arguments.to == "all" else arguments.to,
             shards={shard.source.name: shard for shard in shards},
-            merges=plan.merges,
-            config=plan.config,
-            planned=plan.planned,
-            sharing=plan.sharing,
+            plan=plan,
             bucket_bytes=arguments.bucket_bytes,
         )
 
 
-def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], ranks: RankGroup) -> Plan:
+def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], ranks: RankGroup) -> SendPlan:
     """Return the plan that the model has, or make one and leave it there."""
     state, objects = _state_of(model, arguments, shards, ranks), _objects_of(model, shards)
-    plan: Plan | None = vars(model).pop(_KEPT, None)
-    if not isinstance(plan, Plan) or plan.state != state or not _are_same(plan.objects, objects):
+    plan: SendPlan | None = vars(model).pop(_KEPT, None)
+    if not isinstance(plan, SendPlan) or plan.state != state or not _are_same(plan.objects, objects):
         units, merges, config = _plan_tensors(model, arguments, shards)
         rules = rules_of(shards)
-        plan = Plan(
+        plan = SendPlan(
             state=state,
             objects=[*map(weakref.ref, objects)],
-            planned=plan_buckets(units, arguments.bucket_bytes),
+            buckets=plan_buckets(units, arguments.bucket_bytes),
             merges=merges,
             config=config,
             tensors=fingerprint(map(_unit_text, units)),
@@ -244,37 +222,35 @@ def _are_same(before: Sequence[weakref.ref[Any]], now: Sequence[Any]) -> bool:
 def _plan_tensors(
     model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard]
 ) -> tuple[list[Unit], list[Merge], Any]:
-    sources = {id(shard.tensor): shard.source for shard in shards}
-    with tempfile.TemporaryDirectory(prefix="lowmem_load-") as scratch:
-        files, merges = _describe(model, arguments, sources, scratch)
-        config = None if arguments.adapters is None else saver.read_adapter_config(Path(scratch))
+    files, merges, config = _describe_sent(model, arguments, shards)
     names = {(file.name, name): name for file in files for name in file.tensors}
     prove_names("iter_weights: the files of a save", names, names)  # a file for each adapter, and alike in names
     tensors = arguments.choose({name: part for file in files for name, part in file.tensors.items()})
     planned = [
         PlannedTensor(name, part.shape, part.dtype, tuple(proved_copies(name, part))) for name, part in tensors.items()
     ]
+    sources = {id(shard.tensor): shard.source for shard in shards}
     return list(_plan_units(planned, merges, sources)), merges, config
 
 
-def _describe(
-    model: nn.Module, arguments: Arguments, sources: Mapping[int, Source], scratch: str
-) -> tuple[list[saver.SavedFile], list[Merge]]:
-    """Return the files that a save would write. PEFT writes the configuration of an adapter to `scratch`."""
+def _describe_sent(
+    model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard]
+) -> tuple[list[SavedFile], list[Merge], Any]:
+    """Return the files that a save would write, the merges, and the configuration of an adapter that is sent alone."""
     kwargs: dict[str, Any] = {}
     if arguments.adapters is not None:
         peft.check_adapter(model, arguments.adapters)
         kwargs["selected_adapters"] = [arguments.adapters]
-    return describe_files(
-        model,
-        Path(scratch),
-        sources,
-        merge_adapters=arguments.merge_adapters,
-        dtype=arguments.dtype,
-        max_shard_size=_ONE_FILE,
-        kwargs=kwargs,
-        has_configs=False,
-    )
+    sources = {id(shard.tensor): shard.source for shard in shards}
+    options: dict[str, Any] = {
+        "max_shard_size": _ONE_FILE,
+        "merge_adapters": arguments.merge_adapters,
+        "has_configs": False,
+    }
+    with tempfile.TemporaryDirectory(prefix="lowmem_load-") as made:
+        scratch = Path(made)
+        files, merges = describe_files(model, scratch, sources, dtype=arguments.dtype, kwargs=kwargs, **options)
+        return files, merges, None if arguments.adapters is None else read_adapter_config(scratch)
 
 
 def _plan_units(

@@ -84,7 +84,7 @@ def push_weights(
     with handing_out(weights) as buckets:
         if adapters is not None and needs_folder:
             path = None if folder is None else Path(folder)
-            request = hand_over_adapter(client, adapters, weights.config, path, buckets)
+            request = hand_over_adapter(client, adapters, weights.plan.config, path, buckets)
         else:
             hand_over(client, weights, buckets)
     with ranks.step("resetting the cache"):

@@ -25,6 +25,7 @@ import functools
 import itertools
 import operator
 import sys
+import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -43,8 +44,8 @@ from lowmem_load.planning.nest import Nest
 from lowmem_load.saving.local_shards import LocalShard, is_dtensor, unwrapped
 from lowmem_load.weights_out.buckets import (
     Bucket,
+    MessagePart,
     Messages,
-    Part,
     PlannedTensor,
     Sharing,
     Unit,
@@ -54,6 +55,31 @@ from lowmem_load.weights_out.buckets import (
 
 Tensors: TypeAlias = "list[tuple[str, torch.Tensor]]"
 """Names and values of a bucket's tensors."""
+
+
+@dataclass(slots=True)
+class SendPlan:
+    """What the ranks send of a model. It stays on the model, and is used as long as nothing of that has changed.
+
+    Attributes:
+        state, objects: all that decides it on this rank: values, and what it knows by identity.
+        buckets: what is sent at a time.
+        merges, config: of adapters that are merged; of one that is sent alone.
+        tensors, rules: digests of what is sent and of how it lies.
+        sharing: what each rank sends.
+    """
+
+    state: list[Any]
+    objects: list[weakref.ref[Any]]
+    buckets: list[Bucket]
+    merges: list[Merge]
+    config: Any
+    tensors: str
+    rules: str
+    sharing: Sharing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, ()  # a copy of the model has other parameters
 
 
 @dataclass(slots=True)
@@ -71,24 +97,20 @@ class Weights:
 
     Attributes:
         to: the rank that gets them, or None.
-        config: of the adapter, if it is sent alone.
     """
 
     engine: nn.Module
     ranks: RankGroup
     to: int | None
     shards: Mapping[str, LocalShard]
-    merges: Sequence[Merge]
-    config: Any
-    planned: Sequence[Bucket]
-    sharing: Sharing
+    plan: SendPlan
     bucket_bytes: int
     spare: SpareMemory = field(default_factory=SpareMemory)
 
     @property
     def tensors(self) -> list[PlannedTensor]:
         """What the buckets hold, in order."""
-        return [tensor for bucket in self.planned for unit in bucket.units for tensor in unit.made or unit.sent]
+        return [tensor for bucket in self.plan.buckets for unit in bucket.units for tensor in unit.made or unit.sent]
 
     def buckets(self) -> Generator[Tensors, None, None]:
         """Yield the tensors of each bucket. Collective. See [Note: one step a bucket]."""
@@ -98,19 +120,19 @@ class Weights:
         changes = _Changes(self.engine, list(self.shards.values()))
         loop = self.ranks.new_loop()
         try:
-            for number in range(len(self.planned) + 1):
+            for number in range(len(self.plan.buckets) + 1):
                 with self._step(number, loop):
                     changes.refuse()
                     if sent:
                         sent.exchange.finish(self.ranks.check)
                     with _on(stream):
                         tensors = self._put_together(sent) if sent else []
-                        sent = self._fill(self.planned[number], sent) if number < len(self.planned) else None
+                        sent = self._fill(self.plan.buckets[number], sent) if number < len(self.plan.buckets) else None
                 if sent:
                     self._start(sent.exchange)
                 if number:
                     yield from self._hand_out(tensors, number, loop)
-            with self._step(len(self.planned) + 1, loop):
+            with self._step(len(self.plan.buckets) + 1, loop):
                 pass  # the consumers of all ranks have come to the end
         finally:
             changes.close()
@@ -118,7 +140,7 @@ class Weights:
                 sent.exchange.drain()
 
     def _step(self, number: int, loop: str) -> contextlib.AbstractContextManager[Any]:
-        return self.ranks.step(f"sending the weights ({number} of {len(self.planned)} buckets)", loop=loop)
+        return self.ranks.step(f"sending the weights ({number} of {len(self.plan.buckets)} buckets)", loop=loop)
 
     def _start(self, exchange: Exchange) -> None:
         try:
@@ -132,7 +154,7 @@ class Weights:
         try:
             yield tensors
         except GeneratorExit:
-            why = f"its loop over the weights ended after {number} of {len(self.planned)} buckets"
+            why = f"its loop over the weights ended after {number} of {len(self.plan.buckets)} buckets"
             self.ranks.leave(loop, why)
             raise
         except BaseException:
@@ -142,7 +164,7 @@ class Weights:
 
     def _fill(self, bucket: Bucket, before: _Sent | None) -> _Sent:
         """Return a bucket whose message from this rank is filled, in the memory of the one before if that is enough."""
-        messages = plan_messages(bucket, self.sharing)
+        messages = plan_messages(bucket, self.plan.sharing)
         gathers = has_fast_gather(self.ranks)
         lengths = message_lengths(messages.nbytes, self.bucket_bytes, are_equal=gathers)
         last = before.exchange if before else None
@@ -178,7 +200,7 @@ class Weights:
         """Return the tensors of a unit, merged if it has adapters."""
         if unit.merge is None:
             return [(tensor.name, sent[tensor.name]) for tensor in unit.sent]
-        merge = self.merges[unit.merge]
+        merge = self.plan.merges[unit.merge]
         names = {id(shard.tensor): name for name, shard in self.shards.items()}
         merged = merge.run({id(p): sent[names[id(p)]] for p in (*merge.parameters, *merge.adapters())})
         sources = sent | {names[id(p)]: value for p, value in zip(merge.parameters, merged, strict=True)}
@@ -215,7 +237,7 @@ def _on(stream: torch.Stream | None) -> Iterator[None]:
     stream.synchronize()
 
 
-def _fill_part(message: torch.Tensor, dtype: torch.dtype, part: Part, memory: torch.Tensor) -> None:
+def _fill_part(message: torch.Tensor, dtype: torch.dtype, part: MessagePart, memory: torch.Tensor) -> None:
     """Put elements of a parameter into a message, cast."""
     values = source_elements(part.nest, memory)
     for cast in part.nest.casts[:-1]:
@@ -223,13 +245,13 @@ def _fill_part(message: torch.Tensor, dtype: torch.dtype, part: Part, memory: to
     _piece(message, part, dtype).view(values.shape).copy_(values)
 
 
-def _place_part(value: torch.Tensor, message: torch.Tensor, part: Part) -> None:
+def _place_part(value: torch.Tensor, message: torch.Tensor, part: MessagePart) -> None:
     """Put elements of a message into their tensor."""
     nest = Nest(part.nest.source, part.nest.destination, part.nest.axes).gathered()
     scatter_elements(nest, _piece(message, part, value.dtype), value.view(-1))
 
 
-def _piece(message: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
+def _piece(message: torch.Tensor, part: MessagePart, dtype: torch.dtype) -> torch.Tensor:
     return message[part.start : part.start + part.nest.numel * dtype.itemsize].view(dtype)
 
 
