@@ -7,7 +7,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -160,12 +160,11 @@ class ShareOfTensor:
         """One range."""
         return (self.span,)
 
-    @contextlib.contextmanager
-    def memory(self) -> Iterator[Iterator[MemoryPiece]]:
+    def memory(self) -> contextlib.AbstractContextManager[Iterator[MemoryPiece]]:
         """Yield the elements chunk by chunk. Each is overwritten by the next one."""
-        yield self._chunks()
+        return contextlib.closing(self._chunks())
 
-    def _chunks(self) -> Iterator[MemoryPiece]:
+    def _chunks(self) -> Generator[MemoryPiece, None, None]:
         step = self.buffer.numel() // self.tensor.dtype.itemsize
         for start in range(self.span.start, self.span.end, step):
             elements = FlatRange(start, min(start + step, self.span.end))
