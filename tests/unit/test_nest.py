@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowmem_load.errors import PlanError
-from lowmem_load.io.memory import scatter_elements
+from lowmem_load.io.memory import scatter_elements, source_elements
 from lowmem_load.planning.nest import Axis, Nest, Side
 
 SOURCE = torch.arange(100, dtype=torch.float32)
@@ -43,6 +43,17 @@ def expected(nest: Nest) -> torch.Tensor:
 def test_elements_go_where_the_axes_say(nest: Nest) -> None:
     destination = torch.full((60,), -1.0)
     scatter_elements(nest, SOURCE, destination)
+    assert torch.equal(destination, expected(nest))
+
+
+@pytest.mark.parametrize("max_numel", [1, 2, 5, 7, 100])
+@pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
+def test_pieces_that_are_gathered_first_do_the_same(nest: Nest, max_numel: int) -> None:
+    destination = torch.full((60,), -1.0)
+    for part in nest.split(max_numel):
+        chosen = source_elements(part, SOURCE)
+        assert 0 < chosen.numel() <= max_numel
+        scatter_elements(part.gathered(), chosen.contiguous().view(-1), destination)
     assert torch.equal(destination, expected(nest))
 
 
