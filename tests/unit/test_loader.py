@@ -116,7 +116,7 @@ def test_a_plain_process_imports_only_what_it_needs(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     ours = {name for name in run.stdout.splitlines()[0].split() if name.startswith("lowmem_load.")}
     assert not ours & {f"lowmem_load.{name}" for name in NEEDED_BY_SOME}
-    assert len(ours) <= 87  # 75 before buffers of constructors, host memory and absent ranks were looked after
+    assert len(ours) <= 92  # half of all
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
