@@ -200,6 +200,8 @@ class SymbolicTensor(torch.Tensor):
             )
         if func._schema.is_mutable:  # before views and casts: a write changes the value that they share
             return _write(func, args, kwargs)
+        if operation in (aten.stack, aten.cat) and not kwargs and (joined := _join(operation, *args)) is not None:
+            return joined
         if operation in FACTORIES:
             return func(args[0].meta, *args[1:], **{**kwargs, "device": CPU})
         try:  # the shape of the result, from meta tensors
@@ -260,6 +262,32 @@ def _make_result(expression: Expression, args: Any, meta: torch.Tensor) -> Symbo
         (initialiser for s in sources if (initialiser := s.value.initialiser or s.value.computed_from)), None
     )
     return made
+
+
+def _join(operation: Any, tensors: Sequence[Any], dim: int = 0) -> SymbolicTensor | None:
+    """Return the stack or concatenation of contiguous symbolic tensors of one shape and dtype; None for others.
+
+    To find the shape of the result torch runs several operations on each tensor, and a layer may have hundreds.
+    """
+    metas = [tensor.meta for tensor in tensors if isinstance(tensor, SymbolicTensor)]
+    if not metas or len(metas) != len(tensors) or not all(_is_like(meta, metas[0]) for meta in metas):
+        return None
+    like = metas[0]
+    shape = list(like.shape)
+    num_dims = len(shape) + (operation is aten.stack)
+    if not -num_dims <= dim < num_dims:
+        return None  # torch says what is wrong
+    dim %= num_dims
+    if operation is aten.stack:
+        shape.insert(dim, len(tensors))
+    else:
+        shape[dim] *= len(tensors)
+    meta = _meta(tuple(shape), like.dtype)
+    return _make_result(describe(operation, ([expression_of(tensor) for tensor in tensors], dim), meta), tensors, meta)
+
+
+def _is_like(meta: torch.Tensor, other: torch.Tensor) -> bool:
+    return meta.shape == other.shape and meta.dtype == other.dtype and meta.is_contiguous()
 
 
 def _snapshot(tensor: torch.Tensor) -> torch.Tensor:

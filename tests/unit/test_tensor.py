@@ -48,7 +48,11 @@ STREAMED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "slice beyond the end": lambda x, y: x[2:99],
     "cat": lambda x, y: torch.cat([x, y], dim=1),
     "cat with a real tensor": lambda x, y: torch.cat([x, torch.ones(1, 6, 5)]),
+    "cat of views that are not contiguous": lambda x, y: torch.cat([x.mT, y.mT], dim=1),
     "stack": lambda x, y: torch.stack([x, y], dim=1),
+    "stack first": lambda x, y: torch.stack([x, y, x]),
+    "stack last": lambda x, y: torch.stack([x, y], dim=-1),
+    "stack of views that are not contiguous": lambda x, y: torch.stack([x.mT, y.mT]),
     "chunk": lambda x, y: torch.cat(torch.chunk(x, 2, dim=1)[::-1], dim=1),
     "split sizes": lambda x, y: torch.split(x, [1, 3, 2], dim=1)[2],
     "unbind": lambda x, y: x.unbind(1)[3],
@@ -336,3 +340,13 @@ def test_a_template_of_one_kind_leaves_others_where_they_are() -> None:
     ((found, taken),) = [Template((kept, parameter), torch.nn.Parameter).fill(["here"])]
     assert found is kept
     assert taken == "here"
+
+
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+def test_what_torch_cannot_join_is_torchs_error(
+    pair: tuple[SymbolicTensor, SymbolicTensor, Executor], join: Callable[..., torch.Tensor]
+) -> None:
+    x, y, _ = pair
+    for tensors, dim in (([x, y], 4), ([x, y], -5), ([], 0)):
+        with pytest.raises((IndexError, RuntimeError)):
+            join(tensors, dim=dim)
