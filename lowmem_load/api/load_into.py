@@ -7,13 +7,14 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from lowmem_load.api.parts import parts_call
+from lowmem_load.api.parts import is_of_parts, module_call
 from lowmem_load.api.request import (
+    Checked,
     agree_on_request,
     make_load,
     name_text,
@@ -22,7 +23,7 @@ from lowmem_load.api.request import (
     storage_dtype,
     weights_folder,
 )
-from lowmem_load.config.settings import Partition, read_settings
+from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.deprecation import without_progress
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import has_group
@@ -49,8 +50,19 @@ from lowmem_load.symbolic.constructor import Constructor
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import CPU
 
-MakeCall = Callable[..., ModuleCall | PartsCall]
-"""Makes a load, given the ranks and what makes the module that is described; `is_stand_in`: see `ModuleCall`."""
+SetStates = Callable[[nn.Module], None]
+"""Gives a module its extra states, which are no tensors."""
+
+
+class Way(NamedTuple):
+    """How the values of a sharded model are loaded: what makes a loaded one, and sets its extra states if that is new.
+
+    Without `set_extra_states` those of the loaded model are handed over.
+    """
+
+    settings: Settings
+    run: Callable[[Load], nn.Module]
+    set_extra_states: SetStates | None = None
 
 
 @without_progress
@@ -106,34 +118,30 @@ def load_into(
     options = Options(stream=stream, weights=folder, share_reads=share_reads)
     if rename is None and ds_config is None and not isinstance(name, Mapping) and transformers_models(model):
         _refuse_of_modules(strict=not strict, initialize=initialize, build=build)
-        return _load_into(model, name, options, dtype, auto_class, leave=leave, keywords=from_pretrained_kwargs)
+        return _transformers_into(model, name, options, dtype, auto_class, leave=leave, keywords=from_pretrained_kwargs)
+    if is_of_parts(model, name, rename):
+        refused = {} if isinstance(name, Mapping) else from_pretrained_kwargs
+        _refuse_of_parts(auto_class=auto_class, weights=folder, **refused)
+        options = replace(options, stream=False)
+    elif dtype is not None or auto_class is not None:
+        raise ConfigError("load_into: dtype and auto_class are for transformers models; a module has its own dtypes")
+    else:
+        options = replace(options, stream=stream and not os.path.exists(name_text(name)))
     how: dict[str, Any] = {"rename": rename, "strict": strict, "initialize": initialize, "leave": leave, "build": build}
-    how |= {"kwargs": from_pretrained_kwargs}
-    make_call, options = _calls(model, name, options, how, dtype=dtype, auto_class=auto_class)
+    how |= {"kwargs": from_pretrained_kwargs, "dtype": dtype, "stream": stream}
+
+    def make_call(ranks: RankGroup, make: Callable[[Context], nn.Module], **more: Any) -> ModuleCall | PartsCall:
+        return module_call(model, name, ranks, make, **how, **more)
+
     if ds_config is not None:
         return _into_partitions(model, make_call, options, ds_config, partition)
-    return _into_shards(model, make_call, options, leave)
 
+    def by_names(ranks: RankGroup) -> Way:
+        call = make_call(ranks, lambda _: stand_in_for(model, names.plain_class), is_stand_in=True)
+        settings = stage_3(torch.float32, ranks.world_size)
+        return Way(settings, lambda load: loader.run_load(load, call)[0], call.set_extra_states)
 
-def _calls(
-    model: nn.Module, name: Any, options: Options, how: dict[str, Any], *, dtype: Any, auto_class: Any
-) -> tuple[MakeCall, Options]:
-    """Return what makes the load of a module, of several checkpoints or by names, and its options."""
-    if isinstance(name, Mapping) or (how["rename"] is None and transformers_models(model)):
-        names = name if isinstance(name, Mapping) else {"": name}
-        refused = how["kwargs"] if names is name else {}
-        _refuse_of_parts(auto_class=auto_class, weights=options.weights, **refused)
-        make_call = functools.partial(parts_call, model, names, dtype=dtype, stream=options.stream, **how)
-        return make_call, replace(options, stream=False)
-    if dtype is not None or auto_class is not None:
-        raise ConfigError("load_into: dtype and auto_class are for transformers models; a module has its own dtypes")
-    path = name_text(name)
-    options = replace(options, stream=options.stream and not os.path.exists(path))
-    return functools.partial(_by_names, path, **how), options
-
-
-def _by_names(path: str, _: RankGroup, make: Callable[[Context], nn.Module], **how: Any) -> ModuleCall:
-    return ModuleCall(path, make, **how)
+    return _into_shards(model, lambda: ShardedModel(model, leave), by_names, options)
 
 
 def _refuse_of_modules(**values: Any) -> None:
@@ -152,39 +160,54 @@ def _refuse_of_parts(**values: Any) -> None:
         )
 
 
-def _into_shards(model: nn.Module, make_call: MakeCall, options: Options, leave: Collection[str]) -> LoadReport:
-    """Fill the DTensors of a module, and what it holds in full, by names."""
+def _into_shards(
+    model: nn.Module, open_model: Callable[[], ShardedModel], way_of: Callable[[RankGroup], Way], options: Options
+) -> LoadReport:
+    """Fill the DTensors of a model, and what it holds in full: check, describe, fill, hand over. Collective."""
     ranks = RankGroup(None)
     # In inference mode the local tensor of a DTensor cannot be detached.
     with load_lock(), torch.inference_mode(mode=False), ranks.session("load_into"):
         with ranks.step("checking the model"):
-            reshard(model)
-            sharded = ShardedModel(model, leave)
-            settings = stage_3(torch.float32, ranks.world_size)
-        call = make_call(ranks, lambda _: stand_in_for(model, names.plain_class), is_stand_in=True)
-        load = Load(
-            settings, ranks, lambda settings, described: Sharded(sharded, described, settings.world_size), options
-        )
-        loaded, _ = loader.run_load(load, call)
-        return _fill_buffers(ranks, model, sharded, loaded, call.set_extra_states)
+            reshard(model)  # what a forward has left gathered is no memory of a shard
+            sharded = open_model()
+        way = way_of(ranks)
 
+        def make_target(settings: Settings, described: nn.Module) -> Sharded:
+            return Sharded(sharded, described, settings.world_size)
 
-def _fill_buffers(
-    ranks: RankGroup,
-    model: nn.Module,
-    sharded: ShardedModel,
-    loaded: nn.Module,
-    set_extra_states: Callable[[nn.Module], None] = lambda _: None,
-) -> LoadReport:
-    """Give a sharded model all that a load leaves beside parameters; return the report."""
-    with ranks.step("filling buffers"), torch.no_grad():
-        set_extra_states(model)
-        sharded.fill_buffers(loaded)
-        for one, other in zip(transformers_models(loaded), transformers_models(model), strict=True):
-            hand_over(one, other)
-        hand_over_attributes(plain_modules(loaded), plain_modules(model), _device_of(model))
-    report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
+        loaded = way.run(Load(way.settings, ranks, make_target, options))
+        with ranks.step("filling buffers"), torch.no_grad():
+            report = _hand_over(sharded, loaded, way.set_extra_states)
     setattr(model, REPORT_ATTRIBUTE, report)
+    return report
+
+
+def _by_from_pretrained(checked: Checked) -> Way:
+    def run(load: Load) -> nn.Module:
+        with loader.intercepted(load), diffusion.intercepted(load):
+            loaded: nn.Module = checked.from_pretrained()
+        return loaded
+
+    return Way(checked.settings, run)
+
+
+def _hand_over(sharded: ShardedModel, loaded: nn.Module, set_extra_states: SetStates | None) -> LoadReport:
+    """Give a sharded model all that a load leaves beside parameters; return the report. Local."""
+    model = sharded.model
+    report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
+    of_loaded, modules, device = plain_modules(loaded), plain_modules(model), _device_of(model)
+    if set_extra_states is not None:
+        set_extra_states(model)
+    sharded.fill_buffers(loaded)
+    for one, other in zip(transformers_models(loaded), transformers_models(model), strict=True):
+        hand_over(one, other)
+    if quantizers.is_four_bit_model(loaded):
+        from lowmem_load.frameworks import bitsandbytes
+
+        bitsandbytes.hand_over_states(loaded, modules)
+    hand_over_attributes(of_loaded, modules, device)
+    if set_extra_states is None:
+        hand_over_extra_states(of_loaded, modules, device, report.loading_info["missing_keys"])
     return report
 
 
@@ -194,7 +217,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _into_partitions(
     model: nn.Module,
-    make_call: MakeCall,
+    make_call: Callable[..., ModuleCall | PartsCall],
     options: Options,
     ds_config: Any,
     partition: Partition | None,
@@ -222,7 +245,7 @@ def _into_partitions(
     return report
 
 
-def _load_into(
+def _transformers_into(
     model: nn.Module,
     name: str | os.PathLike[str],
     options: Options,
@@ -234,37 +257,17 @@ def _load_into(
     is_skeleton: bool = False,
 ) -> LoadReport:
     """Do what `load_into` does, with these keywords of `from_pretrained`. For `is_skeleton`, see `ShardedModel`."""
-    ranks = RankGroup(None)
-    # In inference mode the local tensor of a DTensor cannot be detached.
-    with load_lock(), torch.inference_mode(mode=False), ranks.session("load_into"):
-        with ranks.step("checking the model"):
-            plain = _transformers_model(model)
-            reshard(model)  # what a forward has left gathered is no memory of a shard
-            sharded = ShardedModel(plain, _left(model, plain, leave), is_skeleton=is_skeleton)
-        make_request = functools.partial(ordinary_load, plain, name, dtype, auto_class, keywords, ranks.world_size)
-        checked = agree_on_request(ranks, make_request, has_ds_config=False)
-        load = Load(
-            checked.settings,
-            ranks,
-            lambda settings, described: Sharded(sharded, described, settings.world_size),
-            options,
-        )
-        with loader.intercepted(load):
-            loaded = checked.from_pretrained()
-        with ranks.step("filling buffers"), torch.no_grad():
-            sharded.fill_buffers(loaded)
-            hand_over(loaded, plain)
-            modules = plain_modules(plain)
-            if quantizers.is_four_bit_model(loaded):
-                from lowmem_load.frameworks import bitsandbytes
 
-                bitsandbytes.hand_over_states(loaded, modules)
-            hand_over_attributes(plain_modules(loaded), modules, _device_of(plain))
-            report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
-            missing = report.loading_info["missing_keys"]
-            hand_over_extra_states(plain_modules(loaded), modules, _device_of(plain), missing)
-    setattr(model, REPORT_ATTRIBUTE, report)
-    return report
+    def sharded() -> ShardedModel:
+        plain = _transformers_model(model)
+        return ShardedModel(plain, _left(model, plain, leave), is_skeleton=is_skeleton)
+
+    def by_transformers(ranks: RankGroup) -> Way:
+        plain = _transformers_model(model)
+        request = functools.partial(ordinary_load, plain, name, dtype, auto_class, keywords, ranks.world_size)
+        return _by_from_pretrained(agree_on_request(ranks, request, has_ds_config=False))
+
+    return _into_shards(model, sharded, by_transformers, options)
 
 
 def _transformers_model(model: nn.Module) -> nn.Module:
@@ -350,12 +353,8 @@ def _diffusers_over_mesh(
         device = torch.device("cpu") if offloads(policy) else mesh_device(model)
         allocate_shards(model, device)
         constructor.finish(model, device)
-        sharded = ShardedModel(model)
-    settings = stage_3(torch.float32, ranks.world_size)
-    load = Load(settings, ranks, lambda settings, described: Sharded(sharded, described, settings.world_size), options)
-    with diffusion.intercepted(load):
-        loaded = cls.from_pretrained(name, **kwargs)
-    _fill_buffers(ranks, model, sharded, loaded)
+        checked = Checked(name, stage_3(torch.float32, ranks.world_size), cls, kwargs)
+    _into_shards(model, lambda: ShardedModel(model), lambda _: _by_from_pretrained(checked), options)
     return model
 
 
@@ -383,7 +382,7 @@ def shards_filled(
         Constructor().finish(model, device)  # `to_empty` moves no attributes
         with outermost():
             keywords |= file_keywords(kwargs)
-            report = _load_into(model, name, plain_options, dtype, keywords=keywords, is_skeleton=True)
+            report = _transformers_into(model, name, plain_options, dtype, keywords=keywords, is_skeleton=True)
         if options.on_load is not None:
             options.on_load(report)
         return report.loading_info

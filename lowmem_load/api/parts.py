@@ -13,12 +13,35 @@ from torch import nn
 from lowmem_load.api.request import Checked, agree_on_request, name_text, ordinary_load
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.errors import ConfigError
+from lowmem_load.families.files import Rename
 from lowmem_load.families.modules import ModuleCall
 from lowmem_load.families.parts import InnerCall, Part, PartsCall
 from lowmem_load.frameworks.wrappers import plain_name
 from lowmem_load.hf.active import transformers_class, transformers_models
 from lowmem_load.hf.remote_names import find_folder
 from lowmem_load.symbolic.context import Context
+
+
+def is_of_parts(model: nn.Module, name: Any, rename: Rename | None) -> bool:
+    """Return whether a load has parts: several checkpoints, or a transformers model inside of the module."""
+    return isinstance(name, Mapping) or (rename is None and bool(transformers_models(model)))
+
+
+def module_call(
+    model: nn.Module,
+    name: Any,
+    ranks: RankGroup | None,
+    make: Callable[[Context], nn.Module],
+    *,
+    dtype: str | torch.dtype | None = None,
+    stream: bool = False,
+    **how: Any,
+) -> ModuleCall | PartsCall:
+    """Return the load of a module, of parts or by names. For `ranks` and `make`, see `parts_call`."""
+    if is_of_parts(model, name, how["rename"]):
+        names = name if isinstance(name, Mapping) else {"": name}
+        return parts_call(model, names, ranks, make, dtype=dtype, stream=stream, **how)
+    return ModuleCall(name_text(name), make, **how)
 
 
 def parts_call(

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from lowmem_load.api.parts import parts_call
+from lowmem_load.api.parts import is_of_parts, module_call
 from lowmem_load.api.request import Checked, Request, name_text, ordinary_load, stage_3
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.live_group import fake_group
@@ -23,9 +23,9 @@ from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.families import diffusion
 from lowmem_load.families.call import Call
 from lowmem_load.families.files import Rename
-from lowmem_load.families.modules import Build, ModuleCall, stand_in_for
+from lowmem_load.families.modules import Build, stand_in_for
 from lowmem_load.hf import loader, model_folder, names
-from lowmem_load.hf.active import on_host, ordinary_path, transformers_models
+from lowmem_load.hf.active import on_host, ordinary_path
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.quantizers import is_four_bit_model
 from lowmem_load.hf.remote_names import find_folder
@@ -37,6 +37,7 @@ from lowmem_load.pipeline.checks import check_described, is_left_alone, refuse_d
 from lowmem_load.pipeline.describe import Described, describe
 from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import HeldValue, LoadPlan
+from lowmem_load.symbolic.constructor import Constructor
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import INITIALISED
 
@@ -105,11 +106,9 @@ def _partitions_call(name: Any, build: Build, how: Mapping[str, Any]) -> Call:
         with context.constructor.building():
             return build()
 
-    if not isinstance(name, Mapping):
-        return ModuleCall(name_text(name), make, **how)
-    with torch.device("meta"):
+    with Constructor().building():
         model = build()
-    return parts_call(model, name, None, make, **how)
+    return module_call(model, name, None, make, **how)
 
 
 def _plan_shards(name: Any, build: Build, how: Mapping[str, Any], rank: int, world_size: int) -> LoadPlan:
@@ -121,13 +120,9 @@ def _plan_shards(name: Any, build: Build, how: Mapping[str, Any], rank: int, wor
         def make(_: Context) -> nn.Module:
             return stand_in_for(model, names.plain_class)
 
-        if not isinstance(name, Mapping) and how["rename"] is None and transformers_models(model):
-            name = {"": name}
-        if isinstance(name, Mapping):
-            call: Call = parts_call(model, name, None, make, is_stand_in=True, **how)
-        else:  # what the module computes is no part of a plan
+        if not is_of_parts(model, name, how["rename"]):  # what the module computes is no part of a plan
             left = {buffer for buffer, _ in model.named_buffers()} - model.state_dict().keys()
-            call = ModuleCall(name_text(name), make, is_stand_in=True, leave=left, **how)
+        call = module_call(model, name, None, make, is_stand_in=True, leave=left, **how)
         return plan_only(call, stage_3(torch.float32, world_size), _shards_of(model, world_size, left), [rank])[0]
 
 
@@ -154,42 +149,36 @@ def plan_sharded(
 
     `sharding` is a `DistributedConfig`, or the shape of FSDP2's mesh: (shards,) or (replicas, shards).
     """
-    has_config = is_distributed_config(sharding)
     where, kwargs = find_folder(name_text(name), kwargs)
-    if (of_diffusers := diffusion.model_class(where, auto_class, kwargs)) is not None:
-        return _plan_diffusers(of_diffusers, where, sharding, dtype, kwargs, rank, world_size)
-    cls, _ = names.class_and_config(where, auto_class, kwargs)
-    kwargs = {**kwargs, "dtype": dtype, **({"distributed_config": sharding} if has_config else {})}
+    of_diffusers = diffusion.model_class(where, auto_class, kwargs)
+    forget_meshes()
     explained = model_folder.files_explained(where, kwargs.get("subfolder") or "")
-    forget_meshes()
     with load_lock(), fake_group(rank, world_size), ordinary_path(), explained:
-        with filled_by(_carry_out):
-            skeleton, dtype, keywords = _result(cls, functools.partial(cls.from_pretrained, where, **kwargs))
-        if is_four_bit_model(skeleton):
-            from lowmem_load.frameworks import bitsandbytes
-
-            bitsandbytes.pack_skeleton(skeleton)
-        if not has_config:
+        if of_diffusers is not None:
+            kwargs |= {"torch_dtype": dtype} if isinstance(dtype, torch.dtype) else {}
+            skeleton = diffusion.skeleton(of_diffusers, where, kwargs, torch.device("meta"))
+            checked = Checked(where, stage_3(torch.float32, world_size), of_diffusers, kwargs)
+        else:
+            kwargs |= {"dtype": dtype, **({"distributed_config": sharding} if is_distributed_config(sharding) else {})}
+            skeleton, checked = _skeleton(where, auto_class, kwargs, world_size)
+        if not is_distributed_config(sharding):
             shard_fully(skeleton, host_mesh(sharding), blocks(skeleton), {})
-        shards = _shards_of(skeleton, world_size, is_skeleton=True)
-        keywords |= file_keywords(kwargs)
-        request, settings = ordinary_load(skeleton, where, dtype, auto_class, keywords, world_size)
-        (load_plan,) = _plans(request.checked(settings), shards, [rank])
-    return load_plan
+        shards = _shards_of(skeleton, world_size, is_skeleton=of_diffusers is None)
+        return _plans(checked, shards, [rank])[0]
 
 
-def _plan_diffusers(
-    cls: Any, where: str, sizes: Sequence[int], dtype: Any, kwargs: Mapping[str, Any], rank: int, world_size: int
-) -> LoadPlan:
-    """Return the plan of a model of diffusers that is sharded over a mesh of these sizes."""
-    if isinstance(dtype, torch.dtype):
-        kwargs = {**kwargs, "torch_dtype": dtype}
-    forget_meshes()
-    with fake_group(rank, world_size):
-        model = diffusion.skeleton(cls, where, kwargs, torch.device("meta"))
-        shard_fully(model, host_mesh(sizes), blocks(model), {})
-        checked = Checked(where, stage_3(torch.float32, world_size), cls, kwargs)
-        return _plans(checked, _shards_of(model, world_size), [rank])[0]
+def _skeleton(where: str, auto_class: Any, kwargs: Mapping[str, Any], world_size: int) -> tuple[nn.Module, Checked]:
+    """Return a transformers model without values, and the load that has them."""
+    cls, _ = names.class_and_config(where, auto_class, kwargs)
+    with filled_by(_carry_out):
+        skeleton, dtype, keywords = _result(cls, functools.partial(cls.from_pretrained, where, **kwargs))
+    if is_four_bit_model(skeleton):
+        from lowmem_load.frameworks import bitsandbytes
+
+        bitsandbytes.pack_skeleton(skeleton)
+    keywords |= file_keywords(kwargs)
+    request, settings = ordinary_load(skeleton, where, dtype, auto_class, keywords, world_size)
+    return skeleton, request.checked(settings)
 
 
 def plan_ranks(

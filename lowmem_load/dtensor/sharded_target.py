@@ -34,19 +34,15 @@ class ShardedModel:
         is_skeleton: bool = False,
     ) -> None:
         refuse_fsdp1(model)
+        self.model = model
         self.left, self.planned_device = {plain_name(model, name) for name in left}, planned_device
-        self._skeleton = model if is_skeleton else None
+        self.is_skeleton = is_skeleton
         self.casts = dtypes_of_computation(model)
         self.parameters, self.buffers = _tensors(model, self.left)
         self._shards = {
             id(tensor): local_shard(name, tensor, needs_memory=planned_device is None)
             for name, tensor in {**self.parameters, **self.buffers}.items()
         }
-
-    @property
-    def is_skeleton(self) -> bool:
-        """Whether transformers has built the model for this load."""
-        return self._skeleton is not None
 
     def shard(self, tensor: torch.Tensor) -> tuple[Grid, torch.Tensor]:
         """Return what this rank holds of one of the tensors, and its memory. See `local_shard`."""
@@ -61,11 +57,11 @@ class ShardedModel:
         for group in groups:
             names = [name for name in group if name in self.parameters]
             for name in names:
-                if self._skeleton is not None and self.parameters[name] is not self.parameters[names[0]]:
+                if self.is_skeleton and self.parameters[name] is not self.parameters[names[0]]:
                     # Nothing reads into the memory of the second one, which goes with it.
                     del self._shards[id(self.parameters[name])]
                     owner, _, last = name.rpartition(".")
-                    setattr(self._skeleton.get_submodule(owner), last, self.parameters[names[0]])
+                    setattr(self.model.get_submodule(owner), last, self.parameters[names[0]])
                     self.parameters[name] = self.parameters[names[0]]
                 other = users.setdefault(id(self.parameters[name]), name)
                 if other not in names:
