@@ -23,9 +23,9 @@ from lowmem_load.hf import saver
 from lowmem_load.hf.hub_files import files_beside
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import Part, fill
 from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.planning.expression import Source
-from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.resume.hub_names import as_loaded
 from lowmem_load.saving.folder import refuse_url
@@ -121,8 +121,8 @@ def consolidate_on(
             tensors = {**model.tensors, **{_OF_ADAPTER + name: tensor for name, tensor in model.adapter.items()}}
             buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
             spans = {name: partition_range(t.numel, ranks.rank, ranks.world_size) for name, t in tensors.items()}
-            elements = {name: ShareOfTensor(t, spans[name], executor, buffer) for name, t in tensors.items()}
-            return Contents(files, elements, check=executor.sources.check_unchanged)
+            elements = {name: ShareOfTensor(name, t, spans[name], executor, buffer) for name, t in tensors.items()}
+            return Contents(files, elements)
 
         write_folder(ranks, report, contents, {"dtype": dtype})
     report.source = f"a checkpoint of {saved.kind}: {len(saved.files)} files"
@@ -150,6 +150,7 @@ def _open(
 class ShareOfTensor:
     """The elements of a tensor of a checkpoint that this process copies, through a buffer."""
 
+    name: str
     tensor: Values
     span: FlatRange
     executor: Executor
@@ -168,11 +169,8 @@ class ShareOfTensor:
         step = self.buffer.numel() // self.tensor.dtype.itemsize
         for start in range(self.span.start, self.span.end, step):
             elements = FlatRange(start, min(start + step, self.span.end))
-            planner = Planner()
-            fill = planner.plan_fill("a part of the checkpoint", *self.tensor.part(elements))
             memory = self.buffer.view(self.tensor.dtype)[: elements.numel]
-            self.executor.fill(fill, memory, planner.values, planner.constants)
-            self.executor.finish()
+            fill([Part(self.name, *self.tensor.part(elements), memory)], self.executor)
             yield memory, start
 
 
@@ -342,19 +340,19 @@ def _check_ties(
         other = first.setdefault(id(parameter), name)
         if other == name or not {name, other} <= tensors.keys() or tensors[name] is tensors[other]:
             continue
-        if not _are_equal(tensors[other], tensors[name], executor):
+        if not _are_equal(name, tensors[other], tensors[name], executor):
             raise CheckpointError(
                 f"{other} and {name} are two parameters in the checkpoint, and one in a {type(model).__name__} as "
                 f"config {config} says: set tie_word_embeddings in it to false, or pass {saver.NO_CONFIG}"
             )
 
 
-def _are_equal(one: Values, other: Values, executor: Executor) -> bool:
+def _are_equal(name: str, one: Values, other: Values, executor: Executor) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     with contextlib.ExitStack() as stack:
         chunks = [
-            stack.enter_context(ShareOfTensor(values, FlatRange(0, values.numel), executor, buffer).memory())
+            stack.enter_context(ShareOfTensor(name, values, FlatRange(0, values.numel), executor, buffer).memory())
             for values in (one, other)
             for buffer in [torch.empty(CHUNK_BYTES // 2, dtype=torch.uint8, device="cpu")]
         ]

@@ -11,7 +11,7 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,13 +62,11 @@ class Contents:
         files: of weights. Their expressions have `Source`s with the names of `elements`.
         elements: of each tensor what this rank writes, by name.
         merges: adapters, with what this rank holds of the parameters that they are merged into.
-        check: raises an error if what was written had changed meanwhile.
     """
 
     files: Sequence[SavedFile]
     elements: Mapping[str, OwnElements]
     merges: Sequence[tuple[Merge, Sequence[LocalShard]]] = ()
-    check: Callable[[], None] = field(default=lambda: None)
 
 
 def write_folder(
@@ -165,7 +163,6 @@ def _write(
                         for memory, first in pieces:
                             writer.write_parts(writes, memory, first)
                             report.sample_memory()
-                contents.check()
                 if writer.written_bytes != own_bytes:
                     raise PlanError(f"{report.folder}: wrote {writer.written_bytes} bytes, expected {own_bytes}")
             with report.phase("sync"):
