@@ -30,6 +30,9 @@ Rename: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str]
 or a mapping of regular expressions, of which all are substituted, in order."""
 
 
+COMPILED = "_orig_mod"
+"""With which all names of a compiled module begin."""
+
 FILE_KEYWORDS = frozenset(("subfolder", "variant", "revision", "token", "cache_dir"))
 """Keywords of `files_of`."""
 
@@ -148,7 +151,7 @@ def renamed(
     Raises:
         CheckpointError: two tensors get one name.
     """
-    outer = outer_prefix(tensors.keys(), [key for key in NESTS if key not in children])
+    outer = outer_prefix(tensors.keys(), [key for key in (*NESTS, COMPILED) if key not in children])
     new_name = (lambda name: name.removeprefix(outer)) if rename is None else _as_function(rename)
     names = {old: new for old in tensors if (new := new_name(old))}
     left_out = tensors.keys() - names.keys()

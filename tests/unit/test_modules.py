@@ -108,7 +108,7 @@ def in_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 def in_torch_file(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    nested = {f"module.model.{name}": tensor for name, tensor in tensors.items()}
+    nested = {f"module._orig_mod.model.{name}": tensor for name, tensor in tensors.items()}
     torch.save({"epoch": 3, "optimizer": {"lr": 0.1}, "state_dict": OrderedDict(nested)}, folder / "last.pth")
     return folder / "last.pth"
 
