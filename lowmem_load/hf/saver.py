@@ -111,8 +111,8 @@ def describe_save_pretrained(
             handlers[name] = lambda *_, **__: None
     # What transformers logs of files names `scratch`, not the folder of the user.
     with replaced(handlers), quiet(logging.WARNING), as_plain_model(model):
-        save: Any = model.save_pretrained
-        save(scratch, **arguments)
+        cls: Any = type(model)
+        cls.save_pretrained(model, scratch, **arguments)  # a lazy model has one of its own, which writes values
     if dtype is not None and has_configs:
         _note_dtype(scratch / "config.json", dtype)
     if not files:
