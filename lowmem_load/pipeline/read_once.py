@@ -8,6 +8,7 @@ has failed.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.heartbeat import Progress
+from lowmem_load.distributed.heartbeat import Limits, Progress
 from lowmem_load.distributed.replica_group import ReplicaGroup
 from lowmem_load.io.executor import Batch, Executor
 from lowmem_load.io.memory import make_pages, own_memory
@@ -58,7 +59,8 @@ class ReadOnce:
 
     Attributes:
         received_bytes: that have come from other ranks.
-        num_exchanges: that are over, which is progress; waiting for one is none.
+        num_exchanges: that are over, which is progress. A rank that begins to wait for one counts as making progress
+            for as long as ranks may be without it: if another rank hangs, that one is named, and not this one.
         why_alone: why each rank reads alone although it shares; "" if it does not.
         progress: how far this rank is with all that it reads.
     """
@@ -69,6 +71,7 @@ class ReadOnce:
         self.why_alone = ""
         self._ranks, self._nodes, self._share, self._replicas = ranks, nodes, share, list[Replicas]()
         self._num_batches = self._load = 0
+        self._silence_s = Limits.from_environment(0.0).silence_s
         self._wanted: set[tuple[int, int]] = set()
         self._groups: list[ReplicaGroup] = []
         self._memory: dict[tuple[int, int], torch.Tensor] = {}
@@ -165,8 +168,14 @@ class ReadOnce:
         self._finish(messages)
 
     def _finish(self, messages: list[_Message]) -> None:
+        until_s = time.monotonic() + self._silence_s
+
+        def check() -> None:
+            self.num_exchanges += time.monotonic() < until_s
+            self._ranks.check()
+
         for group in self._groups:
-            group.finish(self._ranks.check)
+            group.finish(check)
         for message in messages:
             for values, memory in message.pieces():
                 if not message.is_own:
