@@ -70,7 +70,7 @@ def consolidate(
 
     Takes what DeepSpeed's `save_checkpoint` writes under ZeRO; torch DCP (`.metadata` with `.distcp` or safetensors
     files); and the files of ranks of verl (`model_world_size_8_rank_3.pt`) and accelerate (`use_dcp=False`). The files
-    say which it is. No pickle is run. Needs no GPU and no process group. The folder appears all at once. Adapters go
+    say which it is. No pickle is run. Needs no GPU and no process group. A new folder appears all at once. Adapters go
     into it, if the checkpoint has nothing else, else into its folder `adapter`. Returns what this process has written.
     Memory: buffers of 40 MiB, and the description of the checkpoint: some MiB; 1.5 GiB for 512,000 chunks.
 
@@ -82,8 +82,8 @@ def consolidate(
         dtype: of floating-point tensors: fp64, fp32, fp16 or bf16. None: as saved; of ZeRO, the optimizer's fp32.
         max_shard_size: bytes, or text such as "5GB".
         config: folder with config.json, or a model on the Hub, whose `save_pretrained` names the parameters so. None:
-            the config.json in the checkpoint or beside it. False, or without one: the names of the checkpoint, and tied
-            parameters under each name.
+            the config.json in the checkpoint or its `huggingface/`. False, or without one: the names of the checkpoint,
+            and tied parameters under each name.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, malformed or truncated, or of another model than `config`.

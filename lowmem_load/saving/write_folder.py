@@ -72,7 +72,7 @@ class Contents:
 def write_folder(
     ranks: RankGroup, report: SaveReport, describe: Callable[[Path], Contents], arguments: Mapping[str, Any]
 ) -> None:
-    """Write `report.folder`, which appears all at once. Collective, within a session.
+    """Write `report.folder`; see [Note: all at once] in `folder.py`. Collective, within a session.
 
     `describe` gets an empty folder of this rank's own, to which it writes all files that have no weights. `arguments`
     have to be equal on all ranks.
