@@ -21,11 +21,9 @@ import torch
 from benchmarks.memory import PeakMemory
 from benchmarks.results import MIB, show_table
 from lowmem_load.distributed.verdict import Entry, verdict_on
-from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Source
-from lowmem_load.planning.nest import Axis, Nest
-from lowmem_load.planning.rules import Cuts, Mesh, Partitions, Rule
-from lowmem_load.planning.splits import Split
+from lowmem_load.planning.nest import Axis, Copy, Nest
+from lowmem_load.planning.regions import Cuts, Mesh, Partitions, Rule, Split
 from lowmem_load.saving.local_shards import LocalShard, digest_of_rules, layouts_by_rule
 from lowmem_load.weights_out.buckets import Bucket, PlannedTensor, Sharing, Unit, plan_buckets, plan_messages
 

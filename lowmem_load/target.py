@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowmem_load.planning.load_plan import REPLICATED, TargetPlan
-from lowmem_load.planning.ranges import FlatRange, Region
+from lowmem_load.planning.regions import FlatRange, Region
 
 
 class Layout(NamedTuple):

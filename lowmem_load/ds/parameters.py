@@ -16,7 +16,7 @@ from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.planning.ranges import FlatRange, partition_range
+from lowmem_load.planning.regions import FlatRange, partition_range
 
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
 

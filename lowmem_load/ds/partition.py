@@ -41,7 +41,7 @@ from lowmem_load.ds import swapping
 from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.ds.swapping import Folder, Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.planning.ranges import FlatRange, partition_range, secondary_range
+from lowmem_load.planning.regions import FlatRange, partition_range, secondary_range
 
 logger = logging.getLogger(__name__)
 

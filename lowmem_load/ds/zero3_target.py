@@ -22,7 +22,7 @@ from lowmem_load.config.settings import Choice, Partition, Settings, choices_of
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError, listed
 from lowmem_load.planning.load_plan import TargetPlan
-from lowmem_load.planning.ranges import partition_numel, partition_range, secondary_range
+from lowmem_load.planning.regions import partition_numel, partition_range, secondary_range
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.target import HostBytes, Layout, Replicated, Target
 from lowmem_load.text import is_below

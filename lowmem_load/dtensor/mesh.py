@@ -27,9 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from lowmem_load import foreign_names
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.planning.ranges import Grid
-from lowmem_load.planning.rules import Cuts, Mesh
-from lowmem_load.planning.splits import Split, grid_of
+from lowmem_load.planning.regions import Cuts, Grid, Mesh, Split, grid_of
 from lowmem_load.replaced import replaced
 
 

@@ -13,7 +13,7 @@ from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, l
 from lowmem_load.frameworks.wrappers import named_tensors, plain_name
 from lowmem_load.io.memory import untouched_bytes
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
-from lowmem_load.planning.ranges import FlatRange, Grid
+from lowmem_load.planning.regions import FlatRange, Grid
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.target import HostBytes, Layout, Target
 

@@ -18,7 +18,7 @@ from lowmem_load.families.files import FILE_KEYWORDS, Rename, files_of, renamed,
 from lowmem_load.frameworks.wrappers import named_modules, named_tensors, plain_modules, plain_name
 from lowmem_load.io.stand_ins import origin
 from lowmem_load.planning.expression import Computed
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.attributes import EXTRA_STATE, hand_over_attributes, tensor_attributes
 from lowmem_load.symbolic.attributes import tensors_in as attribute_tensors
 from lowmem_load.symbolic.context import Context

@@ -20,7 +20,7 @@ from lowmem_load.hf import loader
 from lowmem_load.hf.active import transformers_class
 from lowmem_load.hf.skeleton import hand_over
 from lowmem_load.io.stand_ins import is_stand_in, origin
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import CPU

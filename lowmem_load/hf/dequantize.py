@@ -15,7 +15,16 @@ import torch
 from lowmem_load import foreign_names
 from lowmem_load.contract import TRANSFORMERS
 from lowmem_load.errors import IncompatibleVersionError
-from lowmem_load.planning.expression import Elementwise, Expression, Instance, Slot, expand, hold, permute, reshape
+from lowmem_load.planning.expression import (
+    Elementwise,
+    Expression,
+    Instance,
+    Placeholder,
+    expand,
+    hold,
+    permute,
+    reshape,
+)
 from lowmem_load.replaced import Handlers
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -78,8 +87,8 @@ class Patterns:
     """
 
     def __init__(self) -> None:
-        # The expression that all instances share, its slots, and a meta tensor like it; None if it needs values.
-        self._known: dict[Hashable, tuple[Expression, tuple[Slot, ...], torch.Tensor] | None] = {}
+        # The expression that all instances share, its placeholders, and a meta tensor like it; None if it needs values.
+        self._known: dict[Hashable, tuple[Expression, tuple[Placeholder, ...], torch.Tensor] | None] = {}
 
     def applied(
         self, function: Callable[..., torch.Tensor], tensors: Sequence[SymbolicTensor], settings: Hashable
@@ -87,19 +96,20 @@ class Patterns:
         """Return `function(*tensors)`. A function that asks for values is called each time."""
         kind = (settings, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors))
         if kind not in self._known:
-            slots = tuple(Slot(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-            symbols = [SymbolicTensor(slot, _no_values, like.meta) for slot, like in zip(slots, tensors, strict=True)]
+            placeholders = tuple(Placeholder(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+            pairs = zip(placeholders, tensors, strict=True)
+            symbols = [SymbolicTensor(place, _no_values, like.meta) for place, like in pairs]
             try:
                 result: Any = function(*symbols)
-                self._known[kind] = result.expression, slots, result.meta
+                self._known[kind] = result.expression, placeholders, result.meta
             except _NeedsValuesError:
                 self._known[kind] = None
         pattern = self._known[kind]
         if pattern is None:
             return function(*tensors)
-        expression, slots, meta = pattern
+        expression, placeholders, meta = pattern
         inputs = tuple(tensor.expression for tensor in tensors)
-        return SymbolicTensor(Instance(expression, slots, inputs), tensors[0].read_now, meta)
+        return SymbolicTensor(Instance(expression, placeholders, inputs), tensors[0].read_now, meta)
 
 
 class _NeedsValuesError(Exception):

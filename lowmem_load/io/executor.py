@@ -26,7 +26,7 @@ from lowmem_load.planning.expression import Expression, Source, leaves
 from lowmem_load.planning.load_plan import ComputedValue, Value
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.planner import Constants
-from lowmem_load.planning.reads import Apply, Fill, Piece, Read, Step
+from lowmem_load.planning.reads import Apply, ApplyPiece, Fill, Read, Step
 
 PART_BYTES = 16 << 20
 """Bytes of a read after which they are counted: from slow storage a whole read may take minutes."""
@@ -350,7 +350,7 @@ class Executor:
         start = tensor.start + first * tensor.dtype.itemsize
         self.read_range(tensor.path, start, memory, repr(tensor.name), needed_bytes, tensor.files)
 
-    def _apply(self, put: Put, step: Apply, piece: Piece, known: Constants) -> None:
+    def _apply(self, put: Put, step: Apply, piece: ApplyPiece, known: Constants) -> None:
         def write(memory: torch.Tensor) -> None:
             with self._temporaries.frame() as take:
                 inputs = self._inputs(piece, known, take)
@@ -358,7 +358,7 @@ class Executor:
 
         put(piece.nest, piece.numel, step.dtype, write)
 
-    def _apply_on_host(self, destination: torch.Tensor, step: Apply, piece: Piece, known: Constants) -> None:
+    def _apply_on_host(self, destination: torch.Tensor, step: Apply, piece: ApplyPiece, known: Constants) -> None:
         with self._temporaries.frame() as take:
             inputs = self._inputs(piece, known, take)
             if step.overwrites:
@@ -368,7 +368,7 @@ class Executor:
             compute_into(result, known.functions[step.function], inputs, step.group, step.part_group)
             scatter_elements(piece.nest, result, destination)
 
-    def _inputs(self, piece: Piece, known: Constants, take: Take) -> list[torch.Tensor]:
+    def _inputs(self, piece: ApplyPiece, known: Constants, take: Take) -> list[torch.Tensor]:
         inputs = []
         for fill in piece.inputs:
             inputs.append(take(fill.numel, fill.dtype))

@@ -16,8 +16,8 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.planning.expression import Expression, Source, cast, leaves, numel
 from lowmem_load.planning.load_plan import Costs, reading_order
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.planning.reads import Fill
+from lowmem_load.planning.regions import FlatRange, Region
 
 
 class Part(NamedTuple):

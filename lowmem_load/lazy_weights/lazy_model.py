@@ -30,7 +30,7 @@ from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.expression import Expression, Source, leaves, substituted
 from lowmem_load.planning.load_plan import Costs
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.report import LoadReport, OnLoad
 from lowmem_load.saving.folder import refuse_url
 from lowmem_load.saving.writer import Writer, lay_out

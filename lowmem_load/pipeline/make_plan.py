@@ -14,8 +14,8 @@ from lowmem_load.pipeline.describe import Described
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import BufferPlan, CompanionPlan, Destination, LoadPlan, SlowPath, TargetPlan
 from lowmem_load.planning.planner import Constants, Planner
-from lowmem_load.planning.ranges import FlatRange, Region
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
+from lowmem_load.planning.regions import FlatRange, Region
 from lowmem_load.symbolic.initialise import INITIALISED, UNINITIALISED
 from lowmem_load.symbolic.quantized import QuantizedTensor, part_of_rank
 from lowmem_load.symbolic.tensor import SymbolicTensor

@@ -150,8 +150,8 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slot:
-    """A placeholder in a pattern. Each `Instance` of the pattern has an input in its place."""
+class Placeholder:
+    """A place in a pattern, where each `Instance` of the pattern has an input."""
 
     shape: Shape
     dtype: torch.dtype
@@ -159,10 +159,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """`pattern` with `inputs` in place of its `slots`. Expressions that differ only in their leaves share a pattern."""
+    """`pattern` with `inputs` in place of its placeholders. Expressions that differ only in leaves share a pattern."""
 
     pattern: Expression
-    slots: tuple[Slot, ...]
+    placeholders: tuple[Placeholder, ...]
     inputs: tuple[Expression, ...]
 
     @property
@@ -177,7 +177,7 @@ class Instance:
 
     def expanded(self) -> Expression:
         """Return the expression that this stands for."""
-        return substituted(self.pattern, dict(zip(map(id, self.slots), self.inputs, strict=True)))
+        return substituted(self.pattern, dict(zip(map(id, self.placeholders), self.inputs, strict=True)))
 
 
 def substituted(node: Expression, places: dict[int, Expression]) -> Expression:
@@ -188,7 +188,7 @@ def substituted(node: Expression, places: dict[int, Expression]) -> Expression:
 
 
 def _rebuilt(node: Expression, places: dict[int, Expression]) -> Expression:
-    if isinstance(node, Source | Held | Slot):
+    if isinstance(node, Source | Held | Placeholder):
         return node
     if isinstance(node, Instance):  # its pattern has no sources
         return replace(node, inputs=tuple(substituted(part, places) for part in node.inputs))
@@ -201,7 +201,7 @@ def _rebuilt(node: Expression, places: dict[int, Expression]) -> Expression:
 
 
 Leaf = Source | Held | Computed | Elementwise
-Expression = Leaf | Concat | Slice | Pick | Permute | Reshape | Cast | Slot | Instance
+Expression = Leaf | Concat | Slice | Pick | Permute | Reshape | Cast | Placeholder | Instance
 
 
 def hold(tensor: torch.Tensor, origin: str = IN_MEMORY) -> Held:
@@ -288,7 +288,7 @@ def leaves(expression: Expression) -> list[Leaf]:
 
 def children(expression: Expression) -> tuple[Expression, ...]:
     """Return the direct parts of an expression; of an `Instance`, also its pattern."""
-    if isinstance(expression, Source | Held | Slot):
+    if isinstance(expression, Source | Held | Placeholder):
         return ()
     if isinstance(expression, Computed):
         return expression.inputs

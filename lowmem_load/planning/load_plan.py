@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lowmem_load.planning.expression import Shape
-from lowmem_load.planning.ranges import Region
 from lowmem_load.planning.reads import Fill, Read, ReadCost
+from lowmem_load.planning.regions import Region
 from lowmem_load.text import fingerprint
 
 

@@ -10,18 +10,16 @@ from typing import Any
 import torch
 
 from lowmem_load.errors import PlanError
-from lowmem_load.planning.copies import Copy, plan_copies
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, concat, numel, slice_dim
 from lowmem_load.planning.load_plan import ComputedValue, Costs, HeldValue, Value
-from lowmem_load.planning.nest import Nest, extent
+from lowmem_load.planning.nest import Copy, Nest, extent, plan_copies
 from lowmem_load.planning.proof import prove_coverage
-from lowmem_load.planning.ranges import FlatRange, Grid, Region
 from lowmem_load.planning.reads import (
     BLOCK_NUMEL,
     Apply,
+    ApplyPiece,
     Fill,
     Move,
-    Piece,
     Read,
     ReadLimits,
     Step,
@@ -29,6 +27,7 @@ from lowmem_load.planning.reads import (
     plan_reads,
     written_nests,
 )
+from lowmem_load.planning.regions import FlatRange, Grid, Region
 
 MAX_COPIES = 1 << 20
 """Most copies into one destination. No known conversion comes near it; a plan with more costs more than the data."""
@@ -95,7 +94,7 @@ class Planner:
         part_bytes = leaf.part_group * sum(part.dtype.itemsize for part in leaf.parts)
         overwrites = leaf.part_group == 1 and leaf.dtype in [part.dtype for part in leaf.parts]
         nbytes_each = -(-part_bytes // leaf.group) + (0 if overwrites else leaf.dtype.itemsize)
-        pieces: list[Piece] = []
+        pieces: list[ApplyPiece] = []
         for first, size, nest in plan_pieces(copy, nbytes_each, self._limits):
             if len(pieces) == MAX_COPIES:
                 raise PlanError(f"{name}: {leaf.operation} would run on more than {MAX_COPIES} scattered pieces")
@@ -104,7 +103,7 @@ class Planner:
                 self.plan_fill(name, part, _groups(start, end, leaf.part_group, numel(part))) for part in leaf.parts
             )
             computed = _groups(start, end, leaf.group, numel(leaf))
-            pieces.append(Piece(computed.numel, inputs, nest.shifted(source=first - computed.start)))
+            pieces.append(ApplyPiece(computed.numel, inputs, nest.shifted(source=first - computed.start)))
         function = self._function(leaf.compute)
         return Apply(leaf.operation, function, leaf.dtype, tuple(pieces), leaf.group, leaf.part_group)
 
@@ -160,7 +159,7 @@ class Planner:
                     of_pieces = of_pieces.plus(self._piece_costs(step, piece))
         return of_pieces.plus(Costs(needed, read, num_reads, staging))
 
-    def _piece_costs(self, step: Apply, piece: Piece) -> Costs:
+    def _piece_costs(self, step: Apply, piece: ApplyPiece) -> Costs:
         piece_bytes = sum(fill.numel * fill.dtype.itemsize for fill in piece.inputs)
         piece_bytes += 0 if step.overwrites else piece.numel * step.dtype.itemsize
         # All inputs are filled before the first block is computed, so the two never need memory at the same time.

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Source
-from lowmem_load.planning.nest import Axis, Nest, extent, offsets
+from lowmem_load.planning.nest import Axis, Copy, Nest, extent, offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class Move(NamedTuple):
     nest: Nest
 
 
-class Piece(NamedTuple):
+class ApplyPiece(NamedTuple):
     """One call of an elementwise operation that gives `numel` elements; `inputs` fill the same range of each input."""
 
     numel: int
@@ -121,7 +120,7 @@ class Apply(NamedTuple):
     operation: str
     function: int
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ApplyPiece, ...]
     group: int = 1
     part_group: int = 1
 

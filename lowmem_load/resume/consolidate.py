@@ -26,7 +26,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import Part, fill
 from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.planning.expression import Source
-from lowmem_load.planning.ranges import FlatRange, partition_range
+from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.resume.hub_names import as_loaded
 from lowmem_load.saving.folder import refuse_url
 from lowmem_load.saving.local_shards import MemoryPiece

@@ -21,8 +21,8 @@ from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.pipeline.read_step import reading
 from lowmem_load.planning.expression import cast
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Fill
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.report import Attempts, LoadReport
 from lowmem_load.saving.save import ranks_of
 from lowmem_load.text import fingerprint

@@ -15,8 +15,17 @@ from torch.optim.swa_utils import AveragedModel
 
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.expression import Source
-from lowmem_load.planning.ranges import FlatRange, Grid, Region, flat_ranges
-from lowmem_load.planning.rules import NOTHING, Layout, OnFirst, Partitions, Rule
+from lowmem_load.planning.regions import (
+    NOTHING,
+    Distribution,
+    FlatRange,
+    Grid,
+    OnFirst,
+    Partitions,
+    Region,
+    Rule,
+    flat_ranges,
+)
 from lowmem_load.text import fingerprint
 
 MemoryPiece: TypeAlias = "tuple[torch.Tensor, int]"
@@ -242,13 +251,13 @@ def digest_of_rules(rules: Sequence[Rule]) -> str:
 
 def layouts_by_rule(
     shards: Sequence[LocalShard], rules: Sequence[Rule], rank: int, world_size: int
-) -> dict[str, Layout]:
+) -> dict[str, Distribution]:
     """Return the layout of each parameter. Raise UnsupportedError unless that of this rank's elements is its rule's."""
-    layouts: dict[Rule, Layout] = {}
-    named: dict[str, Layout] = {}
+    layouts: dict[Rule, Distribution] = {}
+    named: dict[str, Distribution] = {}
     for shard, rule in zip(shards, rules, strict=True):
         if rule not in layouts:
-            layouts[rule] = Layout(rule.regions(world_size), shard.source.shape)
+            layouts[rule] = Distribution(rule.regions(world_size), shard.source.shape)
         layout = named[shard.source.name] = layouts[rule]
         by_rule, here = layout.regions[rank], shard.local_region
         if by_rule != here and by_rule.numel + here.numel:

@@ -26,7 +26,7 @@ from lowmem_load.hf.saver import SavedFile
 from lowmem_load.io.memory import trim_heap
 from lowmem_load.io.mounts import has_caches_apart
 from lowmem_load.phases import progress_bar
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.saving import folder as folders
 from lowmem_load.saving.local_shards import LocalShard, MemoryPiece, is_dtensor
 from lowmem_load.saving.writer import (

@@ -43,7 +43,6 @@ from lowmem_load.hf.saver import SavedFile
 from lowmem_load.io.memory import source_elements
 from lowmem_load.io.source import LocalFile, read_bytes
 from lowmem_load.phases import Phases
-from lowmem_load.planning.copies import Copy, plan_copies
 from lowmem_load.planning.expression import (
     Computed,
     Elementwise,
@@ -55,9 +54,9 @@ from lowmem_load.planning.expression import (
     leaves,
     numel,
 )
-from lowmem_load.planning.nest import Nest, offsets
+from lowmem_load.planning.nest import Copy, Nest, offsets, plan_copies
 from lowmem_load.planning.proof import prove_coverage
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.text import fingerprint, size
 
 _CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from lowmem_load.errors import UnsupportedError, listed
 from lowmem_load.planning.expression import Computed
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.attributes import is_computed_in_forward, replaced_in, tensor_attributes, tensors_in
 from lowmem_load.symbolic.initialise import CPU, UNINITIALISED, Initialiser, ReadNow
 from lowmem_load.symbolic.operations import written_arguments

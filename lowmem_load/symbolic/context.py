@@ -11,7 +11,7 @@ from torch import nn
 
 from lowmem_load.formats.format import CheckpointFile, CheckpointFormat
 from lowmem_load.io.source import ByteSource
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.constructor import Constructor
 from lowmem_load.symbolic.initialise import Initialiser, ReadNow
 

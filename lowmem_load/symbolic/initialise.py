@@ -11,7 +11,7 @@ import torch
 
 from lowmem_load.io.memory import map_memory
 from lowmem_load.planning.expression import Computed, Expression, Held, numel
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 
 PAGES_NBYTES = 128 << 10  # smallest block that gets pages of its own: the default threshold of glibc
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowmem_load.planning.expression import Expression, Shape
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 

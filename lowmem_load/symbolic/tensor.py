@@ -26,7 +26,7 @@ from lowmem_load.planning.expression import (
     numel,
     without_casts,
 )
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.initialise import CPU, UNINITIALISED, Initialiser, ReadNow, SharedValue, with_random_state
 from lowmem_load.symbolic.operations import BUILDERS, Template, describe, equal, writes_first_alone, written_arguments
 

@@ -14,7 +14,7 @@ from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.io.executor import Executor
 from lowmem_load.planning.expression import Expression, Shape
 from lowmem_load.planning.load_plan import PlannedFile
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.training_checkpoints.adapter_names import Adapted, place_in
 from lowmem_load.training_checkpoints.names import weights_in, without_wrappers
 from lowmem_load.training_checkpoints.open_state import is_saved_state, open_state

@@ -31,7 +31,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import Shape, Source, numel
 from lowmem_load.planning.load_plan import PlannedFile
-from lowmem_load.planning.ranges import partition_numel
+from lowmem_load.planning.regions import partition_numel
 from lowmem_load.training_checkpoints.zero_checkpoint import (
     COUNTERS,
     FP32,

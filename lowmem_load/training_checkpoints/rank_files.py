@@ -28,7 +28,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import Expression, Shape, slice_dim
 from lowmem_load.planning.load_plan import PlannedFile
-from lowmem_load.planning.splits import Split, grid_of
+from lowmem_load.planning.regions import Split, grid_of
 from lowmem_load.training_checkpoints.one_save import check_written_together
 from lowmem_load.training_checkpoints.tiles import Tile, TiledTensor, assemble
 from lowmem_load.training_checkpoints.weights import SavedState

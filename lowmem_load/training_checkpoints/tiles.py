@@ -12,7 +12,7 @@ import torch
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.planning.expression import Expression, Shape, concat, numel, reshape
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 
 
 class Tile(NamedTuple):

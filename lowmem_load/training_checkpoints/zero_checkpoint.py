@@ -37,7 +37,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import Expression, Shape, Source, concat, reshape
 from lowmem_load.planning.load_plan import PlannedFile
-from lowmem_load.planning.ranges import FlatRange, partition_numel
+from lowmem_load.planning.regions import FlatRange, partition_numel
 
 REPLICATED_FILE = "lowmem_load_whole_states.pt"
 """A file in the folder of the tag, next to DeepSpeed's. Its name must not change, or older checkpoints do not load."""

@@ -24,10 +24,9 @@ from typing import NamedTuple
 import torch
 
 from lowmem_load.errors import PlanError
-from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Shape, Source
-from lowmem_load.planning.nest import Axis, Nest, extent, nests_within
-from lowmem_load.planning.rules import Layout
+from lowmem_load.planning.nest import Axis, Copy, Nest, extent, nests_within
+from lowmem_load.planning.regions import Distribution
 
 ALIGNMENT = 16
 """Bytes; a multiple of the itemsize of each dtype."""
@@ -110,9 +109,9 @@ class Shares:
 class Sharing:
     """The shares of all copies. Those of copies alike, as layers have them, are computed once, and kept."""
 
-    def __init__(self, layouts: Mapping[str, Layout], world_size: int) -> None:
+    def __init__(self, layouts: Mapping[str, Distribution], world_size: int) -> None:
         self.world_size, self._layouts = world_size, layouts
-        self._shares: dict[tuple[Layout, Nest], Shares] = {}
+        self._shares: dict[tuple[Distribution, Nest], Shares] = {}
 
     def of(self, copy: Copy) -> Shares:
         """Return the shares of a copy from a parameter."""
@@ -189,7 +188,7 @@ def message_lengths(nbytes: Sequence[int], bucket_bytes: int, *, are_equal: bool
     return equal if are_equal and num_senders > 1 and sum(equal) <= 2 * max(sum(own), bucket_bytes) else own
 
 
-def _shares(nest: Nest, layout: Layout) -> Shares:
+def _shares(nest: Nest, layout: Distribution) -> Shares:
     """Return what each rank sends of a nest from a tensor: of what several ranks hold alike, its share."""
     nests: dict[int, list[Nest]] = {}
     first, last = nest.source, nest.source + extent(nest.axes, "source")

@@ -23,9 +23,8 @@ from lowmem_load.frameworks import peft
 from lowmem_load.frameworks.peft import Merge
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.saver import SavedFile, read_adapter_config
-from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Expression, Source
-from lowmem_load.planning.nest import Axis, Nest
+from lowmem_load.planning.nest import Axis, Copy, Nest
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.saving.local_shards import (
     LocalShard,
@@ -153,7 +152,7 @@ _KEPT = "_lowmem_load_weights"
 def plan_weights(engine: nn.Module, arguments: Arguments) -> Weights:
     """Return the weights of a model, planned but not sent. Collective.
 
-    See [Note: rules] in `planning/rules.py`.
+    See [Note: rules] in `planning/regions.py`.
     """
     model = unwrapped(engine)
     with load_lock():

@@ -24,7 +24,7 @@ from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.load import Load
 from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import LoadPlan, TargetPlan
-from lowmem_load.planning.ranges import FlatRange, Grid
+from lowmem_load.planning.regions import FlatRange, Grid
 from lowmem_load.target import Layout, Target
 from tests import builders
 from tests.kits.source import SourceContract

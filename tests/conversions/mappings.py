@@ -34,11 +34,10 @@ from lowmem_load.hf.collecting import SymbolicFile
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.source import LocalFile
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.copies import Copy, plan_copies
-from lowmem_load.planning.nest import extent
+from lowmem_load.planning.nest import Copy, extent, plan_copies
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.planning.reads import ReadLimits
+from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of
 
 Shape = tuple[int, ...]

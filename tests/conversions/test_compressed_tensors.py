@@ -21,7 +21,7 @@ from lowmem_load.api import plan_model as stages
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.make_plan import Planned
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 
 # transformers says so whenever `dequantize` is asked for of a checkpoint that has a quantization_config
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers.core_model_loading import WeightConverter, dot_natural_key
 
 from lowmem_load.planning.expression import Source
-from lowmem_load.planning.ranges import partition_range
+from lowmem_load.planning.regions import partition_range
 from lowmem_load.saving.writer import Writer, own_writes, plan_writes, total_bytes
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from tests.conversions import mappings

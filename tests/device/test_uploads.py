@@ -14,8 +14,8 @@ from lowmem_load.io import uploads
 from lowmem_load.io.executor import Executor
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import ReadLimits
+from lowmem_load.planning.regions import FlatRange
 from tests.ranks import SIMULATED, run_ranks
 
 SHAPE = (600, 1000)

@@ -15,7 +15,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import Source, leaves, numel
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import partition_range
+from lowmem_load.planning.regions import partition_range
 from tests.kits.memory import MemorySource
 
 PATH = "file"

@@ -15,7 +15,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.planning.expression import cast, hold
 from lowmem_load.planning.load_plan import REPLICATED, Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange, Region
+from lowmem_load.planning.regions import FlatRange, Region
 from lowmem_load.target import Layout, Target
 
 SHAPES: dict[str, tuple[int, ...]] = {

@@ -12,12 +12,18 @@ import torch
 
 from lowmem_load.errors import PlanError
 from lowmem_load.io.memory import scatter_elements, source_elements
-from lowmem_load.planning.copies import Copy, plan_copies
 from lowmem_load.planning.expression import Expression, Source, cast, concat, numel, permute, slice_dim
-from lowmem_load.planning.nest import Axis, Nest, nests_within
-from lowmem_load.planning.ranges import FlatRange, Grid, Region, flat_ranges, partition_range
-from lowmem_load.planning.rules import Layout
-from lowmem_load.planning.splits import Split, grid_of
+from lowmem_load.planning.nest import Axis, Copy, Nest, nests_within, plan_copies
+from lowmem_load.planning.regions import (
+    Distribution,
+    FlatRange,
+    Grid,
+    Region,
+    Split,
+    flat_ranges,
+    grid_of,
+    partition_range,
+)
 from lowmem_load.weights_out.buckets import (
     Bucket,
     PlannedTensor,
@@ -77,7 +83,7 @@ def grids(shape: tuple[int, ...], world_size: int, dim: int, split_factor: int =
 
 
 def sharing(regions: list[dict[str, Region]], shapes: Mapping[str, tuple[int, ...]]) -> Sharing:
-    layouts = {name: Layout([held[name] for held in regions], tuple(shapes[name])) for name in shapes}
+    layouts = {name: Distribution([held[name] for held in regions], tuple(shapes[name])) for name in shapes}
     return Sharing(layouts, len(regions))
 
 

@@ -14,7 +14,7 @@ from lowmem_load.errors import HeaderError
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.io.source import LocalFile, OpenSources
 from lowmem_load.planning.expression import Expression
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import Initialiser
 

@@ -71,7 +71,7 @@ def test_a_function_that_asks_for_values_is_called_each_time() -> None:
 
 
 def test_leaves_are_those_of_the_inputs_and_of_the_pattern() -> None:
-    """Not its slots; so ranks with other files have other fingerprints, and reports name the operation."""
+    """Not its placeholders; so ranks with other files have other fingerprints, and reports name the operation."""
     patterns = Patterns()
     for x in (torch.tensor([1.0]), torch.tensor([2.0])):
         found = ex.leaves(expression_of(patterns.applied(lambda tensor: tensor * 2, (symbolic(x),), None)))

@@ -23,8 +23,8 @@ from lowmem_load.io.memory import Take, Temporaries
 from lowmem_load.io.source import LocalFile
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.planning.reads import BLOCK_NUMEL, ReadLimits
+from lowmem_load.planning.regions import FlatRange, partition_range
 
 VALUES = torch.arange(24 * 30, dtype=torch.float32).reshape(24, 30)
 OFFSET = 40

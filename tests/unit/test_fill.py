@@ -18,7 +18,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import Part, fill
 from lowmem_load.pipeline.read_step import reading
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 
 VALUES = torch.arange(60, dtype=torch.float32)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.initialise import (
     INITIALISED,
     PAGES_NBYTES,

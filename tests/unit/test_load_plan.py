@@ -18,7 +18,7 @@ from lowmem_load.planning.load_plan import (
     TargetPlan,
 )
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 
 SOURCE = ex.Source("file", "w", 0, (24, 30), torch.float32)
 

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from lowmem_load import iter_weights, save_model
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.partial.partial_engine import PartialEngine
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.saving.local_shards import local_shards, unwrapped
 
 

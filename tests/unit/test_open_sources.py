@@ -21,7 +21,7 @@ from lowmem_load.io.source import ByteSource, LocalFile, OpenSources, read_bytes
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 
 NUM_FILES = 1500
 CHANGED = r"a: was replaced or written to after its header was read; load again"

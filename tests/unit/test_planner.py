@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from lowmem_load.errors import PlanError
 from lowmem_load.io.executor import Executor
-from lowmem_load.planning import copies, planner
 from lowmem_load.planning import expression as ex
+from lowmem_load.planning import nest, planner
 from lowmem_load.planning.load_plan import (
     ComputedValue,
     Costs,
     HeldValue,
 )
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange, Grid, partition_range
 from lowmem_load.planning.reads import Apply, ReadLimits
+from lowmem_load.planning.regions import FlatRange, Grid, partition_range
 from tests.kits.memory import MemorySource
 from tests.unit.test_copies import expressions, value_of
 
@@ -174,29 +174,29 @@ def test_an_operation_runs_on_the_elements_that_are_picked_of_it(
 # -- every fill is proved, nested ones too ---------------------------------------------------------------------------
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[copies.Copy]], list[copies.Copy]]) -> None:
+def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[nest.Copy]], list[nest.Copy]]) -> None:
     """Makes the plans of the source's elements wrong; those of what is computed from them stay right."""
-    ordinary = copies.plan_copies
+    ordinary = nest.plan_copies
 
-    def wrong(expression: ex.Expression, flat_range: FlatRange) -> Iterator[copies.Copy]:
+    def wrong(expression: ex.Expression, flat_range: FlatRange) -> Iterator[nest.Copy]:
         found = list(ordinary(expression, flat_range))
         yield from change(found) if all(isinstance(copy.leaf, ex.Source) for copy in found) else found
 
     monkeypatch.setattr(planner, "plan_copies", wrong)
 
 
-def shortened(found: list[copies.Copy]) -> list[copies.Copy]:
+def shortened(found: list[nest.Copy]) -> list[nest.Copy]:
     (copy,) = found
     first, *others = copy.nest.axes
     axes = (first._replace(size=first.size - 1), *others)
     return [replace(copy, nest=replace(copy.nest, axes=axes))]
 
 
-def repeated(found: list[copies.Copy]) -> list[copies.Copy]:
+def repeated(found: list[nest.Copy]) -> list[nest.Copy]:
     return found * 2
 
 
-def moved(found: list[copies.Copy]) -> list[copies.Copy]:
+def moved(found: list[nest.Copy]) -> list[nest.Copy]:
     return [replace(copy, nest=copy.nest.shifted(destination=1)) for copy in found]
 
 
@@ -223,7 +223,7 @@ def moved(found: list[copies.Copy]) -> list[copies.Copy]:
 def test_a_wrong_plan_of_a_part_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     of: Callable[[ex.Expression], ex.Expression],
-    change: Callable[[list[copies.Copy]], list[copies.Copy]],
+    change: Callable[[list[nest.Copy]], list[nest.Copy]],
 ) -> None:
     Planner().plan_fill("w", of(SOURCE), FlatRange(10, 700))
     planted(monkeypatch, change)

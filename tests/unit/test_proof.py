@@ -18,7 +18,7 @@ from lowmem_load.planning import proof
 from lowmem_load.planning.nest import Axis, Nest
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.proof import prove_coverage, prove_names
-from lowmem_load.planning.ranges import partition_range
+from lowmem_load.planning.regions import partition_range
 from tests.unit.test_copies import source
 
 

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_load.planning.copies import Copy
 from lowmem_load.planning.expression import Source
-from lowmem_load.planning.nest import Axis, Nest
+from lowmem_load.planning.nest import Axis, Copy, Nest
 from lowmem_load.planning.reads import (
     Read,
     ReadCost,

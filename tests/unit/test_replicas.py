@@ -11,8 +11,8 @@ from lowmem_load.planning import expression as ex
 from lowmem_load.planning import replicas as module
 from lowmem_load.planning.load_plan import Costs, Destination, LoadPlan, TargetPlan
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange
 from lowmem_load.planning.reads import Read, ReadCost, ReadLimits
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.planning.replicas import Replicas, ShareReads, chooser, plan_replicas
 
 NETWORK, STORE = ReadCost(1e-3, 5e8, block_bytes=1 << 20), ReadCost(0.03, 9e7, request_bytes=16 << 20)

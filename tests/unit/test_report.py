@@ -18,7 +18,7 @@ from lowmem_load.phases import Memory, host_memory, progress_bar
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import Destination, LoadPlan, PlannedFile, SlowPath, TargetPlan
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.report import DeviceMemory, LoadReport, device_memory
 
 MIB = 1 << 20

@@ -8,10 +8,10 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from lowmem_load.planning.copies import plan_copies
 from lowmem_load.planning.expression import Expression, Source
+from lowmem_load.planning.nest import plan_copies
 from lowmem_load.planning.proof import prove_coverage
-from lowmem_load.planning.ranges import FlatRange, partition_range
+from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.training_checkpoints.zero_checkpoint import FP32, group_numels, place_fragments, place_groups
 from tests.zero3_checkpoint import partitions, sub_groups
 

@@ -15,7 +15,7 @@ from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.formats.safetensors import DTYPES, PACKED
 from lowmem_load.hf.saver import SavedFile
 from lowmem_load.planning.expression import Computed, Expression, Source
-from lowmem_load.planning.ranges import FlatRange, partition_range
+from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.saving import writer as writer_module
 from lowmem_load.saving.folder import find_target, make_staging
 from lowmem_load.saving.writer import (

@@ -21,7 +21,7 @@ from lowmem_load.hf.skeleton import blocks
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import flat_ranges
+from lowmem_load.planning.regions import flat_ranges
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange, partition_range
 from lowmem_load.planning.reads import ReadLimits
+from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.symbolic.initialise import Initialiser
 from lowmem_load.symbolic.operations import Template
 from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, make_uninitialised

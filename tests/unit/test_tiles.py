@@ -13,7 +13,7 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import hold
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.training_checkpoints.tiles import Tile, assemble
 
 

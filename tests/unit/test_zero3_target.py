@@ -26,7 +26,7 @@ from lowmem_load.errors import ConfigError, IncompatibleVersionError, Unsupporte
 from lowmem_load.planning.expression import hold
 from lowmem_load.planning.load_plan import REPLICATED, Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.ranges import FlatRange
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.target import HostBytes, Target
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
