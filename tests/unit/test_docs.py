@@ -170,7 +170,7 @@ def test_the_readme_uses_public_names_alone() -> None:
 
 def test_what_is_not_there_is_found(tmp_path: Path) -> None:
     text = "`planning/gone.py`, `nowhere/`, `ds/zero3_target.py`, `docs/`, HTTP/S3, [a](b.md), https://x.org/y.md"
-    row = "| `planning/` | `ranges.py`, `whole.py` |"
+    row = "| `planning/` | `regions.py`, `whole.py` |"
     assert _missing_paths(f"{text}\n{row}") == ["nowhere/", "planning/gone.py", "whole.py"]
     document = tmp_path / "page.md"
     document.write_text(
