@@ -31,6 +31,10 @@ DELAY_S = 3.0
 """Seconds before the progress bar appears where it was not asked for."""
 
 
+def no_callback(*_: object) -> None:
+    """Stand for a callback that nobody has given."""
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Resident host memory of this process, bytes. The kernel can reclaim what is file-backed."""

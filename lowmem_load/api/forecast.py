@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lowmem_load.api.model_sizes import adapter_elements, config_of, elements, gathered_bytes
-from lowmem_load.api.plan_model import device_named, plan_ranks, plan_sharded
+from lowmem_load.api.plan_model import device_named, plan_sharded, plan_zero3_rank
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.ds.partition import check_by_deepspeed
 from lowmem_load.errors import UnsupportedError, listed
@@ -115,7 +115,7 @@ def plan_zero3(
     if training.is_four_bit:
         keywords["quantization_config"] = four_bit_config(settings.dtype)
     options = {"world_size": job.world_size, "device": device, **keywords}
-    (plan,) = plan_ranks(checkpoint.folder, ds_config or DS_CONFIG, ranks=[0], **options)
+    plan = plan_zero3_rank(checkpoint.folder, ds_config or DS_CONFIG, rank=0, **options)
     adapters = adapter_elements(checkpoint, training, keywords)
     model = model_of(plan, settings, training, adapters, is_host=job.is_host)
     model = replace(model, activation_bytes=activation_bytes(config, training))

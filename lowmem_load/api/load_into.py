@@ -1,20 +1,24 @@
-"""Loads of models that are sharded by DTensors: by their owner, a `DistributedConfig`, or FSDP2 over a device mesh."""
+"""Loads of models that are sharded by DTensors: by their owner, a `DistributedConfig`, or FSDP2 over a device mesh.
+
+All of them, and their plans (`plan_model.py`), take one road. There is a module without values; it is sharded; its load
+(`IntoModule`) is described by a `Load`, which fills the shards, or by `plan_only`, which plans.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from lowmem_load.api.parts import is_of_parts, module_call
 from lowmem_load.api.request import (
     Checked,
+    LoadedModel,
     agree_on_request,
     make_load,
     name_text,
@@ -29,12 +33,12 @@ from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import has_group
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, reshard, shard_fully
-from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
+from lowmem_load.dtensor.sharded_target import ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.families import diffusion
+from lowmem_load.families.call import Call
 from lowmem_load.families.files import Rename
-from lowmem_load.families.modules import Build, ModuleCall, snapshot, stand_in_for
-from lowmem_load.families.parts import PartsCall
+from lowmem_load.families.modules import Build, BuiltModelCall, ModuleCall, snapshot, stand_in_for
 from lowmem_load.frameworks.wrappers import named_tensors, plain_modules, plain_name
 from lowmem_load.hf import loader, model_folder, names, quantizers
 from lowmem_load.hf.active import ordinary_path, transformers_models
@@ -47,28 +51,16 @@ from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.report import LoadReport
 from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
 from lowmem_load.symbolic.constructor import Constructor
-from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import CPU
 
 SetStates = Callable[[nn.Module], None]
 """Gives a module its extra states, which are no tensors."""
 
 
-class Way(NamedTuple):
-    """How the values of a sharded model are loaded: what makes a loaded one, and sets its extra states if that is new.
-
-    Without `set_extra_states` those of the loaded model are handed over.
-    """
-
-    settings: Settings
-    run: Callable[[Load], nn.Module]
-    set_extra_states: SetStates | None = None
-
-
 @without_progress
 def load_into(
     model: nn.Module,
-    name: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]],
+    name: str | os.PathLike[str],
     ds_config: Any = None,
     *,
     rename: Rename | None = None,
@@ -93,13 +85,13 @@ def load_into(
     **A transformers model**, or a module that holds one beside what `leave` names (PEFT, torch.compile, your own), gets
     the values of an ordinary `from_pretrained`; parameters that no file has get those of rank 0's random state.
     **Any other module**, or with `rename` (which may be {}) also such a one, gets the tensors that have the names of
-    its parameters and buffers, cast to their dtypes. **Several checkpoints** are a mapping of prefixes of submodules to
-    names: each is loaded as it would be alone; "" is the name for all else. See docs/howto/own_module.md.
+    its parameters and buffers, cast to their dtypes. If submodules have checkpoints of their own, call it for each of
+    them. See docs/howto/own_module.md.
 
     Args:
         model: the module. Ties, dtypes, `requires_grad` and attributes of parameters stay.
-        name: see `load_model`; by names a folder, file or index, whose code is not run. Or a mapping, see above.
-        ds_config: see `load_model`. With one, what is beside a transformers model may be initialised or computed.
+        name: see `load_model`; by names a folder, file or index, whose code is not run.
+        ds_config: see `load_model`.
         rename: turns names in files into those of the module: a function (None leaves a tensor out), or a mapping of
             regular expressions. None drops "model.", "module." and "state_dict." where all names begin so.
         strict: whether tensors that a module lacks, and other shapes, are errors in a load by names.
@@ -114,81 +106,155 @@ def load_into(
         weights: a training checkpoint that has the weights.
         **from_pretrained_kwargs: of the ordinary load; by names, `subfolder` and `variant` choose files of a folder.
     """
-    folder = weights_folder(weights)
-    options = Options(stream=stream, weights=folder, share_reads=share_reads)
-    if rename is None and ds_config is None and not isinstance(name, Mapping) and transformers_models(model):
-        _refuse_of_modules(strict=not strict, initialize=initialize, build=build)
-        return _transformers_into(model, name, options, dtype, auto_class, leave=leave, keywords=from_pretrained_kwargs)
-    if is_of_parts(model, name, rename):
-        refused = {} if isinstance(name, Mapping) else from_pretrained_kwargs
-        _refuse_of_parts(auto_class=auto_class, weights=folder, **refused)
-        options = replace(options, stream=False)
-    elif dtype is not None or auto_class is not None:
-        raise ConfigError("load_into: dtype and auto_class are for transformers models; a module has its own dtypes")
-    else:
-        options = replace(options, stream=stream and not os.path.exists(name_text(name)))
+    options = Options(stream=stream, weights=weights_folder(weights), share_reads=share_reads)
     how: dict[str, Any] = {"rename": rename, "strict": strict, "initialize": initialize, "leave": leave, "build": build}
-    how |= {"kwargs": from_pretrained_kwargs, "dtype": dtype, "stream": stream}
+    how |= {"dtype": dtype, "auto_class": auto_class, "kwargs": from_pretrained_kwargs}
 
-    def make_call(ranks: RankGroup, make: Callable[[Context], nn.Module], **more: Any) -> ModuleCall | PartsCall:
-        return module_call(model, name, ranks, make, **how, **more)
+    def into_module() -> IntoModule:
+        return IntoModule(model, name, **how)
 
-    if ds_config is not None:
-        return _into_partitions(model, make_call, options, ds_config, partition)
+    if ds_config is None:
+        return _fill_shards(model, into_module, options)
+    return _fill_partitions(model, into_module, options, ds_config, partition)
 
-    def by_names(ranks: RankGroup) -> Way:
-        call = make_call(ranks, lambda _: stand_in_for(model, names.plain_class), is_stand_in=True)
-        settings = stage_3(torch.float32, ranks.world_size)
+
+# -- what fills a module -----------------------------------------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    """How the values of a sharded model are loaded.
+
+    `run` has a function do the load, as a call that is described, and returns a model with the values.
+    `set_extra_states` sets the extra states of the sharded model; without it those of the loaded one are handed over.
+    """
+
+    settings: Settings
+    run: Callable[[Callable[[Call], LoadedModel]], Any]
+    set_extra_states: SetStates | None = None
+
+
+class Into(Protocol):
+    """The load of a checkpoint into a `model` that is sharded, of which the caller fills the tensors `left`."""
+
+    model: nn.Module
+    left: set[str]
+
+    def shards(self, ranks: RankGroup | None, world_size: int) -> Way:
+        """Return how the values of shards are loaded. Collective: the ranks agree. Local without `ranks`."""
+
+
+class IntoModule:
+    """The load of a checkpoint into a module that is built: by transformers' rules, or by names. See `load_into`.
+
+    `model` is the one transformers model in the module, unless it is filled by names.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str | os.PathLike[str],
+        *,
+        kwargs: Mapping[str, Any],
+        leave: Collection[str] = (),
+        dtype: str | torch.dtype | None = None,
+        auto_class: str | type | None = None,
+        rename: Rename | None = None,
+        **of_names: Any,
+    ) -> None:
+        self._name, self._kwargs, self._dtype, self._auto_class = name_text(name), kwargs, dtype, auto_class
+        self._of_names = {"rename": rename, **of_names}
+        self.model, self.left, self.is_by_names = module, set(leave), fills_by_names(module, rename)
+        if self.is_by_names:
+            if dtype is not None or auto_class is not None:
+                raise ConfigError(
+                    "load_into: dtype and auto_class are for transformers models; a module has its own dtypes"
+                )
+            return
+        refused = {**of_names, "strict": not of_names.get("strict", True)}
+        if named := [keyword for keyword, value in refused.items() if value]:
+            raise ConfigError(
+                f"load_into: {', '.join(named)}: for modules that are loaded by names; transformers models are loaded "
+                "by transformers' rules. Pass rename={} to load this one by names"
+            )
+        self.model = _transformers_model(module)
+        self.left = _left(module, self.model, leave)
+
+    def shards(self, ranks: RankGroup | None, world_size: int) -> Way:
+        """See `Into`."""
+        if not self.is_by_names:
+            checked = self._checked(ranks, world_size)
+            return Way(checked.settings, checked.run)
+        call = self._module_call(stand_in_for(self.model, names.plain_class), is_stand_in=True)
+        settings = stage_3(torch.float32, world_size)
         return Way(settings, lambda load: loader.run_load(load, call)[0], call.set_extra_states)
 
-    return _into_shards(model, lambda: ShardedModel(model, leave), by_names, options)
+    def partitions(self, ranks: RankGroup | None, world_size: int) -> ModuleCall | BuiltModelCall:
+        """Return the call that fills the model itself. Collective: the ranks agree. Local without `ranks`."""
+        if self.is_by_names:
+            return self._module_call(self.model)
+        checked = self._checked(ranks, world_size)
+        return BuiltModelCall(self.model, checked.cls, checked.name, dict(checked.kwargs), left=self.left)
+
+    def _checked(self, ranks: RankGroup | None, world_size: int) -> Checked:
+        arguments = self.model, self._name, self._dtype, self._auto_class, self._kwargs, world_size
+        return agree_on_request(ranks, functools.partial(ordinary_load, *arguments), has_ds_config=False)
+
+    def _module_call(self, model: nn.Module, *, is_stand_in: bool = False) -> ModuleCall:
+        how = {**self._of_names, "leave": self.left, "is_stand_in": is_stand_in}
+        return ModuleCall(self._name, model, dict(self._kwargs), **how)
 
 
-def _refuse_of_modules(**values: Any) -> None:
-    if named := [name for name, value in values.items() if value]:
-        raise ConfigError(
-            f"load_into: {', '.join(named)}: for modules that are loaded by names; transformers models are loaded by "
-            "transformers' rules. Pass rename={} to load this one by names, or name it by its prefix: {'llm': ...}"
+def fills_by_names(module: nn.Module, rename: Rename | None) -> bool:
+    """Return whether a module is filled by the names of its tensors: it holds no transformers model, or is renamed."""
+    return rename is not None or not transformers_models(module)
+
+
+def _transformers_model(model: nn.Module) -> nn.Module:
+    models = transformers_models(model)
+    if len(models) > 1:
+        raise UnsupportedError(
+            f"{type(model).__name__}: holds {len(models)} transformers models; call load_into for each of them"
         )
+    plain: nn.Module = models[0]
+    return plain
 
 
-def _refuse_of_parts(**values: Any) -> None:
-    if named := [name for name, value in values.items() if value is not None]:
+def _left(model: nn.Module, plain: nn.Module, leave: Collection[str]) -> set[str]:
+    """Return which tensors of the transformers model the caller fills. Raise unless he fills all that is beside it."""
+    prefix = next(name for name, module in plain_modules(model).items() if module is plain)
+    inside = {id(named.tensor) for named in named_tensors(plain)}
+    named = {named.name: id(named.tensor) in inside for named in named_tensors(model)}
+    left = {plain_name(model, name) for name in leave}
+    if lost := sorted(name for name, is_inside in named.items() if not is_inside and name not in left):
         raise ConfigError(
-            f"load_into: {', '.join(named)}: not for a module of several checkpoints, nor a transformers model with a "
-            "ds_config; load_model takes them"
+            f"{type(model).__name__}: this load fills the {type(plain).__name__} at {prefix!r}, and not {listed(lost)} "
+            "beside it; fill these yourself and name them in leave, or call load_into for that model alone"
         )
+    # A name may be one of either model.
+    inner = {name.removeprefix(f"{prefix}.") if prefix else name for name in left if named.get(name, False)}
+    return inner | (left - named.keys())
 
 
-def _into_shards(
-    model: nn.Module, open_model: Callable[[], ShardedModel], way_of: Callable[[RankGroup], Way], options: Options
+# -- loads -------------------------------------------------------------------------------------------------------------
+
+
+def _fill_shards(
+    model: nn.Module, make_into: Callable[[], Into], options: Options, *, is_skeleton: bool = False
 ) -> LoadReport:
-    """Fill the DTensors of a model, and what it holds in full: check, describe, fill, hand over. Collective."""
+    """Fill the DTensors of a model, and what it holds in full. Collective. For `is_skeleton`, see `ShardedModel`."""
     ranks = RankGroup(None)
     # In inference mode the local tensor of a DTensor cannot be detached.
     with load_lock(), torch.inference_mode(mode=False), ranks.session("load_into"):
         with ranks.step("checking the model"):
             reshard(model)  # what a forward has left gathered is no memory of a shard
-            sharded = open_model()
-        way = way_of(ranks)
-
-        def make_target(settings: Settings, described: nn.Module) -> Sharded:
-            return Sharded(sharded, described, settings.world_size)
-
-        loaded = way.run(Load(way.settings, ranks, make_target, options))
+            into = make_into()
+            sharded = ShardedModel(into.model, into.left, is_skeleton=is_skeleton)
+        way = into.shards(ranks, ranks.world_size)
+        loaded = way.run(Load(way.settings, ranks, sharded.make_target, options))
         with ranks.step("filling buffers"), torch.no_grad():
             report = _hand_over(sharded, loaded, way.set_extra_states)
     setattr(model, REPORT_ATTRIBUTE, report)
     return report
-
-
-def _by_from_pretrained(checked: Checked) -> Way:
-    def run(load: Load) -> nn.Module:
-        with loader.intercepted(load), diffusion.intercepted(load):
-            loaded: nn.Module = checked.from_pretrained()
-        return loaded
-
-    return Way(checked.settings, run)
 
 
 def _hand_over(sharded: ShardedModel, loaded: nn.Module, set_extra_states: SetStates | None) -> LoadReport:
@@ -215,21 +281,22 @@ def _device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), CPU)
 
 
-def _into_partitions(
-    model: nn.Module,
-    make_call: Callable[..., ModuleCall | PartsCall],
+def _fill_partitions(
+    module: nn.Module,
+    make_into: Callable[[], IntoModule],
     options: Options,
     ds_config: Any,
     partition: Partition | None,
 ) -> LoadReport:
-    """Make the parameters of a module ZeRO-3 partitions, by names. After a failure the module is as before."""
+    """Make the parameters of a module ZeRO-3 partitions. After a failure the module is as before. Collective."""
     with load_lock(), (ranks := DistributedInterface()).session("load_into"):
         with ranks.step("checking the arguments") as step:
             settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
             step.digest = settings.compared
-        before = list(snapshot(model))
+            into = make_into()
+        model, before = into.model, list(snapshot(into.model))
         try:
-            call = make_call(ranks, lambda _: model)
+            call = into.partitions(ranks, ranks.world_size)
             loader.run_load(make_load(ranks, settings, options), call)
             with ranks.step("setting extra states"):
                 call.set_extra_states(model)
@@ -242,57 +309,11 @@ def _into_partitions(
                 if not hasattr(tensors[key], attribute):
                     setattr(tensors[key], attribute, value)
     report: LoadReport = getattr(model, REPORT_ATTRIBUTE)
+    setattr(module, REPORT_ATTRIBUTE, report)
     return report
 
 
-def _transformers_into(
-    model: nn.Module,
-    name: str | os.PathLike[str],
-    options: Options,
-    dtype: str | torch.dtype | None,
-    auto_class: str | type | None = None,
-    *,
-    keywords: Mapping[str, Any],
-    leave: Collection[str] = (),
-    is_skeleton: bool = False,
-) -> LoadReport:
-    """Do what `load_into` does, with these keywords of `from_pretrained`. For `is_skeleton`, see `ShardedModel`."""
-
-    def sharded() -> ShardedModel:
-        plain = _transformers_model(model)
-        return ShardedModel(plain, _left(model, plain, leave), is_skeleton=is_skeleton)
-
-    def by_transformers(ranks: RankGroup) -> Way:
-        plain = _transformers_model(model)
-        request = functools.partial(ordinary_load, plain, name, dtype, auto_class, keywords, ranks.world_size)
-        return _by_from_pretrained(agree_on_request(ranks, request, has_ds_config=False))
-
-    return _into_shards(model, sharded, by_transformers, options)
-
-
-def _transformers_model(model: nn.Module) -> nn.Module:
-    models = transformers_models(model)
-    if len(models) > 1:
-        raise UnsupportedError(
-            f"{type(model).__name__}: holds {len(models)} transformers models; call load_into for each of them"
-        )
-    return models[0] if models else model
-
-
-def _left(model: nn.Module, plain: nn.Module, leave: Collection[str]) -> set[str]:
-    """Return which tensors of the transformers model the caller fills. Raise unless he fills all that is beside it."""
-    prefix = next(name for name, module in plain_modules(model).items() if module is plain)
-    inside = {id(named.tensor) for named in named_tensors(plain)}
-    named = {named.name: id(named.tensor) in inside for named in named_tensors(model)}
-    left = {plain_name(model, name) for name in leave}
-    if lost := sorted(name for name, is_inside in named.items() if not is_inside and name not in left):
-        raise ConfigError(
-            f"{type(model).__name__}: this load fills the {type(plain).__name__} at {prefix!r}, and not {listed(lost)} "
-            "beside it; fill these yourself and name them in leave, or call load_into for that model alone"
-        )
-    # A name may be one of either model.
-    inner = {name.removeprefix(f"{prefix}.") if prefix else name for name in left if named.get(name, False)}
-    return inner | (left - named.keys())
+# -- models by name, over a mesh ---------------------------------------------------------------------------------------
 
 
 def load_sharded(
@@ -316,7 +337,13 @@ def load_sharded(
                 raise ConfigError("a DistributedConfig shards transformers models; pass a DeviceMesh")
             step.digest = {"as sharding": str(sharding), "policy": str(sorted(map(str, policy_of_mesh)))}
         if of_diffusers is not None:
-            return _diffusers_over_mesh(of_diffusers, where, sharding, options, dtype, policy_of_mesh, kwargs)
+            constructor = Constructor()
+            with ranks.step("building the model", name=where):
+                into = IntoDiffusers(of_diffusers, where, dtype, kwargs, constructor.building())
+                shard_fully(into.model, sharding, blocks(into.model), policy_of_mesh)
+                _allocate(into.model, constructor, is_offloaded=offloads(policy_of_mesh))
+            _fill_shards(into.model, lambda: into, options)
+            return into.model
         with ranks.step("reading the configuration"):
             cls, _ = names.class_and_config(where, auto_class, kwargs)
             if policy is not None and not has_mesh:
@@ -332,30 +359,27 @@ def load_sharded(
             return rename_loaded(cls.from_pretrained(where, dtype=dtype, **kwargs))
 
 
-def _diffusers_over_mesh(
-    cls: Any,
-    name: str,
-    mesh: Any,
-    options: Options,
-    dtype: str | torch.dtype | None,
-    policy: Mapping[str, Any],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Return a model of diffusers that `fully_shard` has sharded, in fp32 unless there is a dtype."""
-    older = kwargs.pop("torch_dtype", None)
-    dtype = older if dtype in (None, "auto") else dtype
-    ranks, constructor = RankGroup(None), Constructor()
-    with ranks.step("building the model", name=name):
+class IntoDiffusers:
+    """The load of a checkpoint into a model of diffusers that is built inside of `building`: in fp32 without a dtype.
+
+    See `Into`.
+    """
+
+    def __init__(
+        self, cls: Any, name: str, dtype: Any, kwargs: Mapping[str, Any], building: AbstractContextManager[object]
+    ) -> None:
+        self._cls, self._name, self._kwargs = cls, name, dict(kwargs)
+        older = self._kwargs.pop("torch_dtype", None)
+        dtype = older if dtype in (None, "auto") else dtype
         if dtype not in (None, "auto"):
-            kwargs["torch_dtype"] = storage_dtype(dtype, torch.float32)
-        model = diffusion.skeleton(cls, name, kwargs, constructor.building())
-        shard_fully(model, mesh, blocks(model), policy)
-        device = torch.device("cpu") if offloads(policy) else mesh_device(model)
-        allocate_shards(model, device)
-        constructor.finish(model, device)
-        checked = Checked(name, stage_3(torch.float32, ranks.world_size), cls, kwargs)
-    _into_shards(model, lambda: ShardedModel(model), lambda _: _by_from_pretrained(checked), options)
-    return model
+            self._kwargs["torch_dtype"] = storage_dtype(dtype, torch.float32)
+        self.model: nn.Module = diffusion.skeleton(cls, name, self._kwargs, building)
+        self.left: set[str] = set()
+
+    def shards(self, ranks: RankGroup | None, world_size: int) -> Way:  # noqa: ARG002  it has agreed already
+        """See `Into`."""
+        checked = Checked(self._name, stage_3(torch.float32, world_size), self._cls, self._kwargs)
+        return Way(checked.settings, checked.run)
 
 
 @contextmanager
@@ -370,6 +394,29 @@ def shards_filled(
     """Inside, a `from_pretrained` of these keywords reads what each rank's shards hold."""
     plain_options = replace(options, is_lenient=False, on_load=None)
 
+    def fill(model: nn.Module, make_into: Callable[[], Into]) -> Mapping[str, Any]:
+        _allocate(model, Constructor(), is_offloaded=is_offloaded or is_kept_on_host(model))
+        report = _fill_shards(model, make_into, plain_options, is_skeleton=True)
+        if options.on_load is not None:
+            options.on_load(report)
+        return report.loading_info
+
+    with skeletons_sharded(name, kwargs, shard, fill):
+        yield
+
+
+@contextmanager
+def skeletons_sharded(
+    name: str,
+    kwargs: Mapping[str, Any],
+    shard: Callable[[nn.Module], None],
+    end: Callable[[nn.Module, Callable[[], IntoModule]], Mapping[str, Any]],
+) -> Iterator[None]:
+    """Inside, a `from_pretrained` of these keywords builds a model without values, and has `shard` shard it.
+
+    `end` gets the model and what makes the load into it, and returns the loading info.
+    """
+
     def fill(model: nn.Module, dtype: torch.dtype, keywords: dict[str, Any]) -> Mapping[str, Any]:
         refuse_parted(model)
         if quantizers.is_four_bit_model(model):
@@ -377,15 +424,15 @@ def shards_filled(
 
             bitsandbytes.pack_skeleton(model)
         shard(model)
-        device = torch.device("cpu") if is_offloaded or is_kept_on_host(model) else mesh_device(model)
-        allocate_shards(model, device)
-        Constructor().finish(model, device)  # `to_empty` moves no attributes
+        keywords |= file_keywords(kwargs)
         with outermost():
-            keywords |= file_keywords(kwargs)
-            report = _transformers_into(model, name, plain_options, dtype, keywords=keywords, is_skeleton=True)
-        if options.on_load is not None:
-            options.on_load(report)
-        return report.loading_info
+            return end(model, lambda: IntoModule(model, name, dtype=dtype, kwargs=keywords))
 
-    with ordinary_path(), filled_by(fill), model_folder.files_explained(str(name), kwargs.get("subfolder") or ""):
+    with ordinary_path(), filled_by(fill), model_folder.files_explained(name, kwargs.get("subfolder") or ""):
         yield
+
+
+def _allocate(model: nn.Module, constructor: Constructor, *, is_offloaded: bool) -> None:
+    device = CPU if is_offloaded else mesh_device(model)
+    allocate_shards(model, device)
+    constructor.finish(model, device)  # `to_empty` moves no attributes

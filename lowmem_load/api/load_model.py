@@ -105,9 +105,7 @@ def load_request(make_request: Callable[[], tuple[Request, Settings]], ranks: Ra
     """Do what `load_model` does with what `make_request` returns. Collective, under `load_lock`."""
     with ranks.session("the load"):
         checked = agree_on_request(ranks, make_request)
-        load = make_load(ranks, checked.settings, options)
-        with loader.intercepted(load), diffusion.intercepted(load):
-            return checked.from_pretrained()
+        return checked.run(make_load(ranks, checked.settings, options))
 
 
 def load_report(model: Any) -> LoadReport:

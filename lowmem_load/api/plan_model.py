@@ -3,49 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from lowmem_load.api.parts import is_of_parts, module_call
-from lowmem_load.api.request import Checked, Request, name_text, ordinary_load, stage_3
+from lowmem_load.api.load_into import Into, IntoDiffusers, IntoModule, Way, fills_by_names, skeletons_sharded
+from lowmem_load.api.request import Request, name_text, stage_3
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.live_group import fake_group
 from lowmem_load.ds.zero3_target import TargetMaker, target_maker, zero_init_disabled
 from lowmem_load.dtensor.mesh import forget_meshes, host_mesh, mesh_device, shard_fully
-from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
+from lowmem_load.dtensor.sharded_target import ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.families import diffusion
 from lowmem_load.families.call import Call
 from lowmem_load.families.files import Rename
-from lowmem_load.families.modules import Build, stand_in_for
-from lowmem_load.hf import loader, model_folder, names
-from lowmem_load.hf.active import on_host, ordinary_path
+from lowmem_load.families.modules import Build
+from lowmem_load.hf import names
+from lowmem_load.hf.active import on_host
 from lowmem_load.hf.load_lock import load_lock
-from lowmem_load.hf.quantizers import is_four_bit_model
 from lowmem_load.hf.remote_names import find_folder
-from lowmem_load.hf.skeleton import blocks, file_keywords, filled_by, is_distributed_config, is_kept_on_host
+from lowmem_load.hf.skeleton import blocks, is_distributed_config, is_kept_on_host
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
 from lowmem_load.phases import host_memory
 from lowmem_load.pipeline.checks import check_described, is_left_alone, refuse_device_map
 from lowmem_load.pipeline.describe import Described, describe
 from lowmem_load.pipeline.make_plan import make_plan
-from lowmem_load.planning.load_plan import HeldValue, LoadPlan
+from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.symbolic.constructor import Constructor
-from lowmem_load.symbolic.context import Context
-from lowmem_load.symbolic.initialise import INITIALISED
-
-T = TypeVar("T")
 
 
 def plan(
-    name: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]],
+    name: str | os.PathLike[str],
     ds_config: Any,
     *,
     rank: int,
@@ -68,7 +62,7 @@ def plan(
 
     `rank` is one of the `world_size` ranks among which parameters are partitioned. Other arguments are those of
     `load_model`, except a `DeviceMesh`, which needs the processes of its ranks. With `build`, a function that builds a
-    module, it is the plan of `load_into`; see there for `rename`, `strict`, `initialize`, and for a mapping as `name`.
+    module, it is the plan of `load_into`; see there for `rename`, `strict` and `initialize`.
     Without a ds_config (None), `build` also shards it, over a mesh of CPUs, as `rank` of a group that does nothing.
 
     Memory: the description of the model; no parameter is allocated, except where its value decides.
@@ -80,59 +74,43 @@ def plan(
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
+    options: dict[str, Any] = {"rank": rank, "world_size": world_size}
     if build is not None:
-        how = {"rename": rename, "strict": strict, "initialize": initialize, "kwargs": from_pretrained_kwargs}
-        if ds_config is None:
-            return _plan_shards(name, build, how, rank, world_size)
-        settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
-        maker = functools.partial(target_maker, device=_accelerator())
+        options |= {"rename": rename, "strict": strict, "initialize": initialize, "kwargs": from_pretrained_kwargs}
         with load_lock():
-            return plan_only(_partitions_call(name, build, how), settings, maker, [rank])[0]
-    if isinstance(name, Mapping):
-        raise ConfigError("name: several checkpoints are those of a module; pass build=, a function that builds it")
+            return _plan_module(name, build, ds_config, partition, **options)
+    options |= {"auto_class": auto_class, "dtype": dtype, **from_pretrained_kwargs}
     if is_distributed_config(ds_config):
         if partition is not None:
             raise ConfigError("partition belongs to ZeRO, not to a DistributedConfig")
-        options: Any = {"rank": rank, "world_size": world_size, "auto_class": auto_class, "dtype": dtype}
-        return plan_sharded(name, ds_config, **options, **from_pretrained_kwargs)
-    options = {"device": _accelerator(), "auto_class": auto_class, "dtype": dtype, "partition": partition}
-    return plan_ranks(name, ds_config, ranks=[rank], world_size=world_size, **options, **from_pretrained_kwargs)[0]
+        return plan_sharded(name, ds_config, **options)
+    return plan_zero3_rank(name, ds_config, device=_accelerator(), partition=partition, **options)
 
 
-def _partitions_call(name: Any, build: Build, how: Mapping[str, Any]) -> Call:
-    """Return the load that `load_into` does by a ds_config with the module that `build` builds."""
-
-    def make(context: Context) -> nn.Module:
-        with context.constructor.building():
-            return build()
-
+def _plan_module(
+    name: str | os.PathLike[str],
+    build: Build,
+    ds_config: Any,
+    partition: Partition | None,
+    rank: int,
+    world_size: int,
+    **how: Any,
+) -> LoadPlan:
+    """Return the plan of `load_into` with the module that `build` builds, and without a ds_config shards."""
+    if ds_config is None:
+        forget_meshes()
+        with fake_group(rank, world_size):
+            model, left = build(), set[str]()
+            if fills_by_names(model, how["rename"]):  # what the module computes is no part of a plan
+                left = {buffer for buffer, _ in model.named_buffers()} - model.state_dict().keys()
+            return _plan_shards(IntoModule(model, name, leave=left, **how), rank, world_size)
+    settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
     with Constructor().building():
         model = build()
-    return module_call(model, name, None, make, **how)
-
-
-def _plan_shards(name: Any, build: Build, how: Mapping[str, Any], rank: int, world_size: int) -> LoadPlan:
-    """Return the plan of `load_into` with the module that `build` builds and shards."""
-    forget_meshes()
-    with load_lock(), fake_group(rank, world_size):
-        model, left = build(), set[str]()
-
-        def make(_: Context) -> nn.Module:
-            return stand_in_for(model, names.plain_class)
-
-        if not is_of_parts(model, name, how["rename"]):  # what the module computes is no part of a plan
-            left = {buffer for buffer, _ in model.named_buffers()} - model.state_dict().keys()
-        call = module_call(model, name, None, make, is_stand_in=True, leave=left, **how)
-        return plan_only(call, stage_3(torch.float32, world_size), _shards_of(model, world_size, left), [rank])[0]
-
-
-def _shards_of(
-    model: nn.Module, world_size: int, left: Collection[str] = (), *, is_skeleton: bool = False
-) -> Callable[[int], TargetMaker]:
-    """Return what makes the target of the shards of a model without memory."""
-    device = "cpu" if is_skeleton and is_kept_on_host(model) else mesh_device(model).type
-    sharded = ShardedModel(model, left, device, is_skeleton=is_skeleton)
-    return lambda _: lambda _, described: Sharded(sharded, described, world_size)
+    if fills_by_names(model, how["rename"]):
+        how["build"] = build
+    call = IntoModule(model, name, **how).partitions(None, world_size)
+    return _plan_call(call, settings, target_maker(rank, _accelerator()), rank)
 
 
 def plan_sharded(
@@ -151,52 +129,46 @@ def plan_sharded(
     """
     where, kwargs = find_folder(name_text(name), kwargs)
     of_diffusers = diffusion.model_class(where, auto_class, kwargs)
+    has_config = is_distributed_config(sharding)
+    if has_config:
+        kwargs["distributed_config"] = sharding
     forget_meshes()
-    explained = model_folder.files_explained(where, kwargs.get("subfolder") or "")
-    with load_lock(), fake_group(rank, world_size), ordinary_path(), explained:
+
+    def shard(model: nn.Module) -> None:
+        if not has_config:
+            shard_fully(model, host_mesh(sharding), blocks(model), {})
+
+    def end(_: nn.Module, make_into: Callable[[], IntoModule]) -> NoReturn:
+        raise _Done(_plan_shards(make_into(), rank, world_size, is_skeleton=True))
+
+    with load_lock(), fake_group(rank, world_size):
         if of_diffusers is not None:
-            kwargs |= {"torch_dtype": dtype} if isinstance(dtype, torch.dtype) else {}
-            skeleton = diffusion.skeleton(of_diffusers, where, kwargs, torch.device("meta"))
-            checked = Checked(where, stage_3(torch.float32, world_size), of_diffusers, kwargs)
-        else:
-            kwargs |= {"dtype": dtype, **({"distributed_config": sharding} if is_distributed_config(sharding) else {})}
-            skeleton, checked = _skeleton(where, auto_class, kwargs, world_size)
-        if not is_distributed_config(sharding):
-            shard_fully(skeleton, host_mesh(sharding), blocks(skeleton), {})
-        shards = _shards_of(skeleton, world_size, is_skeleton=of_diffusers is None)
-        return _plans(checked, shards, [rank])[0]
+            into = IntoDiffusers(of_diffusers, where, dtype, kwargs, torch.device("meta"))
+            shard(into.model)
+            return _plan_shards(into, rank, world_size)
+        cls, _ = names.class_and_config(where, auto_class, kwargs)
+        with skeletons_sharded(where, kwargs, shard, end):
+            plan: LoadPlan = _result(lambda: cls.from_pretrained(where, dtype=dtype, **kwargs))
+        return plan
 
 
-def _skeleton(where: str, auto_class: Any, kwargs: Mapping[str, Any], world_size: int) -> tuple[nn.Module, Checked]:
-    """Return a transformers model without values, and the load that has them."""
-    cls, _ = names.class_and_config(where, auto_class, kwargs)
-    with filled_by(_carry_out):
-        skeleton, dtype, keywords = _result(cls, functools.partial(cls.from_pretrained, where, **kwargs))
-    if is_four_bit_model(skeleton):
-        from lowmem_load.frameworks import bitsandbytes
-
-        bitsandbytes.pack_skeleton(skeleton)
-    keywords |= file_keywords(kwargs)
-    request, settings = ordinary_load(skeleton, where, dtype, auto_class, keywords, world_size)
-    return skeleton, request.checked(settings)
-
-
-def plan_ranks(
+def plan_zero3_rank(
     name: str | os.PathLike[str],
     ds_config: Any,
     *,
-    ranks: Sequence[int],
+    rank: int,
     world_size: int,
     device: torch.device,
     auto_class: str | type | None = None,
     dtype: str | torch.dtype | None = "auto",
     partition: Partition | None = None,
     **from_pretrained_kwargs: Any,
-) -> list[LoadPlan]:
-    """Return the plans of several ranks, in less time than `plan` takes for each."""
+) -> LoadPlan:
+    """Return the plan of a model under a ds_config."""
     request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs).with_folder()
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
-    return _plans(request.checked(settings), functools.partial(target_maker, device=device), ranks)
+    checked = request.checked(settings)
+    return _plan_way(Way(checked.settings, checked.run), target_maker(rank, device), rank)
 
 
 def describe_checkpoint(
@@ -208,80 +180,62 @@ def describe_checkpoint(
 ) -> Described:
     """Return the model of a checkpoint as a load by one rank on the host describes it."""
     checked = Request(name, auto_class, "auto", from_pretrained_kwargs).checked(stage_3(dtype, world_size=1))
-    make_target = target_maker(0, torch.device("cpu"))
 
-    def described(call: Call) -> Described:
-        with _describing(call, checked.settings) as executor:
-            model = describe(call, checked.settings, make_target, executor, holds_values=False)
-            check_described(model)
-            return model
+    def described(call: Call) -> NoReturn:
+        with _described(call, checked.settings, target_maker(0, torch.device("cpu"))) as model:
+            raise _Done(model)
 
-    return _instead_of_loading(checked, described)
-
-
-def _plans(checked: Checked, target_maker_of: Callable[[int], TargetMaker], ranks: Sequence[int]) -> list[LoadPlan]:
-    return _instead_of_loading(checked, lambda call: plan_only(call, checked.settings, target_maker_of, ranks))
-
-
-def _instead_of_loading(checked: Checked, act: Callable[[Call], T]) -> T:
-    """Return what `act` makes of the call of `from_pretrained` that would load."""
-
-    def handler(call: Call) -> NoReturn:
-        raise _Done(act(call))
-
-    with load_lock(), loader.intercepted(handler), diffusion.intercepted(handler):
-        result: T = _result(checked.cls, checked.from_pretrained)
+    with load_lock():
+        result: Described = _result(lambda: checked.run(described))
     return result
 
 
-def _result(cls: type, from_pretrained: Callable[[], object]) -> Any:
-    """Return what a `_Done` carries out of a call of `from_pretrained`."""
-    try:
-        from_pretrained()
-    except _Done as done:
-        return done.result
-    raise UnsupportedError(f"{cls.__name__} does not load through transformers' from_pretrained")
+# -- the end of the road in a plan -------------------------------------------------------------------------------------
 
 
-def plan_only(
-    call: Call,
-    settings: Settings,
-    target_maker_of: Callable[[int], TargetMaker],
-    ranks: Sequence[int],
-) -> list[LoadPlan]:
-    """Return the plan of a load for each of some ranks, without loading. Local."""
-    before, plans = host_memory().anonymous_bytes, list[LoadPlan]()
-    with _describing(call, settings) as executor:
-        described: Described | None = None  # once, unless it keeps initial values, of which each rank has its own part
-        for rank in ranks:
-            make_target = target_maker_of(rank)
-            if described is None:
-                described = describe(call, settings, make_target, executor, holds_values=False)
-            else:
-                described = replace(described, target=make_target(described.settings, described.model))
-            check_described(described)
-            plan = make_plan(described, rank, read_cost([file.path for file in described.files])).plan
-            if not plans:
-                grown_bytes = max(0, host_memory().anonymous_bytes - before)
-            plans.append(replace(plan, planning_bytes=grown_bytes))
-            if any(isinstance(value, HeldValue) and value.origin == INITIALISED for value in plan.values):
-                described = None
-    return plans
+def _plan_shards(into: Into, rank: int, world_size: int, *, is_skeleton: bool = False) -> LoadPlan:
+    """Return the plan of the load into a model that is sharded, perhaps without memory."""
+    device = "cpu" if is_skeleton and is_kept_on_host(into.model) else mesh_device(into.model).type
+    sharded = ShardedModel(into.model, into.left, device, is_skeleton=is_skeleton)
+    return _plan_way(into.shards(None, world_size), sharded.make_target, rank)
+
+
+def _plan_way(way: Way, make_target: TargetMaker, rank: int) -> LoadPlan:
+    def handler(call: Call) -> NoReturn:
+        raise _Done(_plan_call(call, way.settings, make_target, rank))
+
+    with load_lock():
+        plan: LoadPlan = _result(lambda: way.run(handler))
+    return plan
+
+
+def _plan_call(call: Call, settings: Settings, make_target: TargetMaker, rank: int) -> LoadPlan:
+    before = host_memory().anonymous_bytes
+    with _described(call, settings, make_target) as described:
+        plan = make_plan(described, rank, read_cost([file.path for file in described.files])).plan
+        return replace(plan, planning_bytes=max(0, host_memory().anonymous_bytes - before))
 
 
 @contextlib.contextmanager
-def _describing(call: Call, settings: Settings) -> Iterator[Executor]:
-    """Yield an executor with which models are described on the host. torch's random state stays as it was."""
+def _described(call: Call, settings: Settings, make_target: TargetMaker) -> Iterator[Described]:
+    """Yield what a call describes on the host. torch's random state stays as it was."""
     refuse_device_map(call, settings)
     if is_left_alone(call, settings):
         raise UnsupportedError(f"{call.name}: transformers places this model by itself, so there is nothing to plan")
     random_state = torch.random.fork_rng(devices=[])
     with random_state, zero_init_disabled(), on_host(), Executor() as executor:
-        yield executor
+        described = describe(call, settings, make_target, executor, holds_values=False)
+        check_described(described)
+        yield described
 
 
-def _carry_out(skeleton: nn.Module, dtype: torch.dtype, keywords: dict[str, Any]) -> NoReturn:
-    raise _Done((skeleton, dtype, keywords))
+def _result(from_pretrained: Callable[[], object]) -> Any:
+    """Return what a `_Done` carries out of a call of `from_pretrained`."""
+    try:
+        model = from_pretrained()
+    except _Done as done:
+        return done.result
+    raise UnsupportedError(f"{type(model).__name__}: its class does not load through transformers' from_pretrained")
 
 
 class _Done(BaseException):

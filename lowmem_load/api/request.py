@@ -16,14 +16,19 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.ds.zero3_target import target_maker
 from lowmem_load.errors import ConfigError
 from lowmem_load.families import diffusion
-from lowmem_load.hf import model_folder, names
+from lowmem_load.families.call import Call
+from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import transformers_models
 from lowmem_load.hf.hub_files import commit_of, find_adapter_as_asked
 from lowmem_load.hf.quantizers import is_four_bit, refuse_quantized
 from lowmem_load.hf.remote_names import find_folder, rename_loaded
+from lowmem_load.phases import no_callback
 from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
 from lowmem_load.pipeline.load import Load, Options
 from lowmem_load.replaced import replaced
+
+LoadedModel = tuple[nn.Module, dict[str, Any]]
+"""A model and the loading info."""
 
 
 class Request(NamedTuple):
@@ -35,9 +40,9 @@ class Request(NamedTuple):
     kwargs: Mapping[str, Any]
     has_weights: bool = True  # whether the folder of this name must have the weights
 
-    def with_folder(self, check: Callable[[], object] = int) -> Request:
-        """Return the request with a folder in place of a URL. `check` is called meanwhile, and may raise to end it."""
-        name, kwargs = find_folder(self.name, self.kwargs, check=check)
+    def with_folder(self, ranks: RankGroup | None = None) -> Request:
+        """Return the request with a folder in place of a URL. An error of another of the ranks ends the search."""
+        name, kwargs = find_folder(self.name, self.kwargs, check=no_callback if ranks is None else ranks.check)
         return self._replace(name=name, kwargs=kwargs)
 
     def checked(self, settings: Settings) -> Checked:
@@ -76,19 +81,26 @@ class Checked(NamedTuple):
     cls: Any
     kwargs: Mapping[str, Any]
 
-    def from_pretrained(self) -> Any:
-        """Call the class's `from_pretrained`."""
-        with replaced(find_adapter_as_asked(self.name, self.kwargs)):
+    def run(self, load: Callable[[Call], LoadedModel]) -> Any:
+        """Call the class's `from_pretrained`, for which `load` does what loads; return the model."""
+        finding = replaced(find_adapter_as_asked(self.name, self.kwargs))
+        with loader.intercepted(load), diffusion.intercepted(load), finding:
             return rename_loaded(self.cls.from_pretrained(self.name, **self.kwargs))
 
 
 def agree_on_request(
-    ranks: RankGroup, make_request: Callable[[], tuple[Request, Settings]], *, has_ds_config: bool = True
+    ranks: RankGroup | None, make_request: Callable[[], tuple[Request, Settings]], *, has_ds_config: bool = True
 ) -> Checked:
-    """Return what `make_request` returns, checked and equal on all ranks. Collective: one step; two for a Hub id."""
+    """Return what `make_request` returns, checked and equal on all ranks.
+
+    Collective: one step; two for a Hub id. Local without `ranks`.
+    """
+    if ranks is None:
+        request, settings = make_request()
+        return request.with_folder().checked(settings)
     with ranks.step("checking the arguments") as step:
         request, settings = make_request()
-        request = request.with_folder(ranks.check)
+        request = request.with_folder(ranks)
         model_folder.check_name(request.name, request.kwargs.get("subfolder", ""))
         is_folder = os.path.isdir(request.name)
         kind = "a local folder" if is_folder else "a name on the Hub"

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from lowmem_load.config.settings import Settings
 from lowmem_load.dtensor.mesh import dtypes_of_computation, holders, local_shard, part_of, refuse_fsdp1
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.frameworks.wrappers import named_tensors, plain_name
@@ -43,6 +44,10 @@ class ShardedModel:
             id(tensor): local_shard(name, tensor, needs_memory=planned_device is None)
             for name, tensor in {**self.parameters, **self.buffers}.items()
         }
+
+    def make_target(self, settings: Settings, described: nn.Module) -> Sharded:
+        """Return the target of a load into this model, given the model that the load describes."""
+        return Sharded(self, described, settings.world_size)
 
     def shard(self, tensor: torch.Tensor) -> tuple[Grid, torch.Tensor]:
         """Return what this rank holds of one of the tensors, and its memory. See `local_shard`."""

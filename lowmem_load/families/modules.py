@@ -1,4 +1,4 @@
-"""Any module: its parameters and buffers have the names of tensors in files.
+"""Modules that the caller has built: filled by the names of tensors in files, or by transformers' own loader.
 
 The described module is the caller's, or one like it that stands for its shards: see `stand_in_for`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,21 +16,28 @@ from torch import nn
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed, outside_level
 from lowmem_load.families.files import FILE_KEYWORDS, Rename, files_of, renamed, tensors_in
 from lowmem_load.frameworks.wrappers import named_modules, named_tensors, plain_modules, plain_name
+from lowmem_load.hf import loader
+from lowmem_load.hf.active import transformers_class
+from lowmem_load.hf.skeleton import hand_over
 from lowmem_load.io.stand_ins import origin
 from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.symbolic.attributes import EXTRA_STATE, hand_over_attributes, tensor_attributes
+from lowmem_load.symbolic.attributes import (
+    EXTRA_STATE,
+    hand_over_attributes,
+    hand_over_extra_states,
+    tensor_attributes,
+)
 from lowmem_load.symbolic.attributes import tensors_in as attribute_tensors
 from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import CPU, UNINITIALISED
 from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
-from lowmem_load.text import is_below
 
 Build = Callable[[], nn.Module]
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class ModuleTensor:
     """One parameter or buffer of a module: all of its names and places. `keys` are the names in its state dict."""
 
     tensor: torch.Tensor
@@ -50,15 +57,13 @@ class Slot:
 class ModuleCall:
     """A load of a module by names. See `load_into` for `rename`, `strict`, `initialize`, `leave` and `build`.
 
-    `make` returns the module that is described. `is_stand_in`: it is not the caller's, and what is left has no place.
-    Submodules `done` have their values already. Without a path there are no files: all else is left, computed or
-    initialised.
+    `model` is the module that is described. `is_stand_in`: it is not the caller's, and what is left has no place.
     """
 
     def __init__(
         self,
         path: str,
-        make: Callable[[Context], nn.Module],
+        model: nn.Module,
         kwargs: dict[str, Any],
         *,
         rename: Rename | None = None,
@@ -67,13 +72,11 @@ class ModuleCall:
         leave: Collection[str] = (),
         build: Build | None = None,
         is_stand_in: bool = False,
-        done: Collection[str] = (),
     ) -> None:
         if unknown := kwargs.keys() - FILE_KEYWORDS:
             raise ConfigError(f"{', '.join(sorted(unknown))}: no keyword of a load by names")
-        self._done = done
         self.path, self.name, self.kwargs = path, origin(path), kwargs
-        self._make, self._rename, self._build = make, rename, build
+        self._model, self._rename, self._build = model, rename, build
         self._strict, self._initialize, self._leave = strict, initialize, set(leave)
         self._is_stand_in = is_stand_in
         self._extra_states: dict[str, torch.Tensor] = {}
@@ -95,20 +98,18 @@ class ModuleCall:
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
-        model = self._make(context)
+        model = self._model
         context.check_built(model)
         if not context.is_quiet:
             _warn_of_code(model, self.name)
         context.constructor.note(model)
-        slots = slots_of(model)
+        slots = tensors_of(model)
         weights = context.weights
         if weights is None:
-            weights = tensors_in(files_of(self.path, **self.kwargs), context) if self.path else {}
+            weights = tensors_in(files_of(self.path, **self.kwargs), context)
         children = {name.partition(".")[0] for slot in slots for name in slot.names}
         tensors, left_out = renamed(weights, self._rename, children)
-        left_out |= {name for name in tensors if is_below(name, self._done)}
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
-        _run_code_of_torch(model, tensors, self._done)
+        _run_code_of_torch(model, tensors)
         states, absent = self._take_extra_states(model, tensors, context)
         left, others = self._split(model, slots, states)
         missing, mismatched, used = _match(others, tensors, self.name)
@@ -135,7 +136,7 @@ class ModuleCall:
         absent: set[str] = set()
         for prefix, module in named_modules(model):
             name = f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE
-            if type(module).set_extra_state is nn.Module.set_extra_state or is_below(name, self._done):
+            if type(module).set_extra_state is nn.Module.set_extra_state:
                 continue
             names.add(name)
             if name not in tensors:
@@ -160,9 +161,10 @@ class ModuleCall:
                         f"{name}: its set_extra_state gives {attribute} no value; set it before the load"
                     )
 
-    def _split(self, model: nn.Module, slots: list[Slot], states: Collection[str]) -> tuple[list[Slot], list[Slot]]:
+    def _split(
+        self, model: nn.Module, slots: list[ModuleTensor], states: Collection[str]
+    ) -> tuple[list[ModuleTensor], list[ModuleTensor]]:
         """Return the tensors that the caller fills, and those that he does not. `states`: names of extra states."""
-        slots = [slot for slot in slots if not any(is_below(name, self._done) for name in slot.names)]
         leave = {plain_name(model, name) for name in self._leave}
         left = [slot for slot in slots if not leave.isdisjoint(slot.names)]
         if unknown := leave - {name for slot in left for name in slot.names}.union(states):
@@ -174,8 +176,8 @@ class ModuleCall:
     def _check(
         self,
         model: nn.Module,
-        missing: list[Slot],
-        mismatched: list[tuple[Slot, tuple[int, ...]]],
+        missing: list[ModuleTensor],
+        mismatched: list[tuple[ModuleTensor, tuple[int, ...]]],
         unexpected: Collection[str],
         absent: Collection[str],
     ) -> None:
@@ -194,7 +196,7 @@ class ModuleCall:
                 "what the module shall initialise, and strict=False to pass over tensors that it does not have"
             )
 
-    def _compute_buffers(self, model: nn.Module, slots: list[Slot], context: Context) -> None:
+    def _compute_buffers(self, model: nn.Module, slots: list[ModuleTensor], context: Context) -> None:
         """Give buffers that no state dict has the values that `build` computes; refuse those without."""
         bare = [slot for slot in slots if not (slot.keys or context.constructor.is_known(slot.tensor))]
         computed: dict[str, torch.Tensor] = {}
@@ -217,11 +219,11 @@ class ModuleCall:
             )
 
 
-def slots_of(model: nn.Module) -> list[Slot]:
+def tensors_of(model: nn.Module) -> list[ModuleTensor]:
     """Return the distinct parameters and buffers of a module, in its order."""
-    slots: dict[int, Slot] = {}
+    slots: dict[int, ModuleTensor] = {}
     for named in named_tensors(model):
-        slot = slots.setdefault(id(named.tensor), Slot(named.tensor, named.is_parameter))
+        slot = slots.setdefault(id(named.tensor), ModuleTensor(named.tensor, named.is_parameter))
         slot.keys += [named.name] if named.is_persistent else []
         slot.names.append(named.name)
         slot.places.append((named.tensors, named.key))
@@ -246,14 +248,12 @@ def _warn_of_code(model: nn.Module, where: str) -> None:
         )
 
 
-def _run_code_of_torch(model: nn.Module, tensors: dict[str, torch.Tensor], done: Collection[str]) -> None:
+def _run_code_of_torch(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """Do what torch's own modules do in `load_state_dict` before tensors are copied: old names, a counter of 0.
 
     Source: torch 2.13 `nn/utils/parametrizations.py`, `weight_norm`; `nn/modules/batchnorm.py`, `_NormBase`.
     """
     for plain, module in named_modules(model):
-        if is_below(plain, done):
-            continue
         prefix = f"{plain}." if plain else ""
         for hook in vars(module)["_load_state_dict_pre_hooks"].values():
             if getattr(getattr(hook, "hook", hook), "__module__", "").startswith("torch.nn."):
@@ -270,8 +270,8 @@ def own_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _match(
-    slots: list[Slot], tensors: Mapping[str, torch.Tensor], where: str
-) -> tuple[list[Slot], list[tuple[Slot, tuple[int, ...]]], set[str]]:
+    slots: list[ModuleTensor], tensors: Mapping[str, torch.Tensor], where: str
+) -> tuple[list[ModuleTensor], list[tuple[ModuleTensor, tuple[int, ...]]], set[str]]:
     """Return what no file has, what has another shape there (and which), and the names of tensors that are used."""
     missing, mismatched, used = [], [], set[str]()
     for slot in slots:
@@ -291,7 +291,7 @@ def _match(
     return missing, mismatched, used
 
 
-def _fill(slots: list[Slot], tensors: Mapping[str, torch.Tensor], empty: Collection[Slot]) -> None:
+def _fill(slots: list[ModuleTensor], tensors: Mapping[str, torch.Tensor], empty: Collection[ModuleTensor]) -> None:
     for slot in slots:
         name = next((name for name in slot.keys if name in tensors), None)
         if name is not None and slot not in empty:
@@ -301,7 +301,7 @@ def _fill(slots: list[Slot], tensors: Mapping[str, torch.Tensor], empty: Collect
 # -- what no file has --------------------------------------------------------------------------------------------------
 
 
-def _initialise(model: nn.Module, empty: list[Slot], context: Context) -> None:
+def _initialise(model: nn.Module, empty: list[ModuleTensor], context: Context) -> None:
     """Have modules initialise what is empty, by their `reset_parameters` or the model's `_init_weights`.
 
     A module writes into all that it owns, so what the files have gives way meanwhile.
@@ -356,12 +356,83 @@ def _is_written(tensor: torch.Tensor) -> bool:
     )
 
 
-def _share(slots: list[Slot]) -> None:
+def _share(slots: list[ModuleTensor]) -> None:
     """Tie again what several places hold: the value that was written last counts."""
     for slot in slots:
         last, key = slot.places[-1]
         for tensors, other in slot.places[:-1]:
             tensors[other] = last[key]
+
+
+# -- transformers models, by its own loader ----------------------------------------------------------------------------
+
+
+class BuiltModelCall(loader.Call):
+    """A load of a transformers model that the caller has built: it gets the tensors of the one that is described.
+
+    `left` has the names of tensors that the caller fills. For other arguments see `ModuleCall`.
+    """
+
+    def __init__(self, model: nn.Module, cls: Any, name: str, kwargs: dict[str, Any], *, left: Collection[str]) -> None:
+        ordinary = transformers_class().from_pretrained.__func__
+        if cls.from_pretrained.__func__ is not ordinary:
+            raise UnsupportedError(
+                f"{cls.__name__}: has a from_pretrained of its own; call load_model with the ds_config"
+            )
+        super().__init__(ordinary, cls, (name,), kwargs)
+        self._model, self._left = model, left
+        self._hand_over_states: Callable[[nn.Module], object] = lambda _: None
+
+    def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
+        """See `Call`."""
+        # Wrappers give other names to modules of the caller's model, so what no file has is kept whole until the plan.
+        described, info = super().describe(replace(context, keeps_of=lambda _: _keep_all))
+        if getattr(described, "hf_quantizer", None) is not None:
+            raise UnsupportedError(f"{self.name}: load_into fills no quantized model under ZeRO-3; call load_model")
+        self._put(described)
+        hand_over(described, self._model)
+        hand_over_attributes(plain_modules(described), plain_modules(self._model), CPU)
+        missing = info["missing_keys"]
+        self._hand_over_states = lambda model: hand_over_extra_states(
+            plain_modules(described), plain_modules(model), CPU, missing
+        )
+        return self._model, info
+
+    def set_extra_states(self, model: nn.Module) -> None:
+        """See `ModuleCall`."""
+        self._hand_over_states(model)
+
+    def _put(self, described: nn.Module) -> None:
+        """Give the caller's model the tensors of the described one, with its ties, and the flags that it had."""
+        values: dict[str, torch.Tensor] = dict(described.named_parameters(remove_duplicate=False))
+        values |= described.named_buffers(remove_duplicate=False)
+        lacking, others, used = [], [], set[str]()
+        for named in named_tensors(self._model):
+            name = named.name
+            used.add(name)
+            if name in self._left:
+                continue
+            if name not in values:
+                lacking.append(name)
+            elif values[name].shape != named.tensor.shape:
+                others.append(f"{name} {tuple(values[name].shape)} instead of {tuple(named.tensor.shape)}")
+            else:
+                named.tensors[named.key] = values[name].requires_grad_(named.tensor.requires_grad)
+        problems = {
+            "missing": lacking,
+            "unexpected": sorted(values.keys() - used),
+            "mismatched": others,
+        }
+        if texts := [f"{kind}: {listed(names)}" for kind, names in problems.items() if names]:
+            raise CheckpointError(
+                f"{self.name}: its tensors are not those of the {type(self._model).__name__} that was built. "
+                f"{'; '.join(texts)}. Build that from the configuration of the checkpoint, and name in leave= what you "
+                "have added to it, and fill yourself"
+            )
+
+
+def _keep_all(parameter: torch.Tensor) -> FlatRange:
+    return FlatRange(0, parameter.numel())
 
 
 # -- modules that are described in the place of others -----------------------------------------------------------------

@@ -14,6 +14,7 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.hf.hub_files import cached_folder, hub_keywords
 from lowmem_load.hf.model_folder import check_name
 from lowmem_load.io.stand_ins import is_url, origin
+from lowmem_load.phases import no_callback
 
 T = TypeVar("T")
 
@@ -22,7 +23,7 @@ _OF_THE_HUB = ("revision", "token", "cache_dir", "force_download", "local_files_
 
 
 def find_folder(
-    name: Any, kwargs: Mapping[str, Any], *, stream: bool = False, check: Callable[[], object] = int
+    name: Any, kwargs: Mapping[str, Any], *, stream: bool = False, check: Callable[[], object] = no_callback
 ) -> tuple[Any, dict[str, Any]]:
     """Return the folder that takes the place of a name, and the keywords that go with it.
 

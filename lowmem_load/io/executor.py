@@ -22,6 +22,7 @@ from lowmem_load.io.open_file import open_file
 from lowmem_load.io.source import Opener, OpenSources
 from lowmem_load.io.uploads import Put, Uploads, move_tasks
 from lowmem_load.locks import ForkedLock
+from lowmem_load.phases import no_callback
 from lowmem_load.planning.expression import Expression, Source, leaves
 from lowmem_load.planning.load_plan import ComputedValue, Value
 from lowmem_load.planning.nest import Axis, Nest
@@ -187,7 +188,7 @@ class Executor:
     def __init__(self, *, num_threads: int = 1, open_source: Opener = open_file, starts_late: bool = False) -> None:
         self.sources = OpenSources(open_source)
         self.stats = ReadStats()
-        self.on_bytes: Callable[[int], object] = int  # called with needed bytes that arrived, from any thread
+        self.on_bytes: Callable[[int], object] = no_callback  # called with needed bytes that arrived, from any thread
         self.num_threads = num_threads
         self.tasks = Tasks(num_threads, starts_late=starts_late)
         self._starts_late = starts_late

@@ -13,6 +13,7 @@ import torch
 
 from lowmem_load.errors import PlanError
 from lowmem_load.io.executor import Executor
+from lowmem_load.phases import no_callback
 from lowmem_load.planning.expression import Expression, Source, cast, leaves, numel
 from lowmem_load.planning.load_plan import Costs, reading_order
 from lowmem_load.planning.planner import Planner
@@ -37,7 +38,7 @@ class PlannedPart(NamedTuple):
     memory: torch.Tensor
 
 
-def fill(parts: Sequence[Part], executor: Executor, on_part: Callable[[], object] = int) -> Costs:
+def fill(parts: Sequence[Part], executor: Executor, on_part: Callable[[], object] = no_callback) -> Costs:
     """Plan, prove and fill parts; return what that took. For `on_part`, see `fill_planned`.
 
     Raises PlanError before anything is read, and CheckpointError if a file cannot be read or has changed.
@@ -60,7 +61,7 @@ def fill(parts: Sequence[Part], executor: Executor, on_part: Callable[[], object
 
 
 def fill_planned(
-    parts: Sequence[PlannedPart], planner: Planner, executor: Executor, on_part: Callable[[], object] = int
+    parts: Sequence[PlannedPart], planner: Planner, executor: Executor, on_part: Callable[[], object] = no_callback
 ) -> None:
     """Fill parts that `planner` has planned, in the order of the files.
 

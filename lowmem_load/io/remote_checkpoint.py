@@ -31,6 +31,7 @@ from lowmem_load.io.http_files import hub_object, without_secrets
 from lowmem_load.io.remote_file import HEAD_BYTES, Check, RemoteFile, RemoteObject, map_in_threads, retry
 from lowmem_load.io.source import read_bytes
 from lowmem_load.io.stand_ins import HEADS, MANIFEST, cache_folder, head_of, note_secret, plain_url
+from lowmem_load.phases import no_callback
 from lowmem_load.text import fingerprint
 
 MAX_SMALL_NBYTES = 64 << 20
@@ -71,7 +72,7 @@ def of_variant(file: str, variant: str | None) -> str:
     return f"{stem}.{variant}.{end}" if variant else file
 
 
-def folder_of_url(url: str, *, subfolder: str = "", check: Check = int) -> str:
+def folder_of_url(url: str, *, subfolder: str = "", check: Check = no_callback) -> str:
     """Return the folder that stands for a URL. `check` is called while this waits, and may raise to end it.
 
     Raises:
@@ -171,7 +172,7 @@ def folder_of_model(
     revision: str | None = None,
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
-    check: Check = int,
+    check: Check = no_callback,
 ) -> tuple[str, str]:
     """Return the folder that stands for a model on the Hub, and its commit. Small files go through the Hub's cache.
 

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.phases import no_callback
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -170,7 +171,7 @@ class RemoteFile:
 
     def __init__(self, item: RemoteObject, head: bytes = b"", path: str = "") -> None:
         self.path, self.nbytes, self.version = path or item.name, item.nbytes, item.version
-        self.on_wait: Callable[[], object] = int  # called while this waits; may raise to end it
+        self.on_wait: Callable[[], object] = no_callback  # called while this waits; may raise to end it
         self._item, self._head = item, head
         self._closed = threading.Event()
 
@@ -198,7 +199,7 @@ class RemoteFile:
         retry(lambda: self._item.fetch(offset, memory, self._check), what, memory.nbytes, self._check)
 
 
-def retry(call: Callable[[], T], what: str, nbytes: int = 0, check: Callable[[], object] = int) -> T:
+def retry(call: Callable[[], T], what: str, nbytes: int = 0, check: Callable[[], object] = no_callback) -> T:
     """Return what a request returns; make it again if it fails in a way that may pass. See [Note: requests].
 
     Args:

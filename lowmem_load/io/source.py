@@ -27,6 +27,7 @@ from typing import Protocol, TypeVar
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.io.remote_file import RemoteFile
 from lowmem_load.locks import ForkedLock
+from lowmem_load.phases import no_callback
 from lowmem_load.planning.load_plan import PlannedFile
 
 T = TypeVar("T")
@@ -250,7 +251,7 @@ class OpenSources:
 
     def __init__(self, open_source: Opener) -> None:
         self._opener = open_source
-        self.on_wait: Callable[[], object] = int  # called while a remote source waits; may raise to end it
+        self.on_wait: Callable[[], object] = no_callback  # called while a remote source waits; may raise to end it
         self.keeps_all = False  # whether more than `MAX_OPEN_SOURCES` stay open, where the process may open so many
         self.files: dict[str, PlannedFile] = {}  # that were planned against, by path
         self._versions: dict[str, str] = {}

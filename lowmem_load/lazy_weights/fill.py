@@ -21,6 +21,7 @@ from lowmem_load.io.fill import Part, name_in_files
 from lowmem_load.io.memory import naming_shortage
 from lowmem_load.io.source import OpenSources
 from lowmem_load.lazy_weights.lazy_model import LazyReader, leave, reader_of, was_lazy
+from lowmem_load.phases import no_callback
 from lowmem_load.pipeline.load import MAX_THREADS
 from lowmem_load.pipeline.read_step import reading
 from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files
@@ -113,7 +114,7 @@ def _compare(name: str, unchanged: Mapping[str, torch.Tensor], ranks: RankGroup)
         try:
             agree_on_bytes(ranks, name, list(own.files.values()), sources=own, ids=ids, num_threads=MAX_THREADS)
         finally:
-            own.on_wait = int
+            own.on_wait = no_callback
 
 
 def _file_lines(sources: OpenSources) -> list[str]:

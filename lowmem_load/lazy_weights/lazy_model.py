@@ -24,6 +24,7 @@ from lowmem_load.hf.saver import files_written_by
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import Part, fill, read_whole
 from lowmem_load.locks import ForkedLock
+from lowmem_load.phases import no_callback
 from lowmem_load.pipeline.describe import Described
 from lowmem_load.pipeline.execute import fill_buffers, restore_later
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
@@ -95,7 +96,7 @@ class LazyReader:
         self.count_reads()
         return values
 
-    def fill(self, parts: Sequence[Part], on_part: Callable[[], object] = int) -> Costs:
+    def fill(self, parts: Sequence[Part], on_part: Callable[[], object] = no_callback) -> Costs:
         """Fill parts; see `io/fill.py`."""
         with self._reading():
             costs = fill(parts, self.executor, on_part)
@@ -278,7 +279,7 @@ def _write_file(ordinary: Any, tensors: Mapping[str, torch.Tensor], path: str, m
     with open(path, "xb") as opened:
         opened.write(layout.header)
         opened.truncate(layout.nbytes)
-    with Writer([Path(path)], int) as writer:
+    with Writer([Path(path)], no_callback) as writer:
         for name in sorted(tensors, key=layout.starts.__getitem__):
             writer.put(0, values_of(tensors[name].detach()).contiguous().view(-1).cpu(), layout.starts[name])
         writer.sync()

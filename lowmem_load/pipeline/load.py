@@ -33,6 +33,7 @@ from lowmem_load.io.open_file import open_file
 from lowmem_load.io.remote_file import requests_in_flight
 from lowmem_load.io.source import Opener
 from lowmem_load.io.stand_ins import is_stand_in, is_url, origin
+from lowmem_load.phases import no_callback
 from lowmem_load.pipeline.checks import (
     Use,
     check_around,
@@ -323,10 +324,10 @@ class Load:
 
 def is_to_be_found(call: Call, options: Options) -> bool:
     """Return whether a call names a URL, or a model on the Hub that is streamed."""
-    return is_url(call.path) or (options.stream and not os.path.isdir(call.path))
+    return is_url(call.path) or (options.stream and not os.path.exists(call.path))
 
 
-def find(call: Call, options: Options, check: Callable[[], object] = int) -> None:
+def find(call: Call, options: Options, check: Callable[[], object] = no_callback) -> None:
     """Have a call load from the folder that stands for what it names."""
     call.move(*find_folder(call.path, call.kwargs, stream=options.stream, check=check))
 

@@ -22,7 +22,7 @@ class Reading:
     def __init__(self, ranks: RankGroup, executors: Sequence[Executor], needed_bytes: int, reports: Sequence[Phases]):
         self._ranks, self._executors, self._needed_bytes, self._reports = ranks, executors, needed_bytes, reports
         self._read_before, self._num_parts, self._next_sample_s = self._read_bytes(), 0, 0.0
-        self.num_exchanges: Callable[[], int] = int  # with other ranks, which is progress, too
+        self.num_exchanges: Callable[[], int] = lambda: 0  # with other ranks, which is progress, too
 
     def on_part(self) -> None:
         """Note that a part of memory is there; raise if another rank has failed."""

@@ -21,6 +21,7 @@ from lowmem_load.distributed.nodes import machine
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io.source import OpenSources, read_bytes
 from lowmem_load.io.stand_ins import is_stand_in, origin
+from lowmem_load.phases import no_callback
 from lowmem_load.planning.load_plan import PlannedFile, in_common_order
 from lowmem_load.text import fingerprint, spell_ranks
 
@@ -131,7 +132,7 @@ def sample_digests(
     files: Sequence[PlannedFile],
     seed: int,
     sources: OpenSources,
-    on_block: Callable[[], object] = int,
+    on_block: Callable[[], object] = no_callback,
     *,
     num_threads: int,
 ) -> list[str]:

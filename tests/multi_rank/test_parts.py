@@ -1,4 +1,4 @@
-"""One module of several checkpoints: two transformers models and a projector, sharded and partitioned, and trained."""
+"""A module whose parts have a checkpoint each: two transformers models and a projector, sharded, and trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lowmem_load import CheckpointError, ConfigError, initialize, load_into, plan
+from lowmem_load import CheckpointError, ConfigError, UnsupportedError, initialize, load_into, plan
 from tests import builders
 from tests.multi_rank.test_own_modules import Z3, differing
 from tests.ranks import run_ranks
@@ -89,32 +89,31 @@ def fill(paths: dict[str, str], folder: str) -> None:
 
     rank = DistributedInterface().rank
     expected = stock(paths)
+    checkpoints = {**paths, "projector": f"{folder}/projector.safetensors"}
     for make, how in ((sharded, {}), (on_meta, {"ds_config": Z3})):
         model = make(paths)
-        with pytest.raises(CheckpointError, match=r"missing: projector\.bias, projector\.weight"):
-            load_into(model, paths, **how)
-        model = make(paths)
-        torch.manual_seed(rank)
-        report = load_into(model, paths, initialize=True, **how)
+        with pytest.raises(UnsupportedError, match="holds 2 transformers models; call load_into for each of them"):
+            load_into(model, paths["llm"], **how)
+        reports = [load_into(model.get_submodule(name), path, **how) for name, path in checkpoints.items()]
         assert not differing(model, expected)
         assert not any(parameter.requires_grad for parameter in model.vision.parameters())
-        assert report.read_bytes < 0.6 * sum(parameter.nbytes for parameter in expected.parameters())
-        # All else has a checkpoint of its own: "".
-        load_into(make(paths), {**paths, "": f"{folder}/projector.safetensors"}, **how)
-        with pytest.raises(ConfigError, match="'eyes' is no submodule of"):
-            load_into(model, {"eyes": paths["vision"]}, **how)
+        read_bytes = sum(report.read_bytes for report in reports)
+        assert read_bytes < 0.6 * sum(parameter.nbytes for parameter in expected.parameters())
         model = make(paths)
         model.vision.extra = nn.Linear(2, 2, device="meta" if how else "cpu")
-        with pytest.raises(CheckpointError, match=r"missing: extra\.weight, extra\.bias\. Build that from"):
-            load_into(model, paths, initialize=True, **how)
-    rest = {**paths, "": f"{folder}/projector.safetensors"}
-    load_plan = plan(rest, Z3, rank=rank, world_size=2, build=lambda: built(paths))
-    assert load_plan.costs.read_bytes == load_into(on_meta(paths), rest, Z3).read_bytes
+        with pytest.raises(CheckpointError, match=r"extra\.weight.* Build (that|the model) from"):
+            load_into(model.vision, paths["vision"], **how)
+    for name, report in zip(checkpoints, reports, strict=True):
+        of_part = {"rank": rank, "world_size": 2, "build": lambda name=name: built(paths).get_submodule(name)}
+        assert plan(checkpoints[name], Z3, **of_part).costs.read_bytes == report.read_bytes
 
     # ZeRO-3 on the language model alone, and the rest whole on each rank.
     model = on_meta(paths)
-    torch.manual_seed(rank)
-    load_into(model, paths, CONFIG, partition="llm", initialize=True)
+    load_into(model.llm, checkpoints["llm"], CONFIG)
+    for part in (model.vision, model.projector):
+        part.to_empty(device="cpu")
+    load_into(model.vision, checkpoints["vision"])
+    load_into(model.projector, checkpoints["projector"])
     assert {name.split(".")[0] for name, p in model.named_parameters() if is_partitioned(p)} == {"llm"}
     assert not differing(model, expected)
     engine = initialize(model.train(), CONFIG)
@@ -147,7 +146,9 @@ def fill_transformers(path: str) -> None:
         wrapper.policy, wrapper.value = AutoModelForCausalLM.from_config(config, dtype=torch.float32), nn.Linear(32, 1)
     load_into(model, path, Z3)
     assert not differing(model, expected)
-    load_into(wrapper, path, Z3, initialize=True)
+    with pytest.raises(ConfigError, match="not .* beside it"):
+        load_into(wrapper, path, Z3)
+    load_into(wrapper, path, Z3, leave=["value.weight", "value.bias"])
     assert not differing(wrapper.policy, expected)
 
 
@@ -157,9 +158,8 @@ def write(folder: Path, checkpoints: Path) -> dict[str, str]:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "image_size": 8, "patch_size": 4}
     CLIPVisionModel(CLIPVisionConfig(num_hidden_layers=2, **sizes)).save_pretrained(folder / "vision")
     llm = builders.tiny_llama(checkpoints, torch.float32)
-    save_file(
-        {"projector.weight": torch.rand(32, 32), "projector.bias": torch.rand(32)}, folder / "projector.safetensors"
-    )
+    torch.manual_seed(0)
+    save_file(nn.Linear(32, 32).state_dict(), folder / "projector.safetensors")
     return {"llm": str(llm), "vision": str(folder / "vision")}
 
 

@@ -20,7 +20,7 @@ from lowmem_load.api.forecast import (
     plan_zero3,
     whole_bytes,
 )
-from lowmem_load.api.plan_model import plan_ranks
+from lowmem_load.api.plan_model import plan_zero3_rank
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.hf.remote_names import Checkpoint
 from lowmem_load.planning.load_plan import LoadPlan
@@ -48,7 +48,7 @@ FULL = Training()
 
 def planned(folder: Path, device: str, *, world_size: int = 2, **zero: Any) -> tuple[LoadPlan, Settings]:
     config = {"zero_optimization": {"stage": 3, **zero}, "bf16": {"enabled": True}}
-    (plan,) = plan_ranks(folder, config, ranks=[0], world_size=world_size, device=torch.device(device))
+    plan = plan_zero3_rank(folder, config, rank=0, world_size=world_size, device=torch.device(device))
     return plan, read_settings(config, world_size=world_size)
 
 

@@ -66,7 +66,7 @@ def load(path: Path, model: nn.Module | None = None, **how: Any) -> nn.Module:
     """Fill a module on one rank."""
     model = on_meta() if model is None else model
     kwargs = {key: how.pop(key) for key in ("subfolder", "variant") if key in how}
-    call = ModuleCall(str(path), lambda _: model, kwargs, **how)
+    call = ModuleCall(str(path), model, kwargs, **how)
     with Executor() as executor:
         described = describe(call, stage_3(torch.float32, 1), whole, executor, holds_values=True)
         check_described(described)
@@ -177,7 +177,7 @@ def test_folders_without_one_set_of_weights_are_refused(
 
 def test_keywords_that_choose_no_files_are_refused() -> None:
     with pytest.raises(ConfigError, match="torch_dtype: no keyword of a load by names"):
-        ModuleCall("folder", lambda _: on_meta(), {"torch_dtype": "auto"})
+        ModuleCall("folder", on_meta(), {"torch_dtype": "auto"})
 
 
 def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:

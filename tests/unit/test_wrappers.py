@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.families.modules import slots_of
+from lowmem_load.families.modules import tensors_of
 from lowmem_load.frameworks.wrappers import named_tensors, plain_modules, plain_name
 from lowmem_load.planning.expression import Source
 from lowmem_load.saving.local_shards import local_shards
@@ -49,7 +49,7 @@ def names_of(model: nn.Module) -> list[str]:
 def test_own_modules_keep_their_names(key: str, tmp_path: Path) -> None:
     model = nn.Sequential(Holder(key), nn.ModuleDict({key: Holder(key)}))
     names = list(model.state_dict())
-    assert [name for slot in slots_of(model) for name in slot.names] == sorted(names, key=names_of(model).index)
+    assert [name for slot in tensors_of(model) for name in slot.names] == sorted(names, key=names_of(model).index)
     assert [plain_name(model, name) for name in names] == names
     assert set(plain_modules(model)) == {name for name, _ in model.named_modules()}
     assert saved(model, tmp_path) == {name: name for name in names}
@@ -121,7 +121,7 @@ def test_two_tensors_of_one_plain_name_are_an_error(tmp_path: Path) -> None:
     model[0].base_layer.weight_of_mine = nn.Parameter(torch.ones(2))
     message = r"0\.\S*weight_of_mine and 0\.\S*weight_of_mine would both become 0\.weight_of_mine"
     with pytest.raises(CheckpointError, match=message):
-        slots_of(model)
+        tensors_of(model)
     with pytest.raises(CheckpointError, match=message):
         saved(model, tmp_path)
 
@@ -130,5 +130,5 @@ def test_a_tied_weight_has_all_of_its_names() -> None:
     model = blocks()
     model[2].weight = model[0].weight
     model[0], model[2] = checkpoint_wrapper(model[0]), compiled(model[2])
-    assert next(slot.names for slot in slots_of(model)) == ["0.weight", "2.weight"]
+    assert next(slot.names for slot in tensors_of(model)) == ["0.weight", "2.weight"]
     assert not [name for name in names_of(model) if re.search("|".join(WORDS), name)]
