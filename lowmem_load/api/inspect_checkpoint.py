@@ -27,8 +27,7 @@ from lowmem_load.planning import expression as ex
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.text import count, size
-from lowmem_load.training_checkpoints.open_model import Values, open_model
-from lowmem_load.training_checkpoints.open_state import find_state
+from lowmem_load.training_checkpoints.open_model import Values, find_state, open_model
 
 CHOICES = (
     ("model.safetensors", "model.safetensors.index.json"),

@@ -29,34 +29,28 @@ import torch
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
-from lowmem_load.ds.hooks import FULL_MODEL
+from lowmem_load.ds.hooks import FULL_MODEL, PLACEHOLDER
+from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.errors import ConfigError, UnsupportedError
 
 require(
     DEEPSPEED,
     {
         "deepspeed.runtime.engine:DeepSpeedEngine": (
-            *("_configure_basic_optimizer", "_zero3_consolidated_16bit_state_dict", "backward", "destroy"),
-            *("fp16_enabled", "get_global_grad_norm", "gradient_accumulation_steps", "gradient_clipping"),
-            *("is_gradient_accumulation_boundary", "load_checkpoint", "optimizer_name", "optimizer_params"),
-            *("save_checkpoint", "step", "use_node_local_storage", "zero_use_cpu_optimizer"),
+            *("_configure_basic_optimizer", "backward", "destroy", "fp16_enabled", "get_global_grad_norm"),
+            *("gradient_accumulation_steps", "gradient_clipping", "is_gradient_accumulation_boundary"),
+            *("optimizer_name", "optimizer_params", "save_checkpoint", "step", "zero_use_cpu_optimizer"),
         ),
         "deepspeed.runtime.lr_schedules": ("VALID_LR_SCHEDULES",),
         "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": ("get_param_coordinator",),
         "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": ("reset_step",),
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": ("_get_norm_groups", "loss_scale", "step"),
     },
-    arguments={
-        f"deepspeed.runtime.engine:DeepSpeedEngine.{name}": ("exclude_frozen_parameters",)
-        for name in ("_zero3_consolidated_16bit_state_dict", "save_checkpoint")
-    },
+    arguments={"deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint": ("exclude_frozen_parameters",)},
 )
 
 from deepspeed.runtime import lr_schedules  # noqa: E402  the contract gives the better error
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
-
-PLACEHOLDER = "lowmem_load_placeholder"
-"""A parameter of one element that no forward uses: DeepSpeed makes no ZeRO-3 optimizer without a trainable one."""
 
 
 class Shell(nn.Module):
@@ -195,13 +189,6 @@ class PartitionedPart:
         norm = torch.tensor(self._replicated_norm, dtype=torch.float32, device=self.engine.device)
         return [*self._own_norm_groups(), norm]
 
-    def consolidated(self, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
-        """Return the chosen part's state dict on rank 0, named as in the model; None on other ranks. Collective."""
-        state = self.engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=exclude_frozen)
-        if state is None:
-            return None
-        return {name: value for name, value in state.items() if name != PLACEHOLDER}  # DeepSpeed adds all parameters
-
     def destroy(self) -> None:
         """Remove all hooks from the model."""
         for hook in self._hooks:
@@ -227,12 +214,29 @@ class PartitionedPart:
         self._depth -= 1
 
 
+def whole_state_dict(model: nn.Module, *, without_frozen: bool) -> dict[str, torch.Tensor] | None:
+    """Return a model's full state dict in host memory on rank 0, None on the others. Collective: all ranks."""
+    rank = deepspeed.comm.get_rank()
+    whole: dict[int, torch.Tensor] = {}  # by identity: a tied parameter has several names
+    state = {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if value.requires_grad or not (without_frozen and isinstance(value, nn.Parameter))
+    }
+    for value in state.values():
+        if id(value) not in whole:
+            with deepspeed.zero.GatheredParameters([value], enabled=is_partitioned(value)):
+                whole[id(value)] = value.detach().to("cpu", copy=True) if rank == 0 else torch.empty(0)
+    return {name: whole[id(value)] for name, value in state.items()} if rank == 0 else None
+
+
 def _refuse(ds_config: Mapping[str, Any]) -> None:
     section = ds_config["zero_optimization"]
     refused = {
         "sequence_parallel_size": ds_config.get("sequence_parallel_size", 1) > 1,
         "tensor_parallel": ds_config.get("tensor_parallel", {}).get("autotp_size", 0) > 1,
         "expert_parallel": bool((ds_config.get("expert_parallel") or {}).get("enabled")),
+        "checkpoint.use_node_local_storage": bool((ds_config.get("checkpoint") or {}).get("use_node_local_storage")),
         "zero_optimization.zenflow": bool(section.get("zenflow")),
         "zero_optimization.offload_optimizer.super_offload": bool(
             (section.get("offload_optimizer") or {}).get("super_offload")

@@ -20,6 +20,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from torch import nn
 
 from lowmem_load.contract import DEEPSPEED, require, require_attributes
+from lowmem_load.ds.hooks import PLACEHOLDER
 from lowmem_load.ds.parameters import full_shape, group_of, held_range, is_partitioned, partition_in_memory
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.regions import FlatRange
@@ -64,6 +65,7 @@ class HeldParameter:
     mine: FlatRange
     first: int  # where `mine` starts in the flat tensor of the sub-group, in elements; 0 for a frozen parameter
     numel: int  # of `mine`, padding included
+    dtype: torch.dtype  # of the memory that is filled: the optimizer's, or a frozen parameter's partition
     tensor: nn.Parameter
 
 
@@ -78,10 +80,14 @@ class Zero3State:
             if not is_partitioned(parameter):
                 raise UnsupportedError(f"{name}: is not partitioned; use the engine's own load_checkpoint")
             names[id(parameter)] = name
-        self.sub_groups = [list(_parts_of(group, names)) for group in self._zero.fp16_groups]
+        self.sub_groups = [
+            list(_parts_of(group, names, master.dtype))
+            for group, master in zip(self._zero.fp16_groups, self._zero.fp32_partitioned_groups_flat, strict=True)
+        ]
         trained = {id(part.tensor) for group in self.sub_groups for part in group}
         frozen = [p for p in engine.module.parameters() if id(p) not in trained]
-        self.frozen = [part for p in frozen for part in _parts_of([p], names)]
+        self.frozen = [part for p in frozen for part in _parts_of([p], names, p.ds_tensor.dtype)]
+        self.optional = {PLACEHOLDER} & set(names.values())  # no parameters of the model
         state = engine.module.state_dict(keep_vars=True)
         self.buffers = {name: buffer for name, buffer in engine.module.named_buffers() if name in state}
 
@@ -89,17 +95,6 @@ class Zero3State:
     def is_adam(self) -> bool:
         """Whether it is one of the Adams, which have the same state."""
         return isinstance(self.base, torch.optim.Adam | torch.optim.AdamW | FusedAdam | DeepSpeedCPUAdam)
-
-    def master_of(self, sub_group: int) -> tuple[torch.dtype, bool]:
-        """Return the dtype of a sub-group's flat tensor, and whether it is in host memory."""
-        master = self._zero.fp32_partitioned_groups_flat[sub_group]
-        return master.dtype, bool(master.device.type == "cpu")
-
-    @staticmethod
-    def partition_of(part: HeldParameter) -> tuple[torch.dtype, bool]:
-        """Return the dtype of a frozen parameter's partition, and whether it is in host memory."""
-        partition = part.tensor.ds_tensor
-        return partition.dtype, bool(partition.device.type == "cpu")
 
     def group_of(self, sub_group: int) -> int:
         """Return the number of the optimizer's group that a sub-group belongs to."""
@@ -223,7 +218,7 @@ def mark_usable(engine: nn.Module) -> None:
     engine.__dict__.pop(_REFUSAL).remove()
 
 
-def _parts_of(group: Sequence[nn.Parameter], names: Mapping[int, str]) -> Iterator[HeldParameter]:
+def _parts_of(group: Sequence[nn.Parameter], names: Mapping[int, str], dtype: torch.dtype) -> Iterator[HeldParameter]:
     first = 0
     for parameter in group:
         if id(parameter) not in names:
@@ -235,6 +230,7 @@ def _parts_of(group: Sequence[nn.Parameter], names: Mapping[int, str]) -> Iterat
             mine=held_range(parameter),
             first=first,
             numel=numel,
+            dtype=dtype,
             tensor=parameter,
         )
         first += numel

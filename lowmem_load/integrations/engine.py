@@ -22,7 +22,7 @@ from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.resume.load_checkpoint import load_checkpoint
 from lowmem_load.saving.local_shards import unwrapped
 from lowmem_load.saving.save import ranks_of, save_state_dict
-from lowmem_load.training_checkpoints.open_zero import saved_by
+from lowmem_load.training_checkpoints.zero_checkpoint import saved_by
 
 
 @contextlib.contextmanager

@@ -43,21 +43,21 @@ def fill(parts: Sequence[Part], executor: Executor, on_part: Callable[[], object
 
     Raises PlanError before anything is read, and CheckpointError if a file cannot be read or has changed.
     """
-    planner = Planner()
-    planned = [
-        PlannedPart(
-            part.name,
-            planner.plan_fill(
-                part.name, cast(part.expression, part.memory.dtype), part.region, on_host=part.memory.is_cpu
-            ),
-            part.memory,
-        )
-        for part in parts
-    ]
+    planned, planner = plan_parts(parts)
     with executor.undone_on_error():
         fill_planned(planned, planner, executor, on_part)
         executor.check_unchanged(part.expression for part in parts)
     return planner.costs(part.fill for part in planned)
+
+
+def plan_parts(parts: Sequence[Part]) -> tuple[list[PlannedPart], Planner]:
+    """Return the parts as `fill_planned` takes them, and what has planned them."""
+    planner = Planner()
+    planned = []
+    for name, expression, region, memory in parts:
+        values = cast(expression, memory.dtype)
+        planned.append(PlannedPart(name, planner.plan_fill(name, values, region, on_host=memory.is_cpu), memory))
+    return planned, planner
 
 
 def fill_planned(

@@ -6,7 +6,7 @@ ZeRO-3's collectives would not match across ranks there. Here they cover only wh
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,22 +14,23 @@ from torch import nn
 
 from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.ds.engine import PartitionedPart, optimizer_over, scheduler_class
+from lowmem_load.ds.engine import PartitionedPart, optimizer_over, scheduler_class, whole_state_dict
 from lowmem_load.ds.zero3_target import mark
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
-from lowmem_load.partial.partial_checkpoint import load_replicated, save_replicated
 from lowmem_load.partial.replicated import (
     PartialOptimizer,
     ReplicatedPart,
     SplitOptimizer,
     follow,
+    load_replicated,
     options_of,
+    save_replicated,
 )
+from lowmem_load.resume.load_checkpoint import load_checkpoint
 from lowmem_load.saving.folder import refuse_url
 from lowmem_load.saving.local_shards import Wrapper
 from lowmem_load.saving.save import save_state_dict
-from lowmem_load.training_checkpoints.open_zero import STEPS, check_steps, steps_of
-from lowmem_load.training_checkpoints.zero_checkpoint import find_folder
+from lowmem_load.training_checkpoints.zero_checkpoint import STEPS, find_folder
 
 
 class PartialEngine(Wrapper):
@@ -177,10 +178,9 @@ class PartialEngine(Wrapper):
         """Save as `DeepSpeedEngine.save_checkpoint` does, with one file for the replicated part. Collective."""
         save_dir, tag = os.fspath(save_dir), str(tag or f"global_step{self.zero3.global_steps}")
         distributed = DistributedInterface()
-        writes = distributed.rank == 0 or (self.zero3.use_node_local_storage() and distributed.local_rank == 0)
         with distributed.step("saving", name=save_dir):
             refuse_url(save_dir)
-            if writes:  # before DeepSpeed names this checkpoint the latest
+            if distributed.rank == 0:  # before DeepSpeed names this checkpoint the latest
                 state = {
                     **self._replicated.state(exclude_frozen=exclude_frozen_parameters),
                     "groups": [options_of(group) for group in self._leader.param_groups],
@@ -207,41 +207,33 @@ class PartialEngine(Wrapper):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         *,
-        load_zero3: Callable[..., tuple[str | None, Any]] | None = None,
-    ) -> tuple[str | None, Any]:
-        """Load what `save_checkpoint` saved into an engine that has not stepped; (None, None) if there is nothing.
+        trusted: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load what `save_checkpoint` saved, on any number of ranks, as `lowmem_load.load_checkpoint`. Collective.
 
-        It needs as many ranks as have saved; `lowmem_load.load_checkpoint` takes any number, and passes `load_zero3`,
-        which fills the ZeRO-3 engine. `load_module_only` leaves optimizers, schedulers and step counts as they are: for
-        a model that trains parameters that were frozen when it was saved. DeepSpeed cannot load the reverse.
-        Collective: all ranks.
+        `load_module_only` leaves optimizers, schedulers and step counts as they are: for a model that trains other
+        parameters than when it was saved.
         """
         load_dir = os.fspath(load_dir)
         load_optimizer_states = load_optimizer_states and not load_module_only
         distributed = DistributedInterface()
         with distributed.step("checking", name=load_dir) as step:  # before anything is changed
             folder = find_folder(load_dir, tag)
-            by_latest = load_zero3 is None and not load_optimizer_states
-            if folder and by_latest and folder != find_folder(load_dir, None):
-                raise ConfigError(  # source: deepspeed 0.19.8 engine.py, _load_checkpoint
-                    f"{load_dir}: without optimizer states DeepSpeed loads the tag that 'latest' names, not {tag}"
-                )
             step.digest = {"checkpoint": "none" if folder is None else os.path.basename(folder)}
             if folder is not None:
                 state = load_replicated(folder)
-                if STEPS in state:
-                    check_steps(folder, str(state[STEPS]), steps_of(folder, distributed.rank))
                 num_groups = len(self._leader.param_groups) if load_optimizer_states else None
                 self._replicated.check(state, strict=load_module_strict, num_groups=num_groups)
         if folder is None:
-            return None, None
-        path, client_state = (load_zero3 or self.zero3.load_checkpoint)(
+            return None, {}
+        path, client_state = load_checkpoint(
+            self.zero3,
             load_dir,
             tag,
             load_module_strict=load_module_strict,
             load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=False,  # the ZeRO-3 engine has no scheduler
             load_module_only=load_module_only,
+            trusted=trusted,
         )
         with distributed.step("loading", name=load_dir):
             self._replicated.load(state, optimizer=load_optimizer_states)
@@ -254,19 +246,7 @@ class PartialEngine(Wrapper):
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
         """Return the model's full state dict in host memory on rank 0, None on the others. Collective: all ranks."""
-        gathered = self._part.consolidated(exclude_frozen_parameters)
-        if gathered is None:
-            return None
-        replicated, without = self._replicated, self._replicated.frozen if exclude_frozen_parameters else ()
-        names = {id(p): name for name, p in self.module.named_parameters() if name not in replicated.parameters}
-        everything = {}
-        for name, value in self.module.state_dict(keep_vars=True).items():
-            source = names.get(id(value), name)  # a tied parameter has several names
-            if source in gathered:
-                everything[name] = gathered[source]
-            elif id(value) not in names and name not in without:
-                everything[name] = value.detach().to("cpu", copy=True)
-        return everything
+        return whole_state_dict(self.module, without_frozen=exclude_frozen_parameters)
 
     _zero3_consolidated_16bit_state_dict = consolidated_state_dict  # accelerate calls it
 

@@ -1,4 +1,4 @@
-"""The replicated part of a model: its tensors, gradients and optimizer.
+"""The replicated part of a model: its tensors, gradients and optimizer, and their file in a checkpoint.
 
 [Note: one reduction] When autograd has accumulated a gradient, it is added to one flat float32 buffer, which is zero
 for unused parameters. At the accumulation boundary one all-reduce sums the buffer over the ranks, whatever each rank
@@ -7,19 +7,27 @@ has run. Behind the gradients the buffer has, per parameter, the number of micro
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import socket
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed import comm
 from torch import nn
 
 from lowmem_load.ds.engine import PartitionedPart
 from lowmem_load.ds.zero3_target import chosen_parameters
-from lowmem_load.errors import ConfigError, UnsupportedError, listed
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
+from lowmem_load.training_checkpoints.zero_checkpoint import REPLICATED_FILE
+
+FORMAT = 1
+"""Of the file."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -146,7 +154,6 @@ class ReplicatedPart:
             "parameters": {
                 name: p.detach() for name, p in self.parameters.items() if p.requires_grad or not exclude_frozen
             },
-            "frozen": list(self.frozen),
             "excluded": [name for name, p in self.parameters.items() if exclude_frozen and not p.requires_grad],
             "whole": self.state_dict(),
         }
@@ -163,17 +170,12 @@ class ReplicatedPart:
                     differ.append(name)
             if differ:
                 raise ConfigError(f"the checkpoint's replicated part has other {kind} than the model: {listed(differ)}")
-        frozen = [name for name in self.frozen if name not in state["frozen"] and name not in self.parameters]
-        if frozen:
-            raise ConfigError(
-                f"{listed(frozen)} was trained when the checkpoint was saved and is frozen now, which DeepSpeed "
-                "cannot load; freeze it after loading, or go by way of save_16bit_model"
-            )
         if num_groups is None:
             return
-        num_saved = len(state["groups"])
-        if num_saved != num_groups:
-            raise ConfigError(f"the checkpoint's optimizer has {num_saved} parameter groups, this one {num_groups}")
+        if len(state["groups"]) != num_groups:
+            raise ConfigError(
+                f"the checkpoint's optimizer has {len(state['groups'])} parameter groups, this one {num_groups}"
+            )
         different = sorted(set(state["whole"]["masters"]) ^ set(self._slots))
         if different:
             raise ConfigError(f"the checkpoint's replicated part trains other parameters: {listed(different)}")
@@ -212,6 +214,49 @@ def _collect(slot: _Slot, parameter: torch.Tensor) -> None:
         slot.gradient.add_(parameter.grad)
         parameter.grad = None
         slot.used = True
+
+
+# -- the file of a checkpoint that holds this part ---------------------------------------------------------------------
+
+
+def save_replicated(folder: str, state: Mapping[str, Any]) -> None:
+    """Write the replicated part's state. The file appears when `load_replicated` can read it."""
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, REPLICATED_FILE)
+    unfinished = f"{path}.{socket.gethostname()}.{os.getpid()}"
+    try:
+        torch.save(_plain({"format": FORMAT, **state}), unfinished)
+        torch.load(unfinished, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
+    except Exception as error:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(unfinished)
+        raise CheckpointError(f"{path}: cannot be written so that it can be read again: {error}") from error
+    os.replace(unfinished, path)
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` with Python numbers for those of numpy, which functions of schedulers often return."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item) for item in value)
+    return value
+
+
+def load_replicated(folder: str) -> dict[str, Any]:
+    """Return the state that `save_replicated` wrote, in host memory. No pickled code is run."""
+    path = os.path.join(folder, REPLICATED_FILE)
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{folder}: no {REPLICATED_FILE}; this is not a checkpoint that partial ZeRO-3 has saved")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises a dozen classes for damaged files
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: not of format {FORMAT}; it was written by another version of lowmem_load")
+    return state
 
 
 # -- the optimizer of the engine --------------------------------------------------------------------------------------

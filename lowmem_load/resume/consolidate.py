@@ -34,7 +34,6 @@ from lowmem_load.saving.write_folder import Contents, write_folder
 from lowmem_load.saving.writer import SaveReport, used_sources
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.adapter_config import ADAPTER_CONFIG, adapter_config, check_names_suffice
-from lowmem_load.training_checkpoints.names import advice_on
 from lowmem_load.training_checkpoints.open_model import SavedModel, Values, open_model, own_files
 from lowmem_load.training_checkpoints.zero_checkpoint import differences_of
 
@@ -318,8 +317,8 @@ def _model_of(
         return model, loaded
     raise CheckpointError(
         f"the checkpoint is not of a {type(model).__name__} as config {config} says: {differences}. Name another "
-        f"config, or pass {saver.NO_CONFIG}, which writes the parameters under the names that the checkpoint has"
-        f"{advice_on(sources)}"
+        f"config, or pass {saver.NO_CONFIG}, which writes the parameters under the names that the checkpoint has. "
+        "Weights of Megatron and of torchtitan's own models need the scripts of these first"
     )
 
 

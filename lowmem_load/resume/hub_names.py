@@ -20,7 +20,7 @@ from lowmem_load.symbolic.context import Context
 from lowmem_load.symbolic.initialise import Initialiser
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.training_checkpoints.open_model import Values
-from lowmem_load.training_checkpoints.tiles import TiledTensor
+from lowmem_load.training_checkpoints.saved_state import TiledTensor
 
 
 def as_loaded(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,24 +15,24 @@ from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import PlannedPart, fill_planned, read_whole
+from lowmem_load.io.fill import Part, PlannedPart, fill_planned, plan_parts, read_whole
 from lowmem_load.io.memory import naming_shortage
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.pipeline.read_step import reading
-from lowmem_load.planning.expression import cast
+from lowmem_load.planning.expression import Expression, Source, leaves
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.reads import Fill
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.report import Attempts, LoadReport
+from lowmem_load.saving.local_shards import Wrapper
 from lowmem_load.saving.save import ranks_of
 from lowmem_load.text import fingerprint
-from lowmem_load.training_checkpoints.open_zero import open_checkpoint
 from lowmem_load.training_checkpoints.zero_checkpoint import (
     FP32,
     Checkpoint,
     SavedParameter,
     differences_of,
     find_folder,
+    open_checkpoint,
 )
 
 if TYPE_CHECKING:
@@ -55,15 +55,15 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedRun:
+class Run:
     """A run of memory: this rank's elements of one parameter (`FP32`), or of a moment of it.
 
-    Without a `fill` the checkpoint lacks the parameter: its values stay, moments become zero.
+    Without `values` the checkpoint lacks the parameter: its values stay, moments become zero.
     """
 
     parameter: HeldParameter
     key: str
-    fill: Fill | None
+    values: Expression | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +71,19 @@ class ResumePlan:
     """What is read of a checkpoint, and small values that were read already."""
 
     checkpoint: Checkpoint
-    sub_groups: Sequence[Sequence[PlannedRun]]
+    sub_groups: Sequence[Sequence[Run]]
     scalars: Sequence[Mapping[str, Any]]  # of each sub-group, what the optimizer keeps besides tensors
     moments: tuple[str, ...]  # their keys
-    frozen: Sequence[PlannedRun]
+    frozen: Sequence[Run]
     scheduler: Any  # state of the lr scheduler; None if it is not loaded
     client_state: dict[str, Any]
-    planner: Planner
-    total_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are read."""
+        runs = (run for group in (*self.sub_groups, self.frozen) for run in group)
+        sources = (leaf for run in runs if run.values is not None for leaf in leaves(run.values))
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in sources if isinstance(leaf, Source))
 
 
 @without_progress
@@ -130,12 +135,11 @@ def load_checkpoint(
             optimizer's states were asked for and have 8 bits.
         RankError: another rank failed; the same error is raised on every rank.
     """
-    from lowmem_load.partial.partial_engine import PartialEngine
-
-    if isinstance(engine, PartialEngine):
+    if isinstance(engine, Wrapper):  # a `PartialEngine`, which calls this for its ZeRO-3 engine
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        load_zero3 = functools.partial(load_checkpoint, engine.zero3, trusted=trusted)
-        return engine.load_checkpoint(load_dir, tag, *flags, load_zero3=load_zero3)
+        partial: Any = engine
+        loaded: tuple[str | None, dict[str, Any]] = partial.load_checkpoint(load_dir, tag, *flags, trusted=trusted)
+        return loaded
     rest = not load_module_only
     wanted = Wanted(
         tag, load_module_strict, load_optimizer_states and rest, load_lr_scheduler_states and rest, rest, trusted
@@ -210,7 +214,6 @@ def make_plan(
     """
     trained = [parameter for group in state.sub_groups for parameter in group]
     saved = _match(checkpoint, [*trained, *state.frozen], state, wanted)
-    planner = Planner()
     moments: tuple[str, ...] = ()
     scalars: list[Mapping[str, Any]] = [{} for _ in state.sub_groups]
     if wanted.optimizer:
@@ -222,20 +225,6 @@ def make_plan(
         moments = next((tuple(sorted({*group[0].pieces} - {FP32})) for group in groups if group), ())
         state.check_groups(param_groups, frozenset(moments))
         scalars = [_scalars_of(number, group, state, param_groups) for number, group in enumerate(groups)]
-    parts = []
-    for number, parameters in enumerate(state.sub_groups):
-        dtype, on_host = state.master_of(number)
-        parts.append(
-            [
-                _plan_part(planner, saved, parameter, key, dtype=dtype, on_host=on_host)
-                for key in (FP32, *moments)
-                for parameter in parameters
-            ]
-        )
-    frozen = []
-    for parameter in state.frozen:
-        dtype, on_host = state.partition_of(parameter)
-        frozen.append(_plan_part(planner, saved, parameter, FP32, dtype=dtype, on_host=on_host))
     scheduler = None
     if wanted.scheduler and has_scheduler:
         scheduler = checkpoint.state("lr_scheduler", rank, trusted=wanted.trusted)
@@ -243,17 +232,17 @@ def make_plan(
             raise CheckpointError(
                 f"{checkpoint.folder}: was saved without an lr scheduler; pass load_lr_scheduler_states=False"
             )
-    fills = [part.fill for group in (*parts, frozen) for part in group if part.fill is not None]
     return ResumePlan(
         checkpoint=checkpoint,
-        sub_groups=parts,
+        sub_groups=[
+            [_run(saved, parameter, key) for key in (FP32, *moments) for parameter in group]
+            for group in state.sub_groups
+        ],
         scalars=scalars,
         moments=moments,
-        frozen=frozen,
+        frozen=[_run(saved, parameter, FP32) for parameter in state.frozen],
         scheduler=scheduler,
         client_state=checkpoint.client_state(rank, trusted=wanted.trusted),
-        planner=planner,
-        total_bytes=planner.costs(fills).needed_bytes,
     )
 
 
@@ -263,7 +252,7 @@ def _match(
     """Return the saved parameters that the engine has, by name."""
     expected = {parameter.name: tuple(parameter.shape) for parameter in parameters}
     frozen = {parameter.name for parameter in state.frozen}
-    optional = frozen if checkpoint.lacks_frozen else frozenset()
+    optional = {*state.optional, *(frozen if checkpoint.lacks_frozen else ())}
     saved = {name: parameter for name, parameter in checkpoint.parameters.items() if name in expected}
     if wanted.optimizer:
         differ = [name for name, parameter in saved.items() if (parameter.group is None) != (name in frozen)]
@@ -302,26 +291,17 @@ def _scalars_of(
     return group[0].scalars if group else {}
 
 
-def _plan_part(
-    planner: Planner,
-    saved: Mapping[str, SavedParameter],
-    parameter: HeldParameter,
-    key: str,
-    *,
-    dtype: torch.dtype,
-    on_host: bool,
-) -> PlannedRun:
+def _run(saved: Mapping[str, SavedParameter], parameter: HeldParameter, key: str) -> Run:
     name = parameter.name
     if name not in saved:
-        return PlannedRun(parameter, key, None)
-    if len({stored.is_floating_point for stored in (saved[name].dtype, dtype, parameter.tensor.dtype)}) > 1:
+        return Run(parameter, key, None)
+    dtypes = (saved[name].dtype, parameter.dtype, parameter.tensor.dtype)
+    if len({dtype.is_floating_point for dtype in dtypes}) > 1:
         raise UnsupportedError(
             f"{name}: was saved as {saved[name].dtype}, and is {parameter.tensor.dtype} here, in partitions of "
-            f"{dtype}; quantized weights cannot be filled by others"
+            f"{parameter.dtype}; quantized weights cannot be filled by others"
         )
-    values = cast(saved[name].pieces[key].part(parameter.mine), dtype)
-    elements = FlatRange(0, parameter.mine.numel)
-    return PlannedRun(parameter, key, planner.plan_fill(f"{name} ({key})", values, elements, on_host=on_host))
+    return Run(parameter, key, saved[name].pieces[key].part(parameter.mine))
 
 
 # -- filling ---------------------------------------------------------------------------------------------------------
@@ -329,17 +309,17 @@ def _plan_part(
 
 def _fill(ranks: RankGroup, plan: ResumePlan, state: Zero3State, executor: Executor, name: str) -> None:
     replicated = plan.checkpoint.replicated
-    step = reading(ranks, name, [executor], plan.total_bytes, bar="Resuming", title="reading the checkpoint")
+    step = reading(ranks, name, [executor], plan.num_bytes, bar="Resuming", title="reading the checkpoint")
     with step as done:
         state.prepare()
         for number, runs in enumerate(plan.sub_groups):
             nbytes = sum(run.parameter.numel for run in runs if run.key != FP32) * torch.float32.itemsize
             shortage = naming_shortage(f"optimizer states of sub-group {number}", nbytes)
             with shortage, state.memory(number, plan.moments) as (master, moments):
-                fill_planned(_into(runs, {FP32: master, **moments}), plan.planner, executor, done.on_part)
+                fill_planned(*_into(runs, {FP32: master, **moments}), executor, done.on_part)
         for run in plan.frozen:
             with state.frozen_memory(run.parameter) as memory:
-                fill_planned(_into([run], {FP32: memory}), plan.planner, executor, done.on_part)
+                fill_planned(*_into([run], {FP32: memory}), executor, done.on_part)
         for key, buffer in state.buffers.items():
             if key in replicated:
                 whole = replicated[key].pieces[FP32].part(FlatRange(0, buffer.numel()))
@@ -347,17 +327,18 @@ def _fill(ranks: RankGroup, plan: ResumePlan, state: Zero3State, executor: Execu
         executor.sources.check_unchanged()
 
 
-def _into(runs: Sequence[PlannedRun], memory: Mapping[str, torch.Tensor]) -> list[PlannedPart]:
+def _into(runs: Sequence[Run], memory: Mapping[str, torch.Tensor]) -> tuple[list[PlannedPart], Planner]:
     """Return the parts of memory that the checkpoint fills; make padding, and moments that it lacks, zero."""
     parts = []
     for run in runs:
         mine, numel = memory[run.key].narrow(0, run.parameter.first, run.parameter.numel), run.parameter.mine.numel
-        if run.fill is not None:
+        if run.values is not None:
             mine[numel:].zero_()  # padding, which DeepSpeed steps as well
-            parts.append(PlannedPart(f"{run.parameter.name} ({run.key})", run.fill, mine[:numel]))
+            name = f"{run.parameter.name} ({run.key})"
+            parts.append(Part(name, run.values, FlatRange(0, numel), mine[:numel]))
         elif run.key != FP32:
             mine.zero_()
-    return parts
+    return plan_parts(parts)
 
 
 def _set_rest(engine: Any, state: Zero3State, plan: ResumePlan, wanted: Wanted) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lowmem_load.errors import CheckpointError, ConfigError, listed
 from lowmem_load.formats.index import read_json
-from lowmem_load.training_checkpoints.adapter_names import MAGNITUDE, place_in
+from lowmem_load.training_checkpoints.names import MAGNITUDE, place_in
 from lowmem_load.training_checkpoints.open_model import SavedModel, own_files
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -1,37 +1,86 @@
 """Opens checkpoints of torch DCP: `.metadata` with `.distcp` files, or safetensors files, each of one rank's parts.
 
 The first kind is written by accelerate, Trainer, axolotl, LLaMA-Factory, torchtitan, NeMo, Megatron's torch_dist; the
-second by `HuggingFaceStorageWriter` and transformers' `save_pretrained(distributed_checkpoint=True)`.
+second by `HuggingFaceStorageWriter` and transformers' `save_pretrained(distributed_checkpoint=True)`. `.metadata` says
+which chunk of which tensor lies where. It is a pickle of plain classes, which are read by name and never made.
 
-Source: torch 2.6 to 2.13 `distributed/checkpoint/filesystem.py`, `hf_storage.py`, `_hf_utils.py`.
+Source: torch 2.6 to 2.13 `distributed/checkpoint/metadata.py`, `filesystem.py`, `hf_storage.py`, `_hf_utils.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import re
+import reprlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from lowmem_load.errors import CheckpointError, TruncatedFileError, listed
-from lowmem_load.formats.dcp_metadata import Chunk, SavedTensor, read_metadata
+import torch
+
+from lowmem_load.errors import CheckpointError, TruncatedFileError, UnsupportedError, listed
+from lowmem_load.formats.inert_pickle import Foreign, is_shape, objects
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.formats.zipped_tensor import ZippedTensors
 from lowmem_load.io.executor import Executor
-from lowmem_load.planning.expression import Expression
+from lowmem_load.io.source import ByteSource, read_bytes
+from lowmem_load.planning.expression import Expression, Shape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.text import fingerprint
-from lowmem_load.training_checkpoints.one_save import check_written_before, check_written_together
-from lowmem_load.training_checkpoints.tiles import Tile, TiledTensor, assemble
-from lowmem_load.training_checkpoints.weights import SavedState
+from lowmem_load.training_checkpoints.saved_state import (
+    SavedState,
+    Tile,
+    TiledTensor,
+    assemble,
+    check_written_before,
+    check_written_together,
+)
 
 METADATA = ".metadata"
+
+MAX_METADATA_NBYTES = 256 << 20
+"""Bytes of the file: a chunk takes about 190, so this is 1.4 million chunks."""
+
+MAX_KEYS = 16
+"""Dicts and lists within each other in a state dict."""
+
+_PACKAGE = "torch.distributed.checkpoint"
 
 _SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")
 
 SHARDING_INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys in the header of a safetensors file that holds parts of tensors."""
+
+
+class Place(NamedTuple):
+    """Where the bytes of a chunk lie: in a file of the folder, from `start` on."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+class Chunk(NamedTuple):
+    """A block of a tensor: its first index and its size along each dim."""
+
+    offsets: Shape
+    sizes: Shape
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor of the checkpoint. `keys` lead to it in the state dict that was saved."""
+
+    name: str
+    keys: tuple[str, ...]
+    dtype: torch.dtype
+    shape: Shape
+    chunks: tuple[Chunk, ...]
 
 
 def open_dcp(folder: str, executor: Executor) -> SavedState:
@@ -43,10 +92,10 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
     """
     path = os.path.join(folder, METADATA)
     with executor.sources.reading(path) as source:
-        metadata = read_metadata(source)
-        files = [PlannedFile(path, metadata.nbytes, metadata.digest, source.version)]
+        saved, digest = read_metadata(source)
+        files = [PlannedFile(path, source.nbytes, digest, source.version)]
     by_file: dict[str, list[tuple[SavedTensor, Chunk]]] = {}
-    for tensor in metadata.tensors.values():
+    for tensor in saved.values():
         for chunk in tensor.chunks:
             by_file.setdefault(chunk.place.file, []).append((tensor, chunk))
     values: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Expression] = {}
@@ -65,7 +114,7 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
                 )
             values[tensor.name, chunk.offsets, chunk.sizes] = expression
     check_written_before(path, [file.path for file in files[1:]])
-    keys = Counter(tensor.keys for tensor in metadata.tensors.values())
+    keys = Counter(tensor.keys for tensor in saved.values())
     if twice := [".".join(key) for key, count in keys.items() if count > 1]:
         raise CheckpointError(f"{path}: has two tensors {listed(twice)}")
     tensors = {
@@ -74,7 +123,7 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
             tensor.shape,
             (Tile(chunk.offsets, values[tensor.name, chunk.offsets, chunk.sizes]) for chunk in tensor.chunks),
         )
-        for tensor in metadata.tensors.values()
+        for tensor in saved.values()
     }
     return SavedState(folder, "torch DCP", tensors, tuple(files))
 
@@ -91,6 +140,127 @@ def _open_file(folder: str, name: str, chunks: Sequence[tuple[SavedTensor, Chunk
         raise TruncatedFileError(f"{path}: has {nbytes} bytes, {end} are expected, as {METADATA} says; copy it again")
     digest = fingerprint(f"{tensor.name} {chunk}" for tensor, chunk in chunks)
     return PlannedFile(path, nbytes, digest, version)
+
+
+# -- .metadata ---------------------------------------------------------------------------------------------------------
+
+
+def read_metadata(source: ByteSource) -> tuple[dict[str, SavedTensor], str]:
+    """Return the tensors of which a `.metadata` tells, by name, and a digest of it. Other entries are left out.
+
+    Raises:
+        CheckpointError: it is malformed or too large, or lacks the place of a chunk.
+        UnsupportedError: chunks are compressed or encrypted.
+    """
+    path, nbytes = source.path, source.nbytes
+    if nbytes > MAX_METADATA_NBYTES:
+        raise CheckpointError(f"{path}: has {nbytes} bytes, expected at most {MAX_METADATA_NBYTES}")
+    pickled = read_bytes(source, 0, nbytes)
+    compact = {
+        f"{_PACKAGE}.metadata.ChunkStorageMetadata": _chunk_state,
+        f"{_PACKAGE}.metadata.MetadataIndex": _index_state,
+        f"{_PACKAGE}.filesystem._StorageInfo": _storage_state,
+    }
+    # The list of a tensor's chunks makes nine objects of 34 bytes for a chunk that has one dim.
+    tree = objects(pickled, path, nbytes_per_object=3, compact=compact)
+    try:
+        state = _state(tree, "Metadata")
+        places = _places(path, state["storage_data"])
+        keys_of = state.get("planner_data") or {}
+        tensors, num_chunks = {}, 0
+        for name, entry in state["state_dict_metadata"].items():
+            name.encode()  # a lone surrogate is no name
+            if entry.name.endswith(".BytesStorageMetadata"):
+                continue
+            num_chunks += len(_state(entry, "TensorStorageMetadata")["chunks"])
+            if num_chunks > len(places):  # tensors may share one long list
+                raise CheckpointError(f"{path}: has more chunks than places for them")
+            tensors[name] = _tensor(path, name, _keys(keys_of.get(name, name)), entry, places)
+    except (CheckpointError, UnsupportedError):
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is no metadata of a torch DCP checkpoint: {reprlib.repr(error)}") from error
+    return tensors, hashlib.sha256(pickled).hexdigest()[:16]
+
+
+def _state(value: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(value, Foreign) or not value.name.startswith(_PACKAGE) or not value.name.endswith(f".{kind}"):
+        raise TypeError(f"expected a {kind}")
+    if not isinstance(value.state, dict):
+        raise TypeError(f"a {kind} without state")
+    return value.state
+
+
+def _chunk_state(state: Any) -> tuple[Shape, Shape]:
+    return state["offsets"], state["sizes"]
+
+
+def _index_state(state: Any) -> tuple[str, Shape | None]:
+    name, offset = state["fqn"], state.get("offset")
+    if not isinstance(name, str) or not (offset is None or is_shape(offset)):  # other keys may take for ever to compare
+        raise TypeError("an index without a name or an offset")
+    name.encode()  # a lone surrogate is no name
+    return name, offset
+
+
+def _storage_state(state: Any) -> tuple[str, int, int, bool]:
+    return state["relative_path"], state["offset"], state["length"], bool(state.get("transform_descriptors"))
+
+
+def _places(path: str, storage_data: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Place]:
+    places: dict[tuple[str, Shape | None], Place] = {}
+    for index, info in storage_data.items():
+        name, offset = index.state
+        if index.state in places:
+            raise CheckpointError(f"{path}: has two places for the chunk of {name:.80} at {offset}")
+        file, start, nbytes, is_transformed = info.state
+        if not isinstance(file, str) or not file or "/" in file or "\\" in file or file in (".", ".."):
+            raise CheckpointError(
+                f"{path}: names {reprlib.repr(file)} as one of its files, which is outside its folder"
+            )
+        if not (type(start) is int and type(nbytes) is int and start >= 0 and nbytes >= 0):
+            raise CheckpointError(f"{path}: {name:.80} has no bytes in {file}")
+        if is_transformed:
+            raise UnsupportedError(
+                f"{path}: {name:.80} was saved with transform_descriptors (compressed or encrypted), which cannot be "
+                "read by ranges; save it again with a FileSystemWriter without extensions"
+            )
+        places[index.state] = Place(file, start, nbytes)
+    return places
+
+
+def _keys(keys: Any) -> tuple[str, ...]:
+    keys = keys if isinstance(keys, tuple) else (keys,)
+    if len(keys) > MAX_KEYS or not all(isinstance(key, str | int) for key in keys):
+        raise TypeError("keys that are neither text nor numbers, or too many")
+    return tuple(map(str, keys))
+
+
+def _tensor(
+    path: str, name: str, keys: tuple[str, ...], entry: Any, places: Mapping[tuple[str, Shape | None], Place]
+) -> SavedTensor:
+    state = _state(entry, "TensorStorageMetadata")
+    dtype, shape = state["properties"].state[0], state["size"]
+    if not isinstance(dtype, torch.dtype) or not is_shape(shape):
+        raise TypeError(f"{reprlib.repr(name)} has no dtype or shape")
+    chunks = []
+    for chunk in state["chunks"]:
+        offsets, sizes = chunk.state
+        if not is_shape(offsets) or not is_shape(sizes) or not len(offsets) == len(sizes) == len(shape):
+            raise TypeError(f"{reprlib.repr(name)} has a chunk without place or size in shape {shape}")
+        if (name, offsets) not in places:
+            raise CheckpointError(f"{path}: {name}: no file has the chunk at {offsets} of shape {sizes}")
+        place = places[name, offsets]
+        if math.prod(sizes) * dtype.itemsize > place.nbytes:
+            raise CheckpointError(
+                f"{path}: {name}: the chunk at {offsets} of shape {sizes} has {place.nbytes} bytes in {place.file}, "
+                "too few for it"
+            )
+        chunks.append(Chunk(offsets, sizes, place))
+    return SavedTensor(name, keys, dtype, shape, tuple(chunks))
+
+
+# -- parts in safetensors files ----------------------------------------------------------------------------------------
 
 
 def shard_files(folder: str) -> list[str]:
@@ -123,7 +293,7 @@ def open_shards(folder: str, executor: Executor) -> SavedState:
             tiles.setdefault(tensor, []).append(Tile(tuple(first), values))
     check_written_together(file.path for file in files)
     tensors: dict[tuple[str, ...], TiledTensor]
-    tensors = {(name,): _assemble_parts(folder, name, parts) for name, parts in tiles.items()}
+    tensors = {(name,): _assemble_parts(f"{folder}: {name}", parts) for name, parts in tiles.items()}
     return SavedState(folder, "torch DCP in safetensors files", tensors, tuple(files), has_shapes=False)
 
 
@@ -141,10 +311,10 @@ def _is_index(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 60
 
 
-def _assemble_parts(folder: str, name: str, parts: Sequence[Tile]) -> TiledTensor:
+def _assemble_parts(what: str, parts: Sequence[Tile]) -> TiledTensor:
     # The files do not say the shape: the part that ends last does.
     dims = range(len(parts[0].offsets))
     if any(len(part.offsets) != len(dims) for part in parts):
-        raise CheckpointError(f"{folder}: {name}: its parts have different numbers of dims")
+        raise CheckpointError(f"{what}: its parts have different numbers of dims")
     shape = tuple(max(part.offsets[dim] + part.values.shape[dim] for part in parts) for dim in dims)
-    return assemble(f"{folder}: {name}", shape, parts)
+    return assemble(what, shape, parts)

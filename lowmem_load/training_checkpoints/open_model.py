@@ -1,4 +1,4 @@
-"""Opens the model in a training checkpoint, whoever wrote it."""
+"""Finds out who wrote a training checkpoint, and opens the model in it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from typing import Protocol
 
 import torch
 
-from lowmem_load.errors import CheckpointError, ConfigError
+from lowmem_load.errors import CheckpointError, ConfigError, listed
 from lowmem_load.io.executor import Executor
 from lowmem_load.planning.expression import Expression, Shape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.training_checkpoints.adapter_names import Adapted, place_in
-from lowmem_load.training_checkpoints.names import weights_in, without_wrappers
-from lowmem_load.training_checkpoints.open_state import is_saved_state, open_state
-from lowmem_load.training_checkpoints.open_zero import open_checkpoint
-from lowmem_load.training_checkpoints.zero_checkpoint import find_folder
+from lowmem_load.training_checkpoints.dcp import METADATA, open_dcp, open_shards, shard_files
+from lowmem_load.training_checkpoints.names import Adapted, place_in, weights_in, without_wrappers
+from lowmem_load.training_checkpoints.rank_files import open_rank_files, rank_files
+from lowmem_load.training_checkpoints.saved_state import SavedState
+from lowmem_load.training_checkpoints.zero_checkpoint import find_folder, open_checkpoint
+
+_OF_ACCELERATE = "pytorch_model_fsdp_0"
+"""Folder of the weights that accelerate, Trainer, axolotl and LLaMA-Factory save in theirs."""
+
+_MODELS_OF_VERL = ("actor", "critic")
 
 _OF_VERL = "huggingface"
 """Folder in a checkpoint of verl that has the model's configuration and tokenizer."""
@@ -112,15 +117,45 @@ def own_files(folder: str, names: Iterable[str]) -> list[str]:
     return paths
 
 
-def _near(named: str, opened: str) -> tuple[str, ...]:
-    """Return the folders that may have files about a model, given the folder that a user has named, and that opened.
+def find_state(folder: str) -> str | None:
+    """Return the folder that has the weights: this one, or a known one in it. None if there is none."""
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder}: no such folder")
+    for place in (folder, os.path.join(folder, _OF_ACCELERATE)):
+        if os.path.isdir(place) and (
+            os.path.isfile(os.path.join(place, METADATA)) or rank_files(place)[1] or shard_files(place)
+        ):
+            return place
+    if parts := [part for part in _MODELS_OF_VERL if os.path.isdir(os.path.join(folder, part))]:
+        raise CheckpointError(f"{folder}: is verl's folder of a step; name one model in it: {listed(parts)}")
+    if any(name.endswith(".distcp") for name in os.listdir(folder)):
+        raise CheckpointError(
+            f"{folder}: has .distcp files and no {METADATA}: the save did not end, or the file was not copied (its "
+            "name begins with a dot)"
+        )
+    return None
 
-    accelerate's folder of weights is always in that of the checkpoint.
+
+def open_state(folder: str, executor: Executor) -> SavedState:
+    """Return what a training checkpoint holds. No weights are read.
+
+    Raises:
+        CheckpointError: it is no checkpoint, incomplete, or malformed.
+        UnsupportedError: it was saved in a form that cannot be read by ranges.
     """
-    folders = [opened, os.path.join(opened, _OF_VERL), named]
-    if re.fullmatch(r"pytorch_model_fsdp_\d+", os.path.basename(os.path.abspath(opened))):
-        folders.append(os.path.dirname(os.path.abspath(opened)))
-    return tuple(dict.fromkeys(map(os.path.abspath, folders)))
+    place = find_state(folder)
+    if place is None:
+        raise CheckpointError(
+            f"{folder}: is no training checkpoint: it has no {METADATA} of torch DCP, no files of ranks "
+            "(model_world_size_*_rank_*.pt), no shard-*.safetensors, and no file 'latest' of DeepSpeed (if it "
+            "has tags, name one; if it is a model, name it as such, not as weights). It holds "
+            f"{listed(sorted(os.listdir(folder))) or 'nothing'}"
+        )
+    if os.path.isfile(os.path.join(place, METADATA)):
+        return open_dcp(place, executor)
+    if shard_files(place):
+        return open_shards(place, executor)
+    return open_rank_files(place, executor)
 
 
 def open_model(folder: str, executor: Executor, *, tag: str | None = None, part: str | None = None) -> SavedModel:
@@ -137,8 +172,8 @@ def open_model(folder: str, executor: Executor, *, tag: str | None = None, part:
         ConfigError: there is no such tag or part.
         UnsupportedError: it was saved in a form that cannot be read by ranges.
     """
-    is_of_torch = tag is None and not os.path.isfile(os.path.join(folder, "latest"))
-    tagged = None if is_of_torch and is_saved_state(folder) else find_folder(folder, tag)
+    is_tagged = tag is not None or os.path.isfile(os.path.join(folder, "latest"))
+    tagged = find_folder(folder, tag) if is_tagged else None
     entries: Mapping[tuple[str, ...], Values]
     if tagged is None:
         state = open_state(folder, executor)
@@ -155,7 +190,10 @@ def open_model(folder: str, executor: Executor, *, tag: str | None = None, part:
         entries = {(name,): tensor for name, tensor in values.items()}
         num_masters = sum(saved.group is not None for saved in checkpoint.parameters.values())
         model = SavedModel(tagged, "DeepSpeed's ZeRO", {}, tuple(checkpoint.files), num_masters=num_masters)
-    model = replace(model, near=_near(folder, model.folder))
+    near = [model.folder, os.path.join(model.folder, _OF_VERL), folder]
+    if os.path.basename(os.path.abspath(model.folder)).startswith("pytorch_model_fsdp_"):
+        near.append(os.path.dirname(os.path.abspath(model.folder)))  # in which accelerate saves it
+    model = replace(model, near=tuple(dict.fromkeys(map(os.path.abspath, near))))
     has_adapter_config = model.companion("adapter_config.json") is not None
     weights = weights_in(model.folder, entries, part, has_adapter_config=has_adapter_config)
     model = replace(model, adapted=weights.adapted, removed=weights.removed)

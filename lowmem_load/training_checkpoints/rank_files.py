@@ -14,24 +14,28 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
-from lowmem_load.formats.dcp_metadata import MAX_KEYS
 from lowmem_load.formats.inert_pickle import WRAPPER, Foreign, Tensor, is_shape
 from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
-from lowmem_load.planning.expression import Expression, Shape, slice_dim
+from lowmem_load.planning.expression import Shape, slice_dim
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.regions import Split, grid_of
-from lowmem_load.training_checkpoints.one_save import check_written_together
-from lowmem_load.training_checkpoints.tiles import Tile, TiledTensor, assemble
-from lowmem_load.training_checkpoints.weights import SavedState
+from lowmem_load.training_checkpoints.dcp import MAX_KEYS
+from lowmem_load.training_checkpoints.saved_state import (
+    SavedState,
+    Tile,
+    TiledTensor,
+    assemble,
+    check_written_together,
+)
 
 _NAMES = {
     "FSDP's files of verl": re.compile(r"model_world_size_(?P<count>\d+)_rank_(?P<rank>\d+)\.pt"),
@@ -92,32 +96,25 @@ def open_rank_files(folder: str, executor: Executor) -> SavedState:
     for name in names:
         with executor.sources.reading(os.path.join(folder, name)) as source:
             files.append(describe_objects(source))
-
-    def are_equal(one: Expression, other: Expression) -> bool:
-        whole = [read_whole(executor, values).reshape(-1).view(torch.uint8) for values in (one, other)]
-        return torch.equal(*whole)
-
-    tensors = put_together(folder, files, are_equal)
+    tensors = put_together(folder, files, executor)
     check_written_together(file.path for file in files)
     planned = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in files)
     return SavedState(folder, kind, tensors, planned)
 
 
-def put_together(
-    folder: str, files: Sequence[TorchObjects], are_equal: Callable[[Expression, Expression], bool]
-) -> dict[tuple[str, ...], TiledTensor]:
+def put_together(folder: str, files: Sequence[TorchObjects], executor: Executor) -> dict[tuple[str, ...], TiledTensor]:
     """Return the tensors that the state dicts of all ranks make up, by the keys that lead to them.
 
-    `are_equal` compares small tensors of which the files have no checksum.
+    The executor reads small tensors that must be equal, and of which the files have no checksum.
     """
     shards: dict[tuple[str, ...], list[_Shard]] = {}
-    for rank, file in enumerate(files):
+    for file in files:
         if not isinstance(file.tree, dict):
             raise CheckpointError(f"{file.path}: holds no state dict")
         for keys, value in _entries(file, file.tree, ()):
-            for shard in _shards_in(file, rank, ".".join(keys), value):
+            for shard in _shards_in(file, ".".join(keys), value):
                 shards.setdefault(keys, []).append(shard)
-    return {keys: _whole(folder, ".".join(keys), parts, are_equal) for keys, parts in shards.items()}
+    return {keys: _whole(folder, ".".join(keys), parts, executor) for keys, parts in shards.items()}
 
 
 def _entries(file: TorchObjects, tree: dict[Any, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -132,7 +129,7 @@ def _entries(file: TorchObjects, tree: dict[Any, Any], above: tuple[str, ...]) -
             yield keys, value
 
 
-def _shards_in(file: TorchObjects, rank: int, name: str, value: Any) -> Iterator[_Shard]:
+def _shards_in(file: TorchObjects, name: str, value: Any) -> Iterator[_Shard]:
     if "_flat_param" in name:
         raise UnsupportedError(
             f"{file.path}: {name} is a flat parameter of FSDP1, whose cuts are not saved; save with "
@@ -141,7 +138,7 @@ def _shards_in(file: TorchObjects, rank: int, name: str, value: Any) -> Iterator
     if isinstance(value, Tensor):
         yield _Shard(file, value, value.size)
     elif isinstance(value, Foreign) and value.name == WRAPPER:
-        yield _dtensor(file, rank, name, value)
+        yield _dtensor(file, name, value)
     elif isinstance(value, Foreign) and value.name == _SHARDED_TENSOR:
         yield from _sharded_tensor(file, name, value)
     elif isinstance(value, Foreign) and value.name.startswith("torch._utils._rebuild"):
@@ -150,54 +147,27 @@ def _shards_in(file: TorchObjects, rank: int, name: str, value: Any) -> Iterator
         )
 
 
-def _dtensor(file: TorchObjects, rank: int, name: str, value: Foreign) -> _Shard:
+def _dtensor(file: TorchObjects, name: str, value: Foreign) -> _Shard:
+    """Return what a rank has of a DTensor.
+
+    The mesh says where the rank is along each dim, and, in `_flatten_mesh_list` (torch to 2.9) or `_flatten_rank_map`,
+    which ranks there are. Process groups number their ranks in ascending order, whatever the mesh does.
+    """
     try:
         _, slots = value.state
         spec = slots["_spec"].state
-        local, placements, places = slots["_local_tensor"], spec["placements"], _places(spec["mesh"].state, rank)
-        shape = value.arguments[2]
-        is_right = isinstance(local, Tensor) and len(places) == len(placements) and is_shape(shape)
-        is_right = is_right and all(isinstance(placement, Foreign) for placement in placements)
-    except (TypeError, KeyError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        mesh, placements = spec["mesh"].state, tuple(spec["placements"])
+        ranks = mesh["_flatten_rank_map"] if "_flatten_rank_map" in mesh else mesh["_flatten_mesh_list"]
+        local, shape, places = slots["_local_tensor"], value.arguments[2], tuple(mesh["_coordinate_on_dim"])
+        is_right = isinstance(local, Tensor) and is_shape(shape) and is_shape(places) and is_shape(tuple(ranks))
+        is_right = is_right and len(places) == len(placements) and all(isinstance(cut, Foreign) for cut in placements)
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{file.path}: {name}: is no DTensor as torch 2.6 to 2.13 saves it: {error!r}") from error
-    if not is_right or not all(type(index) is int and index >= 0 for index in places):
+    if not is_right:
         raise CheckpointError(f"{file.path}: {name}: is no DTensor as torch 2.6 to 2.13 saves it")
-    return _Shard(file, local, shape, tuple(placements), places)
-
-
-def _places(mesh: dict[str, Any], rank: int) -> tuple[int, ...]:
-    """Return the number of a rank in the process group of each dim of a mesh, which has its ranks in ascending order.
-
-    Source: torch 2.13 `distributed/device_mesh.py`, `DeviceMesh.__init__`, `_init_one_process_group`: the ranks are in
-    `_flatten_mesh_list` (to 2.9), or in `_flatten_rank_map`, of which `_layout` has the sizes and strides.
-    """
-    coordinate = tuple(mesh["_coordinate_on_dim"])
-    ranks = mesh["_flatten_rank_map"] if "_flatten_rank_map" in mesh else mesh["_flatten_mesh_list"]
-    if list(ranks) == sorted(ranks):
-        return coordinate
-    if "_layout" in mesh:
-        layout = mesh["_layout"].state
-        sizes, strides = (
-            [axis.state[key] for axis in layout["axes"]] if "axes" in layout else layout[key]
-            for key in ("shape", "stride")
-        )
-    else:
-        sizes = mesh["mesh"].size
-        strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-    places = []
-    for size, stride, index in zip(sizes, strides, coordinate, strict=True):
-        steps = [range(0, step * num, step) for num, step in zip(_numbers(size), _numbers(stride), strict=True)]
-        if math.prod(map(len, steps)) > len(ranks):
-            raise ValueError("a dim of a mesh has more ranks than the mesh")
-        offsets = [sum(offset) for offset in itertools.product(*steps)]
-        first = ranks.index(rank) - offsets[index]
-        places.append(sorted(ranks[first + offset] for offset in offsets).index(rank))
-    return tuple(places)
-
-
-def _numbers(sizes: Any) -> list[int]:
-    """Return the numbers in a number or in tuples of tuples."""
-    return [sizes] if isinstance(sizes, int) else [number for inner in sizes for number in _numbers(inner)]
+    if list(ranks) != sorted(ranks):
+        raise UnsupportedError(f"{file.path}: {name}: its mesh has ranks in another order; save it with torch DCP")
+    return _Shard(file, local, shape, placements, places)
 
 
 def _sharded_tensor(file: TorchObjects, name: str, value: Foreign) -> Iterator[_Shard]:
@@ -215,11 +185,14 @@ def _sharded_tensor(file: TorchObjects, name: str, value: Foreign) -> Iterator[_
         raise CheckpointError(f"{file.path}: {name}: is no ShardedTensor as torch saves it: {error!r}") from error
 
 
-def _check_replicas(name: str, shards: Sequence[_Shard], are_equal: Callable[[Expression, Expression], bool]) -> None:
+def _check_replicas(name: str, shards: Sequence[_Shard], executor: Executor) -> None:
     """Raise where ranks have different values of one part: each may have experts of its own under one name."""
     by_place: dict[tuple[Sequence[int], Shape | None], _Shard] = {}
     for shard in shards:
-        first = by_place.setdefault((_place_of(shard), shard.offsets), shard)
+        # Along the dims of the mesh that do not cut the tensor all ranks have one place.
+        cuts = zip(shard.placements, shard.places, strict=True)
+        place = tuple(index for placement, index in cuts if not placement.name.endswith(".Replicate"))
+        first = by_place.setdefault((place, shard.offsets), shard)
         if first is shard or not math.prod(shard.local.size):
             continue
         checksums = {replica.file.checksum(replica.local) for replica in (first, shard)}
@@ -227,7 +200,7 @@ def _check_replicas(name: str, shards: Sequence[_Shard], are_equal: Callable[[Ex
         if None in checksums:
             if math.prod(shard.local.size) * shard.local.dtype.itemsize > MAX_COMPARED_NBYTES:
                 state = "cannot be compared with"
-            elif are_equal(first.file.expression(first.local, name), shard.file.expression(shard.local, name)):
+            elif _are_equal(first, shard, name, executor):
                 continue
         elif len(checksums) == 1:
             continue
@@ -237,15 +210,12 @@ def _check_replicas(name: str, shards: Sequence[_Shard], are_equal: Callable[[Ex
         )
 
 
-def _place_of(shard: _Shard) -> tuple[int, ...]:
-    """Return where in the mesh a rank is, along the dims that cut the tensor: replicas have one place."""
-    cuts = zip(shard.placements, shard.places, strict=True)
-    return tuple(index for placement, index in cuts if not placement.name.endswith(".Replicate"))
+def _are_equal(one: _Shard, other: _Shard, name: str, executor: Executor) -> bool:
+    values = [read_whole(executor, shard.file.expression(shard.local, name)) for shard in (one, other)]
+    return torch.equal(*(whole.reshape(-1).view(torch.uint8) for whole in values))
 
 
-def _whole(
-    folder: str, name: str, shards: Sequence[_Shard], are_equal: Callable[[Expression, Expression], bool]
-) -> TiledTensor:
+def _whole(folder: str, name: str, shards: Sequence[_Shard], executor: Executor) -> TiledTensor:
     shape, placements = shards[0].shape, [placement.name for placement in shards[0].placements]
     for shard in shards:
         if (shard.shape, [placement.name for placement in shard.placements]) != (shape, placements):
@@ -253,11 +223,10 @@ def _whole(
                 f"{shard.file.path}: {name} is of shape {shard.shape} and placed differently than in "
                 f"{os.path.basename(shards[0].file.path)}: the files are of different saves"
             )
-    _check_replicas(name, shards, are_equal)
+    _check_replicas(name, shards, executor)
     # A mesh dim has as many ranks as places occur along it.
     sizes = [max(along) + 1 for along in zip(*(shard.places for shard in shards), strict=True)]
-    tiles = [tile for shard in shards for tile in _tiles(name, shard, sizes)]
-    return assemble(f"{folder}: {name}", shape, tiles)
+    return assemble(f"{folder}: {name}", shape, (tile for shard in shards for tile in _tiles(name, shard, sizes)))
 
 
 def _tiles(name: str, shard: _Shard, mesh: Sequence[int]) -> Iterator[Tile]:
@@ -278,22 +247,24 @@ def _tiles(name: str, shard: _Shard, mesh: Sequence[int]) -> Iterator[Tile]:
     if not grid.numel:
         return
     local = shard.file.expression(shard.local, name)
-    positions = [_positions(runs) for runs in grid.runs]
-    for places in itertools.product(*positions):
-        yield Tile(tuple(start for start, _, _ in places), _sliced(local, places))
+    for runs in itertools.product(*map(_runs, grid.runs)):
+        values = local
+        for dim, run in enumerate(runs):
+            if run.size != local.shape[dim]:
+                values = slice_dim(values, dim, run.local, 1, run.size)
+        yield Tile(tuple(run.start for run in runs), values)
 
 
-def _positions(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return each run of a dim: its first index in the whole tensor, its first index in the local one, its size."""
-    ends = list(itertools.accumulate(end - start for start, end in runs))
-    return [(start, last - (end - start), end - start) for (start, end), last in zip(runs, ends, strict=True)]
+class _Run(NamedTuple):
+    start: int  # in the whole tensor
+    local: int  # in the local one
+    size: int
 
 
-def _sliced(local: Expression, places: Sequence[tuple[int, int, int]]) -> Expression:
-    for dim, (_, first, size) in enumerate(places):
-        if size != local.shape[dim]:
-            local = slice_dim(local, dim, first, 1, size)
-    return local
+def _runs(runs: Sequence[tuple[int, int]]) -> list[_Run]:
+    """Return each run of indices along a dim that a rank has."""
+    ends = itertools.accumulate(end - start for start, end in runs)
+    return [_Run(start, last - (end - start), end - start) for (start, end), last in zip(runs, ends, strict=True)]
 
 
 def _split(shard: _Shard, name: str, placement: Foreign, num_chunks: int, index: int) -> Iterator[Split]:

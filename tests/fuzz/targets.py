@@ -35,13 +35,14 @@ from lowmem_load.config.settings import read_settings
 from lowmem_load.ds.zero3_target import Zero3
 from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError
 from lowmem_load.formats import inert_pickle, plain_values
-from lowmem_load.formats.dcp_metadata import read_metadata
 from lowmem_load.formats.index import base_of_adapter, check_index
 from lowmem_load.formats.safetensors import METADATA, PREFIX_NBYTES, Safetensors, parse_header
 from lowmem_load.formats.torch_zip import TorchObjects, TorchZip, state_dict
+from lowmem_load.io.executor import Executor
 from lowmem_load.planning.expression import Computed, Source, leaves
+from lowmem_load.training_checkpoints.dcp import read_metadata
 from lowmem_load.training_checkpoints.rank_files import put_together
-from lowmem_load.training_checkpoints.tiles import Tile, assemble
+from lowmem_load.training_checkpoints.saved_state import Tile, assemble
 
 SECONDS, MAX_WAIT_S = 1.0, 10.0
 """That an input may take of a processor, and in all; most take a tenth of a millisecond."""
@@ -304,7 +305,7 @@ def objects(data: bytes) -> None:
 
 def dcp_metadata(data: bytes) -> None:
     """The `.metadata` of a torch DCP checkpoint, with chunks that lie where it says."""
-    for tensor in read_metadata(Memory(data)).tensors.values():
+    for tensor in read_metadata(Memory(data))[0].values():
         tiles = [
             Tile(chunk.offsets, Source(chunk.place.file, tensor.name, chunk.place.start, chunk.sizes, tensor.dtype))
             for chunk in tensor.chunks
@@ -317,9 +318,9 @@ def dcp_metadata(data: bytes) -> None:
 def rank_file(data: bytes) -> None:
     """The `data.pkl` of one rank's file, of two ranks that saved alike."""
     tree = inert_pickle.objects(data, "x.pt")
-    put_together(
-        "folder", [TorchObjects(f"{rank}.pt", len(data), "", "", tree, "x", {}) for rank in range(2)], lambda *_: True
-    )
+    files = [TorchObjects(f"{rank}.pt", len(data), "", "", tree, "x", {}) for rank in range(2)]
+    with Executor() as executor:
+        put_together("folder", files, executor)
 
 
 def pickled(data: bytes) -> None:

@@ -108,11 +108,8 @@ def go_both_ways(folder: Path, llama: str) -> None:
 
 def test_each_rank_has_the_part_that_torch_gives_it(checkpoints: Path, tmp_path: Path) -> None:
     run_ranks(go_both_ways, tmp_path, str(builders.tiny_llama(checkpoints)), world_size=4, timeout_s=240)
-    from safetensors.torch import load_file
-
     folders = sorted(path.parent for path in tmp_path.glob("*/model_world_size_4_rank_0.pt"))
     for folder in folders:
-        consolidate(folder, tmp_path / f"{folder.name} made", config=False)
-        made = load_file(tmp_path / f"{folder.name} made" / "model.safetensors")
-        torch.testing.assert_close(made, TRUTH, rtol=0, atol=0, msg=folder.name)
+        with pytest.raises(UnsupportedError, match=r"weight: its mesh has ranks in another order"):
+            consolidate(folder, tmp_path / f"{folder.name} made", config=False)
     assert len(folders) == 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,10 +102,10 @@ def test_resume_gives_the_same_losses_and_weights(checkpoints: Path, tmp_path: P
 
 def load_broken(path: str, folder: str) -> None:
     """Rank function: what is said of a folder without a checkpoint, and of one without the whole part."""
-    from lowmem_load.partial.partial_checkpoint import REPLICATED_FILE
+    from lowmem_load.training_checkpoints.zero_checkpoint import REPLICATED_FILE
 
     engine = make_engine(path, CONFIG)
-    assert engine.load_checkpoint(f"{folder}/nowhere") == (None, None)
+    assert engine.load_checkpoint(f"{folder}/nowhere") == (None, {})
     with pytest.raises(CheckpointError, match="no checkpoint 'nowhere', which 'tag' names"):
         engine.load_checkpoint(folder, "nowhere")
     train(engine, 0, 1)
@@ -118,9 +117,8 @@ def load_broken(path: str, folder: str) -> None:
     torch.distributed.barrier()
     engine.destroy()
     engine = make_engine(path, CONFIG)
-    for load in (engine.load_checkpoint, functools.partial(load_checkpoint, engine)):
-        with pytest.raises(CheckpointError, match=r"whole_states.pt: was saved at step 2, DeepSpeed's files at 1"):
-            load(folder, tag="one")
+    with pytest.raises(CheckpointError, match=r"whole_states.pt: was saved at step 2, .*model_states.pt at 1"):
+        load_checkpoint(engine, folder, tag="one")
     with pytest.raises(CheckpointError, match=r"was saved at step 2"):
         consolidate(folder, f"{folder}/made-{engine.zero3.global_rank}", tag="one")
     torch.distributed.barrier()
@@ -160,11 +158,10 @@ def load_into_another(path: str, folder: str) -> None:
         engine.load_checkpoint(f"{folder}/stage2" if rank else f"{folder}/nowhere")
     engine.destroy()
     engine = make_engine(path, CONFIG, prepare=freeze_llm)
-    with pytest.raises(ConfigError, match=r"^llm\.model\.embed_tokens\.weight"):
+    with pytest.raises(ConfigError, match=r"trains other parameters: picture\.patches\.bias"):
         engine.load_checkpoint(f"{folder}/stage2")
-    engine.save_checkpoint(f"{folder}/stage2", tag="newer")
-    with pytest.raises(ConfigError, match="global_step2"):
-        engine.load_checkpoint(f"{folder}/stage2", tag="global_step2", load_module_only=True)
+    engine.load_checkpoint(f"{folder}/stage2", load_module_only=True)
+    assert_same_state(saved, engine.consolidated_state_dict())
     engine.destroy()
 
     engine = make_engine(path, CONFIG, prepare=scaled(1))

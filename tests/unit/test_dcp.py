@@ -28,12 +28,12 @@ from typer.testing import CliRunner
 from lowmem_load import consolidate
 from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
-from lowmem_load.formats.dcp_metadata import read_metadata
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.io.source import LocalFile
+from lowmem_load.training_checkpoints.dcp import read_metadata
 from lowmem_load.training_checkpoints.names import Weights, weights_in, without_wrappers
-from lowmem_load.training_checkpoints.open_state import open_state
+from lowmem_load.training_checkpoints.open_model import open_state
 
 TENSORS = {
     "a.weight": torch.arange(35.0).view(7, 5),
@@ -73,7 +73,7 @@ def test_a_tensor_may_have_many_chunks(tmp_path: Path) -> None:
     places = {MetadataIndex("a", first): _StorageInfo("__0_0.distcp", first[0] * 1000, 1000) for first in offsets}
     path = tmp_path / ".metadata"
     path.write_bytes(pickle.dumps(Metadata({"a": entry}, storage_data=places)))
-    assert len(read_metadata(LocalFile(str(path))).tensors["a"].chunks) == 20_000
+    assert len(read_metadata(LocalFile(str(path)))[0]["a"].chunks) == 20_000
 
 
 def test_all_values_are_read(once: Path) -> None:

@@ -74,7 +74,9 @@ def test_copies_of_hpz_do_not_outlive_a_resume(lone_process: None, monkeypatch: 
     model.weight = partitioner.new_parameter(torch.Size([4]), torch.float32, requires_grad=True, ds_id=0)
     partitioner.allocate(model.weight, [4, 4])
     zero = DeepSpeedZeroOptimizer_Stage3.__new__(DeepSpeedZeroOptimizer_Stage3)
-    vars(zero).update(fp16_groups=[[model.weight]], fp32_partitioned_groups_flat=[], sub_group_to_group_id={})
+    vars(zero).update(
+        fp16_groups=[[model.weight]], fp32_partitioned_groups_flat=[torch.empty(4)], sub_group_to_group_id={}
+    )
     vars(zero).update(loss_scaler=None, optimizer=None, overflow=False)
     engine = SimpleNamespace(module=model, optimizer=zero, lr_scheduler=None, mp_world_size=1)
     vars(engine).update(global_samples=0, global_steps=0, skipped_steps=0)

@@ -35,8 +35,8 @@ saving
 weights_out
 lazy_weights
 api
-partial
 resume
+partial
 integrations
 cli
 __init__ __main__

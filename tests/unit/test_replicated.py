@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
-from lowmem_load.partial.partial_checkpoint import (
+from lowmem_load.partial.replicated import (
     FORMAT,
     REPLICATED_FILE,
+    ReplicatedPart,
+    SplitOptimizer,
+    follow,
     load_replicated,
     save_replicated,
 )
-from lowmem_load.partial.replicated import ReplicatedPart, SplitOptimizer, follow
 
 pytestmark = pytest.mark.usefixtures("lone_process")
 

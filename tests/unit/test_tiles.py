@@ -14,7 +14,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import hold
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.training_checkpoints.tiles import Tile, assemble
+from lowmem_load.training_checkpoints.saved_state import Tile, assemble
 
 
 def cut(tensor: torch.Tensor, offsets: tuple[int, ...], rng: random.Random, depth: int) -> list[Tile]:

@@ -1,10 +1,18 @@
-"""Puts a tensor together from blocks that ranks have saved. Pure."""
+"""What the ranks of a job have saved: tensors that are put together from blocks, in files of one save.
+
+A save over an earlier one that was killed leaves files of both, with equal names, sizes and shapes. torch's files have
+nothing in them that tells one save from another, but their times do. Copies may have other times than their originals:
+tools that do not keep them write one file after the other.
+"""
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +20,16 @@ import torch
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.planning.expression import Expression, Shape, concat, numel, reshape
+from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.regions import FlatRange
+
+SLACK_S = 1.0
+"""Clocks of servers, and file systems that keep whole seconds."""
+
+PATIENCE_S = 10.0
+"""Ranks write at the same time. One may be this much later than all others, or as long as it takes to copy its file."""
+
+COPIED_BYTES_PER_S = 25e6
 
 
 class Tile(NamedTuple):
@@ -51,6 +68,25 @@ class TiledTensor:
         bands, skipped = self.bands[first:last], self.starts[first] * row
         span = FlatRange(elements.start - skipped, elements.end - skipped)
         return (bands[0] if len(bands) == 1 else concat(bands, 0)), span
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """What the ranks of a job have saved.
+
+    Attributes:
+        folder: where the files are.
+        kind: who writes such files, for messages.
+        tensors: by the keys that lead to them in the state dict that was saved.
+        files: all files that were opened.
+        has_shapes: whether the files say how large the tensors are.
+    """
+
+    folder: str
+    kind: str
+    tensors: Mapping[tuple[str, ...], TiledTensor]
+    files: tuple[PlannedFile, ...]
+    has_shapes: bool = True
 
 
 def assemble(what: str, shape: Shape, tiles: Iterable[Tile]) -> TiledTensor:
@@ -121,3 +157,35 @@ def _cut(what: str, tiles: Sequence[Tile], start: Shape, sizes: Shape, dim: int)
     if end != start[dim] + sizes[dim]:
         raise CheckpointError(f"{what}: indices {end} to {start[dim] + sizes[dim]} of dim {dim} are in no chunk")
     return groups
+
+
+# -- whether one save has written the files ----------------------------------------------------------------------------
+
+
+def check_written_before(last: str, paths: Iterable[str]) -> None:
+    """Raise CheckpointError if some files were written before the one that a save writes last, and some after it."""
+    end = os.stat(last).st_mtime
+    times = {path: os.stat(path).st_mtime for path in paths}
+    later = [path for path, when in times.items() if when > end + SLACK_S]
+    if later and any(when < end for when in times.values()):
+        raise _of_two_saves(later[0], times[later[0]], last, end, last)
+
+
+def check_written_together(paths: Iterable[str]) -> None:
+    """Raise CheckpointError if ranks have written their files at times that are too far apart."""
+    files = sorted((os.stat(path).st_mtime, path, os.stat(path).st_size) for path in paths)
+    for (before, earlier, _), (when, path, nbytes) in itertools.pairwise(files):
+        if when - before > PATIENCE_S + nbytes / COPIED_BYTES_PER_S:
+            raise _of_two_saves(path, when, earlier, before, os.path.join(os.path.dirname(path), "*"))
+
+
+def _of_two_saves(later: str, when: float, earlier: str, before: float, to_touch: str) -> CheckpointError:
+    return CheckpointError(
+        f"{later}: was written at {_shown(when)}, {os.path.basename(earlier)} at {_shown(before)}: a save over an "
+        "earlier one did not end; take another checkpoint. If these are of one save, and were copied without their "
+        f"times: touch {to_touch}"
+    )
+
+
+def _shown(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
