@@ -14,7 +14,7 @@ import typer
 from lowmem_load import contract
 from lowmem_load.cli.common import NO, Json, answer, table, working
 from lowmem_load.contract import Releases, is_release_between
-from lowmem_load.ds.build_locks import lock_text, old_locks
+from lowmem_load.ds.ops import old_locks
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 """Levels of findings. A problem makes a run fail or go wrong unless it is fixed."""
@@ -98,5 +98,5 @@ def check_compiler() -> Iterator[Finding]:
 
 def check_locks() -> Iterator[Finding]:
     """Look for locks of killed builds, at which DeepSpeed waits without a word."""
-    for lock, age_s in old_locks():
-        yield Finding("compiler", PROBLEM, lock_text(lock, age_s), "delete it if nobody builds there")
+    for text in old_locks():
+        yield Finding("compiler", PROBLEM, text, "delete it if nobody builds there")

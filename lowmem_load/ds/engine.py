@@ -71,9 +71,6 @@ class Shell(nn.Module):
             self.register_parameter(PLACEHOLDER, placeholder)
         # No checkpoint has the placeholder: a frozen part may be trained later.
         self.register_state_dict_post_hook(_drop_placeholder)
-        # DeepSpeed makes states of fp32 values, which have it.
-        self.register_load_state_dict_pre_hook(_drop_placeholder)
-        self.register_load_state_dict_post_hook(_ignore_placeholder)
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,11 +80,6 @@ class Shell(nn.Module):
 
 def _drop_placeholder(shell: nn.Module, state_dict: dict[str, Any], *_: Any) -> None:
     state_dict.pop(PLACEHOLDER, None)
-
-
-def _ignore_placeholder(shell: nn.Module, keys: Any) -> None:
-    if PLACEHOLDER in keys.missing_keys:
-        keys.missing_keys.remove(PLACEHOLDER)
 
 
 def check_engine(engine: Any) -> None:

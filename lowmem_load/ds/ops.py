@@ -5,20 +5,26 @@ DeepSpeed is imported when a function is called: the import takes seconds and ch
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import glob
 import logging
+import os
+import sys
 import time
 from datetime import timedelta
 from typing import Any
 
 from lowmem_load.contract import DEEPSPEED, require
-from lowmem_load.ds.build_locks import lock_text, locks
 from lowmem_load.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0
 """Seconds that another process's build may take without a word."""
+
+OLD_S = 600.0
+"""Seconds after which a lock is worth a word: builds take minutes on a busy machine, and other ranks wait for one."""
 
 _GROUPS = (
     *("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP"),
@@ -106,3 +112,32 @@ def _await_lock(name: str) -> None:
             logger.warning("%s; if nobody builds there, delete it: this load goes on then", text)
             return
         time.sleep(0.1)
+
+
+def locks(name: str = "*") -> dict[str, float]:
+    """Return path and age in seconds of each lock that torch keeps beside an extension while it compiles it.
+
+    A build that is killed leaves its lock for ever. Source: torch 2.13 `utils/cpp_extension.py`,
+    `_get_build_directory`.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    here = f"py{sys.version_info.major}{sys.version_info.minor}*"
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions", here)
+    ages: dict[str, float] = {}
+    for lock in sorted(glob.glob(os.path.join(root, name, "lock"))):
+        with contextlib.suppress(FileNotFoundError):  # that build has ended
+            ages[lock] = time.time() - os.path.getmtime(lock)
+    return ages
+
+
+def old_locks() -> list[str]:
+    """Return what a user should know of each old lock."""
+    return [lock_text(lock, age_s) for lock, age_s in locks().items() if age_s > OLD_S]
+
+
+def lock_text(lock: str, age_s: float) -> str:
+    """Return what a user should know of a lock."""
+    return (
+        f"{lock}: is {age_s / 60:.0f} minutes old. torch waits without a word for the build that made it, "
+        "and a killed build leaves it"
+    )

@@ -155,10 +155,10 @@ def install(
 def _warn_of_locks() -> None:
     """Warn of old locks of builds, where DeepSpeed may wait before anything of ours runs."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        from lowmem_load.ds.build_locks import lock_text, old_locks
+        from lowmem_load.ds.ops import old_locks
 
-        for lock, age_s in old_locks():
-            logger.warning("%s: delete it if nobody builds there", lock_text(lock, age_s))
+        for text in old_locks():
+            logger.warning("%s: delete it if nobody builds there", text)
 
 
 def uninstall() -> None:

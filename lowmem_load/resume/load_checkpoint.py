@@ -19,6 +19,7 @@ from lowmem_load.io.fill import Part, PlannedPart, fill_planned, plan_parts, rea
 from lowmem_load.io.memory import naming_shortage
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.pipeline.read_step import reading
+from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.planning.expression import Expression, Source, leaves
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import FlatRange
@@ -161,12 +162,18 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
                 own_rank = ranks.rank if len(checkpoint.states) == ranks.world_size else 0
                 plan = make_plan(checkpoint, state, wanted, own_rank, has_scheduler=engine.lr_scheduler is not None)
                 step.digest = _compared(checkpoint, state, wanted)
-                # Not in ns, which not all network file systems tell.
-                times = fingerprint(str(os.stat(file.path).st_mtime_ns // 1000) for file in checkpoint.files)
-                step.payload = os.path.realpath(folder), times
+                step.payload = identify_files(checkpoint.files)
         if folder is None:
             return None, {}
-        _check_one_folder(step.payloads)
+        # Of equal names, sizes and shapes are two saves of one run, too.
+        agree_on_bytes(
+            ranks,
+            folder,
+            checkpoint.files,
+            sources=executor.sources,
+            ids=step.payloads,
+            num_threads=executor.num_threads,
+        )
         mark_unusable(engine)
         _fill(ranks, plan, state, executor, name)
         with ranks.step("setting scalars, scheduler and counters", name=name):
@@ -188,18 +195,6 @@ def _compared(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> dict
         "headers of the files": fingerprint(map(str, files)),
         "parameters of the engine": fingerprint(parameters),
     }
-
-
-def _check_one_folder(folders: Sequence[tuple[str, str]]) -> None:
-    """Raise ConfigError if ranks read different folders, given the path and a digest of the files' times of each."""
-    # Nodes may have one disk under different paths: then its files were changed at the same times.
-    (path, times), *others = folders
-    for rank, (other, other_times) in enumerate(others, 1):
-        if other != path and other_times != times:
-            raise ConfigError(
-                f"ranks read different folders: rank 0 {path}, rank {rank} {other}, whose files were changed at other "
-                "times; name the same folder on all ranks, on a file system that they share"
-            )
 
 
 # -- planning --------------------------------------------------------------------------------------------------------

@@ -63,7 +63,6 @@ def test_the_command_ends_with_1_where_there_is_a_problem(
 
 def test_the_lock_of_a_killed_build_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr("lowmem_load.ds.build_locks.version", lambda name: "2.13.0")
     lock = tmp_path / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir()
     lock.touch()

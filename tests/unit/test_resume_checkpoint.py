@@ -1,4 +1,4 @@
-"""zero_checkpoint.py and open_zero.py: what a ZeRO checkpoint holds besides weights, and what is refused."""
+"""zero_checkpoint.py: what a ZeRO checkpoint holds besides weights, and what is refused."""
 
 from __future__ import annotations
 
