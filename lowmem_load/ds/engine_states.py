@@ -44,7 +44,7 @@ require(
         _OPTIMIZER: (
             *("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
             *("_reassign_or_swap_out_partitioned_parameters", "_swappable_optimizer_subgroup"),
-            *("checkpoint_event_epilogue", "checkpoint_event_prologue", "invalidate_secondary_tensor"),
+            *("checkpoint_event_epilogue", "checkpoint_event_prologue"),
         ),
         "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
             "swap_out_and_release",
@@ -194,7 +194,6 @@ class Zero3State:
 
     def finish(self) -> None:
         """Gather the parameters that stay gathered between steps. Collective: all ranks."""
-        self._zero.invalidate_secondary_tensor()  # hpZ's copies of the old values, which 0.17.6 would gather
         self._zero.checkpoint_event_epilogue()
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lowmem_load.errors import CheckpointError, ConfigError, listed
+from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.formats.index import read_json
 from lowmem_load.training_checkpoints.names import MAGNITUDE, place_in
 from lowmem_load.training_checkpoints.open_model import SavedModel, own_files
 
 ADAPTER_CONFIG = "adapter_config.json"
-
-_OF_VERL = "lora_train_meta.json"
-"""What verl saves of a LoRA: r, lora_alpha, task_type."""
 
 
 def adapter_config(model: SavedModel, config: str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -22,13 +19,8 @@ def adapter_config(model: SavedModel, config: str | os.PathLike[str] | None) -> 
     Raises CheckpointError if no file says it, or if it is not that of the tensors.
     """
     folder = model.companion(ADAPTER_CONFIG) or (None if config is None else os.fspath(config))
-    if folder and (paths := own_files(folder, [ADAPTER_CONFIG])):
-        values = read_json(paths[0])
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{paths[0]}: is no configuration of an adapter")
-        _check(paths[0], values, model)
-        return values
-    if (folder := model.companion(_OF_VERL)) is None:
+    paths = own_files(folder, [ADAPTER_CONFIG]) if folder else []
+    if not paths:
         place = next(near for near in reversed(model.near) if os.path.isdir(near))
         raise CheckpointError(
             f"{model.folder}: holds adapters, but no {ADAPTER_CONFIG} says their scale (lora_alpha). Make one with "
@@ -36,33 +28,18 @@ def adapter_config(model: SavedModel, config: str | os.PathLike[str] | None) -> 
             "a training program, model.peft_config['default'].save_pretrained(...) does it. Or copy it into the folder "
             "of config"
         )
-    path = os.path.join(folder, _OF_VERL)
-    meta = read_json(path)
-    if not isinstance(meta, dict) or not all(isinstance(meta.get(key), int) for key in ("r", "lora_alpha")):
-        raise CheckpointError(f"{path}: has no numbers r and lora_alpha")
-    places = {name: place_in(name) for name in model.adapter}
-    if others := [name for name, place in places.items() if place is None or place.kind not in ("lora_A", "lora_B")]:
-        raise CheckpointError(
-            f"{path}: describes a LoRA without {listed(others)}; make an {ADAPTER_CONFIG} with the arguments of the "
-            f"training: peft.LoraConfig(...).save_pretrained({folder!r})"
-        )
-    values = {
-        "peft_type": "LORA",
-        "r": meta["r"],
-        "lora_alpha": meta["lora_alpha"],
-        "target_modules": sorted({place.layer.rpartition(".")[2] for place in places.values() if place is not None}),
-        "task_type": meta.get("task_type"),
-    }
-    _check(path, values, model)
+    values = read_json(paths[0])
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{paths[0]}: is no configuration of an adapter")
+    if values.get("peft_type") == "LORA":
+        _check(paths[0], values, model)
     return values
 
 
 def _check(path: str, values: dict[str, Any], model: SavedModel) -> None:
     """Raise CheckpointError if a configuration of LoRA is not that of the tensors."""
-    if values.get("peft_type") != "LORA":
-        return
-    places = {name: place_in(name) for name in model.adapter}
-    has_magnitudes = any(place is not None and place.kind == MAGNITUDE for place in places.values())
+    places = {name: place for name in model.adapter if (place := place_in(name)) is not None}
+    has_magnitudes = any(place.kind == MAGNITUDE for place in places.values())
     if has_magnitudes != bool(values.get("use_dora")):
         raise CheckpointError(
             f"{path}: use_dora is {values.get('use_dora')}, but the checkpoint has {'' if has_magnitudes else 'no '}"
@@ -72,11 +49,7 @@ def _check(path: str, values: dict[str, Any], model: SavedModel) -> None:
     if values.get("target_parameters") or values.get("megatron_config"):
         return  # all experts have one tensor
     for name, place in places.items():
-        if (
-            place is not None
-            and place.kind in ("lora_A", "lora_embedding_A")
-            and model.adapter[name].shape[0] not in ranks
-        ):
+        if place.kind in ("lora_A", "lora_embedding_A") and model.adapter[name].shape[0] not in ranks:
             raise CheckpointError(
                 f"{path}: says r={values.get('r')}, but {name} is of shape {model.adapter[name].shape}: it is of "
                 "another adapter"

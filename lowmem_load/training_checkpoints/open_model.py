@@ -6,20 +6,16 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
-
-import torch
+from typing import TypeAlias
 
 from lowmem_load.errors import CheckpointError, ConfigError, listed
 from lowmem_load.io.executor import Executor
-from lowmem_load.planning.expression import Expression, Shape
 from lowmem_load.planning.load_plan import PlannedFile
-from lowmem_load.planning.regions import FlatRange
 from lowmem_load.training_checkpoints.dcp import METADATA, open_dcp, open_shards, shard_files
 from lowmem_load.training_checkpoints.names import Adapted, place_in, weights_in, without_wrappers
 from lowmem_load.training_checkpoints.rank_files import open_rank_files, rank_files
-from lowmem_load.training_checkpoints.saved_state import SavedState
-from lowmem_load.training_checkpoints.zero_checkpoint import find_folder, open_checkpoint
+from lowmem_load.training_checkpoints.saved_state import SavedState, TiledTensor
+from lowmem_load.training_checkpoints.zero_checkpoint import SavedParameter, find_folder, open_checkpoint
 
 _OF_ACCELERATE = "pytorch_model_fsdp_0"
 """Folder of the weights that accelerate, Trainer, axolotl and LLaMA-Factory save in theirs."""
@@ -29,28 +25,8 @@ _MODELS_OF_VERL = ("actor", "critic")
 _OF_VERL = "huggingface"
 """Folder in a checkpoint of verl that has the model's configuration and tokenizer."""
 
-
-class Values(Protocol):
-    """A whole tensor of a checkpoint, which can be read in parts."""
-
-    @property
-    def shape(self) -> Shape:
-        """Of the whole tensor."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its elements in the files."""
-
-    @property
-    def numel(self) -> int:
-        """Of the whole tensor."""
-
-    @property
-    def whole(self) -> Expression:
-        """All of it."""
-
-    def part(self, elements: FlatRange) -> tuple[Expression, FlatRange]:
-        """Return an expression that has these elements, and where in it they are."""
+Values: TypeAlias = TiledTensor | SavedParameter
+"""A whole tensor of a checkpoint, which can be read in parts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,23 +135,6 @@ def test_training_as_in_one_process(kind: str, only_projector: bool, checkpointi
     run_ranks(train_vision_language, str(path), kind, only_projector, checkpointing, timeout_s=120)
 
 
-def refuse(path: str, tied: str) -> None:
-    """Rank function: what load_model says of partitions."""
-    from lowmem_load import ConfigError, load_model
-
-    with pytest.raises(ConfigError, match=r"chooses no module|choose\(s\) no module"):
-        load_model(path, CONFIG, partition="model.languge_model")
-    with pytest.raises(ConfigError, match="cannot use 3"):
-        load_model(path, CONFIG, partition=3)
-    with pytest.raises(ConfigError, match="'lm_head'"):
-        load_model(tied, CONFIG, partition="model.language_model")
-
-
-def test_a_partition_that_cannot_be_is_refused_on_every_rank(checkpoints: Path) -> None:
-    path, tied = builders.tiny_llava(checkpoints), builders.tiny_llava(checkpoints, tie_word_embeddings=True)
-    run_ranks(refuse, str(path), str(tied))
-
-
 def stand_in_for_an_accelerator(rank: int, world_size: int) -> None:
     """Tells accelerate what it finds out by itself where there is an accelerator: with DeepSpeed it looks for one.
 

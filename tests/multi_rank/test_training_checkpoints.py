@@ -16,7 +16,7 @@ from lowmem_load import DistributedInterface, RankError, consolidate
 from lowmem_load.resume.consolidate import consolidate_on
 from tests import builders
 from tests.ranks import run_ranks
-from tests.zero3_checkpoint import save_zero3
+from tests.zero_checkpoint import save_zero3
 
 BUILDERS: dict[str, Callable[[Path], Path]] = {
     "llama": builders.tiny_llama,

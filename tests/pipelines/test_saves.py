@@ -19,7 +19,7 @@ from tests import builders
 from tests.multi_rank.test_resume import KEYS, assert_equal, whole_state
 from tests.multi_rank.test_save import equal_folders
 from tests.ranks import run_ranks
-from tests.zero3_checkpoint import save_zero3
+from tests.zero_checkpoint import save_zero3
 
 ZERO_3: dict[str, Any] = {
     "zero_optimization": {"stage": 3},

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from lowmem_load import CheckpointError, ConfigError, consolidate
-from tests.zero3_checkpoint import save_zero3
+from tests.zero_checkpoint import save_zero3
 
 Tensors = dict[str, torch.Tensor]
 

@@ -21,8 +21,7 @@ from lowmem_load import consolidate
 from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
 from tests import builders
-from tests.zero2_checkpoint import save_zero2
-from tests.zero3_checkpoint import save_zero3
+from tests.zero_checkpoint import save_zero2, save_zero3
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What an engine is asked for: the optimizer and the scale of parameters outside of it, and the end of a resume."""
+"""What an engine is asked for: the optimizer and the scale of parameters outside of it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from lowmem_load.ds.engine import PartitionedPart, arguments_with_gradient, optimizer_over, with_gradient
-from lowmem_load.ds.engine_states import Zero3State
-from lowmem_load.ds.partition import Partitioner
 
 
 @pytest.mark.parametrize(
@@ -64,28 +61,6 @@ def test_where_the_loss_scale_grows_both_parts_are_unscaled_by_the_new_one() -> 
         get_global_grad_norm=lambda: 2.0,
     )
     assert part.step(16.0) == pytest.approx(1 / (8.0 * 2.0))
-
-
-def test_copies_of_hpz_do_not_outlive_a_resume(lone_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every gather reads them where they are. To 0.17.6 `checkpoint_event_epilogue` keeps them."""
-    zero_section = {"stage": 3, "zero_hpz_partition_size": 2}
-    partitioner = Partitioner({"zero_optimization": zero_section, "train_micro_batch_size_per_gpu": 1})
-    model: Any = nn.Module()
-    model.weight = partitioner.new_parameter(torch.Size([4]), torch.float32, requires_grad=True, ds_id=0)
-    partitioner.allocate(model.weight, [4, 4])
-    zero = DeepSpeedZeroOptimizer_Stage3.__new__(DeepSpeedZeroOptimizer_Stage3)
-    vars(zero).update(
-        fp16_groups=[[model.weight]], fp32_partitioned_groups_flat=[torch.empty(4)], sub_group_to_group_id={}
-    )
-    vars(zero).update(loss_scaler=None, optimizer=None, overflow=False)
-    engine = SimpleNamespace(module=model, optimizer=zero, lr_scheduler=None, mp_world_size=1)
-    vars(engine).update(global_samples=0, global_steps=0, skipped_steps=0)
-    vars(engine).update(random_ltd_enabled=lambda: False, curriculum_learning_enabled=lambda: False)
-    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "checkpoint_event_epilogue", lambda _: None)
-    state = Zero3State(engine)
-    assert model.weight.ds_secondary_tensor is not None
-    state.finish()
-    assert model.weight.ds_secondary_tensor is None
 
 
 # -- what enters the partitioned part needs a gradient -----------------------------------------------------------------

@@ -153,20 +153,13 @@ class OwnState:
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "tag"
     weight = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
-    save_replicated(str(folder), {"module": {"w": weight}, "betas": (0.9, 0.95), "steps": [1, None]})
+    of_numpy = {"lrs": [np.float64(0.5), np.float32(0.25)], "pair": (np.int64(3), {np.int64(7): np.bool_(True)})}
+    save_replicated(str(folder), {"module": {"w": weight}, "steps": [1, None], **of_numpy})
     state = load_replicated(str(folder))
     assert torch.equal(state.pop("module")["w"], weight)
-    assert state == {"format": FORMAT, "betas": (0.9, 0.95), "steps": [1, None]}
+    assert state == {"format": FORMAT, "steps": [1, None], "lrs": [0.5, 0.25], "pair": (3, {7: True})}
+    assert [type(value) for value in (*state["lrs"], state["pair"][0])] == [float, float, int]
     assert [file.name for file in folder.iterdir()] == [REPLICATED_FILE]
-
-
-def test_numbers_of_numpy_become_pythons_wherever_they_are(tmp_path: Path) -> None:
-    state = {"lrs": [np.float64(0.5), np.float32(0.25)], "pair": (np.int64(3), {np.int64(7): np.bool_(True)})}
-    save_replicated(str(tmp_path), state)
-    found = load_replicated(str(tmp_path))
-    assert found == {"format": FORMAT, "lrs": [0.5, 0.25], "pair": (3, {7: True})}
-    assert [type(value) for value in (*found["lrs"], found["pair"][0])] == [float, float, int]
-    assert found["pair"][1][7] is True
 
 
 def test_a_state_that_could_not_be_loaded_leaves_the_file_before_as_it_was(tmp_path: Path) -> None:
@@ -190,22 +183,12 @@ def test_a_disk_that_is_full_is_named_and_nothing_is_left_on_it(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"{tmp_path}: no {REPLICATED_FILE}"):
-        load_replicated(str(tmp_path))
-
-
-@pytest.mark.parametrize("kept", [0, 10, 500])
-def test_a_damaged_file_is_refused(kept: int, tmp_path: Path) -> None:
+def test_a_file_that_is_damaged_or_of_another_format_is_refused(tmp_path: Path) -> None:
     save_replicated(str(tmp_path), {"w": torch.ones(300)})
     path = tmp_path / REPLICATED_FILE
-    path.write_bytes(path.read_bytes()[:kept])
+    path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(CheckpointError, match=f"{REPLICATED_FILE}: cannot be read"):
         load_replicated(str(tmp_path))
-
-
-@pytest.mark.parametrize("state", [{"format": FORMAT + 1}, {"step": 1}, [FORMAT]])
-def test_another_format_is_refused(state: object, tmp_path: Path) -> None:
-    torch.save(state, tmp_path / REPLICATED_FILE)
+    torch.save({"format": FORMAT + 1}, path)
     with pytest.raises(CheckpointError, match=f"{REPLICATED_FILE}: not of format {FORMAT}"):
         load_replicated(str(tmp_path))

@@ -17,9 +17,8 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.training_checkpoints.open_model import open_model
-from lowmem_load.training_checkpoints.zero_checkpoint import FP32, find_folder, open_checkpoint, saved_by
-from tests.zero2_checkpoint import save_zero2
-from tests.zero3_checkpoint import save_zero3
+from lowmem_load.training_checkpoints.zero_checkpoint import FP32, open_checkpoint, saved_by
+from tests.zero_checkpoint import save_zero2, save_zero3
 
 VALUES = {"a": torch.randn(9, 2), "b": torch.randn(5)}
 
@@ -72,16 +71,6 @@ def deep() -> Any:
     for _ in range(100):
         value = (value, value)
     return value
-
-
-@pytest.mark.parametrize(("key", "message"), [("zero_stage", "stage a tuple"), ("partition_count", "by a tuple ranks")])
-def test_what_is_no_number_is_an_error_at_once(tmp_path: Path, key: str, message: str) -> None:
-    def edit(state: Any) -> None:
-        state["optimizer_state_dict"][key] = deep()
-
-    edited(place := save_zero3(tmp_path, VALUES, world_size=2), "optim", edit)
-    with Executor() as executor, pytest.raises((CheckpointError, UnsupportedError), match=message):
-        open_checkpoint(str(place), executor)
 
 
 def test_counters_that_are_no_numbers_are_left_out_at_once(tmp_path: Path) -> None:
@@ -151,16 +140,6 @@ def test_objects_in_the_client_state_need_trust(tmp_path: Path) -> None:
         assert checkpoint.client_state(0, trusted=True)["args"] == {"mine": Mine()}
 
 
-def test_fragments_of_frozen_parameters_are_found(tmp_path: Path) -> None:
-    frozen = {"c": torch.randn(4, 4).bfloat16(), "empty": torch.zeros(0, 3)}
-    place = save_zero3(tmp_path, VALUES, world_size=3, frozen=frozen)
-    with Executor() as executor:
-        checkpoint = open_checkpoint(str(place), executor)
-        assert checkpoint.parameters["c"].group is None and checkpoint.parameters["empty"].shape == (0, 3)
-        found = read_whole(executor, checkpoint.parameters["c"].pieces[FP32].part(FlatRange(0, 16)))
-        assert torch.equal(found.view(4, 4), frozen["c"])
-
-
 def test_quantized_fragments_without_scales_are_refused(tmp_path: Path) -> None:
     place = save_zero3(tmp_path, VALUES, world_size=2, frozen={"c": torch.ones(4, dtype=torch.int8)})
     with Executor() as executor, pytest.raises(UnsupportedError, match=r"saved as torch\.int8 without the scales"):
@@ -178,36 +157,6 @@ def test_what_was_on_nvme_is_read_from_the_swapper_s_files(tmp_path: Path) -> No
             assert torch.equal(read_whole(executor, saved.pieces[FP32].part(everything)), value.view(-1))
             assert torch.equal(read_whole(executor, saved.pieces["exp_avg"].part(everything)), value.view(-1) + 1)
             assert float(saved.scalars["step"]) == 3.0
-
-
-def cut_off(folder: Path) -> None:
-    path = folder / "exp_avg-0.tensor.swp"
-    path.write_bytes(path.read_bytes()[:40])
-
-
-def rename_tensor(state: Any) -> None:
-    state["optimizer_state_dict"]["fp32_flat_groups"][0].ds_id = "../../a"
-
-
-@pytest.mark.parametrize(
-    ("spoil", "text"),
-    [
-        (cut_off, r"exp_avg-0\.tensor\.swp: has 40 bytes, expected 12 elements of torch\.float32: exp_avg of group 0"),
-        (
-            lambda folder: (folder / "0.tensor.swp").unlink(),
-            r"rank01.0\.tensor\.swp: is missing, with flat group 0 of an optimizer that was on nvme",
-        ),
-        (
-            lambda folder: edited(folder.parents[1], "optim", rename_tensor),
-            r"flat group 0 was on nvme as '\.\./\.\./a'",
-        ),
-    ],
-)
-def test_files_of_the_swapper_are_checked(spoil: Callable[[Path], Any], text: str, tmp_path: Path) -> None:
-    place = save_zero3(tmp_path, VALUES, world_size=2, moments={"exp_avg": VALUES}, swapped=True)
-    spoil(place / "offloaded_tensors" / "rank01")
-    with Executor() as executor, pytest.raises(CheckpointError, match=text):
-        open_checkpoint(str(place), executor)
 
 
 @pytest.mark.parametrize("alignment", [1, 8])
@@ -235,67 +184,8 @@ def test_stages_1_and_2_are_read(world_size: int, stage: int | None, alignment: 
         assert torch.equal(found.view(4, 4), frozen["c"].bfloat16())
 
 
-def cut_chain(place: Path) -> None:
-    flat = "optimizer_state_dict", "single_partition_of_fp32_groups", 0
-    edited(place, "rank_0_mp_rank_00_optim", lambda state: put(state, flat, torch.zeros(3)))
-
-
-def without_optimizer(place: Path) -> None:
-    for path in place.glob("*optim*"):
-        path.unlink()
-
-
-def with_optimizer_entry(key: str, value: Any) -> Callable[[Path], None]:
-    return lambda place: edited(place, "optim", lambda state: put(state, (*ZERO, key), value))
-
-
-def with_file(name: str) -> Callable[[Path], Any]:
-    return lambda place: (place / name).write_bytes(b"")
-
-
 ZERO = ("optimizer_state_dict",)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "error", "text"),
-    [
-        (cut_chain, CheckpointError, "flat group 0 has 3 elements, but 23 of 2 ranks with at most 9 each"),
-        (
-            with_optimizer_entry("param_alignment_paddings", [[0, -1]]),
-            CheckpointError,
-            "'param_alignment_paddings' are malformed",
-        ),
-        (without_optimizer, CheckpointError, "holds no optimizer states of ZeRO.*name the one that it was made of"),
-        (
-            with_file("mp_rank_01_model_states.pt"),
-            UnsupportedError,
-            "mp_rank_01_model_states.pt: is of tensor, pipeline or expert",
-        ),
-        (
-            with_file("zero_pp_rank_0_mp_rank_00_model_states.pt"),
-            CheckpointError,
-            "mp_rank_00_model_states.pt and zero_pp_rank_0_.*: two jobs",
-        ),
-        (with_optimizer_entry("base_optimizer_state", [{}]), CheckpointError, "no 'base_optimizer_state' in it"),
-    ],
-)
-def test_what_does_not_fit_together_in_stages_1_and_2(
-    spoil: Callable[[Path], None], error: type[Exception], text: str, tmp_path: Path
-) -> None:
-    place = save_zero2(tmp_path, VALUES, world_size=2)
-    spoil(place)
-    with Executor() as executor, pytest.raises(error, match=text):
-        open_checkpoint(str(place), executor)
-
-
-def of_nested_lists() -> Any:
-    value: Any = []
-    for _ in range(60):
-        value = [value, value]
-    return value
-
-
-BASE = ("optimizer_state_dict", "optimizer_state_dict")
+BASE = (*ZERO, "optimizer_state_dict")
 DELETED = object()
 
 
@@ -309,73 +199,124 @@ def put(state: Any, path: Sequence[Any], value: Any) -> None:
         state[path[-1]] = value
 
 
+def of_nested_lists() -> Any:
+    value: Any = []
+    for _ in range(60):
+        value = [value, value]
+    return value
+
+
 @pytest.mark.parametrize(
-    ("path", "value", "error", "text"),
+    ("kind", "path", "value", "error", "text"),
     [
-        ((*ZERO, "fp32_flat_groups", 0), torch.empty(0), CheckpointError, r"0 is of shape \(0,\), expected 9 elements"),
-        ((*ZERO, "fp32_flat_groups", 1), torch.zeros(2), CheckpointError, r"1 is of shape \(2,\), expected 3 elements"),
-        ((*ZERO, "fp32_flat_groups", 1), DELETED, CheckpointError, "1 flat groups, its model states name 2"),
-        ((*ZERO, "ds_zero_partition_groups"), [{}], UnsupportedError, "AutoEP"),
-        ((*BASE, "state", 1, "exp_avg"), DELETED, CheckpointError, "sub-groups with other states than exp_avg, fp32"),
-        ((*BASE, "state", 1, "step"), of_nested_lists(), CheckpointError, "'step' of the optimizer is no number"),
-        ((*BASE, "param_groups"), {"params": 3}, CheckpointError, "no 'param_groups' in it"),
-        ((*BASE, "state", 1), [1], CheckpointError, "no 1 in it"),
+        ("optim", (*ZERO, "zero_stage"), deep(), UnsupportedError, "stage a tuple"),
+        ("optim", (*ZERO, "partition_count"), deep(), CheckpointError, "by a tuple ranks"),
+        (
+            "optim",
+            (*ZERO, "fp32_flat_groups", 0),
+            torch.empty(0),
+            CheckpointError,
+            "expected 9 elements",
+        ),
+        (
+            "optim",
+            (*ZERO, "fp32_flat_groups", 1),
+            torch.zeros(2),
+            CheckpointError,
+            "expected 3 elements",
+        ),
+        ("optim", (*ZERO, "fp32_flat_groups", 1), DELETED, CheckpointError, "1 flat groups, its model states name 2"),
+        ("optim", (*ZERO, "ds_zero_partition_groups"), [{}], UnsupportedError, "AutoEP"),
+        ("optim", (*BASE, "state", 1, "exp_avg"), DELETED, CheckpointError, "other states than exp_avg, fp32"),
+        ("optim", (*BASE, "state", 1, "step"), of_nested_lists(), CheckpointError, "'step' of the optimizer is no"),
+        ("optim", (*BASE, "param_groups"), {"params": 3}, CheckpointError, "no 'param_groups' in it"),
+        ("optim", (*BASE, "state", 1), [1], CheckpointError, "no 1 in it"),
+        ("model", ("shared_params",), {"c": ["a"]}, CheckpointError, "'shared_params' are malformed"),
+        # of rank 1 alone
+        ("rank_1*optim", (*BASE, "state", 0, "step"), torch.tensor(4.0), CheckpointError, "has made other steps"),
+        ("rank_1*model", ("global_steps",), 4, CheckpointError, "saved at step 4, .* at 3"),
+        # a parameter is read as a whole, so elements of two dtypes would be taken for those of one
+        (
+            "rank_1*optim",
+            (*ZERO, "fp32_flat_groups", 0),
+            torch.zeros(9).half(),
+            CheckpointError,
+            "on other ranks",
+        ),
+        (
+            "rank_1*model",
+            ("frozen_param_fragments", "c"),
+            torch.zeros(2).half(),
+            CheckpointError,
+            "fragment of c is",
+        ),
     ],
 )
 def test_what_does_not_fit_together(
-    path: Sequence[Any], value: Any, error: type[Exception], text: str, tmp_path: Path
+    kind: str, path: Sequence[Any], value: Any, error: type[Exception], text: str, tmp_path: Path
 ) -> None:
-    place = save_zero3(tmp_path, VALUES, world_size=2, sub_group_size=9, moments={"exp_avg": VALUES})
-    edited(place, "optim", lambda state: put(state, path, value))
+    frozen = {"c": torch.randn(4)}
+    place = save_zero3(tmp_path, VALUES, world_size=2, sub_group_size=9, moments={"exp_avg": VALUES}, frozen=frozen)
+    edited(place, kind, lambda state: put(state, path, value))
     with Executor() as executor, pytest.raises(error, match=text):
         open_checkpoint(str(place), executor)
 
 
-def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    place = save_zero3(tmp_path, VALUES, world_size=1)
-    edited(place, "model", lambda state: state.update(buffer_names=[["a"]]))
-    with Executor() as executor:
-        assert open_checkpoint(str(place), executor).replicated == {}
-    edited(place, "model", lambda state: state.update(shared_params={"c": ["a"]}))
-    with Executor() as executor, pytest.raises(CheckpointError, match="'shared_params' are malformed"):
-        open_checkpoint(str(place), executor)
+def with_entry(key: str, value: Any, files: str = "optim") -> Callable[[Path], None]:
+    return lambda place: edited(place, files, lambda state: put(state, (*ZERO, key), value))
 
 
-@pytest.mark.parametrize(("kind", "text"), [("model", "saved at step 4, .* at 3"), ("optim", "has made other steps")])
-def test_files_of_two_saves_are_not_mixed(kind: str, text: str, tmp_path: Path) -> None:
-    place = save_zero3(tmp_path, VALUES, world_size=2, moments={"exp_avg": VALUES})
-    (path,) = place.glob(f"*rank_1_mp_rank_00_{kind}_states.pt")
-    state = torch.load(path, weights_only=False)
-    state["global_steps"] = 4
-    if kind == "optim":
-        state["optimizer_state_dict"]["optimizer_state_dict"]["state"][0]["step"] += 1
-    torch.save(state, path)
-    with Executor() as executor, pytest.raises(CheckpointError, match=text):
-        open_checkpoint(str(place), executor)
+def without(pattern: str) -> Callable[[Path], Any]:
+    return lambda place: [path.unlink() for path in place.glob(pattern)]
 
 
-@pytest.mark.parametrize(("kind", "what"), [("model", "fragment of c"), ("optim", "flat group 0")])
-def test_ranks_with_other_dtypes_are_refused(kind: str, what: str, tmp_path: Path) -> None:
-    """A parameter is read as a whole, so elements of two dtypes would be taken for those of one."""
-    place = save_zero3(tmp_path, VALUES, world_size=2, frozen={"c": torch.randn(4)})
-    (path,) = place.glob(f"*rank_1_mp_rank_00_{kind}_states.pt")
-    state = torch.load(path, weights_only=False)
-    if kind == "model":
-        state["frozen_param_fragments"]["c"] = state["frozen_param_fragments"]["c"].half()
+def with_file(name: str) -> Callable[[Path], Any]:
+    return lambda place: (place / name).write_bytes(b"")
+
+
+def rename_tensor(state: Any) -> None:
+    state["optimizer_state_dict"]["fp32_flat_groups"][0].ds_id = "../../a"
+
+
+def cut_off(place: Path) -> None:
+    path = place / "offloaded_tensors" / "rank01" / "exp_avg-0.tensor.swp"
+    path.write_bytes(path.read_bytes()[:40])
+
+
+@pytest.mark.parametrize(
+    ("stage", "spoil", "error", "text"),
+    [
+        (2, without("*optim*"), CheckpointError, "holds no optimizer states of ZeRO.*name the one that it was made of"),
+        (2, with_entry("base_optimizer_state", [{}]), CheckpointError, "no 'base_optimizer_state' in it"),
+        (2, with_entry("param_alignment_paddings", [[0, -1]]), CheckpointError, "_paddings' are malformed"),
+        (2, with_file("mp_rank_01_model_states.pt"), UnsupportedError, "mp_rank_01_model_states.pt: is of tensor"),
+        (2, with_file("zero_pp_rank_0_mp_rank_00_model_states.pt"), CheckpointError, "mp_rank_00_.*: two jobs"),
+        (
+            2,
+            with_entry("single_partition_of_fp32_groups", [torch.zeros(3)], "rank_0_mp_rank_00_optim"),
+            CheckpointError,
+            "flat group 0 has 3 elements, but 23 of 2 ranks with at most 9 each",
+        ),
+        (3, cut_off, CheckpointError, r"exp_avg-0.* has 40 bytes, expected 12 elements of torch\.float32: exp_avg of"),
+        (3, without("*/rank01/0.*"), CheckpointError, r"rank01.0\.tensor\.swp: is missing, with flat group 0 of an"),
+        (
+            3,
+            lambda at: edited(at, "optim", rename_tensor),
+            CheckpointError,
+            r"was on nvme as '\.\./\.\./a'",
+        ),
+    ],
+)
+def test_files_that_do_not_fit_together(
+    stage: int, spoil: Callable[[Path], Any], error: type[Exception], text: str, tmp_path: Path
+) -> None:
+    if stage == 2:
+        place = save_zero2(tmp_path, VALUES, world_size=2)
     else:
-        flats = state["optimizer_state_dict"]["fp32_flat_groups"]
-        flats[0] = flats[0].half()
-    torch.save(state, path)
-    with Executor() as executor, pytest.raises(CheckpointError, match=f"{what} is torch.float32, and on other ranks"):
+        place = save_zero3(tmp_path, VALUES, world_size=2, moments={"exp_avg": VALUES}, swapped=True)
+    spoil(place)
+    with Executor() as executor, pytest.raises(error, match=text):
         open_checkpoint(str(place), executor)
-
-
-def test_the_tag_is_found(tmp_path: Path) -> None:
-    assert find_folder(tmp_path, None) is None
-    place = save_zero3(tmp_path, VALUES, world_size=1)
-    assert find_folder(tmp_path, None) == find_folder(tmp_path, "global_step3") == str(place)
-    with pytest.raises(CheckpointError, match=r"no checkpoint 'step3', which 'tag' names; there are: global_step3"):
-        find_folder(tmp_path, "step3")
 
 
 def test_any_file_says_how_many_ranks_have_saved(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from lowmem_load.planning.nest import plan_copies
 from lowmem_load.planning.proof import prove_coverage
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.training_checkpoints.zero_checkpoint import FP32, group_numels, place_fragments, place_groups
-from tests.zero3_checkpoint import partitions, sub_groups
+from tests.zero_checkpoint import partitions, sub_groups
 
 SHAPES = {"a": (5, 7), "b": (1,), "scalar": (), "c": (13,), "d": (4, 3, 2), "e": (2,), "f": (64,)}
 HEADER = 16

@@ -1,7 +1,9 @@
-"""A checkpoint as DeepSpeed's `save_checkpoint` writes it under ZeRO-3, made without ranks: of any number of them.
+"""Checkpoints as DeepSpeed's `save_checkpoint` writes them, made without ranks: of any number of them.
 
-Written from what DeepSpeed 0.19.8 saves (`tests/multi_rank/test_resume.py` compares with the real thing): each rank's
-partition of a parameter is one of `world_size` equal chunks of it, padded; a sub-group is the concatenation of those.
+Written from what DeepSpeed 0.19.8 saves (`tests/multi_rank/test_resume.py` compares with the real thing). Under ZeRO-3
+each rank's partition of a parameter is one of `world_size` equal chunks of it, padded; a sub-group is the concatenation
+of those. Under stages 1 and 2 the parameters of a group lie one behind the other, padded, and are cut into as many flat
+tensors as there are ranks.
 """
 
 from __future__ import annotations
@@ -49,6 +51,33 @@ def swap_out(tensor: Any, folder: Path) -> None:
     tensor.data = torch.Tensor()
 
 
+def states_of(
+    module: dict[str, torch.Tensor],
+    groups: list[OrderedDict[str, Any]],
+    frozen: dict[str, torch.Tensor],
+    fragments: dict[str, torch.Tensor],
+    world_size: int,
+    steps: int,
+) -> dict[str, Any]:
+    """Return the model states of a rank."""
+    return {
+        "module": module,
+        "buffer_names": [],
+        "param_shapes": groups,
+        "frozen_param_shapes": OrderedDict((name, value.shape) for name, value in frozen.items()),
+        "frozen_param_fragments": OrderedDict(fragments),
+        "shared_params": {},
+        "lr_scheduler": {"last_batch_iteration": 2},
+        "skipped_steps": 0,
+        "global_steps": steps,
+        "global_samples": 2 * steps,
+        "dp_world_size": world_size,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": "0.19.8",
+    }
+
+
 def save_zero3(
     folder: Path,
     trained: dict[str, torch.Tensor],
@@ -91,20 +120,9 @@ def save_zero3(
         fragments = {name: partitions(value, world_size)[rank].clone() for name, value in frozen.items()}
         module = OrderedDict((name, torch.empty(0, dtype=torch.bfloat16)) for name in (*trained, *frozen))
         model_states = {
-            "module": OrderedDict({**module, **(buffers or {})}),
+            **states_of(OrderedDict({**module, **(buffers or {})}), groups, frozen, fragments, world_size, steps),
             "buffer_names": list(buffers or {}),
-            "param_shapes": groups,
-            "frozen_param_shapes": OrderedDict((name, value.shape) for name, value in frozen.items()),
             "shared_params": dict(shared or {}),
-            "frozen_param_fragments": OrderedDict(fragments),
-            "lr_scheduler": {"last_batch_iteration": 2},
-            "skipped_steps": 0,
-            "global_steps": steps,
-            "global_samples": 2 * steps,
-            "dp_world_size": world_size,
-            "mp_world_size": 1,
-            "ds_config": {},
-            "ds_version": "0.19.8",
             **(client_state or {}),
         }
         torch.save(model_states, place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
@@ -138,4 +156,55 @@ def save_zero3(
         path = place / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": zero, "ds_config": {}, "ds_version": "0.19.8"}, path)
     (folder / "latest").write_text(place.name)
+    return place
+
+
+def save_zero2(
+    folder: Path,
+    trained: dict[str, torch.Tensor],
+    *,
+    world_size: int,
+    alignment: int = 1,
+    frozen: dict[str, torch.Tensor] | None = None,
+    moments: dict[str, dict[str, torch.Tensor]] | None = None,
+    stage: Any = 2,
+) -> Path:
+    """Write the files of all ranks; return the folder of the tag. For the other arguments see `save_zero3`.
+
+    Args:
+        alignment: elements, of which each parameter but the first begins at a multiple.
+        stage: that is named, or a member of an enumeration; None for the optimizer that names none.
+    """
+    frozen, moments = frozen or {}, moments or {}
+    place = folder / "global_step3"
+    place.mkdir(parents=True)
+    ends = torch.tensor([value.numel() for value in trained.values()]).tolist()
+    paddings = [-numel % alignment for numel in ends[:-1]] + [0]
+    needed = sum(ends) + sum(paddings)
+    size = -(-needed // world_size) + 2
+
+    def chain(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        pieces = [
+            torch.cat([values[name].reshape(-1), torch.full((padding,), 7.0)])
+            for name, padding in zip(trained, paddings, strict=True)
+        ]
+        return torch.cat([*pieces, torch.full((size * world_size - needed,), 7.0)])
+
+    whole = OrderedDict((name, value.bfloat16()) for name, value in {**trained, **frozen}.items())
+    shapes = [OrderedDict((name, value.shape) for name, value in trained.items())]
+    model_states = states_of(whole, shapes, frozen, frozen, world_size, steps=3)
+    torch.save(model_states, place / "mp_rank_00_model_states.pt")
+    for rank in range(world_size):
+        mine = slice(rank * size, (rank + 1) * size)
+        state = {"step": torch.tensor(3.0), **{key: chain(values)[mine].clone() for key, values in moments.items()}}
+        zero: dict[str, Any] = {
+            "partition_count": [world_size],
+            "param_alignment_paddings": [paddings],
+            "base_optimizer_state": {"state": {0: state}, "param_groups": [{"lr": 1e-3, "params": [0]}]},
+            "single_partition_of_fp32_groups": [chain(trained)[:needed][mine].clone()],
+        }
+        zero.update({} if stage is None else {"zero_stage": stage})
+        path = place / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": zero}, path)
+    (folder / "latest").write_text("global_step3")
     return place
