@@ -4,8 +4,7 @@ verl writes `model_world_size_8_rank_3.pt`, accelerate with `use_dcp=False` `pyt
 pickles are read, and never run.
 
 Source: verl 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py`; accelerate 1.15 `utils/fsdp_utils.py`; torch 2.6 to
-2.13 `distributed/tensor/_dtensor_spec.py`, `placement_types.py`, `distributed/device_mesh.py` and
-`distributed/_shard/sharded_tensor/api.py`.
+2.13 `distributed/tensor/_dtensor_spec.py`, `placement_types.py` and `distributed/device_mesh.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ _NAMES = {
 MAX_COMPARED_NBYTES = 64 << 20
 """Bytes of a replica that is read to be compared, where its file has no checksum of it."""
 
-_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+_SHARDED_TENSORS = "torch.distributed._shard"
+"""Package of the sharded tensors that FSDP1 makes without a mesh."""
 
 
 def rank_files(folder: str) -> tuple[str, list[str]]:
@@ -81,7 +81,6 @@ class _Shard:
     shape: Shape  # of the whole tensor
     placements: tuple[Foreign, ...] = ()
     places: Sequence[int] = ()  # of the rank in the groups of the mesh, along each dim
-    offsets: Shape | None = None  # where the file says that the local tensor begins
 
 
 def open_rank_files(folder: str, executor: Executor) -> SavedState:
@@ -112,7 +111,7 @@ def put_together(folder: str, files: Sequence[TorchObjects], executor: Executor)
         if not isinstance(file.tree, dict):
             raise CheckpointError(f"{file.path}: holds no state dict")
         for keys, value in _entries(file, file.tree, ()):
-            for shard in _shards_in(file, ".".join(keys), value):
+            if (shard := _shard(file, ".".join(keys), value)) is not None:
                 shards.setdefault(keys, []).append(shard)
     return {keys: _whole(folder, ".".join(keys), parts, executor) for keys, parts in shards.items()}
 
@@ -129,22 +128,22 @@ def _entries(file: TorchObjects, tree: dict[Any, Any], above: tuple[str, ...]) -
             yield keys, value
 
 
-def _shards_in(file: TorchObjects, name: str, value: Any) -> Iterator[_Shard]:
+def _shard(file: TorchObjects, name: str, value: Any) -> _Shard | None:
+    """Return what a rank has of a tensor; None if the entry is none."""
     if "_flat_param" in name:
         raise UnsupportedError(
             f"{file.path}: {name} is a flat parameter of FSDP1, whose cuts are not saved; save with "
             "StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
     if isinstance(value, Tensor):
-        yield _Shard(file, value, value.size)
-    elif isinstance(value, Foreign) and value.name == WRAPPER:
-        yield _dtensor(file, name, value)
-    elif isinstance(value, Foreign) and value.name == _SHARDED_TENSOR:
-        yield from _sharded_tensor(file, name, value)
-    elif isinstance(value, Foreign) and value.name.startswith("torch._utils._rebuild"):
+        return _Shard(file, value, value.size)
+    if isinstance(value, Foreign) and value.name == WRAPPER:
+        return _dtensor(file, name, value)
+    if isinstance(value, Foreign) and value.name.startswith(("torch._utils._rebuild", _SHARDED_TENSORS)):
         raise UnsupportedError(
             f"{file.path}: {name}: is a tensor of a kind that is not read by ranges ({value.name:.80})"
         )
+    return None
 
 
 def _dtensor(file: TorchObjects, name: str, value: Foreign) -> _Shard:
@@ -170,29 +169,14 @@ def _dtensor(file: TorchObjects, name: str, value: Foreign) -> _Shard:
     return _Shard(file, local, shape, placements, places)
 
 
-def _sharded_tensor(file: TorchObjects, name: str, value: Foreign) -> Iterator[_Shard]:
-    try:
-        locals_, metadata, *_ = value.state
-        shape = metadata.state["size"]
-        for shard in locals_:
-            offsets, local = tuple(shard.state["metadata"].state["shard_offsets"]), shard.state["tensor"]
-            if not is_shape(shape) or not is_shape(offsets) or not isinstance(local, Tensor):
-                raise TypeError("no shape, place or tensor")
-            if len(shape) != len(offsets) or len(shape) != len(local.size):
-                raise ValueError("different numbers of dims")
-            yield _Shard(file, local, shape, offsets=offsets)
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file.path}: {name}: is no ShardedTensor as torch saves it: {error!r}") from error
-
-
 def _check_replicas(name: str, shards: Sequence[_Shard], executor: Executor) -> None:
     """Raise where ranks have different values of one part: each may have experts of its own under one name."""
-    by_place: dict[tuple[Sequence[int], Shape | None], _Shard] = {}
+    by_place: dict[tuple[int, ...], _Shard] = {}
     for shard in shards:
         # Along the dims of the mesh that do not cut the tensor all ranks have one place.
         cuts = zip(shard.placements, shard.places, strict=True)
         place = tuple(index for placement, index in cuts if not placement.name.endswith(".Replicate"))
-        first = by_place.setdefault((place, shard.offsets), shard)
+        first = by_place.setdefault(place, shard)
         if first is shard or not math.prod(shard.local.size):
             continue
         checksums = {replica.file.checksum(replica.local) for replica in (first, shard)}
@@ -230,9 +214,6 @@ def _whole(folder: str, name: str, shards: Sequence[_Shard], executor: Executor)
 
 
 def _tiles(name: str, shard: _Shard, mesh: Sequence[int]) -> Iterator[Tile]:
-    if shard.offsets is not None:
-        yield Tile(shard.offsets, shard.file.expression(shard.local, name))
-        return
     splits = [
         split
         for placement, num_chunks, index in zip(shard.placements, mesh, shard.places, strict=True)

@@ -190,7 +190,7 @@ def test_twenty_steps_equal_a_single_process(world_size: int, checkpoints: Path)
 
 
 COMBINED = (
-    *("accumulation, mean over those that used it", "the same with checkpointing", "frozen first layer"),
+    *("accumulation", "the same with checkpointing", "frozen first layer"),
     *("reentrant checkpointing", "two learning rates and a scheduler"),
 )
 """Cases that have between them what the others have one by one."""

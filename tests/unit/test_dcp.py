@@ -160,34 +160,6 @@ def test_code_in_the_metadata_is_not_run(saved: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "was-run").exists()
 
 
-class Deep:
-    """Pickles as an object that refers to itself through many containers."""
-
-    def __init__(self, depth: int) -> None:
-        value: Any = ()
-        for _ in range(depth):
-            value = (value, value)
-        self.value = value
-
-
-@pytest.mark.parametrize("place", ["fqn", "planner_data", "relative_path"])
-def test_a_short_file_that_unfolds_without_end_is_refused_at_once(saved: Path, tmp_path: Path, place: str) -> None:
-    def harm(metadata: Metadata) -> None:
-        endless = Deep(60).value
-        if place == "planner_data":
-            metadata.planner_data["model.a.weight"] = (endless,)
-        else:
-            index, info = next(iter(metadata.storage_data.items()))
-            object.__setattr__(index if place == "fqn" else info, place, endless)
-
-    path = saved / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    harm(metadata)
-    path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"no metadata of a torch DCP|as one of its files|an index without"):
-        consolidate(saved, tmp_path / "made")
-
-
 # -- shards in safetensors files ---------------------------------------------------------------------------------------
 
 
