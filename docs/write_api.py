@@ -29,8 +29,8 @@ CHAPTERS = {
     "ZeRO-3 on part of a model": ("initialize", "partial_zero3", "partial.partial_engine.PartialEngine"),
     "Pipelines in LLaMA-Factory's style": (
         "ModelEngine",
-        "integrations.llamafactory_arguments.ModelArguments",
-        "integrations.llamafactory_arguments.DistConfig",
+        "integrations.llamafactory.ModelArguments",
+        "integrations.llamafactory.DistConfig",
         "DistributedInterface",
     ),
     "Errors and warnings": (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +29,6 @@ from lowmem_load.hf.remote_names import find_folder
 from lowmem_load.hf.skeleton import blocks, is_distributed_config, is_kept_on_host
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
-from lowmem_load.phases import host_memory
 from lowmem_load.pipeline.checks import check_described, is_left_alone, refuse_device_map
 from lowmem_load.pipeline.describe import Described, describe
 from lowmem_load.pipeline.make_plan import make_plan
@@ -210,10 +208,8 @@ def _plan_way(way: Way, make_target: TargetMaker, rank: int) -> LoadPlan:
 
 
 def _plan_call(call: Call, settings: Settings, make_target: TargetMaker, rank: int) -> LoadPlan:
-    before = host_memory().anonymous_bytes
     with _described(call, settings, make_target) as described:
-        plan = make_plan(described, rank, read_cost([file.path for file in described.files])).plan
-        return replace(plan, planning_bytes=max(0, host_memory().anonymous_bytes - before))
+        return make_plan(described, rank, read_cost([file.path for file in described.files])).plan
 
 
 @contextlib.contextmanager
@@ -246,21 +242,16 @@ class _Done(BaseException):
         self.result = result
 
 
-def device_named(accelerator: str) -> torch.device:
-    """Return a device that DS_ACCELERATOR or an option names."""
-    try:
-        return torch.device(accelerator)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"accelerator {accelerator!r} (DS_ACCELERATOR): this torch knows no such device; correct it, or import "
-            "the package that adds it (torch_npu, say) first"
-        ) from error
-
-
 def _accelerator() -> torch.device:
     """Return the device that DeepSpeed would choose, without importing DeepSpeed."""
     # Source: deepspeed 0.19.8 accelerator/real_accelerator.py, get_accelerator.
     if chosen := os.environ.get("DS_ACCELERATOR"):
-        return device_named(chosen)
+        try:
+            return torch.device(chosen)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"DS_ACCELERATOR {chosen!r}: this torch knows no such device; correct it, or import the package that "
+                "adds it (torch_npu, say) first"
+            ) from error
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator or torch.device("cpu")

@@ -5,28 +5,17 @@ from __future__ import annotations
 import copy
 import enum
 import json
-import math
 import os
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeGuard
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
 
 from lowmem_load.errors import ConfigError
 
 AUTO: Literal["auto"] = "auto"
 """Hugging Face's placeholder of a value that the training loop fills in."""
-
-MAX_FILE_NBYTES = 4 << 20
-"""Limit of a ds_config file: parsed in less than a second and 100 MB. Long ones have 4 KB."""
-
-MAX_DEPTH, MAX_VALUES = 64, 1 << 20
-"""Limits of nesting and of all values. DeepSpeed's own sections nest 5 deep."""
-
-MAX_INT_BITS = 1024
-"""Limit of an integer. Python refuses to print one of more than 4300 digits."""
-
-_PLAIN = (str, bool, int, float, type(None))
 
 
 def read_ds_config(ds_config: Mapping[str, Any] | str | os.PathLike[str] | object) -> dict[str, Any]:
@@ -81,43 +70,16 @@ def comparable(value: Any) -> Any:
 
 def plain_copy(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a deep copy in which every mapping is a dict, also those that deepcopy refuses."""
-    num_values = 0
 
-    def items(section: Mapping[str, Any], depth: int) -> dict[str, Any]:
-        for key in section:
-            _check_number(key, "a key")
-        return {key: value(item, key, depth + 1) for key, item in section.items()}
+    def copied(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: copied(item) for key, item in value.items()}
+        return [copied(item) for item in value] if isinstance(value, list | tuple) else copy.deepcopy(value)
 
-    def value(item: Any, key: str, depth: int) -> Any:
-        nonlocal num_values
-        num_values += 1
-        if depth > MAX_DEPTH or num_values > MAX_VALUES:
-            raise ConfigError(
-                f"ds_config {key!r}: is within itself, or more than {MAX_DEPTH} deep, or one of more than {MAX_VALUES} "
-                "values; write less"
-            )
-        if isinstance(item, (list, tuple)):
-            return [value(inner, key, depth + 1) for inner in item]
-        _check_number(item, repr(key))
-        if type(item) in _PLAIN:
-            return item
-        if isinstance(item, Mapping):
-            return items(item, depth)
-        try:
-            return copy.deepcopy(item)
-        except (TypeError, RecursionError) as error:
-            raise ConfigError(
-                f"ds_config {key!r}: a {type(item).__name__} cannot be copied ({error}); write a plain value"
-            ) from error
-
-    return items(config, 0)
-
-
-def _check_number(value: object, where: str) -> None:
-    if isinstance(value, float) and math.isnan(value):
-        raise ConfigError(f"ds_config {where}: is NaN; write a number")
-    if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
-        raise ConfigError(f"ds_config {where}: is an integer of {value.bit_length()} bits, at most {MAX_INT_BITS}")
+    try:
+        return {key: copied(value) for key, value in config.items()}
+    except (TypeError, RecursionError) as error:
+        raise ConfigError(f"ds_config: cannot be copied ({error}); write plain values") from error
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -129,14 +91,9 @@ def _read_file(path: str | os.PathLike[str], label: str) -> str:
     if not os.path.isfile(path):  # opening a FIFO would wait for a writer
         raise ConfigError(f"{label}: is not a regular file; pass the path of a JSON file")
     try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_FILE_NBYTES + 1)
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{label}: cannot be read ({error.strerror})") from error
-    if len(content) > MAX_FILE_NBYTES:
-        raise ConfigError(f"{label}: has more than {MAX_FILE_NBYTES} bytes; is it another file?")
-    try:
-        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{label}: not UTF-8 text at byte {error.start}; save it as UTF-8 JSON") from error
 
@@ -167,107 +124,42 @@ def _parse_json(text: str, source: str) -> dict[str, Any]:
 
 # -- values ----------------------------------------------------------------------------------------------------------
 
-MAX_NUMEL = (1 << 63) - 1
-"""Elements that torch can count. Thresholds may well be 1e12, "never"."""
+_OBJECT, _TEXT, _FLAG, _NUMBER, _NAMES = "an object {...}", "a string", "true or false", "a number", "a list of names"
+_TYPES: Mapping[str, Any] = {_OBJECT: Mapping | None, _TEXT: str, _FLAG: bool, _NUMBER: int | float, _NAMES: list}
 
-MAX_BUFFERS = 1 << 16
-MAX_RANKS = 1 << 32
-
-_MISSING = object()
-
-
-class _Kind(NamedTuple):
-    """What a key may hold: in words, and as a test."""
-
-    expected: str
-    fits: Callable[[Any], bool]
-
-
-def _whole(least: int, most: int = MAX_NUMEL) -> _Kind:
-    def fits(value: Any) -> bool:  # a count of elements may be a float, such as 1e9
-        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer() and most == MAX_NUMEL)
-        return is_whole and not isinstance(value, bool) and least <= value <= most
-
-    return _Kind(f"a whole number from {least} to {most}", fits)
-
-
-def _object(example: str, *, or_null: bool = True) -> _Kind:
-    types = (Mapping, type(None)) if or_null else Mapping
-    return _Kind(f"an object such as {example}", lambda value: isinstance(value, types))
-
-
-_FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
-_TEXT = _Kind("a string", lambda value: isinstance(value, str))
-_PATH = _Kind("the path of a folder", lambda value: isinstance(value, str | os.PathLike | None))
-_DEVICE = _Kind('"none", "cpu" or "nvme"', lambda value: isinstance(value, str) and value in ("none", "cpu", "nvme"))
-_PATTERNS = _Kind(
-    'a list of names such as ["norm"]',
-    lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
-)
-_OFFLOAD = {
-    "": _object('{"device": "cpu"}'),
-    ".device": _DEVICE,
-    ".nvme_path": _PATH,
-    ".buffer_count": _whole(0, MAX_BUFFERS),
-    ".pin_memory": _FLAG,
-}
-
-KINDS: Mapping[str, _Kind] = {
-    "optimizer": _object('{"type": "AdamW", "params": {"lr": 1e-5}}'),
-    "optimizer.type": _TEXT,
-    "optimizer.params": _object('{"lr": 1e-5}'),
-    "scheduler": _object('{"type": "WarmupLR", "params": {}}'),
-    "scheduler.type": _TEXT,
-    "scheduler.params": _object('{"warmup_num_steps": 10}'),
-    "aio": _object('{"block_size": 1048576}'),
+KINDS: Mapping[str, str] = {
+    **dict.fromkeys(("optimizer", "optimizer.params", "scheduler", "scheduler.params"), _OBJECT),
+    **dict.fromkeys(("optimizer.type", "scheduler.type"), _TEXT),
+    **dict.fromkeys(("aio", "weight_quantization", "data_types", "expert_parallel", "tensor_parallel"), _OBJECT),
     "aio.use_gds": _FLAG,
-    "weight_quantization": _object("{}", or_null=False),
-    "data_types": _object('{"grad_accum_dtype": "fp32"}', or_null=False),
-    "data_types.keep_in_fp32_modules": _PATTERNS,
-    "expert_parallel": _object('{"enabled": true, "autoep_size": 2}'),
-    "tensor_parallel": _object('{"autotp_size": 2}', or_null=False),
-    "tensor_parallel.autotp_size": _whole(0, MAX_RANKS),
-    **{f"zero_optimization.offload_param{key}": kind for key, kind in _OFFLOAD.items()},
-    **{f"zero_optimization.offload_optimizer{key}": kind for key, kind in _OFFLOAD.items()},
-    "zero_optimization.offload_param.buffer_size": _whole(0),
-    "zero_optimization.zero_hpz_partition_size": _whole(0, MAX_RANKS),
-    "zero_optimization.mics_shard_size": _whole(-1, MAX_RANKS),
-    "zero_optimization.reduce_bucket_size": _whole(1),
-    "zero_optimization.sub_group_size": _whole(0),
-    "zero_optimization.stage3_prefetch_bucket_size": _whole(0),
-    "zero_optimization.stage3_max_live_parameters": _whole(0),
-    "zero_optimization.stage3_param_persistence_threshold": _whole(0),
-    "zero_optimization.stage3_model_persistence_threshold": _whole(0),
-    "zero_optimization.zero_quantized_weights": _FLAG,
-    "zero_optimization.zero_quantized_nontrainable_weights": _FLAG,
+    "data_types.keep_in_fp32_modules": _NAMES,
+    "tensor_parallel.autotp_size": _NUMBER,
+    **{f"zero_optimization.offload_{what}": _OBJECT for what in ("param", "optimizer")},
+    **{f"zero_optimization.offload_{what}.device": _TEXT for what in ("param", "optimizer")},
+    **{f"zero_optimization.offload_param.{key}": _NUMBER for key in ("buffer_count", "buffer_size")},
+    "zero_optimization.zero_hpz_partition_size": _NUMBER,
+    "zero_optimization.mics_shard_size": _NUMBER,
 }
-"""What a load reads, by dotted key, sections before their keys. DeepSpeed judges all other keys.
-
-Source: deepspeed 0.19.8 runtime/zero/config.py and offload_config.py; runtime/config.py:562 for keep_in_fp32_modules;
-runtime/swap_tensor/aio_config.py. bf16 and fp16: `precision_of`; batch sizes: `resolve_auto`.
-"""
+"""What a load reads before DeepSpeed has checked it, by dotted key, sections before their keys."""
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError, which names them all, for values that no load can use. "auto" passes until `resolve_auto`."""
-    # DeepSpeed checks some of them only after it has allocated memory, and others never.
+    """Raise ConfigError, which names them all, for values of other types than `KINDS`. "auto" passes."""
     problems = []
     for path, kind in KINDS.items():
         value: Any = config
         for key in path.split("."):
-            value = value.get(key, _MISSING) if isinstance(value, Mapping) else _MISSING
-        if value is not _MISSING and not (isinstance(value, str) and value == AUTO) and not kind.fits(value):
-            problems.append(f"- {path}: expected {kind.expected}, got {reprlib.repr(value)}")
+            value = value.get(key, AUTO) if isinstance(value, Mapping) else AUTO
+        is_bool = isinstance(value, bool) and kind != _FLAG  # 1 == True
+        if value != AUTO and (is_bool or not isinstance(value, _TYPES[kind])):
+            problems.append(f"- {path}: expected {kind}, got {reprlib.repr(value)}")
     if problems:
         raise ConfigError(f"ds_config: {len(problems)} key(s) have values that cannot be used\n" + "\n".join(problems))
 
 
 # -- bf16, fp16 or fp32: docs/reference/configuration.md lists every case ----------------------------------------------
 
-_BF16 = "bf16"
-_FP16 = "fp16"
-# Source: deepspeed 0.19.8 runtime/precision_config.py:31, read only where "bf16" is absent or null.
-_BF16_OLD = "bfloat16"
+_ABSENT = object()
 
 
 class Precision(enum.Enum):
@@ -291,72 +183,51 @@ def precision_of(
     of the other one. If both are open, the answer is bf16. `absent` says how to read a section without "enabled" that
     no training argument replaces: as DeepSpeed does, or "auto", for a caller that then calls `with_precision`.
     """
-    contradictions = []
-    on: dict[str, bool | None] = {}
-    origin = {}
-    sections = ((_BF16, _bf16_section_name(ds_config), trainer_bf16), (_FP16, _FP16, trainer_fp16))
-    for name, section, trainer in sections:
-        if not (trainer is None or isinstance(trainer, bool)):
-            raise ConfigError(f"TrainingArguments.{name}: expected True or False, got {trainer!r}")
-        enabled = _enabled(ds_config, section)
-        if enabled is None and absent == "disabled" and trainer is None:
-            enabled = False
-        if isinstance(enabled, bool):
-            on[name], origin[name] = enabled, f"ds_config {name}.enabled"
-            if trainer not in (None, enabled):
-                contradictions.append(f"ds_config {name}.enabled={enabled} vs TrainingArguments.{name}={trainer}")
-        else:
-            on[name], origin[name] = trainer, f"TrainingArguments.{name}"
-    if contradictions:
-        raise ConfigError(
-            f"{' and '.join(contradictions)}: ds_config and training arguments contradict each other; "
-            'make them equal, or write "auto" in the ds_config to follow the training arguments'
-        )
-    bf16 = on[_BF16] if on[_BF16] is not None else not on[_FP16]
-    fp16 = on[_FP16] if on[_FP16] is not None else not bf16
+    bf16 = _switch(ds_config, "bf16", trainer_bf16, absent)
+    fp16 = _switch(ds_config, "fp16", trainer_fp16, absent)
+    if bf16 is None:
+        bf16 = not fp16
+    if fp16 is None:
+        fp16 = not bf16
     if bf16 and fp16:
-        raise ConfigError(
-            f"bf16 and fp16 are both enabled ({origin[_BF16]}=True, {origin[_FP16]}=True): disable one of them"
-        )
+        raise ConfigError("bf16 and fp16 are both enabled: disable one of them, in the ds_config or TrainingArguments")
     return Precision.BF16 if bf16 else Precision.FP16 if fp16 else Precision.FP32
 
 
 def with_precision(ds_config: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
-    """Return a deep copy of a ds_config in which bf16.enabled and fp16.enabled are explicit booleans.
-
-    A section under the old name "bfloat16" becomes "bf16", because Hugging Face reads only that.
-    """
+    """Return a deep copy of a ds_config in which bf16.enabled and fp16.enabled are explicit booleans."""
     resolved = copy.deepcopy(dict(ds_config))
-    bf16 = _section(resolved, _bf16_section_name(resolved))
-    fp16 = _section(resolved, _FP16)
-    resolved.pop(_BF16_OLD, None)
-    resolved[_BF16] = {**bf16, "enabled": precision is Precision.BF16}
-    resolved[_FP16] = {**fp16, "enabled": precision is Precision.FP16}
+    for name, own in (("bf16", Precision.BF16), ("fp16", Precision.FP16)):
+        resolved[name] = {**_section(resolved, name), "enabled": precision is own}
     return resolved
 
 
-def _bf16_section_name(ds_config: Mapping[str, Any]) -> str:
-    return _BF16_OLD if ds_config.get(_BF16) is None and _BF16_OLD in ds_config else _BF16
+def _switch(ds_config: Mapping[str, Any], name: str, trainer: bool | None, absent: str) -> bool | None:
+    """Return whether bf16 or fp16 is on by the ds_config or the training argument; None if neither says it."""
+    if not (trainer is None or isinstance(trainer, bool)):
+        raise ConfigError(f"TrainingArguments.{name}: expected True or False, got {trainer!r}")
+    enabled = _section(ds_config, name).get("enabled", _ABSENT)
+    if enabled is _ABSENT and absent == "disabled" and trainer is None:
+        return False
+    if enabled is _ABSENT or enabled == AUTO:
+        return trainer
+    if not isinstance(enabled, bool):  # 1 == True, and Hugging Face and DeepSpeed differ on 1
+        raise ConfigError(f'ds_config {name}.enabled: expected true, false or "auto", got {enabled!r}')
+    if trainer not in (None, enabled):
+        raise ConfigError(
+            f"ds_config {name}.enabled={enabled} and TrainingArguments.{name}={trainer} contradict each other; "
+            'make them equal, or write "auto" in the ds_config to follow the training arguments'
+        )
+    return enabled
 
 
 def _section(ds_config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    if "bfloat16" in ds_config:  # DeepSpeed reads it only without "bf16", and Hugging Face never does
+        raise ConfigError('ds_config bfloat16: rename this section to "bf16"')
     section = ds_config.get(name, {})
-    # DeepSpeed reads a null "bf16" as absent, but fails on a null "fp16" or "bfloat16".
-    if section is None and name == _BF16:
-        return {}
     if not isinstance(section, Mapping):
         raise ConfigError(
             f'ds_config {name}: expected an object such as {{"enabled": true}}, got {section!r}; '
             "write one, or remove the key"
         )
     return section
-
-
-def _enabled(ds_config: Mapping[str, Any], name: str) -> bool | Literal["auto"] | None:
-    section = _section(ds_config, name)
-    if "enabled" not in section:
-        return None
-    enabled: bool | Literal["auto"] = section["enabled"]
-    if not isinstance(enabled, bool) and enabled != AUTO:  # 1 == True, and Hugging Face and DeepSpeed differ on 1
-        raise ConfigError(f'ds_config {name}.enabled: expected true, false or "auto", got {enabled!r}')
-    return enabled

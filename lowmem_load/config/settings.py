@@ -163,9 +163,8 @@ _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
 _BATCH_KEYS = (_TRAIN, _MICRO, _STEPS)
 
-# Defaults of TrainingArguments; transformers 5.23.0 training_args.py:777, 849, 866.
+# Defaults of TrainingArguments; transformers 5.23.0 training_args.py:777, 866. It accumulates 1 step.
 _DEFAULT_MICRO_BATCH_SIZE = 8
-_DEFAULT_ACCUMULATION_STEPS = 1
 _DEFAULT_GRADIENT_CLIPPING = 1.0
 
 # Source: transformers 5.23.0 integrations/deepspeed.py:232-242, HfTrainerDeepSpeedConfig.trainer_config_finalize.
@@ -242,20 +241,8 @@ def hidden_size_of(model_config: Any) -> int | None:
     return None
 
 
-def _complete_batch_sizes(train: int | None, micro: int | None, steps: int | None, ranks: int) -> tuple[int, int, int]:
-    # Source: deepspeed 0.19.8 runtime/config.py:607, which must give the same for keys that stay absent.
-    if train is None:
-        micro = _DEFAULT_MICRO_BATCH_SIZE if micro is None else micro
-        steps = _DEFAULT_ACCUMULATION_STEPS if steps is None else steps
-        return micro * steps * ranks, micro, steps
-    if micro is None:
-        steps = _DEFAULT_ACCUMULATION_STEPS if steps is None else steps
-        return train, train // (steps * ranks), steps
-    return train, micro, train // (micro * ranks) if steps is None else steps
-
-
 def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]:
-    """Resolve the batch sizes in place; return the problems by key."""
+    """Resolve the batch sizes in place; return the problems by key. DeepSpeed checks their product."""
     if config.get(_TRAIN) is None and config.get(_MICRO) is None:
         config[_MICRO] = 1
     problems = {
@@ -271,12 +258,16 @@ def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]
     if problems:
         return problems
     ranks = world_size // sequence_parallel_size
-    known = [None if config.get(key) == AUTO else config.get(key) for key in _BATCH_KEYS]
-    train, micro, steps = _complete_batch_sizes(known[0], known[1], known[2], ranks)
-    if train != micro * steps * ranks:
-        product = f"{_MICRO} {micro} * {_STEPS} {steps} * {ranks} rank(s)"
-        return {_TRAIN: f'{train} is not {micro * steps * ranks} = {product}; make them equal, or write "auto"'}
-    for key, size in zip(_BATCH_KEYS, (train, micro, steps), strict=True):
+    train, micro, steps = (None if config.get(key) == AUTO else config.get(key) for key in _BATCH_KEYS)
+    # Source: deepspeed 0.19.8 runtime/config.py:607, which must give the same for keys that stay absent.
+    if train is None:
+        micro = micro or _DEFAULT_MICRO_BATCH_SIZE
+        train = micro * (steps or 1) * ranks
+    elif micro is None:
+        micro = train // ((steps or 1) * ranks)
+    elif steps is None:
+        steps = train // (micro * ranks)
+    for key, size in zip(_BATCH_KEYS, (train, micro, steps or 1), strict=True):
         if config.get(key) == AUTO:
             config[key] = size
     return {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import os
 import sys
@@ -62,30 +63,15 @@ def streaming(
         return
     if partition is not None:
         raise ConfigError("streaming() without a ds_config takes no partition")
-    with (
-        streaming_by_active_config(options),
-        _lazy_loads(options, everywhere=False),
-        _diffusers_loads(options, everywhere=False),
-    ):
-        yield
-
-
-def _lazy_loads(options: Options, *, everywhere: bool) -> contextlib.AbstractContextManager[None]:
     from lowmem_load.integrations.accelerate import lazy_loads  # a load by a ds_config needs none of it
-
-    return lazy_loads(options, everywhere=everywhere)
-
-
-def _diffusers_loads(options: Options, *, everywhere: bool) -> contextlib.AbstractContextManager[object]:
     from lowmem_load.integrations.diffusion import diffusers_loads
 
-    return diffusers_loads(options, everywhere=everywhere)
-
-
-def _diffusers_saves() -> contextlib.AbstractContextManager[object]:
-    from lowmem_load.integrations.diffusion import diffusers_saves
-
-    return diffusers_saves()
+    with (
+        streaming_by_active_config(options),
+        lazy_loads(options, everywhere=False),
+        diffusers_loads(options, everywhere=False),
+    ):
+        yield
 
 
 _installed: list[contextlib.ExitStack] = []  # what to undo: at most one
@@ -133,20 +119,24 @@ def install(
     """
     if _installed:
         return
+    from lowmem_load.integrations.accelerate import lazy_loads
+    from lowmem_load.integrations.diffusion import diffusers_loads, diffusers_saves
+
     _warn_of_locks()
-    how: dict[str, Any] = {"stream": stream, "share_reads": share_reads}
-    options = Options(is_lenient=not strict, on_load=on_load, **how)
+    options = Options(is_lenient=not strict, on_load=on_load, stream=stream, share_reads=share_reads)
     with contextlib.ExitStack() as stack:
         stack.enter_context(streaming_by_active_config(options, everywhere=True))
-        stack.enter_context(_lazy_loads(options, everywhere=True))
-        stack.enter_context(_diffusers_loads(options, everywhere=True))
+        stack.enter_context(lazy_loads(options, everywhere=True))
+        stack.enter_context(diffusers_loads(options, everywhere=True))
         stack.enter_context(
-            replaced_once_imported([foreign_names.LLAMAFACTORY_LOAD], lambda: _llamafactory_handlers(options))
+            replaced_once_imported(
+                [foreign_names.LLAMAFACTORY_LOAD], lambda: _late("llamafactory").load_handlers(options)
+            )
         )
-        stack.enter_context(replaced_once_imported(_TRL, _trl_handlers))
+        stack.enter_context(replaced_once_imported(_TRL, lambda: _late("trl").HANDLERS))
         stack.enter_context(entered_once_imported(_ENGINES, lambda _: _engines_hooked(saves=saves)))
         if saves:
-            stack.enter_context(_diffusers_saves())
+            stack.enter_context(diffusers_saves())
             for names in _SAVES:
                 stack.enter_context(replaced_once_imported(names, _save_handlers))
         _installed.append(stack.pop_all())
@@ -184,25 +174,17 @@ _SAVES = (
 )
 
 
-def _trl_handlers() -> Handlers:
-    from lowmem_load.integrations.trl import HANDLERS
-
-    return HANDLERS
-
-
-def _llamafactory_handlers(options: Options) -> Handlers:
-    from lowmem_load.integrations.llamafactory import load_handlers
-
-    return load_handlers(options)
+def _late(module: str) -> Any:
+    """Return a module of this folder, which only programs that use its framework import."""
+    return importlib.import_module(f"lowmem_load.integrations.{module}")
 
 
 @contextlib.contextmanager
 def _engines_hooked(*, saves: bool) -> Iterator[None]:
-    from lowmem_load.integrations.engine import engines_hooked, saves_hooked
-
-    with engines_hooked(), contextlib.ExitStack() as stack:
+    engine = _late("engine")
+    with engine.engines_hooked(), contextlib.ExitStack() as stack:
         if saves:
-            enter_if_usable(stack, [foreign_names.ENGINE_SAVE], lambda _: saves_hooked())
+            enter_if_usable(stack, [foreign_names.ENGINE_SAVE], lambda _: engine.saves_hooked())
         yield
 
 
@@ -215,7 +197,5 @@ def _save(name: ForeignName, ordinary: Callable[..., Any], *args: Any, **kwargs:
     # What DeepSpeed has not partitioned, stock can save. The handlers need DeepSpeed: 70 MiB, and seconds of imports.
     if "deepspeed" not in sys.modules:
         return ordinary(*args, **kwargs)
-    from lowmem_load.integrations import accelerate, saves
-
-    handlers = {**accelerate.SAVE_HANDLERS, **saves.HANDLERS}
+    handlers = {**_late("accelerate").SAVE_HANDLERS, **_late("saves").HANDLERS}
     return handlers[name](ordinary, *args, **kwargs)

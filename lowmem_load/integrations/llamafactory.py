@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import enum
 import fnmatch
+import os
+import types
+import typing
 import warnings
-from datetime import timedelta
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+import yaml
 from torch import nn
 
 from lowmem_load import foreign_names
@@ -28,9 +36,180 @@ from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import active, names
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.remote_names import find_folder
-from lowmem_load.integrations.llamafactory_arguments import PRECISIONS, read_arguments
 from lowmem_load.pipeline.load import Options
 from lowmem_load.replaced import Handlers
+
+T = TypeVar("T")
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Dtypes by the names that `DistConfig.mixed_precision` takes."""
+
+_ALIASES = {
+    "model_name_or_path": "model",
+    "flash_attn": "attn_implementation",
+    "enable_activation_checkpointing": "gradient_checkpointing",
+}
+"""LLaMA-Factory's names for some fields of `ModelArguments`."""
+
+_MISPLACED = ("dtype", "torch_dtype", "device_map", "ds_config")
+"""Keywords that `ModelArguments.model_kwargs` must not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArguments:
+    """What to load, and how to train it.
+
+    Attributes:
+        model: a local folder, a Hub id or a URL.
+        auto_class: a transformers class, its name, or None for the class that the checkpoint names.
+        trust_remote_code: whether code that comes with the checkpoint may run.
+        attn_implementation: "eager", "sdpa", "flash_attention_2", ...; None for transformers' choice.
+        bf16, fp16: the training arguments of these names; None if there are none. See docs/reference/configuration.md.
+        freeze: glob patterns over parameter names (`fnmatch`, case-sensitive). Matching parameters are not trained.
+        gradient_checkpointing: None means True for training. Ignored if the engine is not for training.
+        model_kwargs: further keywords of `from_pretrained`: revision, token, cache_dir, subfolder, num_labels, ...
+    """
+
+    model: str
+    auto_class: str | type | None = None
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
+    bf16: bool | None = None
+    fp16: bool | None = None
+    freeze: list[str] = field(default_factory=list)
+    gradient_checkpointing: bool | None = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DistConfig:
+    """How to distribute the model.
+
+    Attributes:
+        config_file: the ds_config: a dict, or the path of its JSON file. None with fsdp2.
+        name: "deepspeed" or "fsdp2".
+        mixed_precision: with fsdp2, the dtype of forward and backward: "bf16", "fp16" or "fp32". Parameters are stored
+            in fp32.
+        reshard_after_forward: with fsdp2, as `fully_shard` has it.
+        offload_params: with fsdp2, whether parameters stay in host memory between steps.
+        pin_memory: with fsdp2, whether that memory is pinned.
+    """
+
+    config_file: dict[str, Any] | str | None = None
+    name: str = "deepspeed"
+    mixed_precision: str = "bf16"
+    reshard_after_forward: bool = True
+    offload_params: bool = False
+    pin_memory: bool = True
+
+
+def read_arguments(model_args: Any, dist_config: Any = None) -> tuple[ModelArguments, DistConfig, dict[str, Any]]:
+    """Return the arguments of `ModelEngine` as dataclasses, and the keys that belong to others.
+
+    A given `dist_config` wins over the one in model_args.
+
+    Raises:
+        ConfigError: a file cannot be read, a name is unknown or missing, a value has the wrong type.
+        UnsupportedError: quant_config or model_class asks for something that cannot be streamed.
+    """
+    values, folder, is_foreign = _read(model_args, "model_args")
+    nested = values.pop("dist_config", None)
+    if dist_config is None:
+        dist_config = nested
+    else:
+        folder = None
+    if dist_config is None:
+        raise ConfigError(
+            'no dist_config: pass {"name": "deepspeed", "config_file": "ds_z3.json"} or write it next to the model'
+        )
+    values, extra = _in_own_names(values), {}
+    if is_foreign or nested is not None:
+        own = {each.name for each in dataclasses.fields(ModelArguments)}
+        extra = {key: values.pop(key) for key in list(values) if key not in own}
+    args = _made(ModelArguments, values)
+    if misplaced := [key for key in _MISPLACED if key in args.model_kwargs]:
+        raise ConfigError(
+            f"ModelArguments.model_kwargs: remove {', '.join(misplaced)}; bf16, fp16 and dist_config decide on them"
+        )
+    return args, _dist_config(*_read(dist_config, "dist_config")[:2], folder), extra
+
+
+def _read(argument: Any, where: str) -> tuple[dict[str, Any], Path | None, bool]:
+    """Return the values of an argument, the folder of its YAML file, and whether it is another library's dataclass."""
+    folder, is_foreign = None, False
+    if isinstance(argument, str | os.PathLike):
+        path = Path(argument).expanduser()
+        folder = path.absolute().parent
+        try:
+            argument = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(
+                f'{where}: {path}: cannot be read as YAML: {error}; for the name of a model write {{"model": ...}}'
+            ) from error
+    elif dataclasses.is_dataclass(argument) and not isinstance(argument, type):
+        is_foreign = not isinstance(argument, ModelArguments | DistConfig)
+        argument = {each.name: getattr(argument, each.name) for each in dataclasses.fields(argument)}
+    if not isinstance(argument, Mapping):
+        raise ConfigError(f"{where}: expected a dataclass, a mapping, or the path of a YAML file; got {argument!r}")
+    plain = {str(key): value.value if isinstance(value, enum.Enum) else value for key, value in argument.items()}
+    return plain, folder, is_foreign
+
+
+def _in_own_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values under the names of `ModelArguments`. Refuse what LLaMA-Factory has, and cannot be streamed."""
+    values = {_ALIASES.get(key, key): value for key, value in values.items() if value is not None}
+    if "quant_config" in values:
+        raise UnsupportedError("quant_config is not supported here; load_model takes transformers' quantization_config")
+    model_class = values.pop("model_class", "llm")
+    if model_class not in ("llm", "other"):
+        raise UnsupportedError(
+            f"model_class {model_class!r}: expected 'llm' or 'other'; for anything else write auto_class, such as "
+            "'AutoModelForSequenceClassification'"
+        )
+    if model_class == "other":
+        values.setdefault("auto_class", "AutoModel")
+    if values.get("attn_implementation") == "auto":
+        del values["attn_implementation"]
+    if isinstance(values.get("model"), os.PathLike):
+        values["model"] = os.fspath(values["model"])
+    if isinstance(values.get("freeze"), str):
+        values["freeze"] = [values["freeze"]]
+    return values
+
+
+def _dist_config(values: dict[str, Any], own_folder: Path | None, outer_folder: Path | None) -> DistConfig:
+    if "zero_optimization" in values:
+        raise ConfigError('dist_config: this is a ds_config itself; pass {"config_file": it}')
+    file, folder = values.get("config_file"), own_folder or outer_folder
+    if isinstance(file, str | os.PathLike):
+        values["config_file"] = os.fspath(file)
+        if folder is not None:
+            # Next to the YAML file that names it, else in the current folder.
+            beside, path = folder / file, Path(file).expanduser()
+            values["config_file"] = str(path if path.is_file() and not beside.is_file() else beside)
+    config = _made(DistConfig, values)
+    if config.name not in ("deepspeed", "fsdp2") or (config.name == "fsdp2" and config.config_file is not None):
+        raise ConfigError(f"DistConfig.name: expected 'deepspeed', or 'fsdp2' without config_file, got {config.name!r}")
+    if config.mixed_precision not in PRECISIONS:
+        raise ConfigError(
+            f"DistConfig.mixed_precision: expected one of {', '.join(PRECISIONS)}, got {config.mixed_precision!r}"
+        )
+    return config
+
+
+def _made(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Return a dataclass of values; a null counts as absent. Raise ConfigError for a key or a type that it lacks."""
+    kinds = typing.get_type_hints(cls)
+    if unknown := [key for key in values if key not in kinds]:
+        raise ConfigError(f"{cls.__name__}: unknown key(s) {', '.join(unknown)}; known are {', '.join(kinds)}")
+    values = {key: value for key, value in values.items() if value is not None}
+    if "model" in kinds and not values.get("model"):
+        raise ConfigError(f"{cls.__name__}.model is missing: a folder, a Hub id or a URL")
+    for key, value in values.items():
+        allowed = kinds[key].__args__ if isinstance(kinds[key], types.UnionType) else (kinds[key],)
+        if not isinstance(value, tuple(typing.get_origin(kind) or kind for kind in allowed)):
+            raise ConfigError(f"{cls.__name__}.{key}: expected {cls.__annotations__[key]}, got {value!r}")
+    return cls(**values)
 
 
 class ModelEngine:
@@ -73,8 +252,7 @@ class ModelEngine:
     def __init__(self, model_args: Any, dist_config: Any = None, is_train: bool = True) -> None:
         self.args, self.dist_config, self.extra = read_arguments(model_args, dist_config)
         self.is_train = is_train
-        timeout = self.dist_config.timeout
-        self.distributed = DistributedInterface(timeout=None if timeout is None else timedelta(seconds=timeout))
+        self.distributed = DistributedInterface()
         self.hf_deepspeed_config: Any = None
         self.ds_config: dict[str, Any] = {}
         if self.dist_config.name == "fsdp2":
@@ -82,15 +260,15 @@ class ModelEngine:
         else:
             self._load_partitioned()
         self.model_config = self.model.config
-        with self.distributed.step("setting up the model", name=str(self.args.model)):
+        with self.distributed.step("setting up the model", name=self.args.model):
             self._freeze()
             self._set_mode()
 
     def _load_sharded(self) -> None:
         """Load the model for FSDP2: fp32 masters under a policy of mixed precision, as LLaMA-Factory v1 stores them."""
         config = self.dist_config
-        with self.distributed.step("preparing", name=str(self.args.model)):
-            name, kwargs = find_folder(str(self.args.model), self._from_pretrained_kwargs())
+        with self.distributed.step("preparing", name=self.args.model):
+            name, kwargs = find_folder(self.args.model, self._from_pretrained_kwargs())
             if self.args.bf16 or self.args.fp16:
                 raise ConfigError("bf16 and fp16 belong to deepspeed; dist_config.mixed_precision says it for fsdp2")
             self.processor = names.load_processor(name, kwargs)
@@ -108,15 +286,14 @@ class ModelEngine:
             mesh,
             auto_class=self.args.auto_class,
             dtype=torch.float32,
-            stream=self.args.stream,
             policy=policy,
             **kwargs,
         )
 
     def _load_partitioned(self) -> None:
         """Load the model into ZeRO-3 partitions."""
-        with self.distributed.step("preparing", name=str(self.args.model)) as step:
-            name, kwargs = find_folder(str(self.args.model), self._from_pretrained_kwargs())
+        with self.distributed.step("preparing", name=self.args.model) as step:
+            name, kwargs = find_folder(self.args.model, self._from_pretrained_kwargs())
             settings = read_settings(
                 self.dist_config.config_file,
                 world_size=self.distributed.world_size,
@@ -132,8 +309,7 @@ class ModelEngine:
         request = Request(name, self.args.auto_class, "auto", kwargs)
         # transformers gets a copy: it must not see what the caller adds to ds_config, such as an optimizer.
         with load_lock(), active.deepspeed_config(settings.ds_config) as self.hf_deepspeed_config:
-            options = Options(stream=self.args.stream)
-            self.model = load_request(lambda: (request, settings), self.distributed, options)
+            self.model = load_request(lambda: (request, settings), self.distributed, Options())
 
     def deepspeed_visible(self) -> contextlib.AbstractContextManager[Any]:
         """Make transformers see this engine's ds_config inside the block, as it did during the load.
@@ -144,8 +320,9 @@ class ModelEngine:
         return contextlib.nullcontext() if config is None else active.deepspeed_config(config)
 
     def _from_pretrained_kwargs(self) -> dict[str, Any]:
-        own = {key: getattr(self.args, key) for key in ("trust_remote_code", "revision", "attn_implementation")}
-        return {key: value for key, value in own.items() if value is not None} | dict(self.args.model_kwargs)
+        attention = self.args.attn_implementation
+        own = {} if attention is None else {"attn_implementation": attention}
+        return {"trust_remote_code": self.args.trust_remote_code, **own, **self.args.model_kwargs}
 
     def _freeze(self) -> None:
         # A pattern may name a tied parameter by any of its names.
@@ -165,7 +342,7 @@ class ModelEngine:
         if not self.is_train or self.args.gradient_checkpointing is False:
             return
         try:
-            names.enable_checkpointing(self.model, {"use_reentrant": False, **self.args.gradient_checkpointing_kwargs})
+            names.enable_checkpointing(self.model, {"use_reentrant": False})
         except UnsupportedError as error:
             if self.args.gradient_checkpointing:  # the user asked for it
                 raise

@@ -183,8 +183,6 @@ class LoadPlan:
         missing_keys, unexpected_keys, mismatched_keys: as in transformers' `output_loading_info`.
         costs: of executing the plan.
         read_cost: cost of a read that the plan was optimised for.
-        planning_bytes: anonymous host memory that describing and planning took, and that stays in use while the model
-            is described; 0 for a plan that is part of a load. Not compared.
     """
 
     name: str
@@ -200,7 +198,6 @@ class LoadPlan:
     mismatched_keys: tuple[Any, ...]
     costs: Costs
     read_cost: ReadCost = field(default_factory=ReadCost)
-    planning_bytes: int = field(default=0, compare=False)
 
     @property
     def partition_bytes(self) -> int:

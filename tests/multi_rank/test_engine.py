@@ -85,9 +85,9 @@ def set_up(path: str) -> None:
     from transformers import LlamaForCausalLM
 
     from lowmem_load import ConfigError, ModelEngine, UnsupportedError
-    from lowmem_load.integrations.llamafactory_arguments import DistConfig, ModelArguments
+    from lowmem_load.integrations.llamafactory import DistConfig, ModelArguments
 
-    dist = DistConfig({**ZERO3, "bf16": {"enabled": True}}, timeout=120)
+    dist = DistConfig({**ZERO3, "bf16": {"enabled": True}})
     patterns = ["model.embed_tokens.*", "*.layers.0.mlp.*_proj.weight"]
     engine = ModelEngine(
         ModelArguments(path, freeze=patterns, attn_implementation="eager", gradient_checkpointing=False), dist

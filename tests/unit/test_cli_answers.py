@@ -22,7 +22,6 @@ from lowmem_load.cli import common
 from lowmem_load.cli.common import facts, table
 from lowmem_load.cli.start import main
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, RankError, UnsupportedError
-from lowmem_load.text import size
 from tests.builders import tiny_llama, tiny_mixtral, tiny_qwen2_tied, tiny_qwen3_vl_moe
 from tests.ranks import REPO
 
@@ -55,6 +54,9 @@ def test_help_of_every_command_imports_little_and_has_an_example() -> None:
     assert all(f"\n  lowmem-load {name} " in found.stdout for name in COMMANDS)
 
 
+FIGURES = ("needed_bytes", "read_bytes", "num_reads")
+
+
 def test_plan_of_a_mesh_states_the_figures_of_a_ranks_plan(answer: Answer, llama: Path) -> None:
     from transformers.distributed import DistributedConfig
 
@@ -62,32 +64,26 @@ def test_plan_of_a_mesh_states_the_figures_of_a_ranks_plan(answer: Answer, llama
     assert code == 0
     config = DistributedConfig(fsdp_size=4, tp_size=2)
     plan = lowmem_load.plan(llama, config, rank=0, world_size=8, dtype=torch.float32)
-    names = ("needed_bytes", "read_bytes", "num_reads")
-    assert {name: found["costs"][name] for name in names} == {name: getattr(plan.costs, name) for name in names}
-    needs = [need["needed_bytes"] for need in found["needs"] if "reads" not in need["what"]]
-    assert needs[0] == plan.partition_bytes < needs[-1]
+    assert {name: found["costs"][name] for name in FIGURES} == {name: getattr(plan.costs, name) for name in FIGURES}
+    assert found["partition_bytes"] == plan.partition_bytes < found["rows"][0]["needs"]["gpu_load"]
     assert (found["about"]["job"], found["about"]["mesh"]) == ("8 ranks on one node", "fsdp_size 4, tp_size 2")
-    assert found["about"]["planned for"] == "full training under FSDP2, on GPUs (cuda)"
-    code, found = answer("plan", llama, "--fsdp", 4, "--device-memory", "1kB", "--json")
-    assert (code, found["fits"]) == (1, False)
+    assert found["about"]["planned for"] == "FSDP2, on GPUs"
+    assert [row["method"] for row in found["rows"]] == ["full"] * 2 + ["LoRA r16"] * 2
+    assert "drop --tp" in found["about"]["QLoRA is not planned"]
 
 
 def test_plan_states_the_figures_of_a_ranks_plan(answer: Answer, llama: Path, ds_config: Path) -> None:
-    code, found = answer("plan", llama, "--ds-config", ds_config, "--world-size", 3, "--json")
-    assert code == 0
-    plan, stated = lowmem_load.plan(llama, DS_CONFIG, rank=0, world_size=3), found["costs"]
-    names = ("needed_bytes", "read_bytes", "num_reads")
-    assert {name: stated[name] for name in names} == {name: getattr(plan.costs, name) for name in names}
-    needs = {need["what"]: need["needed_bytes"] for need in found["needs"]}
-    assert needs["partition"] == plan.partition_bytes
-    assert plan.partition_bytes < needs["peak of host memory"] < plan.partition_bytes + (64 << 20)
-    assert found["read_seconds"] is None
-    asked = ("plan", llama, "--ds-config", ds_config, "--world-size", 3, "--gpus-per-node", 2, "--read-rate", "1kB/s")
-    assert answer(*asked, "--json")[1]["read_seconds"] == 2 * plan.costs.read_bytes / 1000
+    asked = ("plan", llama, "--ds-config", ds_config, "--world-size", 64, "--gpus-per-node", 4)
+    code, found = answer(*asked, "--json")
+    assert code == 0 and found["about"]["job"] == "64 ranks on 16 nodes of 4"
+    plan = lowmem_load.plan(llama, DS_CONFIG, rank=0, world_size=64)
+    assert {name: found["costs"][name] for name in FIGURES} == {name: getattr(plan.costs, name) for name in FIGURES}
+    assert found["partition_bytes"] == plan.partition_bytes
+    assert [row["verdict"] for row in found["rows"]] == [""] * len(found["rows"])
 
 
 def test_plan_says_where_more_is_read_than_needed(answer: Answer, llama: Path, tmp_path: Path) -> None:
-    asked = ("--world-size", 16, "--gpus-per-node", 4)
+    asked = ("--world-size", 16, "--gpus-per-node", 4, "--method", "full")
     assert "read / needed" not in answer("plan", llama, *asked)[1]
     transposed = tiny_qwen3_vl_moe(tmp_path)
     costs = answer("plan", transposed, *asked, "--json")[1]["costs"]
@@ -96,81 +92,46 @@ def test_plan_says_where_more_is_read_than_needed(answer: Answer, llama: Path, t
     assert f"read / needed {costs['read_bytes'] / costs['needed_bytes']:.2f}: " in found
 
 
-@pytest.mark.parametrize(
-    ("limit", "code", "says"),
-    [("1TiB", 0, "Fits; with these settings it fits from 1 rank."), ("1MiB", 1, "Does not fit")],
-)
+@pytest.mark.parametrize(("limit", "code", "says"), [("1TiB", 0, "fits, host"), ("1MiB", 1, "host lacks")])
 def test_plan_ends_with_a_verdict(
     limit: str, code: int, says: str, answer: Answer, llama: Path, ds_config: Path
 ) -> None:
-    asked = ("plan", llama, "--ds-config", ds_config, "--world-size", 64, "--gpus-per-node", 4, "--accelerator", "cuda")
-    found = answer(*asked, "--host-memory", limit, "--device-memory", limit)
-    assert found[0] == code
-    assert says in found[1] and "64 ranks on 16 nodes of 4" in found[1]
-    read_by_stock = size(sum(path.stat().st_size for path in llama.glob("*.safetensors")))
-    (row,) = (line for line in found[1].splitlines() if "read in" in line)
-    assert read_by_stock in row
-
-
-def test_plan_says_first_what_it_plans_for(answer: Answer, llama: Path, ds_config: Path) -> None:
-    asked = ("plan", llama, "--ds-config", ds_config, "--world-size", 12)
-    code, text = answer(*asked)
-    assert code == 0 and "No verdict: name --host-memory." in text, "DS_ACCELERATOR is cpu"
-    head = text.splitlines()[1:5]
-    assert "full training under ZeRO-3, on CPUs: all memory is host memory" in head[0] and "DS_ACCELERATOR" in head[0]
-    assert "12 ranks on 2 nodes of 8" in head[3]
-    text = answer(*asked, "--accelerator", "cuda", "--device-memory", "80GiB")[1]
-    assert "full training under ZeRO-3, on GPUs (cuda)" in text.splitlines()[1]
-    assert "Fits what is known (--host-memory is not named); with these settings it fits from" in text
+    asked = ("plan", llama, "--ds-config", ds_config, "--world-size", 64, "--method", "full")
+    found = answer(*asked, "--host-memory", limit)
+    assert found[0] == code and says in found[1] and ("1 rank" if code == 0 else "never") in found[1]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        (["--host-memory", "lots"], "--host-memory: expected a size"),
-        (["--accelerator", "cuda", "--device-memory", "80"], "--device-memory: .* such as 80GiB, .*, got '80'"),
-        (["--read-rate", "5"], "--read-rate: expected a size with its unit"),
-        (["--revision", "main"], "--revision main: .* is a local folder, which has no revisions"),
-        (["--read-rate", "9" * 400 + "TB"], "--read-rate: expected a size"),
-        (["--accelerator", "cpuu"], "accelerator 'cpuu' .*: this torch knows no such device"),
+        (["--world-size", 2, "--host-memory", "lots"], ConfigError, "--host-memory: expected a size"),
+        (["--world-size", 2, "--device-memory", "80"], ConfigError, "--device-memory: .* such as 80GiB, .*, got '80'"),
+        (["--world-size", 2, "--revision", "main"], ConfigError, "--revision main: .* is a local folder"),
+        (["--world-size", 2, "--offload", "disk"], ConfigError, "offload: expected one of none, optimizer, all"),
+        (["--world-size", 2, "--method", "dpo"], ConfigError, "method: expected one of full, lora, qlora"),
+        (["--fsdp", 2, "--offload", "optimizer"], ConfigError, "FSDP2: all or none"),
+        (["--fsdp", 2, "--ds-config", "ds.json"], BadParameter, "or --fsdp for FSDP2"),
+        (["--fsdp", 2, "--world-size", 2], BadParameter, "or --fsdp for FSDP2"),
+        ([], BadParameter, "name --world-size for ZeRO-3"),
+        *((["--world-size", 2, name, 2], BadParameter, "go with --fsdp") for name in OF_MESHES),
+        (["--fsdp", 2, "--tp", 2, "--method", "qlora"], UnsupportedError, "sharded by FSDP2 alone; drop --tp"),
+        (["--fsdp", 2, "--dequantize"], UnsupportedError, "is not quantized"),
     ],
 )
-def test_plan_refuses(options: list[str], message: str, answer: Answer, llama: Path, ds_config: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        answer("plan", llama, "--ds-config", ds_config, "--world-size", 2, *options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--fsdp", 2, "--ds-config", "ds.json"], "or --fsdp for FSDP2"),
-        (["--fsdp", 2, "--tp", 2, "--world-size", 2], "--world-size 2: the mesh has 4 ranks"),
-        *((["--ds-config", "ds.json", "--world-size", 2, name, 2], "go with --fsdp") for name in OF_MESHES),
-        (["--fsdp", 2, "--tp", 2, "--four-bit", "--lora-rank", 4], "is sharded by FSDP2 alone; drop --tp"),
-        (["--fsdp", 2, "--offload", "optimizer"], "--offload: FSDP2 offloads all or none"),
-        (["--world-size", 2, "--four-bit"], "name --lora-rank"),
-        (["--world-size", 2, "--offload", "disk"], "--offload: expected none, optimizer or all"),
-        (["--world-size", 2, "--trainable", "lots"], "--trainable: expected a share"),
-        (["--world-size", 2, "--compare"], "--compare: name --host-memory"),
-        (["--world-size", 2, "--gradient-checkpointing"], "changes activations; name --tokens"),
-        (["--fsdp", 2, "--accelerator", "cpu"], "--accelerator: FSDP2 is planned for GPUs"),
-        # DS_ACCELERATOR is cpu here, as docs/quickstart.md has it.
-        (["--ds-config", "ds.json", "--world-size", 2, "--device-memory", "80GiB"], "on CPUs all memory is host"),
-    ],
-)
-def test_plan_refuses_options_of_the_other_sharding(
-    options: list[Any], message: str, answer: Answer, llama: Path, ds_config: Path, monkeypatch: pytest.MonkeyPatch
+def test_plan_refuses(
+    options: list[Any],
+    error: type[Exception],
+    message: str,
+    answer: Answer,
+    llama: Path,
+    ds_config: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if "qlora" in options:
+        pytest.importorskip("bitsandbytes")
     monkeypatch.chdir(ds_config.parent)
-    with pytest.raises(BadParameter, match=message):
+    with pytest.raises(error, match=message):
         answer("plan", llama, *options)
-
-
-def test_plan_of_a_mesh_takes_a_world_size_that_fits_and_dequantizes(answer: Answer, llama: Path) -> None:
-    asked = ("plan", llama, "--fsdp", 2, "--world-size", 2)
-    assert answer(*asked)[0] == 0
-    with pytest.raises(UnsupportedError, match="is not quantized"):
-        answer(*asked, "--dequantize")
 
 
 def test_plan_needs_no_files_of_weights(answer: Answer, llama: Path, ds_config: Path, tmp_path: Path) -> None:
@@ -191,7 +152,8 @@ def test_models_of_diffusers_are_inspected_and_planned(answer: Answer, tmp_path:
     assert (held["architectures"], held["num_elements"]) == (["AutoencoderKL"], model.num_parameters())
     assert [way["kind"] for way in held["conversions"]] == ["unchanged"]
     names = (tmp_path / "vae", tmp_path / "config")
-    plans = [answer("plan", name, "--world-size", 2, "--lora-rank", 4, "--json")[1] for name in names]
+    plans = [answer("plan", name, "--world-size", 2, "--json")[1] for name in names]
+    assert plans[0]["about"]["QLoRA is not planned"] == "diffusers itself quantizes its models"
     assert plans[0]["costs"]["needed_bytes"] == plans[1]["costs"]["needed_bytes"] > 0
     assert answer("plan", names[0], "--fsdp", 2, "--json")[1]["costs"]["needed_bytes"] > 0
     with pytest.raises(UnsupportedError, match="diffusers is sharded by FSDP2 alone"):
@@ -225,62 +187,44 @@ def test_plan_says_what_deepspeed_ignores_and_what_no_file_has(
     assert "Is the model's class right" in answer(*asked, "--auto-class", "BertModel")[1]
 
 
-def test_a_comparison_without_bitsandbytes_has_the_other_rows(
-    answer: Answer, llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_without_bitsandbytes_the_other_rows_are_shown(
+    answer: Answer, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowmem_load.cli.plan.find_spec", lambda name: None)
-    limits = ("--world-size", 2, "--accelerator", "cuda", "--host-memory", "1TiB", "--device-memory", "24MiB")
-    text = answer("plan", llama, *limits, "--compare")[1]
-    assert "LoRA r16" in text and "QLoRA r16" not in text
+    monkeypatch.setattr("lowmem_load.api.forecast.find_spec", lambda name: None)
+    text = answer("plan", llama, "--world-size", 2)[1]
+    assert "LoRA r16" in text and "QLoRA r16" not in text and "it needs bitsandbytes" in text
     with pytest.raises(UnsupportedError, match="needs bitsandbytes"):
-        answer("plan", llama, *limits, "--four-bit", "--lora-rank", 8)
+        answer("plan", llama, "--world-size", 2, "--method", "qlora")
 
 
-COMPARED = [
-    (["--world-size", 2, "--accelerator", "cuda"], ["full"] * 3 + ["LoRA r16"] * 2 + ["QLoRA r16"] * 2),
-    (["--fsdp", 2], ["full"] * 2 + ["LoRA r16"] * 2 + ["QLoRA r16"] * 2),
-    (["--fsdp", 2, "--tp", 2], ["full"] * 2 + ["LoRA r16"] * 2),
-]
-
-
-@pytest.mark.parametrize(("sharding", "ways"), COMPARED)
-def test_plan_compares_ways_to_train(sharding: list[Any], ways: list[str], answer: Answer, llama: Path) -> None:
-    if "QLoRA r16" in ways:
-        pytest.importorskip("bitsandbytes")
-    limits = ("--host-memory", "1TiB", "--device-memory", "24MiB")
-    code, rows = answer("plan", llama, *sharding, *limits, "--compare", "--json")
-    assert [row["training"] for row in rows] == ways
+@pytest.mark.parametrize(("sharding", "offloads"), [(["--world-size", 2], 3), (["--fsdp", 2], 2)])
+def test_plan_compares_ways_to_train(sharding: list[Any], offloads: int, answer: Answer, llama: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    code, found = answer("plan", llama, *sharding, "--device-memory", "24MiB", "--json")
+    rows = found["rows"]
+    assert [row["method"] for row in rows] == ["full"] * offloads + ["LoRA r16"] * 2 + ["QLoRA r16"] * 2
     assert code == (0 if any(row["fits"] for row in rows) else 1)
-    needed = [{need["what"]: need["needed_bytes"] for need in row["needs"]} for row in rows]
-    training = [needs["device memory of a GPU in training"] for needs in needed]
-    offloaded = ways.count("full") - 1
-    assert training[0] > training[offloaded] and training[0] > training[offloaded + 1] > training[offloaded + 2]
-    text = answer("plan", llama, *sharding, *limits, "--compare")[1]
-    assert text == answer("plan", llama, *sharding, *limits, "--compare")[1]
-    assert "fits from" in text and "LoRA r16" in text
+    training = [row["needs"]["gpu_training"] for row in rows]
+    assert training[0] > training[offloads - 1] and training[0] > training[offloads] > training[offloads + 1]
+    assert "fits from" in answer("plan", llama, *sharding, "--device-memory", "24MiB")[1]
 
 
-def test_plan_counts_adapters_and_activations(answer: Answer, llama: Path) -> None:
-    asked = ("plan", llama, "--world-size", 2, "--accelerator", "cuda")
+def test_plan_counts_adapters_and_takes_the_offload_of_the_ds_config(
+    answer: Answer, llama: Path, ds_config: Path
+) -> None:
+    def gpu_training(rank: int) -> int:
+        asked = ("--world-size", 2, "--method", "lora", "--lora-rank", rank, "--offload", "none", "--json")
+        (row,) = answer("plan", llama, *asked)[1]["rows"]
+        return int(row["needs"]["gpu_training"])
 
-    def device_training(*options: Any) -> int:
-        (nbytes,) = (
-            need["needed_bytes"]
-            for need in answer(*asked, *options, "--json")[1]["needs"]
-            if need["what"] == "device memory of a GPU in training"
-        )
-        return int(nbytes)
-
-    adapters = [device_training("--lora-rank", rank) for rank in (1, 2, 3)]
     config = LlamaConfig.from_pretrained(llama)
     linears = [module for module in LlamaForCausalLM(config).model.modules() if isinstance(module, torch.nn.Linear)]
     elements = sum(linear.in_features + linear.out_features for linear in linears)
-    assert adapters[2] - adapters[1] == adapters[1] - adapters[0] == elements * (2 + 4 + 12) // 2
-    with_tokens = [
-        device_training("--lora-rank", 1, "--tokens", 8, *more) for more in ([], ["--gradient-checkpointing"])
-    ]
-    assert with_tokens[0] > with_tokens[1] > adapters[0]
-    assert device_training("--offload", "all") < device_training("--trainable", "50%") < device_training()
+    assert gpu_training(3) - gpu_training(2) == gpu_training(2) - gpu_training(1) == elements * (2 + 4 + 12) // 2
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    ds_config.write_text(json.dumps({**DS_CONFIG, "zero_optimization": zero}))
+    asked = ("plan", llama, "--ds-config", ds_config, "--world-size", 2, "--method", "full", "--json")
+    assert [row["offload"] for row in answer(*asked)[1]["rows"]] == ["optimizer"]
 
 
 def test_an_unexpected_error_has_its_own_exit_code(

@@ -86,11 +86,11 @@ def split_row(line: str) -> list[str]:
 # ---- the tables
 
 
-@pytest.mark.parametrize(("ds_bf16", "ds_fp16", "trainer_bf16", "trainer_fp16", "expected"), CELLS)
-def test_every_cell(ds_bf16: Any, ds_fp16: Any, trainer_bf16: Any, trainer_fp16: Any, expected: str) -> None:
-    trainer = {"trainer_bf16": trainer_bf16, "trainer_fp16": trainer_fp16}
-
-    assert outcome(precision_of, config_with(ds_bf16, ds_fp16), absent="auto", **trainer) == expected
+def test_every_cell() -> None:
+    for ds_bf16, ds_fp16, trainer_bf16, trainer_fp16, expected in CELLS:
+        trainer = {"trainer_bf16": trainer_bf16, "trainer_fp16": trainer_fp16}
+        found = outcome(precision_of, config_with(ds_bf16, ds_fp16), absent="auto", **trainer)
+        assert found == expected, (ds_bf16, ds_fp16, trainer)
 
 
 def test_the_tables_of_the_docs_agree_with_the_code() -> None:
@@ -125,28 +125,12 @@ def test_one_training_argument_leaves_the_other_absent_value_disabled() -> None:
 
 
 def test_a_contradiction_names_both_keys_and_values() -> None:
-    message = r"ds_config bf16\.enabled=False vs TrainingArguments\.bf16=True: .*contradict.*make them equal"
+    message = r"ds_config bf16\.enabled=False and TrainingArguments\.bf16=True contradict.*make them equal"
     with pytest.raises(ConfigError, match=message):
         precision_of(config_with(False, None), absent="auto", trainer_bf16=True)
-    with pytest.raises(ConfigError, match=r"ds_config fp16\.enabled=True vs TrainingArguments\.fp16=False"):
-        precision_of(config_with(None, True), absent="auto", trainer_fp16=False)
 
 
-def test_two_contradictions_are_one_error() -> None:
-    with pytest.raises(ConfigError, match=r"bf16\.enabled=True vs .* and ds_config fp16\.enabled=False vs"):
-        precision_of(config_with(True, False), absent="auto", trainer_bf16=False, trainer_fp16=True)
-
-
-def test_both_on_says_where_each_comes_from() -> None:
-    message = (
-        r"bf16 and fp16 are both enabled \(ds_config bf16\.enabled=True, TrainingArguments\.fp16=True\): "
-        "disable one of them"
-    )
-    with pytest.raises(ConfigError, match=message):
-        precision_of(config_with(True, "auto"), absent="auto", trainer_fp16=True)
-
-
-@pytest.mark.parametrize("value", ["yes", "AUTO", 1, 0, 1.0, [], {}])
+@pytest.mark.parametrize("value", ["AUTO", 1, [], {}])
 def test_other_values_are_refused(value: Any) -> None:
     message = re.escape(f'fp16.enabled: expected true, false or "auto", got {value!r}')
     with pytest.raises(ConfigError, match=message):
@@ -157,21 +141,13 @@ def test_other_values_are_refused(value: Any) -> None:
         precision_of(config_with(None, None), absent="auto", trainer_bf16=value)
 
 
-def test_a_null_enabled_is_refused_like_in_deepspeed() -> None:
-    with pytest.raises(ConfigError, match=r"bf16\.enabled: expected true, false or \"auto\", got None"):
-        precision_of({"bf16": {"enabled": None}}, absent="auto")
-
-
-@pytest.mark.parametrize(
-    "config", [{"fp16": True}, {"fp16": "auto"}, {"fp16": None}, {"bf16": []}, {"bfloat16": None}, {"bfloat16": True}]
-)
+@pytest.mark.parametrize("config", [{"fp16": True}, {"fp16": None}, {"bf16": []}, {"bf16": None}])
 def test_a_section_that_is_not_an_object_is_refused(config: dict[str, Any]) -> None:
     name = next(iter(config))
     message = rf"ds_config {name}: expected an object such as \{{\"enabled\": true\}}, got "
-    with pytest.raises(ConfigError, match=message):
-        precision_of(config, absent="auto")
-    with pytest.raises(ConfigError, match=message):
-        with_precision(config, Precision.BF16)
+    for function in (lambda: precision_of(config, absent="auto"), lambda: with_precision(config, Precision.BF16)):
+        with pytest.raises(ConfigError, match=message):
+            function()
 
 
 # ---- sections
@@ -184,10 +160,9 @@ def test_a_section_without_enabled_counts_as_absent() -> None:
     assert precision_of(config, absent="disabled") is Precision.FP32
 
 
-def test_the_old_section_name_is_read_only_without_the_new_one() -> None:
-    assert precision_of({"bfloat16": {"enabled": True}}, absent="disabled") is Precision.BF16
-    assert precision_of({"bf16": None, "bfloat16": {"enabled": True}}, absent="disabled") is Precision.BF16
-    assert precision_of({"bf16": {}, "bfloat16": {"enabled": True}}, absent="disabled") is Precision.FP32
+def test_the_old_section_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match='bfloat16: rename this section to "bf16"'):
+        precision_of({"bfloat16": {"enabled": True}}, absent="disabled")
 
 
 def test_with_precision_keeps_other_keys_and_the_input() -> None:
@@ -207,7 +182,7 @@ def test_with_precision_keeps_other_keys_and_the_input() -> None:
 
 
 SECTIONS = st.sampled_from([{}, {"enabled": "auto"}, {"enabled": True}, {"enabled": False}])
-CONFIGS = st.dictionaries(st.sampled_from(["bf16", "fp16", "bfloat16"]), SECTIONS)
+CONFIGS = st.dictionaries(st.sampled_from(["bf16", "fp16"]), SECTIONS)
 
 
 @settings(deadline=None)
@@ -228,8 +203,8 @@ def test_the_disabled_reading_is_what_deepspeed_runs(monkeypatch: pytest.MonkeyP
     from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
 
     sections = (None, {}, {"enabled": True}, {"enabled": False})
-    for bf16, bfloat16, fp16 in itertools.product(sections, repeat=3):
-        named = {"bf16": bf16, "bfloat16": bfloat16, "fp16": fp16}
+    for bf16, fp16 in itertools.product(sections, repeat=2):
+        named = {"bf16": bf16, "fp16": fp16}
         config = {name: section for name, section in named.items() if section is not None}
         enabled = get_bfloat16_config(config).enabled, get_float16_config(config).enabled
         expected = {

@@ -47,7 +47,7 @@ def plan_of(kind: str, expression: ex.Expression, planner: Planner, region: Flat
     )
 
 
-def made(rank: int = 1, digest: str = "abc", planning_bytes: int = 0) -> LoadPlan:
+def made(rank: int = 1, digest: str = "abc") -> LoadPlan:
     planner = Planner()
     targets = (
         plan_of("zero3", flipped(SOURCE), planner, FlatRange(240 * rank, 240 * rank + 240), 250),
@@ -69,7 +69,6 @@ def made(rank: int = 1, digest: str = "abc", planning_bytes: int = 0) -> LoadPla
         unexpected_keys=("b",),
         mismatched_keys=(("c", torch.Size([1]), torch.Size([2])),),
         costs=planner.costs(plan.destinations[0].fill for plan in targets),
-        planning_bytes=planning_bytes,
     )
 
 

@@ -1,4 +1,4 @@
-"""integrations/llamafactory_arguments.py: which forms of arguments `ModelEngine` takes, and which it refuses."""
+"""integrations/llamafactory.py: which forms of arguments `ModelEngine` takes, and which it refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.integrations.llamafactory_arguments import DistConfig, ModelArguments, read_arguments
+from lowmem_load.integrations.llamafactory import DistConfig, ModelArguments, read_arguments
 
 DIST: dict[str, Any] = {"config_file": {"zero_optimization": {"stage": 3}}}
 
@@ -54,34 +54,17 @@ def test_a_dataclass_of_another_library_may_have_more_fields() -> None:
     ("model_args", "dist_config", "message"),
     [
         ({"model": "m"}, None, "no dist_config: pass"),
-        ({}, DIST, "model_args: model is missing"),
-        ({"model": ""}, DIST, "ModelArguments.model: expected a folder or a Hub id, got an empty string"),
-        ({"model": "m", "modle": 1}, DIST, r"model_args: unknown key\(s\) modle; known are model, "),
-        ({"model": "m", "bf16": 1}, DIST, "ModelArguments.bf16: expected bool or NoneType, got 1"),
-        ({"model": "m", "freeze": [1]}, DIST, r"ModelArguments.freeze: expected a list of glob patterns, got \[1\]"),
-        ({"model": "m", "model_kwargs": {"dtype": 1}}, DIST, r"ModelArguments.model_kwargs: remove dtype \(set bf16"),
-        ({"model": "m", "model_name_or_path": "n"}, DIST, "model_name_or_path and model are two names of one thing"),
-        (
-            {"model": "m", "dist_config": 3},
-            None,
-            "dist_config: expected a dataclass, a mapping, or the path of a YAML file; got 3",
-        ),
+        ({"model": ""}, DIST, "ModelArguments.model is missing"),
+        ({"model": "m", "modle": 1}, DIST, r"ModelArguments: unknown key\(s\) modle; known are model, "),
+        ({"model": "m", "bf16": 1}, DIST, r"ModelArguments.bf16: expected bool \| None, got 1"),
+        ({"model": "m", "model_kwargs": {"dtype": 1}}, DIST, "ModelArguments.model_kwargs: remove dtype; bf16"),
+        ({"model": "m", "dist_config": 3}, None, "dist_config: expected a dataclass, a mapping, or the path of a YAML"),
         ({"model": "m"}, DIST["config_file"], "this is a ds_config itself"),
-        (
-            {"model": "m"},
-            {"name": "megatron"},
-            "DistConfig.name: expected 'deepspeed' or 'fsdp2', got 'megatron'",
-        ),
-        ({"model": "m"}, {"name": "fsdp2", "dp": 2}, "dist_config: unknown key.s. dp; known are"),
-        (
-            {"model": "m"},
-            {"name": "fsdp2", "config_file": "{}"},
-            "DistConfig.config_file: expected NoneType, got '{}'",
-        ),
+        ({"model": "m"}, {"name": "megatron"}, "DistConfig.name: expected 'deepspeed', or 'fsdp2' .*, got 'megatron'"),
+        ({"model": "m"}, {"name": "fsdp2", "dp": 2}, "DistConfig: unknown key.s. dp; known are"),
+        ({"model": "m"}, {"name": "fsdp2", "config_file": "{}"}, "'fsdp2' without config_file, got 'fsdp2'"),
         ({"model": "m"}, {"name": "fsdp2", "mixed_precision": "int8"}, "expected one of bf16, fp16, fp32, got 'int8'"),
-        ({"model": "m"}, {**DIST, "timeout": 0}, "DistConfig.timeout: expected a positive number of seconds, got 0"),
-        ("gone", DIST, "model_args: gone: no such YAML file"),
-        (3, DIST, "model_args: expected a dataclass, a mapping, or the path of a YAML file; got 3"),
+        ("gone", DIST, "model_args: gone: cannot be read as YAML: .*No such file"),
     ],
 )
 def test_unusable_arguments_are_named(model_args: Any, dist_config: Any, message: str) -> None:
