@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lowmem_load.api.inspect_checkpoint import weight_files
+from lowmem_load.families.files import files_of
 
 # The shape of the model is chosen from these widths; depth fills up to the wanted parameter count.
 HIDDEN_SIZES = (256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 8192)
@@ -109,7 +109,7 @@ def _read_header(path: Path) -> list[SourceTensor]:
 def warm_page_cache(path: Path) -> None:
     """Read every file of weights once, so that each method finds it in the page cache."""
     memory = bytearray(8 << 20)
-    for weights in weight_files(str(path)):
+    for weights in files_of(str(path)):
         with open(weights, "rb", buffering=0) as file:
             while file.readinto(memory):
                 pass
@@ -117,6 +117,6 @@ def warm_page_cache(path: Path) -> None:
 
 def drop_page_cache(path: Path) -> None:
     """Ask the kernel to drop the cached pages of every file of weights (a hint, which needs no privileges)."""
-    for weights in weight_files(str(path)):
+    for weights in files_of(str(path)):
         with open(weights, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

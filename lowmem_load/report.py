@@ -60,8 +60,6 @@ class LoadReport(Phases):
         loading_info: missing_keys, unexpected_keys and mismatched_keys, as transformers' `output_loading_info` has
             them.
         slow_paths: parameters and buffers that took a slower path.
-        read_early: of a lazy model: tensors of the files that were read by themselves, and the function that looked.
-        num_unread: of a lazy model: parameters that nobody has looked at. `load_report` counts them.
         notes: a sentence for each surprise: parameters that nothing initialised, parameters in another dtype than an
             ordinary load gives, reads that could not be shared, reads that were tried again.
     """
@@ -83,8 +81,6 @@ class LoadReport(Phases):
     peak_device_bytes: int = 0
     loading_info: dict[str, list[Any]] = field(default_factory=dict)
     slow_paths: list[SlowPath] = field(default_factory=list)
-    read_early: dict[str, str] = field(default_factory=dict)
-    num_unread: int = 0
     notes: list[str] = field(default_factory=list)
     _device_start: DeviceMemory = field(default_factory=device_memory, repr=False)
 
@@ -136,8 +132,6 @@ class LoadReport(Phases):
             "model": f"{self.contents}{quantized}",
             "holds": ", ".join(text for text, nbytes in holds.items() if nbytes),
             "read": from_files,
-            "read one by one": self._early_text(),
-            "not read yet": f"{self.num_unread} tensors" if self.num_unread else "",
             "requests": self._requests_text(),
             "received": f"{size(self.received_bytes)} from ranks that hold the same" if self.received_bytes else "",
             "host memory": f"peak {size(self.peak_memory.total_bytes)} above the start",
@@ -147,13 +141,6 @@ class LoadReport(Phases):
             "notes": "; ".join(self.notes),
         }
         return {topic: text for topic, text in rows.items() if text}
-
-    def _early_text(self) -> str:
-        """Say which function looked at which tensors of a lazy model, of which it read what it looked at."""
-        of_callers: dict[str, list[str]] = {}
-        for name, caller in self.read_early.items():
-            of_callers.setdefault(caller, []).append(name)
-        return "; ".join(f"{listed(names, 3)} by {caller}()" for caller, names in of_callers.items())
 
     def _requests_text(self) -> str:
         counts = self.requests

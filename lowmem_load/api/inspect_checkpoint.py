@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from lowmem_load.api.plan_model import describe_checkpoint
-from lowmem_load.errors import CheckpointError, LowMemLoadError, UnsupportedError
+from lowmem_load.errors import LowMemLoadError, UnsupportedError
 from lowmem_load.families import diffusion
 from lowmem_load.families.files import file_format, files_of
-from lowmem_load.formats.index import base_of_adapter, check_index
+from lowmem_load.formats.index import base_of_adapter
 from lowmem_load.hf import names
-from lowmem_load.hf.model_folder import no_folder
 from lowmem_load.hf.quantizers import dequantizing, is_four_bit, quantization_method
 from lowmem_load.hf.remote_names import Checkpoint
 from lowmem_load.io.executor import Executor
@@ -28,14 +27,6 @@ from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.text import count, size
 from lowmem_load.training_checkpoints.open_model import Values, find_state, open_model
-
-CHOICES = (
-    ("model.safetensors", "model.safetensors.index.json"),
-    ("adapter_model.safetensors", ""),
-    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
-    ("adapter_model.bin", ""),
-)
-"""A single file of weights and the index of several, in the order in which `from_pretrained` looks for them."""
 
 
 @dataclass(slots=True)
@@ -102,7 +93,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, auto_class: str | None = None, **
     `keywords` are those of `from_pretrained`.
     """
     inspection, subfolder = Inspection(checkpoint.name, checkpoint.revision), keywords.get("subfolder", "")
-    for path in weight_files(checkpoint.folder, subfolder):
+    for path in files_of(checkpoint.folder, subfolder):
         with closing(open_file(path)) as source:
             described = file_format(path).describe(source)
             inspection.files[os.path.basename(path)] = described.nbytes
@@ -205,49 +196,7 @@ def _dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def weight_files(folder: str, subfolder: str = "") -> Sequence[str]:
-    """Return the paths of the weight files that a load would choose; raise CheckpointError without any."""
-    where = os.path.join(folder, subfolder)
-    if not os.path.isdir(where):
-        raise CheckpointError(no_folder(where))
-    there = set(os.listdir(where))
-    for single, index in CHOICES:
-        if single in there:
-            return [os.path.join(where, single)]
-        if index in there:
-            check_index(os.path.join(where, index))
-            return files_of(os.path.join(where, index))
-    return files_of(where)
-
-
 # -- checkpoints of training -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingContents:
-    """A training checkpoint. `by_dtype` has numbers of tensors and bytes; `config` is the folder with config.json."""
-
-    folder: str
-    kind: str
-    num_tensors: int
-    num_elements: int
-    by_dtype: dict[str, tuple[int, int]]
-    num_adapter_tensors: int
-    num_files: int
-    file_bytes: int
-    config: str | None
-
-    def rows(self) -> dict[str, str]:
-        """Return what a table shows."""
-        dtypes = (f"{dtype}: {number:,} of {size(nbytes)}" for dtype, (number, nbytes) in self.by_dtype.items())
-        return {
-            "written by": self.kind,
-            "parameters": count(self.num_elements) if self.num_elements else "",
-            "tensors": f"{self.num_tensors:,}; {', '.join(dtypes)}" if self.num_tensors else "",
-            "of an adapter": f"{self.num_adapter_tensors:,} tensors" if self.num_adapter_tensors else "",
-            "files": f"{size(self.file_bytes)} in {self.num_files:,} file{'s' * (self.num_files != 1)}",
-            "config.json": self.config or "none: name the model by --config when you consolidate it",
-        }
 
 
 def is_of_training(folder: str) -> bool:
@@ -257,20 +206,20 @@ def is_of_training(folder: str) -> bool:
     return os.path.isfile(os.path.join(folder, "latest")) or find_state(folder) is not None
 
 
-def training_contents(folder: str) -> TrainingContents:
-    """Return what a training checkpoint holds. No weights are read."""
+def training_contents(folder: str) -> dict[str, str]:
+    """Return what a training checkpoint holds, in words. No weights are read."""
     with Executor() as executor:
         model = open_model(folder, executor)
     distinct: dict[int, Values] = {id(tensor): tensor for tensor in model.tensors.values()}
-    sizes = [(_dtype_text(tensor.dtype), tensor.numel * tensor.dtype.itemsize) for tensor in distinct.values()]
-    return TrainingContents(
-        folder=model.folder,
-        kind=model.kind,
-        num_tensors=len(distinct),
-        num_elements=sum(tensor.numel for tensor in distinct.values()),
-        by_dtype=by_dtype(sizes),
-        num_adapter_tensors=len(model.adapter),
-        num_files=len(model.files),
-        file_bytes=sum(file.nbytes for file in model.files),
-        config=model.companion("config.json"),
-    )
+    totals = by_dtype((_dtype_text(each.dtype), each.numel * each.dtype.itemsize) for each in distinct.values())
+    dtypes = [f"{dtype}: {number:,} of {size(nbytes)}" for dtype, (number, nbytes) in totals.items()]
+    num_files = len(model.files)
+    return {
+        "folder": model.folder,
+        "written by": model.kind,
+        "parameters": count(sum(tensor.numel for tensor in distinct.values())),
+        "tensors": f"{len(distinct):,}; {', '.join(dtypes)}",
+        "of an adapter": f"{len(model.adapter):,} tensors" if model.adapter else "",
+        "files": f"{size(sum(file.nbytes for file in model.files))} in {num_files:,} file{'s' * (num_files != 1)}",
+        "config.json": model.companion("config.json") or "none: name the model by --config when you consolidate it",
+    }

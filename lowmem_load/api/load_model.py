@@ -120,9 +120,6 @@ def load_report(model: Any) -> LoadReport:
             f"{type(model).__name__} was not loaded by lowmem_load, so there is no report of its load"
             + (f": it was left to {reason}" if reason else "")
         )
-    from lowmem_load.symbolic.lazy import is_unread  # a process without lazy models has not imported it
-
-    report.num_unread = sum(map(is_unread, model.parameters())) if isinstance(model, nn.Module) else 0
     return report
 
 

@@ -44,7 +44,7 @@ def inspect(
 
         if is_of_training(name):
             contents = training_contents(name)
-            answer(as_json, asdict(contents), lambda: [facts(contents.folder, contents.rows())])
+            answer(as_json, contents, lambda: [facts("", contents)])
             return
         common.check_revision(name, revision)
         checkpoint = find_checkpoint(name, subfolder=subfolder, revision=revision)

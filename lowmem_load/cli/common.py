@@ -16,7 +16,6 @@ from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersion
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
-    from rich.text import Text
 
 YES, NO, USAGE, CHECKPOINT, UNSUPPORTED, FAILED = 0, 1, 2, 3, 4, 5
 """Exit codes: done, and the answer is yes; the answer is no, or something was found; unusable arguments or ds_config;
@@ -24,13 +23,6 @@ an unusable checkpoint; an unsupported combination or release; any other error."
 
 PIPE_WIDTH = 100
 """Columns of tables that do not go to a terminal."""
-
-COLOURS = {
-    **dict.fromkeys(("fits", "ok", "no problem"), "green"),
-    **dict.fromkeys(("does not fit", "gpu lacks", "host lacks", "problem"), "red"),
-    **dict.fromkeys(("note", "no verdict"), "yellow"),
-}
-"""Colours of a cell or line, by how it begins. rich leaves them out where the output is no terminal."""
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A folder, a Hub id or a URL.", show_default=False)]
 Subfolder = Annotated[str, typer.Option(help="Subfolder that holds the weights.")]
@@ -77,7 +69,7 @@ def answer(as_json: bool, value: Any, tables: Callable[[], Sequence[RenderableTy
     console = Console(highlight=False, soft_wrap=False, width=width)
     for part in tables():
         is_line = isinstance(part, str)
-        console.print(_coloured(part) if isinstance(part, str) else part, markup=False, soft_wrap=is_line)
+        console.print(printable(part) if isinstance(part, str) else part, markup=False, soft_wrap=is_line)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> Group:
@@ -106,16 +98,9 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
             column, justify="right" if is_right else "left", no_wrap=is_right or column == "file", overflow="fold"
         )
     for row in rows:
-        made.add_row(*map(_coloured, row))
+        made.add_row(*(Text(printable(cell)) for cell in row))
     # The title has a line of its own: rich would wrap it to the width of the table.
     return Group(Text(printable(title), style="bold"), made) if title else Group(made)
-
-
-def _coloured(text: str) -> Text:
-    from rich.text import Text
-
-    colours = [colour for beginning, colour in COLOURS.items() if text.lower().startswith(beginning)]
-    return Text(printable(text), style=colours[0] if colours else "")
 
 
 def facts(title: str, values: Mapping[str, str]) -> Group:

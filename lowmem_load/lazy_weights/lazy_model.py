@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import re
-import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,9 +54,6 @@ _WAS_LAZY = "lowmem_load_was_lazy"
 _ENDS: weakref.WeakKeyDictionary[nn.Module, Callable[[], object]] = weakref.WeakKeyDictionary()
 """What is called once the parameters of a model are ordinary. A copy of the model has none."""
 
-_NOT_A_CALLER = ("lowmem_load.", "torch.", "accelerate.big_modeling")
-"""Modules that read for others: the report names who asked them to."""
-
 
 class LazyReader:
     """Reads for the parameters of one lazy model, and keeps its report.
@@ -84,15 +80,9 @@ class LazyReader:
         weakref.finalize(self, self.closing.close)
 
     def now(self, expression: Expression, _: str) -> torch.Tensor:
-        """Return the value of an expression on the host. The report names the function that caused the read."""
+        """Return the value of an expression on the host."""
         with self._reading():
             values = read_whole(self.executor, expression)
-        frame = sys._getframe()  # noqa: SLF001  inspect would read source files
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_A_CALLER):
-            frame = frame.f_back
-        for leaf in leaves(expression):
-            if isinstance(leaf, Source):
-                self.report.read_early.setdefault(leaf.name, frame.f_code.co_name)
         self.count_reads()
         return values
 

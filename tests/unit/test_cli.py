@@ -30,14 +30,10 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_the_subcommands_are_listed(arguments: list[str]) -> None:
-    found = run(*arguments)
+def test_subcommands_and_the_version_are_shown() -> None:
+    found = run()
     assert "Usage: lowmem-load [OPTIONS] COMMAND" in found.stdout + found.stderr
     assert "  run  " in found.stdout + found.stderr
-
-
-def test_the_version_is_that_of_the_distribution() -> None:
     assert run("--version").stdout == f"lowmem-load {lowmem_load.__version__}\n"
     assert lowmem_load.__version__ == version("lowmem-load")
 
@@ -51,7 +47,7 @@ def test_strict_reaches_the_command(options: list[str], value: str) -> None:
     )
 
 
-@pytest.mark.parametrize("separator", [[], ["--"]])
+@pytest.mark.parametrize("separator", [[], ["--"]], ids=["without", "with"])
 def test_run_passes_arguments_unchanged_and_returns_the_exit_code(separator: list[str]) -> None:
     script = f'printf "%s|" "$@" "$PYTHONPATH" "${SWITCH}"; exit 7'
     found = run("run", *separator, "sh", "-c", script, "sh", "--help", "a b", "--", "", PYTHONPATH="/a 'b'")
@@ -82,11 +78,3 @@ def test_run_names_a_command_that_cannot_be_executed(tmp_path: Path) -> None:
     refused = run("run", str(tmp_path))
     assert (refused.returncode, refused.stderr) == (126, f"lowmem-load run: {tmp_path}: Permission denied\n")
     assert run("run").returncode == 2
-
-
-def test_the_console_script_calls_the_same_function_as_the_module() -> None:
-    from lowmem_load import __main__
-    from lowmem_load.cli import start
-
-    assert '\n[project.scripts]\nlowmem-load = "lowmem_load.cli.start:main"\n' in (REPO / "pyproject.toml").read_text()
-    assert __main__.main is start.main

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer import BadParameter
@@ -300,6 +301,14 @@ def test_inspect_shows_the_tensors_of_an_unknown_model(answer: Answer, llama: Pa
     assert "own" in found["not_described"] and found["tensors"]
 
 
+def test_inspect_says_who_wrote_a_training_checkpoint(answer: Answer, tmp_path: Path) -> None:
+    state = {"model": {"weight": torch.ones(2, 3)}}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
+    code, found = answer("inspect", tmp_path, "--json")
+    assert (code, found["parameters"], found["tensors"]) == (0, "6", "1; float32: 1 of 24 B")
+    assert "none: name the model by --config" in answer("inspect", tmp_path)[1]
+
+
 def test_inspect_names_the_base_of_an_adapter(answer: Answer, tmp_path: Path) -> None:
     save_file({"base_model.model.lm_head.lora_A.weight": torch.ones(2, 3)}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
@@ -307,19 +316,6 @@ def test_inspect_names_the_base_of_an_adapter(answer: Answer, tmp_path: Path) ->
     assert (code, found["base_of_adapter"], len(found["tensors"])) == (0, "org/base", 1)
     assert "it is an adapter" in found["not_described"]
     assert "adapter of" in answer("inspect", tmp_path)[1]
-
-
-def test_verdicts_are_coloured_on_terminals_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def shown() -> str:
-        common.answer(False, None, lambda: [table("", ("verdict", "empty"), [("fits", ""), ("does not fit", "")])])
-        return capsys.readouterr().out
-
-    assert "\x1b[" not in shown() and "empty" not in shown()
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    assert "\x1b[32mfits" in shown() and "\x1b[31mdoes not fit" in shown()
 
 
 def test_errors_have_their_exit_codes(

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowmem_load.api.inspect_checkpoint import Inspection, inspect_checkpoint, weight_files
-from lowmem_load.errors import CheckpointError
+from lowmem_load.api.inspect_checkpoint import Inspection, inspect_checkpoint
 from lowmem_load.hf.remote_names import find_checkpoint
 from tests import builders
 from tests.multi_rank.test_formats import with_fp8
@@ -78,23 +74,3 @@ def test_missing_and_tied_parameters_are_named(tmp_path: Path) -> None:
     (missing,) = (each for each in found.conversions if each.kind == "initialised on this rank")
     assert missing.example == "score.weight <- nothing in the files"
     assert inspected(builders.tiny_qwen2_tied(tmp_path)).tied == [["model.embed_tokens.weight", "lm_head.weight"]]
-
-
-def test_the_files_are_those_that_a_load_would_choose(tmp_path: Path) -> None:
-    def chosen(**options: Any) -> list[str]:
-        return [os.path.basename(path) for path in weight_files(str(tmp_path), **options)]
-
-    with pytest.raises(CheckpointError, match="holds no weights"):
-        chosen()
-    for name in ("part.fp16.safetensors", "pytorch_model.bin", "model.safetensors"):
-        (tmp_path / name).touch()
-        assert chosen() == [name]
-    (tmp_path / "unet").mkdir()
-    for name in ("a-1.safetensors", "a-2.safetensors", "a.fp16.safetensors", "last.pth"):
-        (tmp_path / "unet" / name).touch()
-    assert chosen(subfolder="unet") == ["a-1.safetensors", "a-2.safetensors"]
-    index = {"metadata": {}, "weight_map": {"weight": "a-2.safetensors"}}
-    (tmp_path / "unet" / "a.safetensors.index.json").write_text(json.dumps(index))
-    assert chosen(subfolder="unet") == ["a-2.safetensors"]
-    with pytest.raises(CheckpointError, match="gone: no such folder"):
-        chosen(subfolder="gone")

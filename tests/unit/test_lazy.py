@@ -85,9 +85,8 @@ def num_lazy(model: nn.Module) -> int:
 def test_a_load_reads_nothing(path: str) -> None:
     model = lazily(path)
     assert load_report(model).read_bytes == 0
-    assert num_lazy(model) == load_report(model).num_unread == len(list(model.parameters()))
+    assert num_lazy(model) == len(list(model.parameters()))
     assert (model.device.type, model.dtype) == ("cpu", torch.float32)
-    assert "not read yet: " in str(load_report(model))
     assert_equal(model, ordinary(path))
     assert num_lazy(model) == len(list(model.parameters()))
 
@@ -125,7 +124,6 @@ def test_what_looks_at_no_value_reads_nothing(path: str) -> None:
     torch.optim.AdamW(copied.parameters())
     peft.get_peft_model(copied, peft.LoraConfig(target_modules=["q_proj"]))
     torch.zeros_like(weight), weight.new_empty(3), weight[2:5].view(-1).chunk(2), weight.numel(), repr(weight)
-    assert load_report(model).read_early == load_report(copied).read_early == {}
     assert load_report(model).read_bytes == 0
 
 
@@ -462,7 +460,6 @@ def test_a_slice_reads_what_it_holds(path: str) -> None:
     weight = model.lm_head.weight
     torch.chunk(weight.detach(), 4)[1].tolist()
     assert load_report(model).read_bytes == weight.nbytes // 4
-    assert load_report(model).read_early == {"lm_head.weight": "test_a_slice_reads_what_it_holds"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
