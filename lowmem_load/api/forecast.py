@@ -161,9 +161,10 @@ class Planned:
 
 def forecast(
     checkpoint: Checkpoint,
-    sharding: Mapping[str, int] | str | None,
     job: Job,
     *,
+    ds_config: str | None = None,
+    mesh: Mapping[str, int] | None = None,
     method: str | None = None,
     lora_rank: int = 16,
     offload: str | None = None,
@@ -173,8 +174,9 @@ def forecast(
 
     Args:
         checkpoint: the model.
-        sharding: for ZeRO-3 the path of a ds_config, or None for `DS_CONFIG`; for FSDP2 the sizes of a mesh.
         job: its ranks and machines.
+        ds_config: the path of a file, for ZeRO-3. None: `DS_CONFIG`.
+        mesh: the sizes of a mesh, for FSDP2.
         method: one of `METHODS`. None: all of them.
         lora_rank: of the adapters.
         offload: a key of `OFFLOADS`. None: as in the ds_config, or each of them if it offloads nothing.
@@ -186,8 +188,7 @@ def forecast(
     """
     if method not in (None, *METHODS):
         raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
-    is_mesh = isinstance(sharding, Mapping)
-    if offload not in (None, *OFFLOADS) or (offload == "optimizer" and is_mesh):
+    if offload not in (None, *OFFLOADS) or (offload == "optimizer" and mesh):
         raise ConfigError(f"offload: expected one of {', '.join(OFFLOADS)} (FSDP2: all or none), got {offload!r}")
     adapters = 0 if method == "full" else lora_rank * linear_features(checkpoint, keywords)
     first: Planned | None = None
@@ -195,7 +196,8 @@ def forecast(
     about: dict[str, str] = {}
     for each in METHODS if method is None else [method]:
         try:
-            planned = _plan(checkpoint, sharding, job, each, 0 if each == "full" else adapters, dict(keywords))
+            asked = (job, each, 0 if each == "full" else adapters, dict(keywords))
+            planned = _plan_fsdp2(checkpoint, mesh, *asked) if mesh else _plan_zero3(checkpoint, ds_config, *asked)
         except (CheckpointError, UnsupportedError) as error:
             if method is not None or each != "qlora":
                 raise
@@ -203,40 +205,23 @@ def forecast(
             continue
         first = first or planned
         title = {"full": "full", "lora": f"LoRA r{lora_rank}", "qlora": f"QLoRA r{lora_rank}"}[each]
-        pairs = [OFFLOADS[offload]] if offload else _offloads(planned, is_full=each == "full" and not is_mesh)
+        pairs = [OFFLOADS[offload]] if offload else _offloads(planned, is_full=each == "full" and not mesh)
         rows += [_row(planned.states, job, title, pair) for pair in pairs]
     assert first is not None  # only QLoRA is left out
     about = {topic: text for topic, text in {**_about(first, job), **about}.items() if text}
     return Forecast(checkpoint.name, about, first.plan.costs, first.plan.partition_bytes, rows)
 
 
-def _plan(
-    checkpoint: Checkpoint, sharding: Any, job: Job, method: str, adapters: int, keywords: dict[str, Any]
+def _plan_zero3(
+    checkpoint: Checkpoint, ds_config: str | None, job: Job, method: str, adapters: int, keywords: dict[str, Any]
 ) -> Planned:
     config = config_of(checkpoint, keywords)
-    if method == "qlora" and config is None:
-        raise UnsupportedError("diffusers itself quantizes its models")
-    if method == "qlora" and find_spec("bitsandbytes") is None:
-        raise UnsupportedError("it needs bitsandbytes (pip install 'lowmem-load[qlora]')")
-    plan = _plan_fsdp2 if isinstance(sharding, Mapping) else _plan_zero3
-    return plan(checkpoint, config, sharding, job, method, adapters, keywords)
-
-
-def _plan_zero3(
-    checkpoint: Checkpoint,
-    config: Any,
-    ds_config: str | None,
-    job: Job,
-    method: str,
-    adapters: int,
-    keywords: dict[str, Any],
-) -> Planned:
     settings = read_settings(ds_config or DS_CONFIG, world_size=job.world_size).for_model(config)
     if settings.stage != 3:
         raise UnsupportedError(f"zero_optimization.stage {settings.stage}: needs are estimated for stage 3 only")
     check_by_deepspeed(settings.ds_config, job.world_size)
     if method == "qlora":
-        keywords["quantization_config"] = four_bit_config(settings.dtype)
+        keywords["quantization_config"] = _four_bits(config, settings.dtype)
     plan = plan_zero3_rank(
         checkpoint.folder,
         ds_config or DS_CONFIG,
@@ -289,23 +274,18 @@ def zero3_states(plan: LoadPlan, settings: Settings, adapters: int = 0) -> State
 
 
 def _plan_fsdp2(
-    checkpoint: Checkpoint,
-    config: Any,
-    sizes: Mapping[str, int],
-    job: Job,
-    method: str,
-    adapters: int,
-    keywords: dict[str, Any],
+    checkpoint: Checkpoint, sizes: Mapping[str, int], job: Job, method: str, adapters: int, keywords: dict[str, Any]
 ) -> Planned:
     """Plan for the first rank: uneven shards make it the largest. Trained parameters are in fp32, others in bf16."""
     dtype = torch.float32 if method == "full" else torch.bfloat16
+    config = config_of(checkpoint, keywords)
     is_fsdp_alone = sizes["tp_size"] == sizes["ep_size"] == 1
     if config is None and not is_fsdp_alone:
         raise UnsupportedError("a model of diffusers is sharded by FSDP2 alone; drop --tp and --ep")
     if method == "qlora":
         if not is_fsdp_alone:
             raise UnsupportedError("4-bit weights are sharded by FSDP2 alone; drop --tp and --ep")
-        keywords["quantization_config"] = four_bit_config(dtype)
+        keywords["quantization_config"] = _four_bits(config, dtype)
     in_file = getattr(config, "quantization_config", None)
     is_packed = method == "qlora" or (in_file is not None and is_four_bit(in_file))
     sharding: Any = [size for size in (sizes["dp_replicate_size"], sizes["fsdp_size"]) if size > 1] or [1]
@@ -348,6 +328,14 @@ def _gathered_by_fsdp2(checkpoint: Checkpoint, keywords: Mapping[str, Any], plan
     root = sum(size for key, size in whole.items() if key not in inside)
     dequantized = max((2 * _elements(target) for target in plan.targets if target.companions), default=0)
     return root + sum(sorted(sum(block.values()) for block in in_blocks)[-2:]) + dequantized
+
+
+def _four_bits(config: Any, dtype: torch.dtype) -> Any:
+    if config is None:
+        raise UnsupportedError("diffusers itself quantizes its models")
+    if find_spec("bitsandbytes") is None:
+        raise UnsupportedError("it needs bitsandbytes (pip install 'lowmem-load[qlora]')")
+    return four_bit_config(dtype)
 
 
 def _elements(target: TargetPlan) -> int:

@@ -90,13 +90,13 @@ def plan(
     device_bytes = None if device_memory is None else parse_size(device_memory, "--device-memory")
     common.check_revision(name, revision)
     keywords = dict[str, Any](subfolder=subfolder, auto_class=auto_class, trust_remote_code=trust_remote_code)
-    how: dict[str, Any] = {"method": method, "lora_rank": lora_rank, "offload": offload}
-    sharding = mesh or (str(ds_config) if ds_config else None)
+    how: dict[str, Any] = {"method": method, "lora_rank": lora_rank, "offload": offload, "mesh": mesh}
+    how["ds_config"] = str(ds_config) if ds_config else None
     with working(), _checkpoint(name, revision, dequantize, keywords) as checkpoint:
         from lowmem_load.api.forecast import Job, forecast
 
         job = Job(num_ranks, gpus_per_node or min(8, num_ranks), host_bytes, device_bytes)
-        found = forecast(checkpoint, sharding, job, **how, **keywords)
+        found = forecast(checkpoint, job, **how, **keywords)
     rows = table("", COLUMNS, _cells(found.rows), right=COLUMNS[2:7])
     answer(as_json, asdict(found), lambda: [facts(found.name, found.about), rows])
     if not any(row.fits for row in found.rows):
