@@ -42,15 +42,16 @@ def inspect(
         from lowmem_load.api.inspect_checkpoint import inspect_checkpoint, is_of_training, training_contents
         from lowmem_load.hf.remote_names import find_checkpoint
 
-        if is_of_training(name):
-            contents = training_contents(name)
-            answer(as_json, contents, lambda: [facts("", contents)])
-            return
-        common.check_revision(name, revision)
-        checkpoint = find_checkpoint(name, subfolder=subfolder, revision=revision)
-        inspection = inspect_checkpoint(
-            checkpoint, auto_class, subfolder=subfolder, trust_remote_code=trust_remote_code
-        )
+        contents = training_contents(name) if is_of_training(name) else None
+        if contents is None:
+            common.check_revision(name, revision)
+            checkpoint = find_checkpoint(name, subfolder=subfolder, revision=revision)
+            inspection = inspect_checkpoint(
+                checkpoint, auto_class, subfolder=subfolder, trust_remote_code=trust_remote_code
+            )
+    if contents is not None:
+        answer(as_json, contents, lambda: [facts("", contents)])
+        return
     rows = [(way.kind, f"{way.num_parameters:,}", size(way.nbytes), way.example) for way in inspection.conversions]
     columns = ("done on load", "tensors", "size", "example")
     answer(

@@ -301,6 +301,7 @@ def test_inspect_shows_the_tensors_of_an_unknown_model(answer: Answer, llama: Pa
     assert "own" in found["not_described"] and found["tensors"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_inspect_says_who_wrote_a_training_checkpoint(answer: Answer, tmp_path: Path) -> None:
     state = {"model": {"weight": torch.ones(2, 3)}}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
