@@ -28,7 +28,6 @@ from lowmem_load.api.request import (
     weights_folder,
 )
 from lowmem_load.config.settings import Partition, Settings, read_settings
-from lowmem_load.deprecation import without_progress
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.live_group import has_group
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -46,6 +45,7 @@ from lowmem_load.hf.load_lock import load_lock, outermost
 from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.hf.skeleton import blocks, file_keywords, filled_by, hand_over, is_kept_on_host, refuse_parted
 from lowmem_load.lazy_weights.fill import allocate_shards
+from lowmem_load.phases import without_progress
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE, Load, Options
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.report import LoadReport

@@ -13,7 +13,6 @@ from torch import nn
 
 from lowmem_load.api.request import Request, agree_on_request, make_load, name_text, weights_folder
 from lowmem_load.config.settings import Partition, Settings, read_settings
-from lowmem_load.deprecation import without_progress
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import (
@@ -30,6 +29,7 @@ from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, deepspeed_config, note_load, was_dropped
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.skeleton import is_distributed_config
+from lowmem_load.phases import without_progress
 from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Options
 from lowmem_load.planning.replicas import ShareReads

@@ -18,10 +18,10 @@ from typing import Any
 from lowmem_load import foreign_names
 from lowmem_load.api.load_model import streaming_by_active_config, streaming_by_config
 from lowmem_load.config.settings import Partition
-from lowmem_load.deprecation import without_progress
 from lowmem_load.errors import ConfigError
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations.hooks import enter_if_usable, entered_once_imported, replaced_once_imported
+from lowmem_load.phases import without_progress
 from lowmem_load.pipeline.load import Options
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.replaced import Handlers

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lowmem_load.deprecation import without_progress
 from lowmem_load.distributed.group import Alone, RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.frameworks import peft
@@ -24,6 +23,7 @@ from lowmem_load.hf.hub_files import files_beside
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import Part, fill
+from lowmem_load.phases import without_progress
 from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.regions import FlatRange, partition_range

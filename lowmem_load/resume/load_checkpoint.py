@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowmem_load.deprecation import without_progress
 from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.group import RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import Part, PlannedPart, fill_planned, plan_parts, read_whole
 from lowmem_load.io.memory import naming_shortage
+from lowmem_load.phases import without_progress
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.pipeline.read_step import reading
 from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lowmem_load.deprecation import without_progress
 from lowmem_load.distributed.group import Alone, RankGroup
 from lowmem_load.distributed.live_group import has_group
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -24,6 +23,7 @@ from lowmem_load.frameworks.wrappers import NamedTensor, named_tensors
 from lowmem_load.hf import saver
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.saver import SavedFile
+from lowmem_load.phases import without_progress
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.saving.local_shards import LocalShard, group_of, local_shards, unwrapped

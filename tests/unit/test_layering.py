@@ -15,7 +15,7 @@ UNITS = {path.stem if path.is_file() else path.name for path in FOLDER.iterdir()
 # Folders, and modules in none, low to high. Each imports from the lines above its own only, inside functions too.
 LADDER = """
 errors
-text locks deprecation
+text locks
 contract phases
 foreign_names
 replaced
