@@ -166,17 +166,3 @@ def test_names_are_public_or_modules(document: Path) -> None:
 def test_the_readme_uses_public_names_alone() -> None:
     assert _names(_text(README))
     assert _private_names(_text(README)) == set()
-
-
-def test_what_is_not_there_is_found(tmp_path: Path) -> None:
-    text = "`planning/gone.py`, `nowhere/`, `ds/zero3_target.py`, `docs/`, HTTP/S3, [a](b.md), https://x.org/y.md"
-    row = "| `planning/` | `regions.py`, `whole.py` |"
-    assert _missing_paths(f"{text}\n{row}") == ["nowhere/", "planning/gone.py", "whole.py"]
-    document = tmp_path / "page.md"
-    document.write_text(
-        "# One `thing`, twice\n[a](#one-thing-twice) [b](#two) [c](page.md#two) [d](gone.md) [e](https://x.org)"
-    )
-    assert _dead_links(document) == ["#two", "page.md#two", "gone.md"]
-    names = "from lowmem_load import plan, nothing\n`lowmem_load.plan` `lowmem_load.ds.partition` `lowmem_load.gone`"
-    assert _private_names(names) == {"ds.partition", "gone", "nothing"}
-    assert _is_module("ds.partition") and not _is_module("gone")
