@@ -73,12 +73,11 @@ def answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def traffic(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The requests to remote stores, counted anew, with short delays; returns their `Traffic`."""
-    from lowmem_load.io import http_files, object_store, remote_file
+    from lowmem_load.io import object_store, remote_file
 
     monkeypatch.setattr(remote_file, "TRAFFIC", remote_file.Traffic())
     monkeypatch.setattr(remote_file, "FIRST_DELAY_S", 0.001)
     monkeypatch.setattr(remote_file, "LAST_DELAY_S", 0.004)
-    monkeypatch.setattr(http_files, "TIMEOUT_S", 1)
     monkeypatch.setattr(object_store, "TIMEOUT_S", 1)
     return remote_file.TRAFFIC
 

@@ -21,7 +21,7 @@ from lowmem_load.hf import names
 from lowmem_load.hf.quantizers import dequantizing, is_four_bit, quantization_method
 from lowmem_load.hf.remote_names import Checkpoint
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.open_file import open_file
+from lowmem_load.io.stand_ins import open_file
 from lowmem_load.planning import expression as ex
 from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor

@@ -18,8 +18,8 @@ import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.io.memory import Take, Temporaries, compute_into, make_pages, naming_shortage, scatter_elements
-from lowmem_load.io.open_file import open_file
 from lowmem_load.io.source import Opener, OpenSources
+from lowmem_load.io.stand_ins import open_file
 from lowmem_load.io.uploads import Put, Uploads, move_tasks
 from lowmem_load.locks import ForkedLock
 from lowmem_load.phases import no_callback

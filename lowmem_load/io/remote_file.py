@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from urllib.parse import urlsplit
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.phases import no_callback
@@ -46,6 +48,26 @@ NUM_THREADS = 16
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.1, 5.0
 """Most seconds before the second attempt, and before any."""
+
+
+def plain_url(url: str) -> str:
+    """Return a URL without credentials, query and fragment; only its scheme if it is none."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # else the path may begin within a password
+    except ValueError:
+        return f"{url.partition('://')[0]}://..."
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+
+def is_http(url: str) -> bool:
+    """Return whether a URL is on an HTTP server."""
+    return urlsplit(url).scheme in ("http", "https")
+
+
+def without_secrets(text: str) -> str:
+    """Return a text without user names, passwords and queries in its URLs."""
+    return re.sub(r"(?<=://)[^/\s'\"]*@", "", re.sub(r"\?[^\s'\"<>)]*", "?...", text))
 
 
 class TransientError(Exception):

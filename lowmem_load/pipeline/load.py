@@ -29,10 +29,9 @@ from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.memory import naming_shortage
 from lowmem_load.io.mounts import read_cost
-from lowmem_load.io.open_file import open_file
 from lowmem_load.io.remote_file import requests_in_flight
 from lowmem_load.io.source import Opener
-from lowmem_load.io.stand_ins import is_stand_in, is_url, origin
+from lowmem_load.io.stand_ins import is_stand_in, is_url, open_file, origin
 from lowmem_load.phases import no_callback
 from lowmem_load.pipeline.checks import (
     Use,

@@ -527,10 +527,10 @@ def seed_of(shares: dict[str, float], num_before: int) -> int:
 def load_in_spite_of(place: Place, case: Case) -> list[dict[str, int]]:
     """Rank function: how many requests have failed in each way, by HTTP and in S3."""
     from lowmem_load import load_report
-    from lowmem_load.io import http_files, object_store, remote_file
+    from lowmem_load.io import object_store, remote_file
 
     place.start()
-    http_files.TIMEOUT_S = object_store.TIMEOUT_S = 1
+    object_store.TIMEOUT_S = 1
     remote_file.REQUEST_BYTES = 1024  # so that there are some
     failed = []
     for scheme in ("http", "s3"):
@@ -575,11 +575,10 @@ def error_of(act: Callable[[], object]) -> str:
 @contextlib.contextmanager
 def impatient() -> Iterator[None]:
     """Inside, requests that fail are not made again for long, nor waited for."""
-    from lowmem_load.io import http_files, object_store, remote_file
+    from lowmem_load.io import object_store, remote_file
 
     with (
         mock.patch.multiple(remote_file, PATIENCE_S=0.2, THROTTLED_PATIENCE_S=0.2),
-        mock.patch.object(http_files, "TIMEOUT_S", 0.5),
         mock.patch.object(object_store, "TIMEOUT_S", 1),
     ):
         yield

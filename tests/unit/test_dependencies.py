@@ -21,7 +21,7 @@ def test_what_is_imported_is_declared() -> None:
     declared = {name.lower().replace("_", "-") for name in re.findall(r'^\s*"([\w-]+)', section[1], re.MULTILINE)}
     assert "torch" in declared
     extras = re.search(r"^\[project.optional-dependencies\]\n(.*?)^\[", text, re.MULTILINE | re.DOTALL)
-    assert extras is not None and "obstore>=" in extras[1]
+    assert extras is not None and "boto3" in extras[1]
     imported = set()
     for path in (ROOT / "lowmem_load").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -32,7 +32,7 @@ def test_what_is_imported_is_declared() -> None:
     distributions = packages_distributions()
     undeclared = {
         name
-        for name in imported - sys.stdlib_module_names - {"lowmem_load", "obstore", *ALREADY_THERE}
+        for name in imported - sys.stdlib_module_names - {"lowmem_load", "boto3", *ALREADY_THERE}
         if declared.isdisjoint(each.lower().replace("_", "-") for each in distributions.get(name, [name]))
     }
     assert undeclared == set()

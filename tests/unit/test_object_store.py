@@ -1,12 +1,15 @@
-"""Files in object stores, through obstore, beyond test_remote_objects.py: lists, URLs, errors of obstore."""
+"""Files in object stores and on HTTP servers, beyond test_remote_objects.py: lists, URLs, redirects, proxies, TLS."""
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
+import shutil
+import ssl
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,16 +18,17 @@ import pytest
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.io import remote_file
-from lowmem_load.io.object_store import list_files
-from lowmem_load.io.open_file import open_file
+from lowmem_load.io.object_store import HubObject, StoreObject, aws_settings, list_files, read_list
 from lowmem_load.io.remote_checkpoint import folder_of_url
 from lowmem_load.io.remote_file import RemoteFile, Traffic
 from lowmem_load.io.source import read_bytes
+from lowmem_load.io.stand_ins import open_file
+from tests.hub import pointed_at
 from tests.remote import stores
-from tests.remote.range_server import RangeServer
-from tests.unit.test_http_files import assert_no_secrets, in_child
-
-pytest.importorskip("obstore")
+from tests.remote.answering import answering, asked, assert_no_secrets, in_child, with_login
+from tests.remote.hub_front import HubServer, hub_front
+from tests.remote.listing import etag
+from tests.remote.range_server import RangeServer, range_server
 
 URL = "s3://bucket/models/one"
 NAME = f"{URL}/model.safetensors"
@@ -163,7 +167,7 @@ def test_the_bytes_of_a_body_are_counted(
     import obstore
 
     class Found:
-        meta = {"e_tag": source.version}  # noqa: RUF012
+        meta, attributes = {"e_tag": source.version, "last_modified": None}, {}
 
         def stream(self, min_chunk_size: int) -> list[bytes]:
             return [bytes(part) for part in parts]
@@ -173,24 +177,170 @@ def test_the_bytes_of_a_body_are_counted(
         read_bytes(source, 0, 8)
 
 
+# -- HTTP servers ------------------------------------------------------------------------------------------------------
+
+PART = {"Content-Range": "bytes 0-7/100", "ETag": '"1"'}
+
+
+def at(url: str) -> RemoteFile:
+    """The file of 100 bytes at the URL of `answering`."""
+    folder, _, key = url.rpartition("/")
+    return RemoteFile(StoreObject(folder, key, 100, '"1"'))
+
+
+@pytest.mark.parametrize(
+    ("headers", "said"),
+    [
+        *(({"Content-Range": said}, "file: ") for said in ("bytes", "bytes 1-8/100", "bytes 7-0/100", "items 0-7/100")),
+        ({**PART, "Content-Encoding": "gzip"}, "sends compressed bytes"),
+        ({**PART, "ETag": '"2"'}, "was replaced after its header was read"),
+    ],
+)
+def test_wrong_answers_are_refused(headers: dict[str, str], said: str, impatient: None) -> None:
+    with answering(headers, status=206, content=b"12345678") as url, pytest.raises(CheckpointError, match=said):
+        read_bytes(at(url), 0, 8)
+
+
+@pytest.mark.parametrize(("status", "said"), [(404, "is not there"), (410, "is not there"), (451, "451")])
+def test_refusals_are_told_at_once(status: int, said: str, traffic: Traffic) -> None:
+    with answering({}, status=status) as url, pytest.raises(CheckpointError, match=said):
+        read_bytes(at(url), 0, 8)
+    assert traffic.counts.num_requests == 1
+
+
+def test_a_login_and_a_query_in_the_url_are_sent() -> None:
+    with answering(PART, status=206, content=b"12345678") as url:
+        read_bytes(RemoteFile(StoreObject(with_login(url), "f", 100, '"1"')), 0, 8)
+    assert asked[-1]["authorization"] == "Basic dXNlci1uYW1lOnBhc3Mvd29yZA=="
+    assert asked[-1]["path"] == "/file/f?X-Amz-Signature=signature&sig=other"
+
+
+def test_a_login_is_not_sent_to_the_host_of_a_redirect(stored_file: Path) -> None:
+    with (
+        range_server(stored_file.parent, refuse_authorization=True) as second,
+        range_server(stored_file.parent, redirect_to=second.url) as first,
+    ):
+        item = StoreObject(with_login(first.url), stored_file.name, 1 << 20, etag(stored_file.stat()))
+        assert read_bytes(RemoteFile(item), 0, 8) == stored_file.read_bytes()[:8]
+        assert (first.stats()["authorized"], second.stats()["authorized"]) == (1, 0)
+
+
+def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with answering(PART, status=206, content=b"12345678") as url:
+        monkeypatch.setenv("http_proxy", url.replace("http://", "http://user-name:pass%2Fword@").removesuffix("/file"))
+        assert read_bytes(at("http://models.invalid/file"), 0, 8) == b"12345678"
+    assert (asked[-1]["path"], asked[-1]["host"]) == ("http://models.invalid/file", "models.invalid")
+    assert asked[-1]["proxy-authorization"] == "Basic dXNlci1uYW1lOnBhc3Mvd29yZA=="
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_only_servers_that_the_environment_trusts_are_read_and_not_by_http(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
+) -> None:
+    certificate, key = str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=x", "-days", "1"]
+    command += [
+        "-addext",
+        "basicConstraints=critical,CA:FALSE",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        key,
+        "-out",
+        certificate,
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    names = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    with answering(PART, status=206, content=b"12345678", tls=tls) as url:
+        with pytest.raises(CheckpointError, match="cannot be read at bytes 0 to 7"):
+            read_bytes(at(url), 0, 8)
+        for name in names:
+            with monkeypatch.context() as environment:
+                environment.setenv(name, certificate)
+                assert read_bytes(at(url), 0, 8) == read_list(url, "") == b"12345678"
+    monkeypatch.setenv("SSL_CERT_FILE", certificate)
+    with answering(PART, content=b"12345678") as plain, answering({"Location": plain}, status=302, tls=tls) as url:
+        for read in (lambda: read_bytes(at(url), 0, 8), lambda: read_list(url, "")):
+            with pytest.raises(CheckpointError, match="redirects from https to what is not https"):
+                read()
+
+
+# -- the Hub -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(stored_file: Path, tmp_path: Path, traffic: Traffic) -> Iterator[HubServer]:
+    front = hub_front({"org/model": stored_file.parent}, token="hub-token", valid_s=0.1)
+    with front as server, pointed_at(server.url, str(tmp_path / "cache")):
+        yield server
+
+
+def on_hub(hub: HubServer) -> RemoteFile:
+    url = f"{hub.url}/org/model/resolve/main/model.safetensors"
+    return RemoteFile(HubObject(url, 1 << 20, "commit", "hub-token"))
+
+
+def test_a_redirect_of_the_hub_is_looked_up_once_until_it_expires(
+    hub: HubServer, stored_file: Path, traffic: Traffic
+) -> None:
+    """The second host, which answers 400 to an Authorization header, gets no token."""
+    source, content, num_reads, files = on_hub(hub), stored_file.read_bytes(), 0, hub.files
+    assert files is not None
+    while files.stats()["statuses"][403] < 2:  # a signed URL is good to the next whole second
+        assert read_bytes(source, num_reads, 100) == content[num_reads : num_reads + 100]
+        num_reads += 1
+        time.sleep(0.1)
+    assert files.stats()["statuses"] == {206: num_reads, 403: 2}
+    assert files.stats()["authorized"] == 0
+    assert hub.stats()["requests"] <= 4
+    assert traffic.counts[:2] == (num_reads + 2, 2)
+
+
+def test_what_the_hub_refuses_is_told_at_once(hub: HubServer) -> None:
+    assert hub.files is not None
+    hub.files.set(gone=True)
+    with pytest.raises(CheckpointError, match="the store refuses access"):
+        read_bytes(on_hub(hub), 0, 8)
+    hub.set(token="another")
+    with pytest.raises(CheckpointError, match="the store refuses access") as caught:
+        read_bytes(on_hub(hub), 0, 8)
+    assert_no_secrets(str(caught.value))
+
+
+# -- the profile of AWS ------------------------------------------------------------------------------------------------
+
+
+def test_the_profile_of_aws_is_read_by_boto3(
+    store: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "config").write_text(f"[profile mine]\nregion = eu-north-1\nendpoint_url = {store.url}\n")
+    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = key-id\naws_secret_access_key = secret\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "boto3", None)
+        with pytest.raises(ConfigError, match="pip install boto3"):
+            list_files(URL, "")
+    pytest.importorskip("boto3")
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    assert aws_settings()["region"] == "eu-north-1"
+    assert aws_settings()["credential_provider"]()["access_key_id"] == "key-id"
+    assert set(list_files(URL, "")) == {"model.safetensors"}
+    assert store.stats()["authorized"] == 1
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    with pytest.raises(ConfigError, match=r"the profile of AWS .* cannot be used: .*other"):
+        list_files(URL, "")
+
+
 # -- obstore -----------------------------------------------------------------------------------------------------------
-
-
-def test_without_obstore_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "obstore"]:
-        monkeypatch.delitem(sys.modules, name)
-    ordinary = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.partition(".")[0] == "obstore":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return ordinary(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    for url in ("s3://key:secret@bucket/a", "gs://bucket/a", "az://container/a", "abfss://c@account/a"):
-        with pytest.raises(ConfigError, match="install obstore to read from it: pip install 'lowmem-load") as caught:
-            folder_of_url(url)
-        assert "secret" not in str(caught.value)
 
 
 def test_a_process_forked_from_one_that_used_obstore_is_refused(source: RemoteFile) -> None:

@@ -16,7 +16,7 @@ import torch
 from lowmem_load.errors import CheckpointError
 from lowmem_load.formats.torch_zip import TorchZip
 from lowmem_load.hf.remote_names import find_checkpoint
-from lowmem_load.io.http_files import HttpObject
+from lowmem_load.io.object_store import HubObject
 from lowmem_load.io.remote_file import HEAD_BYTES, RemoteFile
 from lowmem_load.io.source import LocalFile
 from tests.builders import as_torch_bin, tiny_mixtral
@@ -28,7 +28,7 @@ DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "trai
 
 def source(server: HubServer, file: Path) -> RemoteFile:
     url = f"{server.url}/org/model/resolve/main/{file.name}"
-    return RemoteFile(HttpObject(url, file.stat().st_size, "v", of_hub=True))
+    return RemoteFile(HubObject(url, file.stat().st_size, "v", None))
 
 
 def sent(server: HubServer) -> Counter[str]:
@@ -46,7 +46,7 @@ def hub(folders: dict[str, Path]) -> Iterator[HubServer]:
 def test_of_a_torch_file_its_directory_and_its_pickle_are_fetched(numel: int, tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save({f"w{number}": torch.full((numel + number,), number) for number in range(40)}, path)
-    with hub({"org/model": tmp_path}) as server:
+    with hub({"org/model": tmp_path}) as server, pointed_at(server.url, str(tmp_path / "cache")):
         found = source(server, path)
         described, local = (TorchZip().describe(each) for each in (found, LocalFile(str(path))))
         assert described.digest == local.digest and described.names == local.names
@@ -60,7 +60,7 @@ def test_headers_that_torch_would_write_otherwise_are_fetched(tmp_path: Path) ->
     with zipfile.ZipFile(written) as torchs, zipfile.ZipFile(path, "w") as others:
         for info in torchs.infolist():
             others.writestr(info.filename, torchs.read(info))
-    with hub({"org/model": tmp_path}) as server:
+    with hub({"org/model": tmp_path}) as server, pointed_at(server.url, str(tmp_path / "cache")):
         found = source(server, path)
         described, local = (TorchZip().describe(each) for each in (found, LocalFile(str(path))))
         assert described.digest == local.digest and described.names == local.names

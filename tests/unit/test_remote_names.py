@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 import lowmem_load
 from lowmem_load.errors import CheckpointError
 from lowmem_load.hf.remote_names import find_checkpoint, find_folder, local_folder
-from lowmem_load.io.open_file import open_file
-from lowmem_load.io.stand_ins import is_stand_in, is_url, origin
+from lowmem_load.io.stand_ins import is_stand_in, is_url, open_file, origin
 from tests import builders
 from tests.hub import pointed_at
 from tests.remote.hub_front import COMMIT, HubServer, hub_front
