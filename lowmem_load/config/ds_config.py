@@ -8,9 +8,9 @@ import json
 import os
 import reprlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from lowmem_load.errors import ConfigError
 
@@ -124,35 +124,56 @@ def _parse_json(text: str, source: str) -> dict[str, Any]:
 
 # -- values ----------------------------------------------------------------------------------------------------------
 
-_OBJECT, _TEXT, _FLAG, _NUMBER, _NAMES = "an object {...}", "a string", "true or false", "a number", "a list of names"
-_TYPES: Mapping[str, Any] = {_OBJECT: Mapping | None, _TEXT: str, _FLAG: bool, _NUMBER: int | float, _NAMES: list}
 
-KINDS: Mapping[str, str] = {
+class _Kind(NamedTuple):
+    """What a key may hold: in words, and as a test."""
+
+    expected: str
+    fits: Callable[[Any], bool]
+
+
+def _is_size(value: object) -> bool:
+    """Return whether a value is a count of elements, which may be a float such as 1e8."""
+    return is_int(value) or (isinstance(value, float) and value.is_integer())
+
+
+_SECTION = _Kind("an object {...}", lambda value: isinstance(value, Mapping))
+_OBJECT = _Kind("an object {...} or null", lambda value: value is None or isinstance(value, Mapping))
+_TEXT = _Kind("a string", lambda value: isinstance(value, str))
+_FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
+_WHOLE = _Kind("a whole number", is_int)
+_SIZE = _Kind("a number of elements", _is_size)
+_DEVICE = _Kind('"none", "cpu" or "nvme"', lambda value: value in ("none", "cpu", "nvme"))
+_NAMES = _Kind(
+    "a list of names", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)
+)
+
+KINDS: Mapping[str, _Kind] = {
     **dict.fromkeys(("optimizer", "optimizer.params", "scheduler", "scheduler.params"), _OBJECT),
     **dict.fromkeys(("optimizer.type", "scheduler.type"), _TEXT),
-    **dict.fromkeys(("aio", "weight_quantization", "data_types", "expert_parallel", "tensor_parallel"), _OBJECT),
+    **dict.fromkeys(("aio", "expert_parallel"), _OBJECT),
+    **dict.fromkeys(("weight_quantization", "data_types", "tensor_parallel"), _SECTION),
     "aio.use_gds": _FLAG,
     "data_types.keep_in_fp32_modules": _NAMES,
-    "tensor_parallel.autotp_size": _NUMBER,
+    "tensor_parallel.autotp_size": _WHOLE,
     **{f"zero_optimization.offload_{what}": _OBJECT for what in ("param", "optimizer")},
-    **{f"zero_optimization.offload_{what}.device": _TEXT for what in ("param", "optimizer")},
-    **{f"zero_optimization.offload_param.{key}": _NUMBER for key in ("buffer_count", "buffer_size")},
-    "zero_optimization.zero_hpz_partition_size": _NUMBER,
-    "zero_optimization.mics_shard_size": _NUMBER,
+    **{f"zero_optimization.offload_{what}.device": _DEVICE for what in ("param", "optimizer")},
+    **{f"zero_optimization.offload_param.{key}": _SIZE for key in ("buffer_count", "buffer_size")},
+    "zero_optimization.zero_hpz_partition_size": _WHOLE,
+    "zero_optimization.mics_shard_size": _WHOLE,
 }
 """What a load reads before DeepSpeed has checked it, by dotted key, sections before their keys."""
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError, which names them all, for values of other types than `KINDS`. "auto" passes."""
+    """Raise ConfigError, which names them all, for values that do not fit `KINDS`. "auto" passes."""
     problems = []
     for path, kind in KINDS.items():
         value: Any = config
         for key in path.split("."):
             value = value.get(key, AUTO) if isinstance(value, Mapping) else AUTO
-        is_bool = isinstance(value, bool) and kind != _FLAG  # 1 == True
-        if value != AUTO and (is_bool or not isinstance(value, _TYPES[kind])):
-            problems.append(f"- {path}: expected {kind}, got {reprlib.repr(value)}")
+        if value != AUTO and not kind.fits(value):
+            problems.append(f"- {path}: expected {kind.expected}, got {reprlib.repr(value)}")
     if problems:
         raise ConfigError(f"ds_config: {len(problems)} key(s) have values that cannot be used\n" + "\n".join(problems))
 

@@ -196,7 +196,7 @@ def with_value(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("is_active", [False, True])
 def test_a_load_refuses_values_before_it_reads_them(path: str, is_active: bool, tmp_path: Path) -> None:
     """Also where a training loop has yet to complete the ds_config, and from a file."""
-    wrong: Any = True if KINDS[path] == "a number" else 7
+    wrong: Any = 1.5 if KINDS[path].fits(7) else 7
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(with_value(path, wrong)))
     for source in (with_value(path, wrong), str(file)):
