@@ -20,11 +20,13 @@ import torch
 
 from benchmarks.memory import PeakMemory
 from benchmarks.results import MIB, show_table
-from lowmem_load.distributed.verdict import Entry, verdict_on
+from lowmem_load.distributed.channel import verdict_on
+from lowmem_load.distributed.peers import Entry
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.nest import Axis, Copy, Nest
 from lowmem_load.planning.regions import Cuts, Mesh, Partitions, Rule, Split
 from lowmem_load.saving.local_shards import LocalShard, digest_of_rules, layouts_by_rule
+from lowmem_load.text import fingerprint
 from lowmem_load.weights_out.buckets import Bucket, PlannedTensor, Sharing, Unit, plan_buckets, plan_messages
 
 COLUMNS = ("model", "tensors", "under", "ranks", "store, KiB", "CPU s", "peak, MiB")
@@ -79,7 +81,7 @@ def plan(shards: Sequence[LocalShard], rules: Sequence[Rule], buckets: Sequence[
 
 def store_bytes(digest: str, world_size: int) -> int:
     topics = dict.fromkeys(("bucket_bytes, to, dtype", "tensors", "the layout of the tensors"), digest)
-    entries = dict.fromkeys(range(world_size), Entry("planning the weights", digest=topics))
+    entries = dict.fromkeys(range(world_size), Entry("planning the weights", digest=fingerprint([json.dumps(topics)])))
     verdict = json.dumps(verdict_on(entries))
     return 2 * world_size * len(json.dumps(entries[0])) + (world_size + 1) * len(verdict)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lowmem_load.distributed.group import RankGroup, Step
+from lowmem_load.distributed.steps import RankGroup
 
 
 def payloads(ranks: RankGroup, payload: Any) -> list[Any]:
@@ -16,40 +13,6 @@ def payloads(ranks: RankGroup, payload: Any) -> list[Any]:
     with ranks.step("telling") as step:
         step.payload = payload
     return step.payloads
-
-
-class ScriptedRanks:
-    """A `RankGroup` seen from one rank, without errors.
-
-    Args:
-        rank: of this process.
-        others: for each step that is to come, what each rank brings to it, or what returns that, given what this rank
-            brings; for this rank, its own counts.
-
-    Attributes:
-        titles: of the steps so far, with names.
-        brought: by this rank to the steps so far.
-    """
-
-    def __init__(self, rank: int, *others: Sequence[Any] | Callable[[Any], Sequence[Any]]) -> None:
-        self.rank, self._others = rank, iter(others)
-        self.titles: list[str] = []
-        self.brought: list[Any] = []
-        self.progress: Any = None
-
-    @contextlib.contextmanager
-    def step(self, title: str, *, name: str = "", progress: Any = None) -> Iterator[Step]:
-        self.titles.append(f"{name}: {title}" if name else title)
-        self.progress = progress
-        step = Step()
-        yield step
-        self.brought.append(json.loads(json.dumps(step.payload)))
-        others = next(self._others, [None] * (self.rank + 1))
-        given = others(self.brought[-1]) if callable(others) else others
-        step.payloads = [self.brought[-1] if rank == self.rank else each for rank, each in enumerate(given)]
-
-    def check(self) -> None:
-        pass
 
 
 class CountingClient:

@@ -28,9 +28,8 @@ from lowmem_load.api.request import (
     weights_folder,
 )
 from lowmem_load.config.settings import Partition, Settings, read_settings
-from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.live_group import has_group
 from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.steps import RankGroup, has_group
 from lowmem_load.dtensor.mesh import is_mesh, mesh_device, offloads, reshard, shard_fully
 from lowmem_load.dtensor.sharded_target import ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError, listed

@@ -13,8 +13,8 @@ from torch import nn
 
 from lowmem_load.api.request import Request, agree_on_request, make_load, name_text, weights_folder
 from lowmem_load.config.settings import Partition, Settings, read_settings
-from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import (
     ConfigError,
     LoadOrderWarning,

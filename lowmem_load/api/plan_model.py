@@ -13,7 +13,7 @@ from torch import nn
 from lowmem_load.api.load_into import Into, IntoDiffusers, IntoModule, Way, fills_by_names, skeletons_sharded
 from lowmem_load.api.request import Request, name_text, stage_3
 from lowmem_load.config.settings import Partition, Settings, read_settings
-from lowmem_load.distributed.live_group import fake_group
+from lowmem_load.distributed.process_group import fake_group
 from lowmem_load.ds.zero3_target import TargetMaker, target_maker, zero_init_disabled
 from lowmem_load.dtensor.mesh import forget_meshes, host_mesh, mesh_device, shard_fully
 from lowmem_load.dtensor.sharded_target import ShardedModel

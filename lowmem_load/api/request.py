@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.distributed.group import RankGroup
 from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.ds.zero3_target import target_maker
 from lowmem_load.errors import ConfigError
 from lowmem_load.families import diffusion

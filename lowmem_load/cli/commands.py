@@ -125,8 +125,8 @@ def consolidate(
     with working():
         import torch
 
-        from lowmem_load.distributed.group import Alone
         from lowmem_load.distributed.process_group import DistributedInterface
+        from lowmem_load.distributed.steps import Alone
         from lowmem_load.resume.consolidate import consolidate_on
 
         report = consolidate_on(

@@ -6,11 +6,13 @@ sizes, and ZeRO-3 takes the wrong one.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
+import secrets
 import socket
+import time
 import weakref
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -18,14 +20,17 @@ import torch
 import torch.distributed as dist
 
 from lowmem_load.distributed import environment
-from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.live_group import new_client, require_live
-from lowmem_load.distributed.store_channel import Group, StoreChannel
-from lowmem_load.errors import ConfigError
+from lowmem_load.distributed.channel import Group, StoreChannel, peek
+from lowmem_load.distributed.peers import NOTICE_S, Limits, Peer, say_who_is_absent
+from lowmem_load.distributed.steps import RankGroup, new_client, require_live
+from lowmem_load.errors import ConfigError, LowMemLoadError
 
 if TYPE_CHECKING:
     # torch.distributed has it too, but does not export it to type checkers.
     from torch._C._distributed_c10d import Store
+
+_LOOK_S = 0.01
+"""Seconds between looks of a rank that waits for rank 0."""
 
 
 class _Record(NamedTuple):
@@ -36,14 +41,12 @@ class _Record(NamedTuple):
     env_set: dict[str, str]  # environment variables to remove with the group
 
 
-@dataclass(slots=True)
-class _Meeting:
+class _Meeting(NamedTuple):
     """The store that the ranks of a launcher meet in; it outlives the groups.
 
     A group made after `destroy` must not meet in a new store. The first rank to come back would reach rank 0's old
     store just before it ends, or, under torchrun, whose agent keeps one store for all, read the addresses of the old
-    group. Either way all ranks hang. So the store is kept, and each group has a prefix of its own in it, on which its
-    ranks agree: they may have made different numbers of groups before.
+    group. Either way all ranks hang. So the store is kept, and each group has a prefix of its own in it.
     """
 
     address: tuple[str, ...]  # values of LAUNCHER_NAMES without LOCAL_RANK
@@ -51,44 +54,74 @@ class _Meeting:
 
 
 class _Newcomers(RankGroup):
-    """The ranks of a launcher, which are about to make a process group."""
+    """The ranks of a launcher, which are about to make a process group.
 
-    __slots__ = ("_rank", "_timeout", "_world_size", "channel")
+    [Note: nonce] Their store has what earlier groups wrote, of which each rank may have made another number. So each
+    rank draws a token. Rank 0's is the nonce of the new group: the prefix of all its keys. The others write theirs, and
+    wait until rank 0 answers with the nonce under it. What was written for an earlier group has other tokens.
+    """
+
+    __slots__ = ("_client", "_nonce", "_store", "_timeout", "channel", "rank", "world_size")
+
+    rank: int
+    world_size: int
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
         super().__init__(None)
-        self._rank, self._world_size, self._timeout = rank, world_size, timeout
-        self.channel = StoreChannel(functools.partial(new_client, store), rank)
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
+        self.rank, self.world_size, self._store, self._timeout = rank, world_size, store, timeout
+        self._nonce = secrets.token_hex(8)
+        self._client: Any = None
+        limits = Limits(absence_s=timeout.total_seconds())
+        self.channel = StoreChannel(self._open, rank, limits, welcome=None if rank else self._welcome)
 
     @property
     def timeout_s(self) -> float:
         return self._timeout.total_seconds()
 
-    def _channel(self) -> StoreChannel | None:
-        return self.channel if self._world_size > 1 else None
-
-    def _members(self, channel: StoreChannel) -> Group:
-        return channel.group("newcomers", tuple(self._world_ranks()))
-
-    def _world_ranks(self) -> list[int]:
-        return list(range(self._world_size))
+    @property
+    def world_ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.world_size))
 
     def agree(self) -> str:
-        """Choose the device of each rank; return what all of them call the group. Collective."""
+        """Choose the device of each rank; return the nonce of the group. Collective."""
         try:
             with self.step("making the process group"):
                 choose_device()
-            return self._members(self.channel).life
+            return self._nonce
         finally:
             self.channel.end()
+
+    def _channel(self) -> StoreChannel | None:
+        return self.channel if self.world_size > 1 else None
+
+    def _members(self, channel: StoreChannel) -> Group:
+        return channel.group("newcomers", self.world_ranks)
+
+    def _open(self) -> Any:
+        """Return a client whose keys are those of the new group, once rank 0 has come. In the channel's thread."""
+        self._client = new_client(self._store)
+        if self.rank:
+            self._nonce = self._wait_for_answer(self._client, self._nonce)
+        return dist.PrefixStore(self._nonce, self._client)  # type: ignore[attr-defined]
+
+    def _wait_for_answer(self, client: Any, token: str) -> str:
+        client.set(f"newcomer/{self.rank}", token)
+        start_s, notice_s = time.monotonic(), NOTICE_S
+        while not (nonce := peek(client, f"nonce/{token}")):
+            self.channel.note_answer()
+            waited_s = time.monotonic() - start_s
+            if waited_s > self.channel.limits.absence_s or self.channel.is_broken:
+                raise LowMemLoadError(self.channel.limits.absence)
+            if waited_s > notice_s:
+                notice_s *= 2
+                say_who_is_absent(self.rank, waited_s, "to make the process group", {0: Peer().absence})
+            time.sleep(_LOOK_S)
+        return nonce
+
+    def _welcome(self, missing: Sequence[int]) -> None:
+        for rank in missing:
+            if token := peek(self._client, f"newcomer/{rank}"):
+                self._client.set(f"nonce/{token}", self._nonce)
 
 
 class DistributedInterface(RankGroup):
@@ -360,6 +393,23 @@ def _backends_by_device() -> dict[str, str]:
     """Return the backends of the live group by device type; torch writes them as `cpu:gloo,cuda:nccl`."""
     pairs = (entry.partition(":") for entry in dist.get_backend_config().split(","))
     return {device: backend for device, _, backend in pairs}
+
+
+@contextlib.contextmanager
+def fake_group(rank: int, world_size: int) -> Iterator[None]:
+    """Inside, this process is one rank of a world whose other ranks do not exist. Collectives do nothing.
+
+    Source: torch 2.13 `testing/_internal/distributed/fake_pg.py`.
+    """
+    if dist.is_initialized():
+        raise ConfigError("plan: this process has a process group; plan in a process of its own")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def accelerator() -> Any:

@@ -27,8 +27,7 @@ from torch import nn
 
 from lowmem_load import foreign_names
 from lowmem_load.distributed import environment
-from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.live_group import has_group
+from lowmem_load.distributed.steps import RankGroup, has_group
 from lowmem_load.errors import UnsupportedError, error_text
 from lowmem_load.families.call import Call
 from lowmem_load.hf import loader

@@ -6,16 +6,17 @@ has made or changed comes from rank 0, as in stock.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from lowmem_load.distributed.exchange import broadcast
-from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.heartbeat import computing
-from lowmem_load.dtensor.mesh import local_shard, local_tensor, mesh_device, part_of
+from lowmem_load.distributed.peers import computing
+from lowmem_load.distributed.side_group import SideGroup
+from lowmem_load.distributed.steps import RankGroup
+from lowmem_load.dtensor.mesh import local_shard, local_tensor, part_of
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.io.fill import Part, name_in_files
 from lowmem_load.io.memory import naming_shortage
@@ -72,7 +73,7 @@ def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: to
             part = Part(name, tensor.expression, region, memory)
             parts.setdefault(reader_of(tensor), {}).setdefault(memory.data_ptr() or id(memory), part)
         _read(type(model).__name__, {reader: list(own.values()) for reader, own in parts.items()}, ranks)
-        _send({name: shards[name] for name in sorted(changed)}, state, mesh_device(model), ranks)
+        _send({name: shards[name] for name in sorted(changed)}, state, ranks)
     leave(model)
 
 
@@ -207,33 +208,33 @@ def _read(name: str, parts: Mapping[LazyReader, list[Part]], ranks: RankGroup) -
             report.needed_bytes, report.partition_bytes = costs.needed_bytes, sum(part.memory.nbytes for part in own)
 
 
-def _send(
-    shards: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], device: torch.device, ranks: RankGroup
-) -> None:
-    """Fill shards with the values that rank 0 has. Collective. What may fail is done in steps, before messages go."""
+def _send(shards: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], ranks: RankGroup) -> None:
+    """Fill shards with the values that rank 0 has, which go through the host. Collective."""
     batches: list[list[str]] = []
     for name, shard in shards.items():
         if not batches or sum(shards[other].nbytes for other in batches[-1]) + shard.nbytes > BATCH_BYTES:
             batches.append([])
         batches[-1].append(name)
-    for batch in batches:
-        with ranks.step("reading what was changed", progress=computing()):
-            places = [local_shard(name, shards[name], needs_memory=True) for name in batch]
-            with naming_shortage("changed weights", sum(shards[name].nbytes for name in batch)):
-                whole = [
-                    values_of(state[name]).to(device, shards[name].dtype, copy=True).contiguous()
-                    if ranks.rank == 0
-                    else _received(shards[name], device)
-                    for name in batch
-                ]
-        with ranks.step("sending what was changed", progress=computing()):
-            broadcast(whole, ranks)
-        for (grid, memory), values in zip(places, whole, strict=True):
-            memory.copy_(part_of(values, grid))
-
-
-def _received(shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty(shard.shape, dtype=shard.dtype, device=device)
+    side = SideGroup(ranks)
+    with contextlib.closing(side):
+        for number, batch in enumerate(batches):
+            with ranks.step("reading what was changed", progress=computing()):
+                if not number:
+                    side.connect()
+                places = [local_shard(name, shards[name], needs_memory=True) for name in batch]
+                with naming_shortage("changed weights", sum(shards[name].nbytes for name in batch)):
+                    whole = [
+                        values_of(state[name]).to("cpu", shards[name].dtype, copy=True).contiguous()
+                        if ranks.rank == 0
+                        else torch.empty(shards[name].shape, dtype=shards[name].dtype, device="cpu")
+                        for name in batch
+                    ]
+            with ranks.step("sending what was changed", progress=computing()):
+                for values in whole:
+                    side.broadcast(values, 0)
+                side.finish(ranks.check)
+            for (grid, memory), values in zip(places, whole, strict=True):
+                memory.copy_(part_of(values, grid))
 
 
 def _is_of_files(tensor: torch.Tensor) -> bool:

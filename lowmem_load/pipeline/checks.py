@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 from lowmem_load.config.settings import Settings
-from lowmem_load.distributed.node_memory import free_heap_bytes, rooms
-from lowmem_load.distributed.nodes import machine
+from lowmem_load.distributed.nodes import free_heap_bytes, machine, rooms
 from lowmem_load.ds.zero3_target import refuse_other_zero_init, refuse_partitioned
 from lowmem_load.errors import (
     CheckpointError,

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from lowmem_load.distributed.exchange import Exchange, has_fast_gather
-from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.heartbeat import Progress
+from lowmem_load.distributed.peers import Progress
+from lowmem_load.distributed.side_group import Exchange, SideGroup
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.load_plan import CompanionPlan
@@ -76,15 +76,21 @@ def _made(
     if ranks is None or world_size == 1:
         _fill(batch, own, planned, executor)
         return own
-    # A collective that one rank never comes to would meet those of the next load. So all that may fail is in the step.
     with ranks.step("computing the scales of packed weights", progress=progress):
         _fill(batch, own, planned, executor)
         message = torch.cat([values.view(torch.uint8) for values in own])
-        exchange = Exchange(ranks, [message.numel()] * world_size, to=None, gathers=has_fast_gather(ranks))
+        side = SideGroup(ranks)
+        side.connect()
+        exchange = Exchange(side, [message.numel()] * world_size, to=None)
         assert exchange.mine is not None  # all ranks send
         exchange.mine.copy_(message)
-    exchange.run()
-    received = [exchange.received[rank].cpu() for rank in range(world_size)]
+    try:
+        with ranks.step("sending the scales of packed weights", progress=progress):
+            exchange.start()
+            exchange.finish(ranks.check)
+    finally:
+        side.close()
+    received = [exchange.received[rank] for rank in range(world_size)]
     whole, first = [], 0
     for part, values in zip(batch, own, strict=True):
         span = slice(first, first + values.nbytes)

@@ -16,9 +16,9 @@ from torch import nn
 
 from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.environment import cores
-from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.heartbeat import Progress, computing
 from lowmem_load.distributed.nodes import node_name
+from lowmem_load.distributed.peers import Progress, computing
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.ds.zero3_target import TargetMaker, Zero3, zero_init_disabled
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, error_text, listed, outside_level
 from lowmem_load.families.call import Call
@@ -259,7 +259,7 @@ class Load:
         check_memory(described.name, [uses] if self.ranks.is_fake else uses_by_rank)
         ids = [(digest, seed) for (digest, seed), *_ in step.payloads]
         if once is not None:
-            once.agree([summary for *_, summary in step.payloads], load=ids[0][1])
+            once.agree([summary for *_, summary in step.payloads])
         return planned, ids
 
     def _share_reads(self) -> ShareReads:

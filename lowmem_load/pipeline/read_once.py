@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.heartbeat import Limits, Progress
-from lowmem_load.distributed.replica_group import ReplicaGroup
+from lowmem_load.distributed.peers import Limits, Progress
+from lowmem_load.distributed.side_group import SideGroup
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.io.executor import Batch, Executor
 from lowmem_load.io.memory import make_pages, own_memory
 from lowmem_load.planning.load_plan import LoadPlan
@@ -70,10 +70,10 @@ class ReadOnce:
         self.progress: Callable[[], Progress] | None = None
         self.why_alone = ""
         self._ranks, self._nodes, self._share, self._replicas = ranks, nodes, share, list[Replicas]()
-        self._num_batches = self._load = 0
+        self._num_batches = 0
         self._silence_s = Limits.from_environment(0.0).silence_s
         self._wanted: set[tuple[int, int]] = set()
-        self._groups: list[ReplicaGroup] = []
+        self._groups: list[SideGroup] = []
         self._memory: dict[tuple[int, int], torch.Tensor] = {}
 
     def plan(self, plan: LoadPlan, device: torch.device, cost: ReadCost) -> tuple[Summary, int]:
@@ -96,10 +96,9 @@ class ReadOnce:
             most = max(most, min(sum(sizes), BATCH_BYTES + max(sizes)))
         return most
 
-    def agree(self, summaries: Sequence[Summary], load: int) -> None:
-        """Share what was planned, unless ranks have planned it otherwise. `load` is a number that is new to all."""
+    def agree(self, summaries: Sequence[Summary]) -> None:
+        """Share what was planned, unless ranks have planned it otherwise."""
         counts = Counter((digest, size) for known, _ in summaries for digest, size in known)
-        self._load = load
         if any(count != size for (_, size), count in counts.items()):
             self.why_alone = "ranks that hold the same have not planned the same reads"
         else:
@@ -121,8 +120,8 @@ class ReadOnce:
             return
         with self._ranks.step("connecting ranks that hold the same", name=name, progress=self.progress):
             for replicas in self._replicas:
-                self._groups.append(ReplicaGroup(self._ranks, replicas.ranks))
-                self._groups[-1].connect(self._load, self._ranks.check)
+                self._groups.append(SideGroup(self._ranks, replicas.ranks))
+                self._groups[-1].connect()
         batches: list[Batch] = []
         for number in range(self._num_batches):
             with self._ranks.step("reading for other ranks", name=name, progress=self.progress):

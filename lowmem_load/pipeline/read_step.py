@@ -6,8 +6,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.heartbeat import Progress
+from lowmem_load.distributed.peers import Progress
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.io.executor import Executor
 from lowmem_load.phases import Phases, progress_bar
 from lowmem_load.text import share

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.nodes import machine
+from lowmem_load.distributed.peers import Progress
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io.source import OpenSources, read_bytes
 from lowmem_load.io.stand_ins import is_stand_in, origin

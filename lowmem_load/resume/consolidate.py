@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lowmem_load.distributed.group import Alone, RankGroup
+from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.frameworks import peft
 from lowmem_load.hf import saver

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowmem_load.distributed.environment import cores
-from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import Part, PlannedPart, fill_planned, plan_parts, read_whole

@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lowmem_load.distributed.group import Alone, RankGroup
-from lowmem_load.distributed.live_group import has_group
 from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.steps import Alone, RankGroup, has_group
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.families import diffusion
 from lowmem_load.families.files import renamed

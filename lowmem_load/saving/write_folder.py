@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.heartbeat import Progress
 from lowmem_load.distributed.nodes import node_name
+from lowmem_load.distributed.peers import Progress
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import PlanError, UnsupportedError, listed
 from lowmem_load.frameworks.peft import Merge
 from lowmem_load.hf.saver import SavedFile

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError
 from lowmem_load.frameworks import peft
 from lowmem_load.frameworks.peft import Merge

@@ -34,8 +34,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowmem_load.distributed.exchange import Exchange, device_of, has_fast_gather
-from lowmem_load.distributed.group import RankGroup
+from lowmem_load.distributed.side_group import Exchange, SideGroup, device_of
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError
 from lowmem_load.frameworks.peft import Merge
 from lowmem_load.io.memory import SpareMemory, own_memory, scatter_elements, source_elements
@@ -115,19 +115,21 @@ class Weights:
     def buckets(self) -> Generator[Tensors, None, None]:
         """Yield the tensors of each bucket. Collective. See [Note: one step a bucket]."""
         sent: _Sent | None = None
-        device = device_of(self.ranks)
-        stream = None if device.type == "cpu" else _stream_of(device)
+        side = SideGroup(self.ranks, on_device=True)
+        stream = None if side.device.type == "cpu" else _stream_of(side.device)
         changes = _Changes(self.engine, list(self.shards.values()))
         loop = self.ranks.new_loop()
         try:
             for number in range(len(self.plan.buckets) + 1):
                 with self._step(number, loop):
                     changes.refuse()
+                    if not number:
+                        side.connect()
                     if sent:
                         sent.exchange.finish(self.ranks.check)
                     with _on(stream):
                         tensors = self._put_together(sent) if sent else []
-                        sent = self._fill(self.plan.buckets[number], sent) if number < len(self.plan.buckets) else None
+                        sent = self._fill(number, side, sent) if number < len(self.plan.buckets) else None
                 if sent:
                     self._start(sent.exchange)
                 if number:
@@ -136,8 +138,7 @@ class Weights:
                 pass  # the consumers of all ranks have come to the end
         finally:
             changes.close()
-            if sent:
-                sent.exchange.drain()
+            side.close()
 
     def _step(self, number: int, loop: str) -> contextlib.AbstractContextManager[Any]:
         return self.ranks.step(f"sending the weights ({number} of {len(self.plan.buckets)} buckets)", loop=loop)
@@ -162,13 +163,12 @@ class Weights:
                 raise
         tensors.clear()  # see [Note: fresh memory]
 
-    def _fill(self, bucket: Bucket, before: _Sent | None) -> _Sent:
+    def _fill(self, number: int, side: SideGroup, before: _Sent | None) -> _Sent:
         """Return a bucket whose message from this rank is filled, in the memory of the one before if that is enough."""
+        bucket = self.plan.buckets[number]
         messages = plan_messages(bucket, self.plan.sharing)
-        gathers = has_fast_gather(self.ranks)
-        lengths = message_lengths(messages.nbytes, self.bucket_bytes, are_equal=gathers)
-        last = before.exchange if before else None
-        exchange = Exchange(self.ranks, lengths, to=self.to, gathers=gathers, before=last)
+        lengths = message_lengths(messages.nbytes, self.bucket_bytes, are_equal=side.gathers)
+        exchange = Exchange(side, lengths, to=self.to, before=before.exchange if before else None)
         if exchange.mine is not None:
             planned, parts = bucket.sent, messages.parts(self.ranks.rank)
             by_name = operator.attrgetter("parameter")

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.faults.faults import sample, subset
+from tests.faults.faults import cases, subset
 from tests.faults.matrix import Matrix, line
 from tests.faults.shim import Unavailable
 
@@ -24,7 +24,7 @@ def main() -> int:
     arguments = parser.parse_args()
     chosen = [
         case
-        for case in (subset() if arguments.subset else sample())
+        for case in (subset() if arguments.subset else cases())
         if all(word in case.name for word in arguments.words)
     ]
     start, verdicts = time.monotonic(), []

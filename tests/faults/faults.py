@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import resource
 import shutil
@@ -143,6 +144,8 @@ MEMORY = Moment("reading, memory", Call.MEMORY)
 FINISHING = Moment("finishing", Call.FSTAT, ANY_SHARD, mark="execute", at="last")
 SENDING = Moment("before sending", Call.MKDIR, f"{MARK}_exchange")
 RECEIVING = Moment("sending and receiving", Call.MKDIR, f"{MARK}_finish")
+BROADCASTING = Moment("broadcasting", Call.MKDIR, f"{MARK}broadcast")
+FILLING = Moment("filling", Call.MKDIR, f"{MARK}_fill")
 READS = (DESCRIBING, COMPARING, FIRST, MIDDLE, LAST)
 HELD = (ARGUMENTS, DESCRIBING, COMPARING, PLANNING, PREPARING, FIRST, MIDDLE, LAST, FINISHING)
 MAKING_ENGINE = Moment("making the engine", Call.MKDIR, f"{MARK}move_to")
@@ -357,22 +360,30 @@ SWAP_FAULTS = (
 
 MARKED_BLOCK = Moment("in the block", Call.READ, "/ds.json")
 USERS_ERROR = Fault("the user's own error", "own error", Action.SLOW, 1_000_000_000)
+FAILURE = _errno(errno.EIO, "once", "raises", Call.MKDIR)
+"""Of a function that is marked, where no system call of its own can fail."""
 NO_CONFIG = _errno(errno.EIO, "for ever", "own error")
 READ_CONFIG = Moment("transformers reads config.json", Call.READ, "/config.json")
 
 
-def cases(world_sizes: tuple[int, ...] = (2, 3)) -> list[Case]:
-    """Returns all rows; those of one set of ranks together, and in it those that keep their ranks first."""
-    rows = [row for world_size in world_sizes for rank in (0, world_size - 1) for row in _cases(rank, world_size)]
+PLACES = ((0, 2), (1, 2), (0, 3), (2, 3))
+"""Faulty ranks, and numbers of ranks."""
+
+
+def cases() -> list[Case]:
+    """Returns each fault at each of its moments and jobs once, on ranks and numbers of ranks in turn.
+
+    Those of one set of ranks come together, and in it those that keep their ranks first.
+    """
+    rows = [replace(row, **_placed(row, *place)) for row, place in zip(_cases(), itertools.cycle(PLACES), strict=False)]
     return sorted(rows, key=_order)
 
 
-def sample() -> list[Case]:
-    """Returns each fault at each of its moments and jobs once, on ranks and numbers of ranks in turn."""
-    rows: dict[tuple[str, str, str], list[Case]] = {}
-    for case in cases():
-        rows.setdefault((case.fault.name, case.moment.phase, case.job), []).append(case)
-    return sorted((same[number % len(same)] for number, same in enumerate(rows.values())), key=_order)
+def _placed(row: Case, rank: int, world_size: int) -> dict[str, Any]:
+    if row.fault is STOP and row.moment is MAKING_ENGINE:  # rank 0, going on, waits for the group's timeout
+        rank = world_size - 1
+    arguments = {"fails_on": rank} if row.fault is USERS_ERROR else {}
+    return {"rank": rank, "world_size": world_size, "arguments": arguments}
 
 
 def subset() -> list[Case]:
@@ -385,6 +396,9 @@ def subset() -> list[Case]:
         "stream": (READ_FAULTS[1], USERS_ERROR),
         "once": (READ_FAULTS[1], INTERRUPT_ANYWHERE, DEATHS[0]),
         "train": (DEATHS[0],),
+        "resume": (FAILURE,),
+        "changed": (FAILURE, DEATHS[0]),
+        "pack": (FAILURE,),
     }
     chosen, rows = list[Case](), cases()
     for job, faults in few.items():
@@ -398,10 +412,10 @@ def _order(case: Case) -> tuple[int, float, bool]:
     return case.world_size, case.fault.group_timeout_s, not case.keeps_ranks
 
 
-def _cases(rank: int, world_size: int) -> Iterator[Case]:
+def _cases() -> Iterator[Case]:
     def at(fault: Fault, *moments: Moment, **options: Any) -> Iterator[Case]:
         for moment in moments:
-            yield Case(fault, moment, rank, world_size, **options)
+            yield Case(fault, moment, *PLACES[0], **options)
 
     for fault in READ_FAULTS:
         yield from at(fault, *READS)
@@ -426,11 +440,15 @@ def _cases(rank: int, world_size: int) -> Iterator[Case]:
     yield from at(READ_FAULTS[1], FIRST, MIDDLE, LAST, job="once")
     for fault in (INTERRUPT_ANYWHERE, PAUSE, DEATHS[0], STOP, HANG):
         yield from at(fault, MIDDLE, SENDING, RECEIVING, job="once")
-    yield from at(USERS_ERROR, MARKED_BLOCK, job="stream", arguments={"fails_on": rank})
+    yield from at(USERS_ERROR, MARKED_BLOCK, job="stream")
     yield from at(NO_CONFIG, READ_CONFIG, job="stream")
     yield from at(READ_FAULTS[1], ARGUMENTS)
     yield from at(READ_FAULTS[1], ARGUMENTS, job="train")
     for fault in (INTERRUPT, DEATHS[0], STOP):
         yield from at(fault, ARGUMENTS, job="train")
-        if (fault, rank) != (STOP, 0):  # when it goes on it waits in a broadcast, until the group's timeout
-            yield from at(fault, MAKING_ENGINE, job="train")
+        yield from at(fault, MAKING_ENGINE, job="train")
+    for fault in (FAILURE, INTERRUPT_ANYWHERE, DEATHS[0], HANG):
+        yield from at(fault, BROADCASTING, job="changed")
+        yield from at(fault, BROADCASTING, job="pack")
+    for fault in (FAILURE, INTERRUPT_ANYWHERE, DEATHS[0]):
+        yield from at(fault, FILLING, job="resume")

@@ -113,11 +113,50 @@ def read_once(ds_config: Any = "ds.json") -> Any:
     return model
 
 
+def resume(ds_config: Any = "ds.json") -> Any:
+    """Saves the states of an engine, and loads them again."""
+    import deepspeed
+
+    from lowmem_load import load_checkpoint
+
+    config = json.loads(Path(ds_config).read_text())
+    engine = deepspeed.initialize(model=load(config), config=config)[0]
+    engine.save_checkpoint("../saved")
+    load_checkpoint(engine, "../saved")
+    return engine
+
+
+def fill_changed(ds_config: Any = "ds.json") -> Any:
+    """Fills the shards of a model that was lazy, one weight of which was changed."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    from lowmem_load import lazy
+    from lowmem_load.lazy_weights.fill import fill_sharded
+
+    model = lazy("checkpoint")
+    model.lm_head.weight.data.mul_(2)
+    state = model.state_dict()
+    fully_shard(model.to("meta"))
+    fill_sharded(model, state, torch.device("cpu"))
+    return model
+
+
+def pack(ds_config: Any = "ds.json") -> Any:
+    """Loads into 4 bits, with scales that the ranks combine."""
+    from transformers import BitsAndBytesConfig
+
+    return load(ds_config, quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True))
+
+
 JOBS: dict[str, Callable[..., Any]] = {
     "load": load,
     "stream": stream,
     "train": train,
     "once": read_once,
+    "resume": resume,
+    "changed": fill_changed,
+    "pack": pack,
 }
 
 
@@ -126,7 +165,7 @@ def digest_of(model: Any) -> str:
     found = hashlib.sha256()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         found.update(name.encode())
-        held = getattr(tensor, "ds_tensor", tensor)
+        held = getattr(tensor, "ds_tensor", getattr(tensor, "_local_tensor", tensor))
         swapper = getattr(tensor, "nvme_swapper", None)
         if getattr(held, "final_location", None) is not None and swapper is not None:
             nbytes = held.ds_numel * held.element_size()

@@ -29,7 +29,7 @@ import lowmem_load
 from lowmem_load import CheckpointError, NotStreamedWarning, RankError, UnsupportedError
 from lowmem_load.dtensor.mesh import local_tensor
 from lowmem_load.hf.load_lock import inside_load
-from lowmem_load.symbolic.lazy import LazyTensor, is_unread, values_of
+from lowmem_load.symbolic.lazy import LazyTensor, is_unread
 from tests import builders
 from tests.multi_rank.test_load_into import losses, start
 from tests.ranks import run_ranks
@@ -619,24 +619,25 @@ def test_ranks_need_not_load_alike(checkpoints: Path, tmp_path: Path) -> None:
 
 
 def fail_to_send(path: str) -> None:
-    """Rank function: the first rank cannot read a weight that the script has changed, or has no memory for it."""
+    """Rank function: the first rank cannot read a weight that the script has changed, or another cannot receive it."""
     import lowmem_load.lazy_weights.fill as fill
+    from lowmem_load.distributed.side_group import SideGroup
 
     start()
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
     lowmem_load.install()
-    for error, failing in ((OSError(5, "Input/output error"), 0), (MemoryError("no memory"), 1)):
+    faults = (OSError(5, "Input/output error"), fill, "values_of"), (MemoryError("no memory"), SideGroup, "broadcast")
+    for failing, (error, owner, function) in enumerate(faults):
         model = from_files(path)
         model.lm_head.weight.data.mul_(2)
 
-        def fails(*_: Any, error: BaseException = error, failing: int = failing, **__: Any) -> Any:
-            if torch.distributed.get_rank() == failing:
-                raise error
-            return values_of(*_)
+        def fails(*_: Any, error: BaseException = error, **__: Any) -> Any:
+            raise error
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fill, "values_of" if failing == 0 else "_received", fails)
-            with pytest.raises(RankError, match="reading what was changed") as caught:
+            if torch.distributed.get_rank() == failing:
+                patch.setattr(owner, function, fails)
+            with pytest.raises(RankError, match=r"(reading|sending) what was changed") as caught:
                 prepare(model, efficient=True)
         assert list(caught.value.failures) == [failing]
         total = torch.ones(1)

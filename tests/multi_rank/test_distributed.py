@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from lowmem_load import load_model
-from lowmem_load.distributed import store_channel
 from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import CheckpointError, RankError
 from tests.ranks import run_ranks
 from tests.steps import payloads
@@ -65,17 +64,28 @@ def test_launched_group(world_size: int, partition: int) -> None:
     assert places == [(rank, rank, world_size) for rank in range(world_size)]
 
 
-def _destroy_and_init_again() -> None:
-    for _ in range(2):
-        interface = DistributedInterface()
-        train_one_step()
-        assert payloads(interface, interface.rank) == [0, 1]
-        interface.destroy()
-    assert {"LOCAL_RANK", "RANK", "WORLD_SIZE"} <= os.environ.keys()
+def _adopt(maker: str) -> None:
+    """Rank function: a group that another package has made is ours too; if we make it, it is accelerate's."""
+    import deepspeed
+    import torch.distributed as dist
+    from accelerate import PartialState
+
+    if maker == "accelerate":
+        PartialState(cpu=True)
+    elif maker == "deepspeed":
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    calls = init_counter()
+    interface = DistributedInterface()
+    train_one_step()
+    assert PartialState(cpu=True).process_index == interface.rank
+    assert (len(calls), interface.world_size) == (maker == "ours", 2)
+    interface.destroy()
+    assert dist.is_initialized() is (maker != "ours")
 
 
-def test_destroy_then_init_again_keeps_the_launcher_environment() -> None:
-    run_ranks(_destroy_and_init_again)
+@pytest.mark.parametrize("maker", ["ours", "accelerate", "deepspeed"])
+def test_one_group_for_all_packages(maker: str) -> None:
+    run_ranks(_adopt, maker)
 
 
 def _adopt_two_hosts() -> tuple[int, int]:
@@ -95,53 +105,6 @@ def _adopt_two_hosts() -> tuple[int, int]:
 
 def test_adopted_group_without_local_rank_derives_it_from_host_names() -> None:
     assert run_ranks(_adopt_two_hosts, world_size=3) == [(0, 22), (0, 22), (1, 22)]
-
-
-def _adopt_accelerate() -> None:
-    import torch.distributed as dist
-    from accelerate import PartialState
-
-    state = PartialState(cpu=True)
-    calls = init_counter()
-    interface = DistributedInterface()
-    train_one_step()
-    interface.destroy()
-    assert len(calls) == 0
-    assert interface.rank == state.process_index
-    assert dist.is_initialized()
-
-
-def test_adopts_a_group_of_accelerate() -> None:
-    run_ranks(_adopt_accelerate)
-
-
-def _accelerate_after_us() -> None:
-    from accelerate import PartialState
-
-    calls = init_counter()
-    interface = DistributedInterface()
-    state = PartialState(cpu=True)
-    assert len(calls) == 1
-    assert interface.rank == state.process_index
-
-
-def test_accelerate_takes_our_group() -> None:
-    run_ranks(_accelerate_after_us)
-
-
-def _adopt_deepspeed() -> None:
-    import deepspeed
-
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-    calls = init_counter()
-    interface = DistributedInterface()
-    train_one_step()
-    assert len(calls) == 0
-    assert interface.world_size == 2
-
-
-def test_adopts_a_group_of_deepspeed() -> None:
-    run_ranks(_adopt_deepspeed)
 
 
 def _step(error: BaseException | None = None, digest: str = "", title: str = "reading") -> None:
@@ -225,25 +188,6 @@ def test_all_ranks_go_on_or_raise() -> None:
     run_ranks(_steps, world_size=3)
 
 
-def _late() -> list[str]:
-    """Rank function: rank 1 loads late."""
-    is_late = DistributedInterface().rank == 1
-    with pytest.MonkeyPatch.context() as patch, io.StringIO() as said:
-        patch.setattr(store_channel, "NOTICE_S", 1.0)
-        patch.setattr(sys, "stderr", said)
-        _step()
-        time.sleep(2.5 * is_late)
-        _step()
-        return [line for line in said.getvalue().splitlines() if line.startswith("lowmem_load: ")]
-
-
-def test_a_rank_that_waits_says_for_whom() -> None:
-    lines, of_late = run_ranks(_late)
-    assert of_late == []
-    assert " s at 'reading' for rank(s) 1 (" in lines[-1]
-    assert "was last seen between loads (pid " in lines[-1]
-
-
 def _nested_groups() -> None:
     """Rank function: some ranks do a step of their own inside a step of all, and it fails."""
     import torch.distributed as dist
@@ -294,35 +238,6 @@ def _nested_groups() -> None:
 
 def test_a_step_of_some_ranks_that_fails_inside_a_step_of_all_fails_on_all() -> None:
     run_ranks(_nested_groups, world_size=3)
-
-
-def _long_payloads() -> None:
-    """Rank function: payloads longer than the store takes at once, of another number of parts on each rank."""
-    from lowmem_load.distributed.store_channel import PART
-
-    ranks = DistributedInterface()
-    long = [None, '"' * (PART + 9), ["x" * PART, "\\" * PART, "y"]]
-    assert payloads(ranks, long[ranks.rank]) == long
-    assert payloads(ranks, ranks.rank) == [0, 1, 2], "all are at the same step again"
-
-
-def test_payloads_of_any_length_come_to_all() -> None:
-    run_ranks(_long_payloads, world_size=3, timeout_s=120)
-
-
-def _pickled() -> None:
-    """Rank function: what lies in the store is never unpickled."""
-    import torch.distributed as dist
-
-    ranks = DistributedInterface()
-    pickle.loads = lambda *_: pytest.fail("unpickled")  # type: ignore[assignment]
-    assert payloads(ranks, ranks.rank) == [0, 1]
-    group = dist.new_group([0, 1])
-    assert payloads(ranks.subgroup(group), [ranks.rank]) == [[0], [1]]
-
-
-def test_nothing_is_unpickled() -> None:
-    run_ranks(_pickled)
 
 
 def _groups_after_failures(failing: list[int | None]) -> list[str]:
@@ -382,3 +297,56 @@ def test_ranks_make_a_group_whatever_groups_each_has_made_before() -> None:
         for who, text in zip(failing, texts, strict=True):
             expected = "ok" if who is None else "my own code failed" if who == rank else f"rank {who}: has not come to"
             assert expected in text, (rank, who, text)
+
+
+PROCESS = """
+import sys, torch.distributed as dist
+from datetime import timedelta
+from lowmem_load.distributed.steps import RankGroup
+base, name = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False), sys.argv[2]
+base.set(f"here for {name}", "")
+dist.init_process_group(
+    "gloo", store=dist.PrefixStore(name, base), rank=1, world_size=2, timeout=timedelta(seconds=3)
+)
+if name == "first":
+    sys.exit()
+try:
+    with RankGroup(None).step("reading"):
+        raise OSError("of the fresh process")
+except Exception as error:
+    print(error)
+with RankGroup(None).step("telling") as step:
+    step.payload = "fresh"
+print(step.payloads)
+"""
+
+
+def _survive() -> None:
+    """Rank function: this process stays; the other rank is a process that ends before its first load, then another."""
+    import torch.distributed as dist
+
+    base = dist.TCPStore("127.0.0.1", 0, is_master=True)
+
+    @contextmanager
+    def group(name: str) -> Iterator[subprocess.Popen[str]]:
+        command = [sys.executable, "-c", PROCESS, str(base.port), name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as other:
+            base.wait([f"here for {name}"], timedelta(seconds=100))
+            store = dist.PrefixStore(name, base)
+            dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=3))
+            yield other
+        dist.destroy_process_group()
+
+    with group("first"), pytest.raises(RankError, match="rank 1: has not come to this point in 3 s"):
+        _step()
+    with group("second") as fresh:
+        with pytest.raises(RankError, match="rank 1: OSError: of the fresh process"):
+            _step()
+        assert payloads(RankGroup(None), "survivor") == ["survivor", "fresh"]
+        said = fresh.communicate()[0]
+        assert "rank 1: OSError: of the fresh process" in said and "['survivor', 'fresh']" in said
+
+
+def test_a_survivor_meets_a_fresh_process_in_another_group() -> None:
+    """As under Ray."""
+    run_ranks(_survive, world_size=1, timeout_s=250)

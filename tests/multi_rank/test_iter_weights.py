@@ -24,8 +24,6 @@ from tests.multi_rank.test_modes import is_compiled
 from tests.multi_rank.test_save import ADAM, BF16, FP32, adapted, stage_3
 from tests.ranks import run_ranks
 
-MODULE = "lowmem_load.weights_out.send_weights"
-
 COLLECTIVES = ("all_gather_single", "all_gather_into_tensor", "gather", "broadcast", "isend", "irecv")
 
 
@@ -73,10 +71,11 @@ def assert_sent(
     import torch.distributed as dist
 
     from lowmem_load import iter_weights
-    from lowmem_load.distributed.group import RankGroup
+    from lowmem_load.distributed import side_group
+    from lowmem_load.distributed.steps import RankGroup
 
     total, rank, world_size = sum(value.nbytes for value in wanted.values()), dist.get_rank(), dist.get_world_size()
-    is_one_collective = importlib.import_module(MODULE).has_fast_gather(RankGroup(None))
+    is_one_collective = side_group.has_fast_gather(RankGroup(None))
     middle, others = (total // 5, ("all", world_size - 1)), [(1 << 30, ("all", 0)), (1, ("all",))]
     for bucket_bytes, receivers in [middle] if is_short else [middle, *others]:
         for to in receivers:
@@ -272,16 +271,14 @@ def test_consumers_that_misbehave(paths: dict[str, str], tmp_path: Path) -> None
 
 def fail_to_start(path: str) -> None:
     """Rank function: a collective cannot begin on rank 1."""
-    import torch.distributed as dist
-
     from lowmem_load import DistributedInterface, iter_weights, load_model
-    from lowmem_load.distributed import exchange
+    from lowmem_load.distributed import side_group
 
-    exchange.DRAIN_S = 1.0
+    side_group.DRAIN_S = 1.0
     rank, model = DistributedInterface(timeout=timedelta(seconds=30)).rank, load_model(path, FP32)
     weights = iter_weights(model, bucket_bytes=1)
     if rank == 1:
-        dist.broadcast = lambda *_, **__: 1 // 0  # type: ignore[assignment]
+        side_group.SideGroup.broadcast = lambda *_: 1 // 0  # type: ignore[assignment,method-assign]
     began_s = time.monotonic()
     with pytest.raises(ZeroDivisionError if rank == 1 else RankError) as caught:
         list(weights)
@@ -415,7 +412,7 @@ def iter_all(*args: Any, **kwargs: Any) -> Any:
 def plan_once(path: str) -> None:
     """Rank function: a second push plans nothing, and no rank is asked what it holds."""
     from lowmem_load import DistributedInterface, load_into, load_model
-    from lowmem_load.distributed.group import RankGroup
+    from lowmem_load.distributed.steps import RankGroup
 
     module = importlib.import_module("lowmem_load.weights_out.iter_weights")
     described, steps, describe, step = [], list[str](), module._plan_tensors, RankGroup.step
@@ -463,7 +460,7 @@ def send_in_all_ways(paths: dict[str, str], out: str, swap: str | None, is_whole
 
     world_size = DistributedInterface().world_size
     if world_size in (3, 4):  # as on an accelerator: one collective for each bucket
-        importlib.import_module(MODULE).has_fast_gather = lambda _: True
+        importlib.import_module("lowmem_load.distributed.side_group").has_fast_gather = lambda _: True
     send_all(paths, f"{out}/all", swap, is_whole)
     send_merged(paths, f"{out}/merged")
     if world_size % 2 == 0:

@@ -156,10 +156,10 @@ def fail_and_compare(path: str, packed: str) -> None:
     def fail(*args: Any, **keywords: Any) -> None:
         raise MemoryError("there is no memory")
 
-    for name in ("_fill", "Exchange"):
+    for owner, name in ((companions, "_fill"), (companions, "Exchange"), (companions.SideGroup, "broadcast")):
         with pytest.MonkeyPatch.context() as patches:
             if DistributedInterface().rank == 1:
-                patches.setattr(companions, name, fail)
+                patches.setattr(owner, name, fail)
             with pytest.raises(RankError, match="there is no memory"):
                 load_model(path, BF16, quantization_config=quantization("scales quantized"))
         ones = torch.ones(1)

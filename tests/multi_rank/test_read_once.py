@@ -127,13 +127,13 @@ def test_ranks_that_would_share_otherwise_read_alone(checkpoints: Path) -> None:
 def wait_for_each_other() -> tuple[float, str]:
     """Rank function: what comes of groups that never form, as where a firewall stands between the ranks."""
     from lowmem_load import DistributedInterface
-    from lowmem_load.distributed.replica_group import ReplicaGroup
+    from lowmem_load.distributed.side_group import SideGroup
     from lowmem_load.errors import LowMemLoadError
 
     ranks, start_s = DistributedInterface(), time.monotonic()
-    ReplicaGroup._of_gloo = lambda *_: time.sleep(600)  # type: ignore[assignment,method-assign,return-value]
+    SideGroup._of_gloo = lambda *_: time.sleep(600)  # type: ignore[assignment,method-assign]
     with pytest.raises(LowMemLoadError) as failed, ranks.step("connecting"):
-        ReplicaGroup(ranks, [0, 1]).connect(1, ranks.check)
+        SideGroup(ranks, [0, 1]).connect()
     return time.monotonic() - start_s, str(failed.value)
 
 

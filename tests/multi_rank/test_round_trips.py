@@ -18,12 +18,12 @@ from tests.steps import CountingClient
 def count_round_trips(path: str, cache: str) -> dict[str, int]:
     """Rank function: returns the round trips of each kind of load. No heartbeat comes meanwhile, but at the start."""
     from lowmem_load import DistributedInterface, load_model
-    from lowmem_load.distributed import group
+    from lowmem_load.distributed import steps
     from tests.hub import hub
 
-    counts, found, ordinary = Counter[str](), dict[str, int](), group.new_client
-    group.new_client = lambda store: CountingClient(ordinary(store), counts)
-    group.StoreChannel = partial(group.StoreChannel, beat_s=60.0)  # type: ignore[misc,assignment]
+    counts, found, ordinary = Counter[str](), dict[str, int](), steps.new_client
+    steps.new_client = lambda store: CountingClient(ordinary(store), counts)
+    steps.StoreChannel = partial(steps.StoreChannel, beat_s=60.0)  # type: ignore[misc,assignment]
     DistributedInterface()
 
     def take(kind: str) -> None:

@@ -13,6 +13,9 @@ import pytest
 from lowmem_load.cli import doctor
 from lowmem_load.cli.doctor import NOTE, OK, PROBLEM, Finding
 from lowmem_load.cli.start import app
+from lowmem_load.distributed.channel import Seen
+from lowmem_load.distributed.peers import Heartbeat
+from lowmem_load.errors import ConfigError
 
 
 def about(findings: list[Finding], text: str) -> list[str]:
@@ -59,6 +62,21 @@ def test_the_command_ends_with_1_where_there_is_a_problem(
     found.pop()
     assert not app(["doctor", "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out) == [{"area": "a", "level": "ok", "text": "fine", "advice": ""}]
+
+
+def test_a_store_that_is_none_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="is not HOST:PORT"):
+        app(["doctor", "--store", "node1"], standalone_mode=False)
+
+
+def test_the_steps_of_a_job_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    beat = Heartbeat("pid 7 on node1", "0123", 5, "tiny: reading", "3 MiB read", 12)
+    seen = [Seen("lowmem_load/", 1, beat, is_silent=True)]
+    monkeypatch.setattr("lowmem_load.distributed.channel.look_into", lambda host, port: seen)
+    assert not app(["doctor", "--store", "node1:29500"], standalone_mode=False)
+    assert "tiny: reading" in capsys.readouterr().out
+    assert not app(["doctor", "--store", "node1:29500", "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)[0]["title"] == "tiny: reading"
 
 
 def test_the_lock_of_a_killed_build_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowmem_load.distributed.group import RankGroup
-from lowmem_load.distributed.heartbeat import Progress
+from lowmem_load.distributed.peers import Progress
 from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import PlanError, TruncatedFileError
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import Part, fill

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,59 +18,18 @@ from lowmem_load.pipeline.same_bytes import (
     MAX_BLOCKS,
     MAX_BLOCKS_IN_ALL,
     MIN_BLOCKS,
-    FilesId,
     View,
-    agree_on_bytes,
     check_same,
     identify_files,
     sample_digests,
     sample_offsets,
 )
 from lowmem_load.planning.load_plan import PlannedFile
-from tests.steps import ScriptedRanks
 
 DATA = random.Random(1).randbytes(100_001)
 """No round number of blocks, so that the seed decides which bytes are sampled."""
 
 SEED = 7
-
-
-class Others:
-    """What the other ranks bring; each answers for the checkpoint that it holds.
-
-    `nodes[i]` names the checkpoint of rank i; ranks of one name look at the very same files.
-    """
-
-    def __init__(self, rank: int, nodes: list[str], checkpoints: dict[str, list[PlannedFile]]) -> None:
-        self._rank, self._nodes, self._checkpoints = rank, nodes, checkpoints
-        self.seed = SEED
-
-    def seen(self, own: FilesId) -> list[FilesId]:
-        """What all ranks have opened; of this one what it is given."""
-        mine = self._nodes[self._rank]
-        self.seed = own[1] if self._rank == 0 else SEED
-        others = [(own[0] if node == mine else node, SEED) for node in self._nodes]
-        return [own if rank == self._rank else other for rank, other in enumerate(others)]
-
-    def samples(self, own: Any) -> list[Any]:
-        """What all ranks bring to the comparison: only the first rank that looks at the same files has read them."""
-        return [
-            (
-                self._digests(node) if self._nodes.index(node) == rank else [],
-                self._paths(node),
-            )
-            for rank, node in enumerate(self._nodes)
-        ]
-
-    def _digests(self, node: str) -> list[str]:
-        with contextlib.closing(OpenSources(LocalFile)) as sources:
-            return sample_digests(self._ordered(node), self.seed, sources, num_threads=1)
-
-    def _paths(self, node: str) -> list[str]:
-        return [file.path for file in self._ordered(node)]
-
-    def _ordered(self, node: str) -> list[PlannedFile]:
-        return sorted(self._checkpoints[node], key=lambda file: Path(file.path).name)
 
 
 def checkpoint(folder: Path, **contents: bytes) -> list[PlannedFile]:
@@ -83,41 +42,6 @@ def checkpoint(folder: Path, **contents: bytes) -> list[PlannedFile]:
         files.append(PlannedFile(str(path), len(data), "header", source.version))
         source.close()
     return files
-
-
-@pytest.fixture
-def held(tmp_path: Path) -> dict[str, list[PlannedFile]]:
-    """One checkpoint, a copy that lists its files the other way round, and one that differs in every byte of `b`."""
-    other = bytes(255 - byte for byte in DATA)
-    return {
-        "first": checkpoint(tmp_path / "first", a=DATA, b=DATA),
-        "copy": checkpoint(tmp_path / "copy", b=DATA, a=DATA),
-        "other": checkpoint(tmp_path / "other", a=DATA, b=other),
-    }
-
-
-def run(rank: int, nodes: list[str], held: dict[str, list[PlannedFile]]) -> tuple[ScriptedRanks, list[str]]:
-    """Return the ranks, and the files that this one opened."""
-    read: list[str] = []
-
-    def open_source(path: str) -> LocalFile:
-        read.append(Path(path).name)
-        return LocalFile(path)
-
-    others = Others(rank, nodes, held)
-    ranks: Any = ScriptedRanks(rank, others.samples)
-    with contextlib.closing(OpenSources(open_source)) as sources:
-        files = held[nodes[rank]]
-        agree_on_bytes(
-            ranks,
-            "model",
-            files,
-            sources=sources,
-            ids=others.seen(identify_files(files)),
-            num_threads=1,
-        )
-    assert ranks.progress is None or bool(ranks.progress().amount) == bool(read)
-    return ranks, read
 
 
 def view(*ranks: int, digests: str = "xy") -> View:
@@ -139,54 +63,18 @@ def test_views_of_other_bytes_are_named_with_their_ranks(views: list[View], expe
         check_same(views)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_very_same_files_are_not_sampled(rank: int, held: dict[str, list[PlannedFile]]) -> None:
-    ranks, read = run(rank, ["first", "first"], held)
-    assert (ranks.brought, ranks.titles, read) == ([], [], [])
-
-
-@pytest.mark.parametrize(
-    ("rank", "expected"), [(0, ["a", "b"]), (1, []), (2, ["a", "b"]), (3, [])], ids=["0", "1", "2", "3"]
-)
-def test_copies_are_sampled_by_one_rank_of_each(
-    rank: int, expected: list[str], held: dict[str, list[PlannedFile]]
-) -> None:
-    ranks, read = run(rank, ["first", "first", "copy", "copy"], held)
-    assert read == expected
-    assert ranks.titles == ["model: comparing the files of the ranks"]
-    if not expected:
-        assert ranks.brought == [None], "with a thousand ranks, the same from all would be too much for the store"
-        return
-    digests, paths = ranks.brought[0]
-    assert digests
-    assert [Path(path).name for path in paths] == ["a", "b"]
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_different_files_are_named_with_their_ranks_and_paths(
-    rank: int, held: dict[str, list[PlannedFile]], tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        run(rank, ["first", "other", "copy", "other"], held)
-    assert str(caught.value) == (
-        "b: the ranks hold 2 different files of this name, so the model would be a mixture: "
-        f"rank(s) 0, 2: {tmp_path}/first/b; rank(s) 1, 3: {tmp_path}/other/b. "
-        "Give all ranks the same checkpoint and revision"
-    )
-
-
-def test_a_file_that_was_replaced_since_its_header_was_read_is_refused(held: dict[str, list[PlannedFile]]) -> None:
-    Path(held["first"][0].path).write_bytes(DATA + b"more")
-    with pytest.raises(CheckpointError, match="first/a: was replaced or written to"):
-        run(0, ["first", "copy"], held)
-
-
-def test_a_file_that_changes_is_another_view(held: dict[str, list[PlannedFile]]) -> None:
+def test_a_file_that_changes_is_another_view_and_is_refused(tmp_path: Path) -> None:
     """Of one path: what was opened before and after a change is not the very same."""
-    views = [identify_files(held["first"])[0] for _ in range(2)]
-    assert views[0] == views[1]
-    held["first"][0] = PlannedFile(held["first"][0].path, len(DATA), "header", "another version")
-    assert identify_files(held["first"])[0] != views[0]
+    files = checkpoint(tmp_path / "first", b=DATA, a=DATA)
+    view = identify_files(files)[0]
+    assert identify_files(files[::-1])[0] == view, "in any order"
+    assert identify_files([files[0], replace(files[1], version="another")])[0] != view
+    Path(files[1].path).write_bytes(DATA + b"more")
+    with (
+        contextlib.closing(OpenSources(LocalFile)) as sources,
+        pytest.raises(CheckpointError, match="first/a: was replaced or written to"),
+    ):
+        sample_digests(files, 7, sources, num_threads=1)
 
 
 # -- samples of files --------------------------------------------------------------------------------------------------

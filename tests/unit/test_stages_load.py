@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetModel
 
 from lowmem_load import load_into, load_model, load_report, phases, plan
-from lowmem_load.distributed.node_memory import Room
+from lowmem_load.distributed.nodes import Room
 from lowmem_load.errors import CheckpointError, MemoryShortageError
 from lowmem_load.io import source
 from lowmem_load.pipeline import checks

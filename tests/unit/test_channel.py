@@ -15,9 +15,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from lowmem_load.distributed.heartbeat import SAME_ORDER, Heartbeat, Limits, Progress
-from lowmem_load.distributed.store_channel import FAREWELL_S, Group, StoppedError, StoreChannel
-from lowmem_load.distributed.verdict import Entry, Verdict
+from lowmem_load.distributed import steps
+from lowmem_load.distributed.channel import (
+    FAREWELL_S,
+    Group,
+    Seen,
+    StoppedError,
+    StoreChannel,
+    Verdict,
+    look_into,
+    verdict_on,
+)
+from lowmem_load.distributed.peers import Entry, Limits, Progress
 from tests.steps import CountingClient
 
 LIMITS = Limits(silence_s=0.6, gone_s=5.0, absence_s=2.0)
@@ -200,7 +209,8 @@ def test_a_rank_that_makes_no_progress_is_named_by_all_and_hears_of_it(late: int
         try:
             with channel.doing(group, "reading", busy(lambda: 7)):
                 if rank == late:
-                    time.sleep(3 * LIMITS.silence_s)
+                    time.sleep(2 * LIMITS.silence_s)
+                    wait_for(lambda: stopped(channel))
                 return step(channel, group)
         finally:
             times[rank] = time.monotonic() - start
@@ -240,71 +250,18 @@ def test_a_rank_that_aborts_is_named_at_once_and_all_can_go_on(leaver: int) -> N
     assert all(not failed(verdict) for verdict in ranks.all(late))
 
 
-@pytest.mark.parametrize("leavers", [[0], [2], [0, 1], [1, 2]])
-@pytest.mark.parametrize("pause_s", [0.0, 0.5])
-@pytest.mark.parametrize("num_inner", [0, 2])
-def test_a_rank_that_leaves_a_loop_comes_to_another_step(leavers: list[int], pause_s: float, num_inner: int) -> None:
-    def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
-        loop = f"{group.key}/{group.number}"
-        step(channel, group, "loop", loop=loop)
-        for _ in range(num_inner):
-            step(channel, group, "within the loop")
-        if rank not in leavers:
-            time.sleep(0.5 - pause_s)
-            assert set(failed(step(channel, group, "loop", loop=loop)).items()) <= {
-                (each, "left it") for each in leavers
-            }
-        else:
-            thread = threading.Thread(target=channel.leave, args=(loop, "left it"))  # as the garbage collector may
-            thread.start()
-            thread.join()
-            time.sleep(pause_s)  # others may give it up, or be at their step together with it
-            with channel.doing(group, "computing", busy()):
-                time.sleep(3 * BEAT_S)
-                assert not stopped(channel)
-        return step(channel, group, "after")
-
-    ranks = Ranks(3)
-    ranks.step()
-    for _ in range(2):
-        assert all(not failed(verdict) for verdict in ranks.all(work))
-
-
 def test_ranks_that_all_leave_a_loop_lose_nothing() -> None:
     def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
-        loop = f"{group.key}/{group.number}"
+        loop = f"{group.name}/{group.number}"
         step(channel, group, "loop", loop=loop)
         time.sleep(0.1 * rank)
         channel.leave(loop, "left it")
         step(channel, group)
-        return step(channel, group, "another loop", loop=f"{group.key}/{group.number}")
+        return step(channel, group, "another loop", loop=f"{group.name}/{group.number}")
 
     ranks = Ranks(3)
     ranks.step()
     assert all(not failed(verdict) for verdict in ranks.all(work))
-
-
-def test_ranks_that_all_abort_can_all_come_again() -> None:
-    ranks = Ranks(3)
-    for _ in range(2):
-        ranks.all(lambda channel, group, rank: channel.abort(group, "left: no"))
-
-        def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
-            time.sleep(0.2 * rank)
-            return step(channel, group)
-
-        assert all(not failed(verdict) for verdict in ranks.all(work))
-
-
-def test_busy_ranks_hear_of_one_that_aborts() -> None:
-    def work(channel: StoreChannel, group: Group, rank: int) -> Any:
-        if rank == 2:
-            return channel.abort(group, "left: no")
-        with channel.doing(group, "reading", busy()):
-            wait_for(lambda: stopped(channel))
-            return step(channel, group, error="stopped", is_stopped=True)
-
-    assert [failed(verdict) for verdict in Ranks(3).all(work)[:2]] == [{2: "left: no"}] * 2
 
 
 def test_a_rank_whose_progress_cannot_be_told_goes_on() -> None:
@@ -328,8 +285,12 @@ def test_ranks_that_left_together_are_in_line_again() -> None:
     assert all(not failed(verdict) for verdict in ranks.step())
 
 
-def test_busy_ranks_hear_of_a_failure() -> None:
-    def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
+@pytest.mark.parametrize("aborts", [False, True])
+def test_busy_ranks_hear_of_a_failure(aborts: bool) -> None:
+    def work(channel: StoreChannel, group: Group, rank: int) -> Any:
+        if rank == 1 and aborts:
+            channel.abort(group, "the disk is gone")
+            return Outcome([(1, "the disk is gone")], [])
         with channel.doing(group, "reading", busy()):
             if rank != 1:
                 wait_for(lambda: stopped(channel))
@@ -340,36 +301,6 @@ def test_busy_ranks_hear_of_a_failure() -> None:
     ranks = Ranks(3)
     assert [failed(verdict) for verdict in ranks.all(work)] == [{1: "the disk is gone"}] * 3
     assert all(not failed(verdict) for verdict in ranks.step())
-
-
-def test_busy_ranks_hear_of_one_that_is_lost() -> None:
-    def work(channel: StoreChannel, group: Group, rank: int) -> Any:
-        with channel.doing(group, "reading", busy(lambda: 5) if rank == 2 else busy()):
-            if rank == 2:
-                time.sleep(4 * LIMITS.silence_s)
-            else:
-                wait_for(lambda: stopped(channel))
-            return step(channel, group, is_stopped=rank != 2, error=None if rank == 2 else "stopped")
-
-    found = Ranks(3).all(work)
-    assert found == [found[0]] * 3
-    assert "no progress" in failed(found[0])[2]
-
-
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_busy_rank_hears_that_the_others_went_on_without_it(late: int) -> None:
-    """As one that was stopped, and then waits for ranks that are no longer there."""
-
-    def work(channel: StoreChannel, group: Group, rank: int) -> Any:
-        with channel.doing(group, "reading", busy(lambda: 5) if rank == late else busy()):
-            if rank == late:
-                time.sleep(4 * LIMITS.silence_s)
-                wait_for(lambda: stopped(channel))
-            return step(channel, group)
-
-    found = Ranks(2).all(work)
-    assert found[0] == found[1]
-    assert "no progress" in failed(found[0])[late]
 
 
 def test_ranks_at_different_steps_are_named_with_what_each_does() -> None:
@@ -449,42 +380,6 @@ def test_a_rank_that_computes_for_long_does_not_take_the_store_for_silent() -> N
     assert all(not failed(verdict) for verdict in ranks.all(work))
 
 
-def test_a_verdict_that_the_leader_reads_while_it_is_busy_stays() -> None:
-    store = dist.HashStore()
-    leader = StoreChannel(store.clone, 0, LIMITS, BEAT_S)
-    group = leader.group("group", (0, 1))
-    beat = Heartbeat("pid 1", group.key, 0, "step", entry=Entry("step"), token="of 1", lives=[group.life])
-    store.set("rank/1", json.dumps(beat))
-    store.set(f"{group.key}/0", json.dumps(Verdict([(1, "went on")])))
-    with leader.doing(group, "step"):
-        wait_for(lambda: stopped(leader))
-        assert failed(leader.agree(group, Entry("step"))[0]) == {1: "went on"}
-
-
-def test_a_later_life_of_the_store_knows_nothing_of_an_earlier_one(store: Any) -> None:
-    """As after a restart by torchrun, whose agent keeps the store: here the ranks of the first life just stop."""
-    first = Ranks(3, store)
-    assert failed(first.step(error="no")[0])
-    first.step()
-    for channel in first.channels:
-        channel.end()
-    second = Ranks(3, store)
-    found = second.all(lambda channel, group, rank: step(channel, group, payload=rank))
-    assert [verdict.payloads for verdict in found] == [[0, 1, 2]] * 3
-    third = Ranks(3, store)
-    late = third.all(lambda channel, group, rank: None if rank == 1 else step(channel, group))
-    assert [failed(late[rank]) for rank in (0, 2)] == [{1: f"has not come to this point in 2 s; {SAME_ORDER}"}] * 2
-
-
-@pytest.mark.parametrize("survivors", [[0], [1], [0, 2], [1, 2]])
-def test_ranks_that_have_made_more_groups_meet_fresh_ones(store: Any, survivors: list[int]) -> None:
-    first = Ranks(3, store)
-    first.all(lambda channel, group, rank: step(channel, group) if rank in survivors else None)
-    for channel in first.channels:
-        channel.end()
-    assert [failed(verdict) for verdict in Ranks(3, store).step()] == [{}] * 3
-
-
 @pytest.mark.parametrize("is_within", [False, True])
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_rank_that_aborts_and_ends_before_the_others_have_come_is_named(leaver: int, is_within: bool) -> None:
@@ -500,3 +395,166 @@ def test_a_rank_that_aborts_and_ends_before_the_others_have_come_is_named(leaver
 
     found = ranks.all(work)
     assert [failed(found[rank]) for rank in range(3) if rank != leaver] == [{leaver: "left: no device"}] * 2
+
+
+@pytest.mark.parametrize("leavers", [[0], [2], [0, 1]])
+@pytest.mark.parametrize("pause_s", [0.0, 0.5])
+@pytest.mark.parametrize("num_inner", [0, 2])
+def test_a_rank_that_leaves_a_loop_comes_to_another_step(leavers: list[int], pause_s: float, num_inner: int) -> None:
+    def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
+        loop = f"{group.name}/{group.number}"
+        step(channel, group, "loop", loop=loop)
+        for _ in range(num_inner):
+            step(channel, group, "within the loop")
+        if rank not in leavers:
+            time.sleep(0.5 - pause_s)
+            found = failed(step(channel, group, "loop", loop=loop))
+            assert found and set(found.items()) <= {(each, "left it") for each in leavers}
+        else:
+            thread = threading.Thread(target=channel.leave, args=(loop, "left it"))  # as the garbage collector may
+            thread.start()
+            thread.join()
+            time.sleep(pause_s)  # others may give it up, or be at their step together with it
+            with channel.doing(group, "computing", busy()):
+                time.sleep(3 * BEAT_S)
+                assert not stopped(channel)
+        return step(channel, group, "after")
+
+    ranks = Ranks(3)
+    ranks.step()
+    for _ in range(2):
+        assert all(not failed(verdict) for verdict in ranks.all(work))
+
+
+def test_a_rank_gives_up_a_step_within_one_that_fails() -> None:
+    """Rank 1 waits for rank 2, which waits for it in the outer step."""
+    ranks = Ranks(3)
+
+    def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
+        error = "no" if rank == 2 else None
+        with channel.doing(group, "outer"):
+            if rank == 1:
+                inner = step(channel, channel.group("inner", (1, 2)), "inner")
+                assert failed(inner) == {1: "stopped because outer has failed"}
+                error = "inner failed"
+            return step(channel, group, error=error)
+
+    assert [failed(found) for found in ranks.all(work)] == [{1: "inner failed", 2: "no"}] * 3
+    assert all(not failed(verdict) for verdict in ranks.step())
+
+
+def test_a_store_that_another_group_has_used_is_refused(store: Any) -> None:
+    first = Ranks(2, store)
+    first.step()
+    for channel in first.channels:
+        channel.end()
+    assert all("has been used by an earlier one" in failed(verdict)[0] for verdict in Ranks(2, store).step())
+
+
+def test_a_heartbeat_is_short() -> None:
+    """A rank writes one a second, and rank 0 reads those of all."""
+    ranks = Ranks(2)
+    ranks.all(lambda channel, group, _: step(channel, group, "tiny: describing the model", digest="0" * 16))
+    assert len(ranks.store.get("rank/1")) < 300
+
+
+def test_what_ranks_do_can_be_seen_from_outside() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    ranks = Ranks(2, dist.PrefixStore("0", dist.PrefixStore("lowmem_load", store)))
+
+    def work(channel: StoreChannel, group: Group, rank: int) -> None:
+        with channel.doing(group, "reading", busy(lambda: 7)):
+            if rank == 0:
+                step(channel, group)  # waits for rank 1
+            else:
+                seen.extend(look_into("127.0.0.1", store.port, 0.3))
+                step(channel, group)
+
+    seen: list[Seen] = []
+    ranks.all(work)
+    assert [(one.group, one.rank, one.is_silent) for one in seen] == [
+        ("lowmem_load/0/", rank, False) for rank in (0, 1)
+    ]
+    assert [one.heartbeat.last_seen for one in seen] == ["after step", "while reading, 7 bytes read"]
+
+
+@pytest.mark.parametrize("late", [[1, 2], [0], [0, 2]])
+def test_waiting_ranks_say_who_has_not_come_and_to_what(late: list[int], capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("lowmem_load.distributed.channel.NOTICE_S", 0.2)
+
+    def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
+        if rank in late:
+            time.sleep(1.2)
+        with channel.doing(group, "in the step"):
+            time.sleep(0.8 * (rank not in late))  # of who is slow, but there, nothing is said
+            return step(channel, group, "tiny: reading")
+
+    ranks = Ranks(3)
+    ranks.step()
+    assert all(not failed(verdict) for verdict in ranks.all(work))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lowmem_load: ")]
+    names = "rank(s) 0 (" if 0 in late else "rank(s) 1-2 ("  # rank 0 says it of all ranks, the others of rank 0
+    for rank in {0, 1, 2} - {*late}:
+        own = [line for line in lines if line.startswith(f"lowmem_load: rank {rank} has waited ")]
+        assert 1 <= len(own) <= 3, "at growing intervals"
+        assert all(" s at 'tiny: reading' for " in line and "was last seen between loads (pid " in line for line in own)
+        assert all(names in line for line in own), own
+    assert not any(f"rank {rank} has waited" in line for rank in late for line in lines)
+
+
+# -- what comes of a step, by what each rank brings to it ------------------------------------------------------------
+
+
+def entry(**brought: Any) -> Entry:
+    return Entry("planning", **brought)
+
+
+STOPPED = entry(error="stopped because of rank(s) 2", is_stopped=True)
+
+
+@pytest.mark.parametrize(
+    ("entries", "failures"),
+    [
+        ([entry(), entry(error="no"), entry(error="not"), entry()], {1: "no", 2: "not"}),
+        ([STOPPED, entry(), entry(error="no")], {2: "no"}),
+        ([STOPPED, entry(), entry()], {0: STOPPED.error}),  # there is no other to name
+        ([entry(digest="b"), Entry("saving", digest="a"), entry(error="no")], {2: "no"}),
+        (
+            [entry(digest="b"), Entry("saving", digest="a"), entry(digest="b")],
+            {1: "is at 'saving', where rank(s) 0, 2 are at 'planning'"},
+        ),
+    ],
+)
+def test_each_rank_that_failed_is_named(entries: list[Entry], failures: dict[int, str]) -> None:
+    found = verdict_on(dict(enumerate(entries)))
+    assert (dict(found.failures), found.is_alike, found.differs) == (failures, False, False)
+
+
+@pytest.mark.parametrize(
+    ("texts", "is_alike"),
+    [
+        (["no", "no"], True),
+        (["no", "not"], False),
+        (["f at 0x7f on cuda:0", "f at 0x80 on cuda:1"], True),  # addresses and devices are each rank's own
+        (["step 1", "step 2"], False),
+    ],
+)
+def test_whether_all_failed_alike(texts: list[str], is_alike: bool) -> None:
+    entries = [entry(error=text) for text in texts]
+    assert verdict_on(dict(enumerate(entries))).is_alike is is_alike
+    assert not verdict_on(dict(enumerate([*entries, entry()]))).is_alike
+
+
+@pytest.mark.parametrize(("digests", "differs"), [(["a", "a"], False), (["a", "b"], True), (["a", ""], True)])
+def test_digests_that_differ_are_no_failure_yet(digests: list[str], differs: bool) -> None:
+    found = verdict_on({rank: entry(digest=digest) for rank, digest in enumerate(digests)})
+    assert (found.differs, found.failures) == (differs, [])
+
+
+def test_each_topic_that_differs_is_measured_against_what_most_hold() -> None:
+    usual = {"commit": "c1", "files": "f1", "configuration": "k1"}
+    digests = [{**usual, "commit": "c2", "files": "f2"}, usual, usual, {"commit": "c1", "files": "f1"}]
+    assert steps._differing([4, 5, 6, 7], [json.dumps(digest) for digest in digests]) == [
+        (4, "holds commit c2, where rank(s) 5-7 hold c1; holds files f2, where rank(s) 5-7 hold f1"),
+        (7, "holds configuration none, where rank(s) 4-6 hold k1"),
+    ]
