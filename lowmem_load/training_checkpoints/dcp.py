@@ -18,7 +18,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -56,20 +56,18 @@ SHARDING_INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys in the header of a safetensors file that holds parts of tensors."""
 
 
-class Place(NamedTuple):
-    """Where the bytes of a chunk lie: in a file of the folder, from `start` on."""
-
-    file: str
-    start: int
-    nbytes: int
+_Places: TypeAlias = "Mapping[tuple[str, Shape | None], tuple[str, int, int]]"
+"""File, first byte and number of bytes of each chunk, by name and first index."""
 
 
 class Chunk(NamedTuple):
-    """A block of a tensor: its first index and its size along each dim."""
+    """A block of a tensor: its first index and its size along each dim, and where its bytes lie."""
 
     offsets: Shape
     sizes: Shape
-    place: Place
+    file: str  # of the folder
+    start: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +95,19 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
     by_file: dict[str, list[tuple[SavedTensor, Chunk]]] = {}
     for tensor in saved.values():
         for chunk in tensor.chunks:
-            by_file.setdefault(chunk.place.file, []).append((tensor, chunk))
+            by_file.setdefault(chunk.file, []).append((tensor, chunk))
     values: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Expression] = {}
     zips = ZippedTensors()
     for name, chunks in sorted(by_file.items()):
-        chunks.sort(key=lambda item: item[1].place.start)
+        chunks.sort(key=lambda item: item[1].start)
         files.append(_open_file(folder, name, chunks, executor))
         for tensor, chunk in chunks:
             with executor.sources.reading(files[-1].path) as source:
-                expression = zips.find(source, chunk.place.start, chunk.place.nbytes, tensor.name)
+                expression = zips.find(source, chunk.start, chunk.nbytes, tensor.name)
             if (expression.shape, expression.dtype) != (chunk.sizes, tensor.dtype):
                 raise CheckpointError(
                     f"{files[-1].path}: {tensor.name}: is {expression.dtype} of shape {expression.shape} at byte "
-                    f"{chunk.place.start}, where .metadata says {tensor.dtype} of shape {chunk.sizes}: another save "
+                    f"{chunk.start}, where .metadata says {tensor.dtype} of shape {chunk.sizes}: another save "
                     "has written one of them"
                 )
             values[tensor.name, chunk.offsets, chunk.sizes] = expression
@@ -129,7 +127,7 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
 
 
 def _open_file(folder: str, name: str, chunks: Sequence[tuple[SavedTensor, Chunk]], executor: Executor) -> PlannedFile:
-    path, end = os.path.join(folder, name), max(chunk.place.start + chunk.place.nbytes for _, chunk in chunks)
+    path, end = os.path.join(folder, name), max(chunk.start + chunk.nbytes for _, chunk in chunks)
     if not os.path.exists(path):
         raise CheckpointError(
             f"{path}: is missing, with {len(chunks)} chunks of weights; copy the files of all ranks to one folder"
@@ -207,8 +205,8 @@ def _storage_state(state: Any) -> tuple[str, int, int, bool]:
     return state["relative_path"], state["offset"], state["length"], bool(state.get("transform_descriptors"))
 
 
-def _places(path: str, storage_data: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Place]:
-    places: dict[tuple[str, Shape | None], Place] = {}
+def _places(path: str, storage_data: Mapping[Any, Any]) -> _Places:
+    places: dict[tuple[str, Shape | None], tuple[str, int, int]] = {}
     for index, info in storage_data.items():
         name, offset = index.state
         if index.state in places:
@@ -225,7 +223,7 @@ def _places(path: str, storage_data: Mapping[Any, Any]) -> dict[tuple[str, Shape
                 f"{path}: {name:.80} was saved with transform_descriptors (compressed or encrypted), which cannot be "
                 "read by ranges; save it again with a FileSystemWriter without extensions"
             )
-        places[index.state] = Place(file, start, nbytes)
+        places[index.state] = file, start, nbytes
     return places
 
 
@@ -237,7 +235,11 @@ def _keys(keys: Any) -> tuple[str, ...]:
 
 
 def _tensor(
-    path: str, name: str, keys: tuple[str, ...], entry: Any, places: Mapping[tuple[str, Shape | None], Place]
+    path: str,
+    name: str,
+    keys: tuple[str, ...],
+    entry: Any,
+    places: _Places,
 ) -> SavedTensor:
     state = _state(entry, "TensorStorageMetadata")
     dtype, shape = state["properties"].state[0], state["size"]
@@ -250,13 +252,12 @@ def _tensor(
             raise TypeError(f"{reprlib.repr(name)} has a chunk without place or size in shape {shape}")
         if (name, offsets) not in places:
             raise CheckpointError(f"{path}: {name}: no file has the chunk at {offsets} of shape {sizes}")
-        place = places[name, offsets]
-        if math.prod(sizes) * dtype.itemsize > place.nbytes:
+        file, start, nbytes = places[name, offsets]
+        if math.prod(sizes) * dtype.itemsize > nbytes:
             raise CheckpointError(
-                f"{path}: {name}: the chunk at {offsets} of shape {sizes} has {place.nbytes} bytes in {place.file}, "
-                "too few for it"
+                f"{path}: {name}: the chunk at {offsets} of shape {sizes} has {nbytes} bytes in {file}, too few for it"
             )
-        chunks.append(Chunk(offsets, sizes, place))
+        chunks.append(Chunk(offsets, sizes, file, start, nbytes))
     return SavedTensor(name, keys, dtype, shape, tuple(chunks))
 
 

@@ -110,18 +110,18 @@ def assemble(what: str, shape: Shape, tiles: Iterable[Tile]) -> TiledTensor:
             raise CheckpointError(f"{what}: a chunk ends at {tuple(ends)}, the tensor at {shape}")
     if not math.prod(shape):
         return TiledTensor(shape, filled[0].values.dtype, (0,), (reshape(filled[0].values, shape),))
-    bands = _cut(what, filled, origin, shape, 0) if shape else [filled]
-    parts = [_join(what, band, *_box(band, origin, shape)) for band in bands]
-    return TiledTensor(shape, parts[0].dtype, tuple(band[0].offsets[0] if shape else 0 for band in bands), tuple(parts))
+    if not shape:
+        return TiledTensor(shape, filled[0].values.dtype, (0,), (_join(what, filled, origin, shape),))
+    bands = _cut(what, filled, origin, shape, 0)
+    parts = tuple(_join(what, band, *_box(band, origin, shape, 0)) for band in bands)
+    return TiledTensor(shape, parts[0].dtype, tuple(band[0].offsets[0] for band in bands), parts)
 
 
-def _box(band: Sequence[Tile], start: Shape, sizes: Shape) -> tuple[Shape, Shape]:
-    """Return start and sizes of a band: rows of its own, all of the other dims."""
-    if not sizes:
-        return start, sizes
-    first = band[0].offsets[0]
-    last = max(tile.offsets[0] + tile.values.shape[0] for tile in band)
-    return (first, *start[1:]), (last - first, *sizes[1:])
+def _box(group: Sequence[Tile], start: Shape, sizes: Shape, dim: int) -> tuple[Shape, Shape]:
+    """Return start and sizes of a group of the tiles of a block, as `_cut` makes it along a dim."""
+    first = group[0].offsets[dim]
+    size = max(tile.offsets[dim] + tile.values.shape[dim] for tile in group) - first
+    return (*start[:dim], first, *start[dim + 1 :]), (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
 def _join(what: str, tiles: Sequence[Tile], start: Shape, sizes: Shape) -> Expression:
@@ -131,14 +131,7 @@ def _join(what: str, tiles: Sequence[Tile], start: Shape, sizes: Shape) -> Expre
     for dim in range(len(sizes)):
         groups = _cut(what, tiles, start, sizes, dim)
         if len(groups) > 1:
-            parts = []
-            for group in groups:
-                first = group[0].offsets[dim]
-                size = max(tile.offsets[dim] + tile.values.shape[dim] for tile in group) - first
-                inner_start, inner_sizes = list(start), list(sizes)
-                inner_start[dim], inner_sizes[dim] = first, size
-                parts.append(_join(what, group, tuple(inner_start), tuple(inner_sizes)))
-            return concat(parts, dim)
+            return concat([_join(what, group, *_box(group, start, sizes, dim)) for group in groups], dim)
     raise CheckpointError(f"{what}: its chunks overlap, or leave a part of the block at {start} of shape {sizes} empty")
 
 

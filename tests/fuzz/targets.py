@@ -307,7 +307,7 @@ def dcp_metadata(data: bytes) -> None:
     """The `.metadata` of a torch DCP checkpoint, with chunks that lie where it says."""
     for tensor in read_metadata(Memory(data))[0].values():
         tiles = [
-            Tile(chunk.offsets, Source(chunk.place.file, tensor.name, chunk.place.start, chunk.sizes, tensor.dtype))
+            Tile(chunk.offsets, Source(chunk.file, tensor.name, chunk.start, chunk.sizes, tensor.dtype))
             for chunk in tensor.chunks
         ]
         whole = assemble(tensor.name, tensor.shape, tiles)
