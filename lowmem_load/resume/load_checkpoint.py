@@ -130,8 +130,9 @@ def load_checkpoint(
     Memory: the optimizer's moments, if it has not stepped yet; 16 MiB for each reading thread where values are cast.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, malformed, truncated, of another model, or holds objects.
-        ConfigError: it is of another optimizer, or ranks read different folders.
+        CheckpointError: it is incomplete, malformed, truncated, of another model, not the same on all ranks, or holds
+            objects.
+        ConfigError: it is of another optimizer.
         UnsupportedError: the engine is not one of plain ZeRO-3, the checkpoint has another kind of parallelism, or the
             optimizer's states were asked for and have 8 bits.
         RankError: another rank failed; the same error is raised on every rank.

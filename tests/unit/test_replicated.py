@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import errno
-import os
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,6 @@ from lowmem_load.partial.replicated import (
     REPLICATED_FILE,
     ReplicatedPart,
     SplitOptimizer,
-    follow,
     load_replicated,
     save_replicated,
 )
@@ -132,16 +129,6 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
         SplitOptimizer(optimizer)
 
 
-def test_follow_takes_what_a_schedule_changes() -> None:
-    model = two_layers()
-    leader = torch.optim.AdamW(model["a"].parameters(), lr=1.0)
-    follower = torch.optim.AdamW(model["b"].parameters(), lr=1.0)
-    leader.param_groups[0].update(lr=0.25, betas=(0.8, 0.9), initial_lr=1.0)
-    follow(leader, follower)
-    assert (follower.param_groups[0]["lr"], follower.param_groups[0]["betas"]) == (0.25, (0.8, 0.9))
-    assert len(follower.param_groups[0]["params"]) == 2
-
-
 # -- the file with the replicated part ---------------------------------------------------------------------------------
 
 
@@ -168,19 +155,6 @@ def test_a_state_that_could_not_be_loaded_leaves_the_file_before_as_it_was(tmp_p
         save_replicated(str(tmp_path), {"step": OwnState(2)})
     assert load_replicated(str(tmp_path))["step"] == 1
     assert [file.name for file in tmp_path.iterdir()] == [REPLICATED_FILE]
-
-
-def test_a_disk_that_is_full_is_named_and_nothing_is_left_on_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def save(_: object, path: str) -> None:
-        Path(path).write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(CheckpointError, match=f"{REPLICATED_FILE}: cannot be written .*No space left on device"):
-        save_replicated(str(tmp_path), {"step": 1})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_is_damaged_or_of_another_format_is_refused(tmp_path: Path) -> None:
