@@ -210,30 +210,12 @@ def train_with_trainer(path: str, out: str, own_optimizer: bool) -> None:
     with partial_zero3():
         again.train(resume_from_checkpoint=f"{out}/checkpoint-2")
     assert [(entry["loss"], entry["learning_rate"]) for entry in again.state.log_history if "loss" in entry] == log
-    state = again.deepspeed.consolidated_state_dict()
-    if state is not None:
+    if ranks.rank == 0:
         saved, before = load_file(f"{out}/final/model.safetensors"), load_file(f"{path}/model.safetensors")
         assert saved.keys() == before.keys()
         # the tower's last norm is behind the features that LLaVA takes; a bias of all keys changes no attention
         unchanged = [key for key in saved if torch.equal(saved[key], before[key])]
         assert [key for key in unchanged if "post_layernorm" not in key and "k_proj.bias" not in key] == []
-        assert [key for key in state if not torch.equal(state[key], _named(saved, key))] == []
-
-
-def _named(saved: dict[str, torch.Tensor], key: str) -> torch.Tensor:
-    """Finds a tensor under the name that save_pretrained gives it, that of the released checkpoints."""
-    renames = (
-        ("model.language_model.", "language_model.model."),
-        ("lm_head.", "language_model.lm_head."),
-        ("model.vision_tower.", "vision_tower."),
-        ("model.multi_modal_projector.", "multi_modal_projector."),
-    )
-    for ours, theirs in renames:
-        if key.startswith(ours) and key not in saved:
-            key = theirs + key.removeprefix(ours)
-    if key not in saved:
-        key = key.replace("vision_tower.", "vision_tower.vision_model.")
-    return saved[key]
 
 
 def stack(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

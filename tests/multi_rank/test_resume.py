@@ -10,7 +10,6 @@ import errno
 import gc
 import os
 import shutil
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,6 @@ ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.
 CPU_ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 5}}}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
-UNIVERSAL: dict[str, Any] = {"checkpoint": {"load_universal": True}}
-
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 10}}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -169,7 +166,6 @@ def save_and_go_on(paths: dict[str, str], folder: str, names: Sequence[str]) -> 
         case = CASES[name]
         path = paths.get(name, paths["bf16"])
         engine = make_engine(path, case, config(case, **offload_of(case, f"{folder}/swap")))
-        first = next(engine.module.parameters()).ds_id
         train(engine, 0, 3)
         place = f"{folder}/{name}"
         engine.save_checkpoint(place, client_state={"seen": [1, {"two": 2}], "rank": dist.get_rank()})
@@ -192,41 +188,9 @@ def save_and_go_on(paths: dict[str, str], folder: str, names: Sequence[str]) -> 
             load_checkpoint(engine, place, "global_step3")  # an engine that has stepped goes back
             assert train(engine, 3, 6) == losses[name]
             assert load_checkpoint(engine, f"{folder}/nowhere") == (None, {})
-        if again:
-            go_on_from_nvme(path, case, folder, name, state, losses[name], first)
         gc.collect()
-    make_universal(f"{folder}/bf16")
     save_partial(paths["partial"], f"{folder}/partial")
     return losses
-
-
-def go_on_from_nvme(
-    path: str,
-    case: Mapping[str, Any],
-    folder: str,
-    name: str,
-    state: Mapping[str, torch.Tensor],
-    losses: Sequence[float],
-    first: int,
-) -> None:
-    """DeepSpeed reads the same fp32 weights (0.19.8: no moments), and what was on nvme goes on without it."""
-    import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    from lowmem_load import load_checkpoint
-
-    place = f"{folder}/{name}"
-    with pytest.MonkeyPatch.context() as patch:  # it looks for the numbers of parameters, as a new process gives them
-        patch.setattr(deepspeed.zero.Init, "param_id", first)
-        stock = make_engine(path, case, config(case, **offload_of(case, f"{folder}/swap_stock")))
-    stock.load_checkpoint(place)
-    for key in [key for key in state if key.endswith(" fp32")]:
-        parameter = stock.module.get_parameter(key.removesuffix(" fp32"))
-        assert torch.equal(safe_get_full_fp32_param(parameter).view(parameter.ds_shape), state[key]), key
-    engine = make_engine(path, case, config(case, offload_optimizer={"device": "cpu"}), spoilt=True)
-    load_checkpoint(engine, place)
-    assert_equal(whole_state(engine), state)
-    assert train(engine, 3, 6)[:1] == losses[:1]
 
 
 def go_on_from_other_stages(path: str, folder: str) -> None:
@@ -257,17 +221,6 @@ def go_on_from_other_stages(path: str, folder: str) -> None:
             found = whole_state(engine)
             assert_equal({key: found[key] for key in known}, {key: expected[key] for key in known})
         assert train(engine, 3, 6) == pytest.approx(losses, rel=1e-4)
-
-
-def make_universal(place: str) -> None:
-    """Have DeepSpeed convert a checkpoint."""
-    from deepspeed.checkpoint.ds_to_universal import main
-
-    if dist.get_rank() == 0:
-        workers = {"num_extract_workers": 1, "num_merge_workers": 1}
-        flags = {"keep_temp_folder": False, "strict": True, "inject_missing_state": False}
-        main(Namespace(input_folder=f"{place}/global_step3", output_folder=f"{place}/universal", **workers, **flags))
-    dist.barrier()
 
 
 def save_partial(path: str, place: str) -> None:
@@ -351,18 +304,11 @@ def resume_partial(path: str, folder: str) -> None:
 # -- what other ranks make of it --------------------------------------------------------------------------------------
 
 
-def go_on_elsewhere(
-    paths: dict[str, str], folder: str, expected: dict[str, list[float]], swap: str | None
-) -> dict[str, float]:
-    """Rank function: goes on from each of the folders, with other settings too; returns how far losses are apart."""
+def go_on_elsewhere(paths: dict[str, str], folder: str, expected: dict[str, list[float]], swap: str | None) -> None:
+    """Rank function: goes on from each of the folders, with other settings too."""
     from lowmem_load import load_checkpoint
 
     path = paths["bf16"]
-    # Of one sub-group: in 0.19.8 stock gives all of them one tensor that counts steps, and each counts it on.
-    stock = make_engine(path, BF16, {**config(BF16, sub_group_size=1 << 40), **UNIVERSAL})
-    stock.load_checkpoint(f"{folder}/bf16")
-    by_stock = train(stock, 3, 6)
-    apart = {"stock's universal": _apart(by_stock, expected["bf16"])}
     for name, case, sections, zero in ways(list(expected), swap):
         ds_config = {**config(case, **zero), **sections}
         engine = make_engine(paths.get(name, path), case, ds_config, spoilt="nvme" not in str(zero))
@@ -372,17 +318,9 @@ def go_on_elsewhere(
         # On 3 ranks the optimizer of 0.19.8 trains otherwise on nvme than on the cpu, also without a checkpoint.
         same = 1 if case.get("nvme") or ("nvme" in str(zero) and dist.get_world_size() == 3) else 3
         assert losses[:same] == pytest.approx(expected[name][:same], rel=1e-4), (name, zero)
-        apart[f"{name} {sorted(zero)}"] = _apart(losses, expected[name])
-        if not sections and not zero and name == "bf16":
-            assert losses == by_stock  # on as many ranks, from the same values
         del engine
         gc.collect()
     resume_partial(paths["partial"], folder)
-    return apart
-
-
-def _apart(losses: list[float], expected: list[float]) -> float:
-    return max(abs(one - other) for one, other in zip(losses, expected, strict=True))
 
 
 def ways(names: Sequence[str], swap: str | None) -> list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]]:
@@ -427,8 +365,6 @@ def refuse(path: str, folder: str) -> None:
         load_checkpoint(engine, f"{folder}/bf16", "global_step7")
     with pytest.raises(RankError, match="opening the checkpoint"):  # different ones
         load_checkpoint(engine, f"{folder}/{'three' if dist.get_rank() else 'bf16'}")
-    with pytest.raises(CheckpointError, match=r"no optimizer states of ZeRO: .* universal checkpoint, name the one"):
-        load_checkpoint(engine, f"{folder}/bf16", "universal")
     place = Path(folder, "bf16", "global_step3")
     victim = next(place.glob("*rank_1_*optim*"))
     content = victim.read_bytes()
