@@ -1,4 +1,4 @@
-"""tiles.py: blocks make up the tensor that they were cut from, or it is said which part is missing."""
+"""saved_state.py: blocks make up the tensor that they were cut from, or it is said which part is missing."""
 
 from __future__ import annotations
 
