@@ -1,15 +1,163 @@
-"""Every function of another package that this one replaces while a block lasts. `replaced.py` takes no other name.
+"""What this package needs of others: their releases, and every function of theirs that is replaced while a block lasts.
 
-A new release of a package is checked against this table. `docs/development/foreign_names.md` shows it.
+`replaced.py` takes no other name than those of the table here. A new release of a package is checked against it;
+`docs/development/foreign_names.md` shows it. Private names that are only used are checked by `require`. A release that
+lacks some is refused with the names of all that is missing. A release newer than the tested ones is used if it lacks
+nothing, with one warning.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import logging
+import operator
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from lowmem_load import contract
-from lowmem_load.contract import ACCELERATE, DEEPSPEED, DIFFUSERS, PEFT, TORCH, TRANSFORMERS, TRL, Releases
+from packaging.version import InvalidVersion, Version
+
+from lowmem_load.errors import IncompatibleVersionError
+
+logger = logging.getLogger(__name__)
+
+
+class Releases(NamedTuple):
+    """The releases of a package, named as pip and `import` do, that this package was tested with."""
+
+    package: str
+    oldest: str
+    newest: str
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.oldest} to {self.newest}"
+
+
+DEEPSPEED = Releases("deepspeed", oldest="0.18.4", newest="0.19.8")
+TRANSFORMERS = Releases("transformers", oldest="5.6.0", newest="5.24.0")
+TORCH = Releases("torch", oldest="2.8.0", newest="2.15.0")
+PEFT = Releases("peft", oldest="0.18.1", newest="0.21.2")
+BITSANDBYTES = Releases("bitsandbytes", oldest="0.48.2", newest="0.50.2")
+COMPRESSED_TENSORS = Releases("compressed-tensors", oldest="0.15.0", newest="0.20.1")
+ACCELERATE = Releases("accelerate", oldest="1.11.0", newest="1.15.0")
+TRL = Releases("trl", oldest="0.28.0", newest="1.16.0")
+LLAMAFACTORY = Releases("llamafactory", oldest="0.9.5", newest="0.9.5")
+DIFFUSERS = Releases("diffusers", oldest="0.42.0", newest="0.42.1")
+AXOLOTL = Releases("axolotl", oldest="0.19.0", newest="0.19.0")
+
+
+# -- the check of releases and of names that are used ------------------------------------------------------------------
+
+
+def require(
+    supported: Releases,
+    names: Mapping[str, Sequence[str]],
+    *,
+    arguments: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> None:
+    """Raise IncompatibleVersionError, which names all that is missing, unless a release can be used.
+
+    An owner of `names` is "package.module" or "package.module:Class"; names may be dotted. `arguments` are those that
+    each function must take by name.
+    """
+    check_release(supported)
+    missing: list[str] = []
+    for list_missing, wanted in ((_missing_attributes, names), (_missing_arguments, arguments)):
+        for owner, wanted_names in wanted.items():
+            label = owner.replace(":", ".")
+            try:
+                missing += list_missing(label, _import_owner(owner), wanted_names)
+            except (ImportError, AttributeError) as error:
+                missing.append(f"{label} ({error})")
+    refuse(supported, missing)
+
+
+def require_attributes(supported: Releases, owner: object, names: Sequence[str]) -> None:
+    """Raise IncompatibleVersionError unless an object has all attributes: those that `__init__` sets, say."""
+    if not _has(owner, *names):  # in one call, because every parameter is checked
+        refuse(supported, _missing_attributes(type(owner).__qualname__, owner, names))
+
+
+def _import_owner(owner: str) -> Any:
+    module, _, path = owner.partition(":")
+    imported = importlib.import_module(module)
+    return operator.attrgetter(path)(imported) if path else imported
+
+
+def _missing_attributes(label: str, owner: object, names: Iterable[str]) -> list[str]:
+    return [f"{label}.{name}" for name in names if not _has(owner, name)]
+
+
+def _has(owner: object, *names: str) -> bool:
+    try:
+        operator.attrgetter(*names)(owner)
+    except AttributeError:
+        return False
+    return True
+
+
+def _missing_arguments(label: str, function: Any, names: Iterable[str]) -> list[str]:
+    parameters = inspect.signature(function).parameters
+    return [f"{label}({name})" for name in names if name not in parameters]
+
+
+def installed_release(package: str) -> str:
+    """Return the release of a package that is imported or installed; "" if it does not say."""
+    try:
+        return str(getattr(sys.modules.get(package), "__version__", None) or importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:  # it runs from a folder of sources
+        return ""
+
+
+def is_release_between(package: str, oldest: str, newest: str = "") -> bool:
+    """Return whether the installed release lies between two, ends included; also if it does not say."""
+    try:
+        release = Version(installed_release(package)).release
+    except InvalidVersion:
+        return True
+    return Version(oldest).release <= release and (not newest or release <= Version(newest).release)
+
+
+def check_release(supported: Releases) -> None:
+    """Raise IncompatibleVersionError for a release that is too old; warn once of one that is newer than the tested."""
+    package, oldest, _ = supported
+    if not is_release_between(package, oldest):
+        raise IncompatibleVersionError(
+            f"{package} {installed_release(package)} is too old: lowmem_load works with {supported}; "
+            f"install {package}=={oldest} or newer"
+        )
+    warn_of_newer(supported)
+
+
+@functools.cache
+def warn_of_newer(supported: Releases) -> None:
+    """Warn once of a release that is newer than the tested ones."""
+    package, _, newest = supported
+    if not is_release_between(package, "0", newest):
+        logger.warning(
+            "%s %s is newer than what lowmem_load was tested with (%s). The names that lowmem_load uses are checked, "
+            "not what they mean: compare the first losses with stock's",
+            package,
+            installed_release(package),
+            supported,
+        )
+
+
+def refuse(supported: Releases, missing: Sequence[str]) -> None:
+    """Raise IncompatibleVersionError if names are missing."""
+    if missing:
+        raise IncompatibleVersionError(
+            f"{supported.package} {installed_release(supported.package)} lacks {', '.join(missing)}; lowmem_load works "
+            f"with {supported}: install {supported.package}=={supported.newest}"
+        )
+
+
+# -- the table of names that are replaced ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +168,6 @@ class ForeignName:
         releases: of the package: the newest is the one that the name was last checked with.
         module: where it is looked up, which may be not where it is defined.
         name: "function" or "Class.method".
-        handlers: our modules that replace it.
         loss: what a user loses where it is missing; "" if nothing works without it. Names with the same loss are
             replaced together or not at all.
         since, until: the releases that have it. Others need not have it.
@@ -30,7 +177,6 @@ class ForeignName:
     releases: Releases
     module: str
     name: str
-    handlers: str
     loss: str = ""
     since: str = ""
     until: str = ""
@@ -46,115 +192,114 @@ class ForeignName:
 
 # -- transformers: loads -----------------------------------------------------------------------------------------------
 
-_transformers = partial(ForeignName, TRANSFORMERS)
-_modeling = partial(_transformers, "transformers.modeling_utils")
-_ALL = "hf.loader, integrations.startup_hook"
+_transformers = functools.partial(ForeignName, TRANSFORMERS)
+_modeling = functools.partial(_transformers, "transformers.modeling_utils")
 
-FROM_PRETRAINED = _modeling("PreTrainedModel.from_pretrained", _ALL)
-FROM_CONFIG = _modeling("PreTrainedModel._from_config", _ALL)
-LOAD_PRETRAINED_MODEL = _modeling("PreTrainedModel._load_pretrained_model", "hf.loader, hf.skeleton")
-FINALIZE_MODEL_LOADING = _modeling("PreTrainedModel._finalize_model_loading", "hf.skeleton")
-GET_INIT_CONTEXT = _modeling("PreTrainedModel.get_init_context", "hf.loader, hf.skeleton")
-INIT_WEIGHTS = _modeling("PreTrainedModel.init_weights", "hf.loader")
-INITIALIZE_WEIGHTS = _modeling("PreTrainedModel.initialize_weights", "hf.loader")
-LOAD_ADAPTER = _modeling("PreTrainedModel.load_adapter", "hf.loader")
-MODEL_INIT = _modeling("PreTrainedModel.__init__", "hf.loader, hf.skeleton")
-TIED_WEIGHTS_KEYS = _modeling("PreTrainedModel.get_expanded_tied_weights_keys", "hf.skeleton")
-SAFE_OPEN = _modeling("safe_open", "hf.collecting")
-LOAD_STATE_DICT = _modeling("load_state_dict", "hf.collecting")
-SHARD_FILES = _modeling("get_checkpoint_shard_files", "hf.loader")
+FROM_PRETRAINED = _modeling("PreTrainedModel.from_pretrained")
+FROM_CONFIG = _modeling("PreTrainedModel._from_config")
+LOAD_PRETRAINED_MODEL = _modeling("PreTrainedModel._load_pretrained_model")
+FINALIZE_MODEL_LOADING = _modeling("PreTrainedModel._finalize_model_loading")
+GET_INIT_CONTEXT = _modeling("PreTrainedModel.get_init_context")
+INIT_WEIGHTS = _modeling("PreTrainedModel.init_weights")
+INITIALIZE_WEIGHTS = _modeling("PreTrainedModel.initialize_weights")
+LOAD_ADAPTER = _modeling("PreTrainedModel.load_adapter")
+MODEL_INIT = _modeling("PreTrainedModel.__init__")
+TIED_WEIGHTS_KEYS = _modeling("PreTrainedModel.get_expanded_tied_weights_keys")
+SAFE_OPEN = _modeling("safe_open")
+LOAD_STATE_DICT = _modeling("load_state_dict")
+SHARD_FILES = _modeling("get_checkpoint_shard_files")
 
 _MOUNTS = "files on a mount of the Hub are read whole before the load"
 _EXPERTS = "planning a model of many experts takes twice the time and memory"
-_collecting = partial(_transformers, "transformers.core_model_loading")
+_collecting = functools.partial(_transformers, "transformers.core_model_loading")
 
-IS_ON_HF_MOUNT = _modeling("_is_on_hf_mount", "hf.collecting", loss=_MOUNTS)
-DEEPCOPY = _collecting("deepcopy", "hf.collecting", loss=_EXPERTS)
-SPAWN_MATERIALIZE = _collecting("spawn_materialize", "hf.collecting", loss=_EXPERTS)
+IS_ON_HF_MOUNT = _modeling("_is_on_hf_mount", loss=_MOUNTS)
+DEEPCOPY = _collecting("deepcopy", loss=_EXPERTS)
+SPAWN_MATERIALIZE = _collecting("spawn_materialize", loss=_EXPERTS)
 
 # What transformers asks while it loads. Its other modules ask functions that look at the configuration, whose reference
 # is replaced, too. Axolotl puts its own answer in both places of `is_deepspeed_zero3_enabled`.
-_deepspeed = partial(_transformers, "transformers.integrations.deepspeed")
-_placing = partial(_transformers, "transformers.integrations.accelerate")
+_deepspeed = functools.partial(_transformers, "transformers.integrations.deepspeed")
+_placing = functools.partial(_transformers, "transformers.integrations.accelerate")
 
-CONFIG_REFERENCE = _deepspeed("_hf_deepspeed_config_weak_ref", "hf.active")
-SET_CONFIG = _deepspeed("set_hf_deepspeed_config", "hf.active")
-IS_ZERO3 = _deepspeed("is_deepspeed_zero3_enabled", "hf.active")
-IS_ZERO3_IN_LOADS = _modeling("is_deepspeed_zero3_enabled", "hf.active")
-IS_FSDP_IN_LOADS = _modeling("is_fsdp_enabled", "hf.active")
-IS_FSDP_IN_PLACING = _placing("is_fsdp_enabled", "hf.active")
+CONFIG_REFERENCE = _deepspeed("_hf_deepspeed_config_weak_ref")
+SET_CONFIG = _deepspeed("set_hf_deepspeed_config")
+IS_ZERO3 = _deepspeed("is_deepspeed_zero3_enabled")
+IS_ZERO3_IN_LOADS = _modeling("is_deepspeed_zero3_enabled")
+IS_FSDP_IN_LOADS = _modeling("is_fsdp_enabled")
+IS_FSDP_IN_PLACING = _placing("is_fsdp_enabled")
 
 # -- transformers: names of checkpoints --------------------------------------------------------------------------------
 
-_auto_factory = partial(_transformers, "transformers.models.auto.auto_factory")
+_auto_factory = functools.partial(_transformers, "transformers.models.auto.auto_factory")
 
-FIND_ADAPTER = _auto_factory("find_adapter_config_file", "hf.hub_files")
+FIND_ADAPTER = _auto_factory("find_adapter_config_file")
 
 # -- quantized weights -------------------------------------------------------------------------------------------------
 
 _WHOLE = "are dequantized whole on every rank, not refused"
 _PARTIAL = "fp8 weights with a partial last block cannot be dequantized"
 _TWICE = "transformers takes memory for a whole 4-bit model on each GPU before it is partitioned"
-_quantizer = partial(_transformers, "transformers.quantizers.base")
-_fp8 = partial(_transformers, "transformers.integrations.finegrained_fp8")
-_mxfp4 = partial(_transformers, "transformers.integrations.mxfp4")
-_bitsandbytes = partial(ForeignName, contract.BITSANDBYTES, "bitsandbytes.nn")
+_quantizer = functools.partial(_transformers, "transformers.quantizers.base")
+_fp8 = functools.partial(_transformers, "transformers.integrations.finegrained_fp8")
+_mxfp4 = functools.partial(_transformers, "transformers.integrations.mxfp4")
+_UNPACKED = "4-bit codes of compressed-tensors are unpacked one whole weight at a time, not by ranges"
+_bitsandbytes = functools.partial(ForeignName, BITSANDBYTES, "bitsandbytes.nn")
+_compressors = functools.partial(ForeignName, COMPRESSED_TENSORS, loss=_UNPACKED, since="0.20.1")
 
-MAKE_QUANTIZER = _transformers("transformers.quantizers.auto", "AutoHfQuantizer.from_config", "hf.quantizers")
-VALIDATE_ENVIRONMENT = _quantizer("HfQuantizer.validate_environment", "hf.quantizers")
+MAKE_QUANTIZER = _transformers("transformers.quantizers.auto", "AutoHfQuantizer.from_config")
+VALIDATE_ENVIRONMENT = _quantizer("HfQuantizer.validate_environment")
 UPDATE_CONVERSIONS = _quantizer(
     "HfQuantizer.update_weight_conversions",
-    "hf.quantizers",
     loss=f"experts of compressed-tensors {_WHOLE}",
     since="5.8.0",
 )
 INKLING_EXPERTS = _collecting(
-    "Inkling2LoopDequantizeExperts.convert", "hf.quantizers", loss=f"experts of Inkling 2 {_WHOLE}", since="5.24.0"
+    "Inkling2LoopDequantizeExperts.convert", loss=f"experts of Inkling 2 {_WHOLE}", since="5.24.0"
 )
-FP8_DEQUANTIZE = _fp8("Fp8Dequantize._dequantize_one", "hf.dequantize", loss=_PARTIAL, since="5.8.0")
-MXFP4_DEQUANTIZE = _mxfp4("convert_moe_packed_tensors", "hf.dequantize")
-WARM_UP = _modeling("caching_allocator_warmup", "hf.quantizers", loss=_TWICE)
-NEW_PARAMS_4BIT = _bitsandbytes("Params4bit.__new__", "frameworks.bitsandbytes")
-PACKED_PARAMS_4BIT = _bitsandbytes("Params4bit.from_prequantized", "frameworks.bitsandbytes")
+FP8_DEQUANTIZE = _fp8("Fp8Dequantize._dequantize_one", loss=_PARTIAL, since="5.8.0")
+MXFP4_DEQUANTIZE = _mxfp4("convert_moe_packed_tensors")
+WARM_UP = _modeling("caching_allocator_warmup", loss=_TWICE)
+NEW_PARAMS_4BIT = _bitsandbytes("Params4bit.__new__")
+PACKED_PARAMS_4BIT = _bitsandbytes("Params4bit.from_prequantized")
+UNPACK_FP4 = _compressors("compressed_tensors.compressors.nvfp4.base", "unpack_fp4_from_uint8")
+UNPACK_INT4 = _compressors("compressed_tensors.compressors.pack_quantized.base", "unpack_from_int32")
 
 # -- saves; the last three under `install`, where engines train --------------------------------------------------------
 
 _STOCK = "is stock's: it gathers the weights, if the ds_config allows it"
 _EMPTY = "save_pretrained writes partitioned parameters as empty tensors; call lowmem_load.save_model"
-_generation = partial(_transformers, "transformers.generation.configuration_utils")
-_peft = partial(ForeignName, PEFT, "peft.peft_model")
-_trainer = partial(_transformers, "transformers.trainer")
+_generation = functools.partial(_transformers, "transformers.generation.configuration_utils")
+_peft = functools.partial(ForeignName, PEFT, "peft.peft_model")
+_trainer = functools.partial(_transformers, "transformers.trainer")
 
-WRITE_WEIGHTS = _modeling("safe_save_file", "hf.saver")
-WRITE_ADAPTER = _peft("safe_save_file", "hf.saver")
-NUM_PARAMETERS = _modeling("PreTrainedModel.num_parameters", "hf.saver")
-SHOULD_SAVE = _modeling("PreTrainedModel.should_save_on_this_rank", "hf.saver", since="5.15.0")
-SAVE_CONFIG = _transformers("transformers.configuration_utils", "PretrainedConfig.save_pretrained", "hf.saver")
-SAVE_GENERATION_CONFIG = _generation("GenerationConfig.save_pretrained", "hf.saver")
-MODEL_SAVE = _modeling("PreTrainedModel.save_pretrained", "integrations.saves", loss=_EMPTY)
-ADAPTER_SAVE = _peft("PeftModel.save_pretrained", "integrations.saves", loss=_EMPTY)
-TRAINER_SAVE = _trainer("Trainer.save_model", "integrations.saves", loss=f"Trainer.save_model {_STOCK}")
+WRITE_WEIGHTS = _modeling("safe_save_file")
+WRITE_ADAPTER = _peft("safe_save_file")
+NUM_PARAMETERS = _modeling("PreTrainedModel.num_parameters")
+SHOULD_SAVE = _modeling("PreTrainedModel.should_save_on_this_rank", since="5.15.0")
+SAVE_CONFIG = _transformers("transformers.configuration_utils", "PretrainedConfig.save_pretrained")
+SAVE_GENERATION_CONFIG = _generation("GenerationConfig.save_pretrained")
+MODEL_SAVE = _modeling("PreTrainedModel.save_pretrained", loss=_EMPTY)
+ADAPTER_SAVE = _peft("PeftModel.save_pretrained", loss=_EMPTY)
+TRAINER_SAVE = _trainer("Trainer.save_model", loss=f"Trainer.save_model {_STOCK}")
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
 
 _OWN = "deepspeed.initialize and the engine's loads and saves are DeepSpeed's own; loads for ZeRO-3 are refused"
-_engine = partial(ForeignName, DEEPSPEED, "deepspeed")
+_engine = functools.partial(ForeignName, DEEPSPEED, "deepspeed")
 
-INITIALIZE = _engine("initialize", "integrations.engine, partial.initialize", loss=_OWN)
-LOAD_CHECKPOINT = _engine("DeepSpeedEngine.load_checkpoint", "integrations.engine", loss=_OWN)
-ENGINE_SAVE = _engine(
-    "DeepSpeedEngine.save_16bit_model", "integrations.engine", loss=f"engine.save_16bit_model {_STOCK}"
-)
+INITIALIZE = _engine("initialize", loss=_OWN)
+LOAD_CHECKPOINT = _engine("DeepSpeedEngine.load_checkpoint", loss=_OWN)
+ENGINE_SAVE = _engine("DeepSpeedEngine.save_16bit_model", loss=f"engine.save_16bit_model {_STOCK}")
 
 _UNREAD = "every rank reads a lazy model whole before ZeRO-3 partitions it"
 PARTITION = ForeignName(
     DEEPSPEED,
     "deepspeed.runtime.zero.partition_parameters",
     "Init._convert_to_zero_parameters",
-    "integrations.accelerate",
     loss=_UNREAD,
 )
-BROADCAST_MODEL = _engine("DeepSpeedEngine._broadcast_model", "integrations.accelerate", loss=_UNREAD)
+BROADCAST_MODEL = _engine("DeepSpeedEngine._broadcast_model", loss=_UNREAD)
 
 # -- accelerate, and axolotl's copy of it ------------------------------------------------------------------------------
 
@@ -163,45 +308,41 @@ _READS_WHOLE = "every rank reads an FSDP2 model whole if its optimizer is made b
 _TIES = "accelerate ties what a configuration ties, also where the files have two tensors"
 _UNNOTICED = "FSDP2 goes unnoticed where an Accelerator asks for it and no variable does: stock loads these models"
 _SAVES = f"Accelerator.save_model {_STOCK}"
-_HERE = "integrations.accelerate"
-_fill = partial(ForeignName, name="fsdp2_load_full_state_dict", handlers=_HERE, loss=_BROADCASTS)
-_accelerator = partial(ForeignName, ACCELERATE, "accelerate.accelerator")
+_fill = functools.partial(ForeignName, name="fsdp2_load_full_state_dict", loss=_BROADCASTS)
+_accelerator = functools.partial(ForeignName, ACCELERATE, "accelerate.accelerator")
 
 ACCELERATE_FILL = _fill(ACCELERATE, "accelerate.utils.fsdp_utils")
-AXOLOTL_FILL = _fill(contract.AXOLOTL, "axolotl.monkeypatch.accelerate.fsdp2")
-PREPARE_FSDP2 = _accelerator("Accelerator._prepare_fsdp2", _HERE, loss=_READS_WHOLE)
+AXOLOTL_FILL = _fill(AXOLOTL, "axolotl.monkeypatch.accelerate.fsdp2")
+PREPARE_FSDP2 = _accelerator("Accelerator._prepare_fsdp2", loss=_READS_WHOLE)
 PREPARE_MODEL = tuple(
-    ForeignName(ACCELERATE, f"accelerate.{module}", "fsdp2_prepare_model", _HERE, loss=_TIES)
+    ForeignName(ACCELERATE, f"accelerate.{module}", "fsdp2_prepare_model", loss=_TIES)
     for module in ("utils.fsdp_utils", "accelerator")
 )
-SHARED_STATE = ForeignName(ACCELERATE, "accelerate.state", "AcceleratorState._shared_state", _HERE, loss=_UNNOTICED)
+SHARED_STATE = ForeignName(ACCELERATE, "accelerate.state", "AcceleratorState._shared_state", loss=_UNNOTICED)
 """Looked at, and not replaced."""
-SAVE_MODEL = _accelerator("Accelerator.save_model", _HERE, loss=_SAVES)
-GET_STATE_DICT = _accelerator("Accelerator.get_state_dict", _HERE, loss=_SAVES)
-SAVE = _accelerator("Accelerator.save", _HERE, loss=_SAVES)
+SAVE_MODEL = _accelerator("Accelerator.save_model", loss=_SAVES)
+GET_STATE_DICT = _accelerator("Accelerator.get_state_dict", loss=_SAVES)
+SAVE = _accelerator("Accelerator.save", loss=_SAVES)
 
 # -- diffusers ---------------------------------------------------------------------------------------------------------
 
-_diffusers = partial(ForeignName, DIFFUSERS, handlers="families.diffusion")
-_in_models = partial(_diffusers, "diffusers.models.modeling_utils")
-_in_loading = partial(_diffusers, "diffusers.models.model_loading_utils")
+_diffusers = functools.partial(ForeignName, DIFFUSERS)
+_in_models = functools.partial(_diffusers, "diffusers.models.modeling_utils")
+_in_loading = functools.partial(_diffusers, "diffusers.models.model_loading_utils")
 
 DIFFUSERS_FROM_PRETRAINED = _in_models("ModelMixin.from_pretrained", loss="every rank loads diffusers' models whole")
 DIFFUSERS_SINGLE_FILE = _diffusers(
     "diffusers.loaders.single_file_model",
     "FromOriginalModelMixin.from_single_file",
-    handlers="integrations.diffusion",
     loss="nothing warns that from_single_file loads whole models on every rank",
 )
 DIFFUSERS_PIPELINE = _diffusers(
     "diffusers.pipelines.pipeline_utils",
     "DiffusionPipeline.from_pretrained",
-    handlers="integrations.diffusion",
     loss="pipelines that one rank loads by itself are refused",
 )
 DIFFUSERS_SAVE = _in_models(
     "ModelMixin.save_pretrained",
-    handlers="integrations.diffusion",
     loss="save_pretrained of diffusers writes empty parameters under ZeRO-3, and fails under FSDP2",
 )
 DIFFUSERS_LOAD = _in_models("ModelMixin._load_pretrained_model")
@@ -216,30 +357,30 @@ DIFFUSERS_WRITE = _diffusers("safetensors.torch", "save_file")
 _GATHERS = "TRL gathers the weights for vLLM itself, one parameter after the other"
 _BOTH = "sync_ref_model gathers two whole models on every rank"
 _UNCHECKED = "LLaMA-Factory v1 reads the weights of FSDP2 models itself, without lowmem_load's checks"
-_vllm = partial(ForeignName, TRL, "trl.generation.vllm_generation", loss=_GATHERS)
-_online_dpo = partial(ForeignName, TRL, "trl.experimental.online_dpo.online_dpo_trainer", loss=_GATHERS)
-_callbacks = partial(ForeignName, TRL, "trl.trainer.callbacks")
-_fsdp2 = partial(
-    ForeignName, contract.LLAMAFACTORY, "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2", loss=_UNCHECKED
+_vllm = functools.partial(ForeignName, TRL, "trl.generation.vllm_generation", loss=_GATHERS)
+_online_dpo = functools.partial(ForeignName, TRL, "trl.experimental.online_dpo.online_dpo_trainer", loss=_GATHERS)
+_callbacks = functools.partial(ForeignName, TRL, "trl.trainer.callbacks")
+_fsdp2 = functools.partial(
+    ForeignName, LLAMAFACTORY, "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2", loss=_UNCHECKED
 )
 
-SYNC_WEIGHTS = _vllm("VLLMGeneration.sync_weights", "integrations.trl")
-ITER_NAMED_PARAMS = _vllm("VLLMGeneration._iter_named_params", "integrations.trl")
-WEIGHT_METADATA = _vllm("VLLMGeneration._weight_metadata", "integrations.trl")
+SYNC_WEIGHTS = _vllm("VLLMGeneration.sync_weights")
+ITER_NAMED_PARAMS = _vllm("VLLMGeneration._iter_named_params")
+WEIGHT_METADATA = _vllm("VLLMGeneration._weight_metadata")
 """Set on objects, and not replaced."""
-MOVE_TO_VLLM = _online_dpo("OnlineDPOTrainer._move_model_to_vllm_inner", "integrations.trl")
-SYNC_TARGET_MODEL = _callbacks("SyncRefModelCallback.sync_target_model", "integrations.trl", loss=_BOTH)
-LLAMAFACTORY_LOAD = _fsdp2("FSDP2Engine._load_weights_from_hf_checkpoint", "integrations.llamafactory")
+MOVE_TO_VLLM = _online_dpo("OnlineDPOTrainer._move_model_to_vllm_inner")
+SYNC_TARGET_MODEL = _callbacks("SyncRefModelCallback.sync_target_model", loss=_BOTH)
+LLAMAFACTORY_LOAD = _fsdp2("FSDP2Engine._load_weights_from_hf_checkpoint")
 
 # -- torch: reads the memory of lazy tensors past its dispatcher -------------------------------------------------------
 
-_torch = partial(ForeignName, TORCH)
+_torch = functools.partial(ForeignName, TORCH)
 
-MESH_SCATTER = _torch("torch.distributed.tensor.placement_types", "mesh_scatter", "dtensor.mesh")
-FLATTEN_TENSORS = _torch("torch.distributed.fsdp._flat_param", "FlatParamHandle.flatten_tensors", "dtensor.mesh")
-ASSIGNED_DATA = _torch("torch.nn", "Parameter.data", "symbolic.lazy")
+MESH_SCATTER = _torch("torch.distributed.tensor.placement_types", "mesh_scatter")
+FLATTEN_TENSORS = _torch("torch.distributed.fsdp._flat_param", "FlatParamHandle.flatten_tensors")
+ASSIGNED_DATA = _torch("torch.nn", "Parameter.data")
 """A property, which `symbolic/lazy.py` replaces by itself while there are lazy models."""
-LINEAR = _torch("torch.nn.functional", "linear", "ds.partition")
+LINEAR = _torch("torch.nn.functional", "linear")
 """DeepSpeed's under memory_efficient_linear. It stays, as in stock."""
 
 TABLE: tuple[ForeignName, ...] = tuple(

@@ -19,9 +19,17 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch.compiler import is_compiling
 
-from lowmem_load.contract import Releases, check_release, installed_release, is_release_between, refuse, warn_of_newer
 from lowmem_load.errors import NotStreamedWarning, outside_level
-from lowmem_load.foreign_names import TABLE, ForeignName
+from lowmem_load.foreign_names import (
+    TABLE,
+    ForeignName,
+    Releases,
+    check_release,
+    installed_release,
+    is_release_between,
+    refuse,
+    warn_of_newer,
+)
 from lowmem_load.locks import ForkedLock
 
 T = TypeVar("T")
@@ -137,16 +145,10 @@ def usable_names(names: Iterable[ForeignName]) -> list[ForeignName]:
     return [name for name in names if name not in missing and name.loss not in lost]
 
 
-def require_names(releases: Releases, handlers: Iterable[str]) -> None:
-    """Raise IncompatibleVersionError unless a package has all required names that these modules of ours replace.
-
-    Only names of imported modules are looked at.
-    """
+def require_names(releases: Releases) -> None:
+    """Raise IncompatibleVersionError unless a package has all required names of its modules that are imported."""
     check_release(releases)
-    ours = [
-        name for name in TABLE if name.releases == releases and not {*name.handlers.split(", ")}.isdisjoint(handlers)
-    ]
-    names = [name for name in ours if name.module in sys.modules]
+    names = [name for name in TABLE if name.releases == releases and name.module in sys.modules]
     refuse(releases, [str(name) for name in names if _is_required(name) and not is_there(name)])
 
 

@@ -18,7 +18,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.describe import Described, describe
 from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import LoadPlan
-from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.target import Replicated, Target
 

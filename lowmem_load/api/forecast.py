@@ -20,7 +20,7 @@ from lowmem_load.ds.partition import check_by_deepspeed
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.families import diffusion
 from lowmem_load.hf.names import class_and_config, model_config
-from lowmem_load.hf.quantizers import four_bit_config, is_four_bit
+from lowmem_load.hf.quantizers import four_bit_config, stays_packed
 from lowmem_load.hf.remote_names import Checkpoint
 from lowmem_load.hf.skeleton import blocks, distributed_config
 from lowmem_load.io.uploads import NUM_STREAMS, SLOTS_PER_THREAD
@@ -287,7 +287,7 @@ def _plan_fsdp2(
             raise UnsupportedError("4-bit weights are sharded by FSDP2 alone; drop --tp and --ep")
         keywords["quantization_config"] = _four_bits(config, dtype)
     in_file = getattr(config, "quantization_config", None)
-    is_packed = method == "qlora" or (in_file is not None and is_four_bit(in_file))
+    is_packed = method == "qlora" or stays_packed(in_file)
     sharding: Any = [size for size in (sizes["dp_replicate_size"], sizes["fsdp_size"]) if size > 1] or [1]
     if not (is_fsdp_alone and (is_packed or config is None)):
         sharding = distributed_config(sizes)  # which refuses packed weights

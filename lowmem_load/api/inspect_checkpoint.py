@@ -18,12 +18,12 @@ from lowmem_load.families import diffusion
 from lowmem_load.families.files import file_format, files_of
 from lowmem_load.formats.index import base_of_adapter
 from lowmem_load.hf import names
-from lowmem_load.hf.quantizers import dequantizing, is_four_bit, quantization_method
+from lowmem_load.hf.quantizers import dequantizing, stays_packed
 from lowmem_load.hf.remote_names import Checkpoint
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.stand_ins import open_file
 from lowmem_load.planning import expression as ex
-from lowmem_load.symbolic.quantized import QuantizedTensor
+from lowmem_load.quantized.format import method_of, packing_of
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.text import count, size
 from lowmem_load.training_checkpoints.open_model import Values, find_state, open_model
@@ -130,8 +130,8 @@ def _describe(inspection: Inspection, checkpoint: Checkpoint, auto_class: str | 
         inspection.dtype = _dtype_text(dtype)
         quantization = getattr(config, "quantization_config", None)
         if quantization is not None:
-            inspection.quantization = quantization_method(quantization)
-            if not is_four_bit(quantization):
+            inspection.quantization = method_of(quantization)
+            if not stays_packed(quantization):
                 keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
     described = describe_checkpoint(checkpoint.folder, dtype, auto_class=auto_class, **keywords)
     inspection.missing_keys = sorted(described.info["missing_keys"])
@@ -173,7 +173,7 @@ def conversion_of(all_names: Sequence[str], parameter: torch.Tensor) -> tuple[st
     if not computed:
         others = [source.dtype for source in sources if source.dtype != parameter.dtype]
         parts += [f"cast from {_dtype_text(dtype)} to {_dtype_text(parameter.dtype)}" for dtype in others]
-    if isinstance(parameter, QuantizedTensor):
+    if packing_of(parameter) is not None:
         parts.append("packed")
     return ", ".join(dict.fromkeys(parts)) or "unchanged", list(dict.fromkeys(source.name for source in sources))
 

@@ -38,9 +38,10 @@ from lowmem_load.families.call import Call
 from lowmem_load.families.files import Rename
 from lowmem_load.families.modules import Build, BuiltModelCall, ModuleCall, snapshot, stand_in_for
 from lowmem_load.frameworks.wrappers import named_tensors, plain_modules, plain_name
-from lowmem_load.hf import loader, model_folder, names, quantizers
+from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import ordinary_path, transformers_models
 from lowmem_load.hf.load_lock import load_lock, outermost
+from lowmem_load.hf.quantizers import packed_format
 from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.hf.skeleton import blocks, file_keywords, filled_by, hand_over, is_kept_on_host, refuse_parted
 from lowmem_load.lazy_weights.fill import allocate_shards
@@ -266,10 +267,7 @@ def _hand_over(sharded: ShardedModel, loaded: nn.Module, set_extra_states: SetSt
     sharded.fill_buffers(loaded)
     for one, other in zip(transformers_models(loaded), transformers_models(model), strict=True):
         hand_over(one, other)
-    if quantizers.is_four_bit_model(loaded):
-        from lowmem_load.frameworks import bitsandbytes
-
-        bitsandbytes.hand_over_states(loaded, modules)
+    packed_format(loaded).hand_over(loaded, modules)
     hand_over_attributes(of_loaded, modules, device)
     if set_extra_states is None:
         hand_over_extra_states(of_loaded, modules, device, report.loading_info["missing_keys"])
@@ -418,10 +416,7 @@ def skeletons_sharded(
 
     def fill(model: nn.Module, dtype: torch.dtype, keywords: dict[str, Any]) -> Mapping[str, Any]:
         refuse_parted(model)
-        if quantizers.is_four_bit_model(model):
-            from lowmem_load.frameworks import bitsandbytes
-
-            bitsandbytes.pack_skeleton(model)
+        packed_format(model).pack_skeleton(model)
         shard(model)
         keywords |= file_keywords(kwargs)
         with outermost():

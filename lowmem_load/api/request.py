@@ -20,7 +20,7 @@ from lowmem_load.families.call import Call
 from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import transformers_models
 from lowmem_load.hf.hub_files import commit_of, find_adapter_as_asked
-from lowmem_load.hf.quantizers import is_four_bit, refuse_quantized
+from lowmem_load.hf.quantizers import refuse_quantized, stays_packed
 from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.phases import no_callback
 from lowmem_load.pipeline.checks import PLACED_BY_STOCK, SHARDS
@@ -122,7 +122,7 @@ def refuse_placing(kwargs: Mapping[str, Any], text: str) -> None:
     """Raise ConfigError for keywords of `from_pretrained` that place, shard or quantize, other than in 4 bits."""
     for keyword in (*PLACED_BY_STOCK, *SHARDS):
         value = kwargs.get(keyword)
-        if value is not None and not (keyword == "quantization_config" and is_four_bit(value)):
+        if value is not None and not (keyword == "quantization_config" and stays_packed(value)):
             raise ConfigError(text.format(keyword))
 
 

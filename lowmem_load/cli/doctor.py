@@ -12,16 +12,16 @@ from typing import Annotated
 
 import typer
 
-from lowmem_load import contract
+from lowmem_load import foreign_names
 from lowmem_load.cli.common import NO, Json, answer, table, working
-from lowmem_load.contract import Releases, is_release_between
 from lowmem_load.ds.ops import old_locks
 from lowmem_load.errors import ConfigError
+from lowmem_load.foreign_names import Releases, is_release_between
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 """Levels of findings. A problem makes a run fail or go wrong unless it is fixed."""
 
-NEEDED = (contract.TORCH, contract.TRANSFORMERS, contract.DEEPSPEED, contract.ACCELERATE)
+NEEDED = (foreign_names.TORCH, foreign_names.TRANSFORMERS, foreign_names.DEEPSPEED, foreign_names.ACCELERATE)
 
 
 @dataclass(frozen=True, slots=True)

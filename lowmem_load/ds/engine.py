@@ -28,10 +28,10 @@ import deepspeed
 import torch
 from torch import nn
 
-from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.ds.hooks import FULL_MODEL, PLACEHOLDER
 from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
 
 require(
     DEEPSPEED,

@@ -19,10 +19,10 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from torch import nn
 
-from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.ds.hooks import PLACEHOLDER
 from lowmem_load.ds.parameters import full_shape, group_of, held_range, is_partitioned, partition_in_memory
 from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
 from lowmem_load.planning.regions import FlatRange
 
 _OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"

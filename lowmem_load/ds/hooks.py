@@ -13,8 +13,7 @@ from deepspeed import DeepSpeedEngine
 from torch import nn
 
 from lowmem_load import foreign_names
-from lowmem_load.contract import DEEPSPEED, require
-from lowmem_load.foreign_names import ForeignName
+from lowmem_load.foreign_names import DEEPSPEED, ForeignName, require
 from lowmem_load.replaced import replaced
 
 _STATE, _MAY_GATHER = "_zero3_consolidated_16bit_state_dict", "zero_gather_16bit_weights_on_model_save"

@@ -15,8 +15,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from lowmem_load.contract import DEEPSPEED, require
 from lowmem_load.errors import ConfigError
+from lowmem_load.foreign_names import DEEPSPEED, require
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_local_fp32_param
 from torch import nn
 
-from lowmem_load.contract import DEEPSPEED, require
 from lowmem_load.errors import UnsupportedError
+from lowmem_load.foreign_names import DEEPSPEED, require
 from lowmem_load.planning.regions import FlatRange, partition_range
 
 _ZERO = "deepspeed.runtime.zero.partition_parameters"

@@ -36,11 +36,11 @@ from deepspeed.utils import groups
 from pydantic import ValidationError
 from torch import nn
 
-from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.ds import swapping
 from lowmem_load.ds.parameters import is_partitioned
 from lowmem_load.ds.swapping import Folder, Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
 from lowmem_load.planning.regions import FlatRange, partition_range, secondary_range
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.ds.ops import load_async_io
 from lowmem_load.errors import ConfigError
+from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
 from lowmem_load.text import size
 
 _SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Choice, Partition, Settings, choices_of
-from lowmem_load.contract import DEEPSPEED, require, require_attributes
 from lowmem_load.errors import ConfigError, IncompatibleVersionError, UnsupportedError, listed
+from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.regions import partition_numel, partition_range, secondary_range
-from lowmem_load.symbolic.quantized import QuantizedTensor
+from lowmem_load.quantized.format import packed_parameters
 from lowmem_load.target import HostBytes, Layout, Replicated, Target
 from lowmem_load.text import is_below
 
@@ -40,6 +40,14 @@ MARK = "lowmem_load_partitioned"
 """Attribute of a module that was loaded with all parameters below it partitioned."""
 
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
+
+_LOSSY = {
+    "zero_quantized_weights": "quantizes what it gathers",
+    "zero_quantized_nontrainable_weights": "quantizes frozen weights",
+    "use_all_reduce_for_fetch_params": "adds up what it gathers",
+    "stage3_use_all_reduce_for_fetch_params": "adds up what it gathers",  # DeepSpeed takes both names
+}
+"""Settings of zero_optimization under which DeepSpeed computes with weights when it gathers them."""
 
 _FP32_NAMES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
 
@@ -84,10 +92,7 @@ class Zero3(Target):
 
     def check(self, model: nn.Module, /) -> None:
         """See `Target`."""
-        if any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters()):
-            from lowmem_load.frameworks.bitsandbytes import check_packed  # most loads have no such weights
-
-            check_packed(model, self._settings)
+        check_packed(model, self._settings)
         check_ties(model, {name: model.get_submodule(name) for name in self._modules})
 
     def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:
@@ -221,6 +226,31 @@ def _refuse(settings: Settings, group: Any) -> None:
             f"zero_hpz_partition_size {settings.secondary_size} does not divide the {settings.world_size} ranks, which "
             "DeepSpeed refuses; use a divisor"
         )
+
+
+def check_packed(model: nn.Module, settings: Settings) -> None:
+    """Refuse settings under which DeepSpeed computes with packed weights."""
+    packed = packed_parameters(model)
+    if not packed:
+        return
+    for setting, does in _LOSSY.items():
+        if settings.ds_config["zero_optimization"].get(setting):
+            raise ConfigError(f"{setting}: DeepSpeed {does}, and packed weights are no numbers; remove it")
+    if settings.partition is not None:
+        raise UnsupportedError("partition= with packed weights has not been tried; load all of it into ZeRO-3")
+    for name, (parameter, packing) in packed.items():
+        storage = parameter.dtype
+        if storage.is_floating_point and storage != settings.dtype:
+            raise ConfigError(
+                f"{name}: its packed values are stored as {storage}, and DeepSpeed, which runs in {settings.dtype} "
+                f"under this ds_config, would cast them as if they were numbers; use {packing.storage_option}="
+                f"{settings.dtype} (or torch.uint8), with a checkpoint that is packed already by packing it anew"
+            )
+        if settings.offload_device == "nvme" and storage != settings.dtype:
+            raise UnsupportedError(
+                f"{name}: its packed values are stored as {storage}, and the buffers through which DeepSpeed writes to "
+                f"nvme are of {settings.dtype}; use {packing.storage_option}={settings.dtype}"
+            )
 
 
 # -- which modules are partitioned -------------------------------------------------------------------------------------

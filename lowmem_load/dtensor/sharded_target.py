@@ -15,7 +15,7 @@ from lowmem_load.frameworks.wrappers import named_tensors, plain_name
 from lowmem_load.io.memory import untouched_bytes
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
 from lowmem_load.planning.regions import FlatRange, Grid
-from lowmem_load.symbolic.quantized import QuantizedTensor
+from lowmem_load.quantized.format import packed_parameters
 from lowmem_load.target import HostBytes, Layout, Target
 
 
@@ -181,22 +181,22 @@ class Sharded(Target):
 
 def _check_packed(described: nn.Module, sharded: ShardedModel) -> None:
     """Raise for packed weights that the sharded model cannot hold, or that FSDP2 would cast as if they were numbers."""
-    for name, parameter in nn.Module.named_parameters(described):
+    for name, (parameter, packing) in packed_parameters(described).items():
         own = sharded.parameters.get(plain_name(described, name))
-        if not isinstance(parameter, QuantizedTensor) or own is None:
+        if own is None:
             continue
         shape = tuple(parameter.shape)
         if tuple(own.shape) != shape or own.dtype != parameter.dtype:
             raise UnsupportedError(
-                f"{name}: is held in 4 bits as {shape} of {parameter.dtype}, and the model has {tuple(own.shape)} of "
+                f"{name}: is held packed as {shape} of {parameter.dtype}, and the model has {tuple(own.shape)} of "
                 f"{own.dtype}; before you shard the model set it to nn.Parameter(torch.empty({shape}, "
                 f'dtype={parameter.dtype}, device="meta"), requires_grad=False)'
             )
         if casts := sharded.casts - {parameter.dtype}:
             raise ConfigError(
-                f"{name}: its 4-bit values are stored as {parameter.dtype}, and FSDP2 would cast them to {casts.pop()} "
-                "as if they were numbers (mp_policy); use that dtype as bnb_4bit_quant_storage, with a checkpoint that "
-                "is packed already by packing it anew"
+                f"{name}: its packed values are stored as {parameter.dtype}, and FSDP2 would cast them to "
+                f"{casts.pop()} as if they were numbers (mp_policy); use that dtype as {packing.storage_option}, with "
+                "a checkpoint that is packed already by packing it anew"
             )
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.constructor import Context
 
 
 class Call(Protocol):

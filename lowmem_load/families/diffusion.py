@@ -35,7 +35,7 @@ from lowmem_load.hf.names import json_values
 from lowmem_load.io.stand_ins import origin
 from lowmem_load.planning.expression import Source
 from lowmem_load.replaced import Handler, Handlers, replaced
-from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.constructor import Context
 
 if TYPE_CHECKING:
     from lowmem_load.hf.saver import SavedFile

@@ -19,7 +19,7 @@ from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.hub_files import cached_folder
 from lowmem_load.hf.model_folder import WEIGHTS_ENDS, is_training_state, no_folder
 from lowmem_load.planning.proof import prove_names
-from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.text import outer_prefix
 

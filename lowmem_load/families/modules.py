@@ -29,7 +29,7 @@ from lowmem_load.symbolic.attributes import (
     tensor_attributes,
 )
 from lowmem_load.symbolic.attributes import tensors_in as attribute_tensors
-from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.initialise import CPU, UNINITIALISED
 from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
 

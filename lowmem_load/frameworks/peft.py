@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.contract import PEFT, require
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
+from lowmem_load.foreign_names import PEFT, require
 
 
 @dataclass(frozen=True, slots=True, eq=False)

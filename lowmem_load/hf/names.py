@@ -57,13 +57,8 @@ def model_config(name: str, kwargs: Mapping[str, Any], config_class: Any = None)
         ) from error
 
 
-def config_values(config: Any) -> dict[str, str]:
-    """Return the values of a configuration as JSON, by key, without those of this machine, such as the folder."""
-    return json_values(config.to_dict())
-
-
 def json_values(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return values as JSON, by key, without private ones."""
+    """Return the values of a configuration as JSON, by key, without private ones, such as the folder."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -22,9 +22,8 @@ import transformers
 from torch import nn
 
 from lowmem_load import foreign_names
-from lowmem_load.contract import TRANSFORMERS, require
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.foreign_names import ForeignName
+from lowmem_load.foreign_names import TRANSFORMERS, ForeignName, require
 from lowmem_load.hf.active import quiet
 from lowmem_load.hf.names import model_config, plain_class
 from lowmem_load.planning.expression import Expression, Source, cast, numel
@@ -54,7 +53,7 @@ require(
     {},
     arguments={"transformers:PreTrainedModel.save_pretrained": ("is_main_process", "max_shard_size", "state_dict")},
 )
-require_names(TRANSFORMERS, ["hf.saver"])
+require_names(TRANSFORMERS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from lowmem_load.families.call import Call
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, draws_no_missing
 from lowmem_load.hf.model_folder import MAX_QUOTED
-from lowmem_load.hf.quantizers import is_four_bit
+from lowmem_load.hf.quantizers import stays_packed
 from lowmem_load.hf.remote_names import rename_loaded
 from lowmem_load.hf.skeleton import ties_kept
 from lowmem_load.integrations.hooks import replaced_once_imported
@@ -112,7 +112,7 @@ def _hooks() -> contextlib.ExitStack:
 
 def is_for_fsdp2(kwargs: Mapping[str, Any]) -> bool:
     """Return whether accelerate may shard a model by FSDP2 that is loaded with these keywords now."""
-    if (quantization := kwargs.get("quantization_config")) is not None and not is_four_bit(quantization):
+    if (quantization := kwargs.get("quantization_config")) is not None and not stays_packed(quantization):
         return False
     return may_be_lazy(kwargs) and uses_fsdp2()
 
@@ -165,7 +165,7 @@ def _lazy_target(_: Any, model: Any) -> Target:
     from lowmem_load.dtensor.sharded_target import Unfilled
 
     quantization = getattr(getattr(model, "config", None), "quantization_config", None)
-    if quantization is not None and not is_four_bit(quantization):
+    if quantization is not None and not stays_packed(quantization):
         raise UnsupportedError(f"{type(model).__name__}: not lazy where quantized, but in 4 bits")
     return Unfilled()
 

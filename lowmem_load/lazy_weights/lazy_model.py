@@ -31,6 +31,7 @@ from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.expression import Expression, Source, leaves, substituted
 from lowmem_load.planning.load_plan import Costs
 from lowmem_load.planning.regions import FlatRange
+from lowmem_load.quantized.format import packing_of
 from lowmem_load.report import LoadReport, OnLoad
 from lowmem_load.saving.folder import refuse_url
 from lowmem_load.saving.writer import Writer, lay_out
@@ -45,7 +46,6 @@ from lowmem_load.symbolic.lazy import (
     settle,
     values_of,
 )
-from lowmem_load.symbolic.quantized import QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 _WAS_LAZY = "lowmem_load_was_lazy"
@@ -146,9 +146,8 @@ def hand_out(
             for module, last in planned.places[name]:
                 setattr(module, last, made)
             parameter.value.forget()
-            packed: Any = parameter
-            if isinstance(packed, QuantizedTensor):
-                restores.append(restore_later(plans[name], packed, made, planned, described.target, executor))
+            if (packing := packing_of(parameter)) is not None:
+                restores.append(restore_later(plans[name], packing, made, planned, described.target, executor))
     executor.finish()
     for restore in restores:
         restore()

@@ -12,15 +12,14 @@ from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.nodes import free_heap_bytes, machine, rooms
 from lowmem_load.ds.zero3_target import refuse_other_zero_init, refuse_partitioned
 from lowmem_load.errors import (
-    CheckpointError,
     ConfigError,
     LowMemLoadError,
     MemoryShortageError,
     ModelBuildError,
     UnsupportedError,
-    listed,
 )
 from lowmem_load.families.call import Call
+from lowmem_load.hf.quantizers import packed_format
 from lowmem_load.io.executor import MIN_DEVICE_THREADS
 from lowmem_load.io.stand_ins import is_stand_in
 from lowmem_load.io.uploads import Uploads
@@ -87,25 +86,8 @@ def check_described(described: Described) -> None:
     """Raise for what cannot be planned."""
     refuse_partitioned(described.model)
     described.constructor.check(described.name, described.model)
-    quantizer: Any = getattr(described.model, "hf_quantizer", None)
-    if quantizer is not None:
-        _check_quantized(described, quantizer.quantization_config)
+    packed_format(described.model).check(described.name, described.model)
     described.target.check(described.model)
-
-
-def _check_quantized(described: Described, quantization: Any) -> None:
-    from lowmem_load.hf.quantizers import is_four_bit
-
-    if not is_four_bit(quantization):
-        return
-    from lowmem_load.frameworks import bitsandbytes
-
-    if unpacked := bitsandbytes.unpacked(described.model):
-        raise CheckpointError(
-            f"{described.name}: {listed(unpacked)} are to be held in 4 bits, but "
-            "the files have no values for them, or packed ones without their quantization state"
-        )
-    bitsandbytes.check_packable(described.model)
 
 
 def check_around(init: Any, described: Described) -> None:

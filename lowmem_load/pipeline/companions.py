@@ -14,7 +14,7 @@ from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.load_plan import CompanionPlan
-from lowmem_load.symbolic.quantized import QuantizedTensor, part_of_rank
+from lowmem_load.quantized.format import packing_of, part_of_rank
 
 BATCH_BYTES = 8 << 20
 """Bytes of companions that are exchanged at a time. A larger one goes by itself."""
@@ -46,9 +46,9 @@ def combine_companions(
     for batch in _batches(shared):
         values = _made(batch, planned, executor, ranks, progress)
         for (name, companion), whole in zip(batch, values, strict=True):
-            parameter = planned.parameters[name]
-            assert isinstance(parameter, QuantizedTensor)
-            planned.combined[name] = parameter.quantized.combine({companion.name: whole})
+            packing = packing_of(planned.parameters[name])
+            assert packing is not None
+            planned.combined[name] = packing.combine({companion.name: whole})
 
 
 def _batches(shared: Sequence[_Shared]) -> Iterator[list[_Shared]]:

@@ -21,8 +21,7 @@ from lowmem_load.planning.expression import Expression, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import FlatRange, bounding_range
-from lowmem_load.symbolic.constructor import Constructor
-from lowmem_load.symbolic.context import Context, Keeps
+from lowmem_load.symbolic.constructor import Constructor, Context, Keeps
 from lowmem_load.symbolic.initialise import Initialiser
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.target import Layout, Target

@@ -14,7 +14,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.memory import naming_shortage
 from lowmem_load.pipeline.make_plan import Planned
 from lowmem_load.planning.load_plan import BufferPlan, TargetPlan
-from lowmem_load.symbolic.quantized import QuantizedTensor
+from lowmem_load.quantized.format import Packing, packing_of
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.target import Target
 from lowmem_load.text import share
@@ -52,8 +52,8 @@ def execute(
         _check_dtypes(part, (made, *memory))
         _start_fills(position, memory, planned, executor, once)
         copies += _copies(part, memory)
-        if isinstance(parameter, QuantizedTensor):
-            restores.append(restore_later(part, parameter, made, planned, target, executor))
+        if (packing := packing_of(parameter)) is not None:
+            restores.append(restore_later(part, packing, made, planned, target, executor))
         for number in uses[position]:
             if last_use[number] == position:
                 planned.constants.tensors.pop(number, None)
@@ -116,7 +116,7 @@ def _check_dtypes(plan: TargetPlan, tensors: Sequence[torch.Tensor]) -> None:
 
 def restore_later(
     part: TargetPlan,
-    parameter: QuantizedTensor,
+    packing: Packing,
     made: nn.Parameter,
     planned: Planned,
     target: Target,
@@ -129,8 +129,7 @@ def restore_later(
             flat = torch.empty(companion.fill.numel, dtype=companion.dtype, device="cpu")
             executor.fill(companion.fill, flat, planned.plan.values, planned.constants)
             read[companion.name] = flat.view(companion.shape)
-    restore = parameter.quantized.restore  # not the described parameter, which may hold values
-    return lambda: restore(part.name, made, read, target.device)
+    return lambda: packing.restore(part.name, made, read, target.device)
 
 
 def _fill_buffer(buffer: BufferPlan, planned: Planned, target: Target, executor: Executor) -> None:

@@ -12,12 +12,12 @@ from torch import nn
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.pipeline.describe import Described
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.load_plan import BufferPlan, CompanionPlan, Destination, LoadPlan, SlowPath, TargetPlan
+from lowmem_load.planning.load_plan import BufferPlan, Destination, LoadPlan, SlowPath, TargetPlan
 from lowmem_load.planning.planner import Constants, Planner
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
 from lowmem_load.planning.regions import FlatRange, Region
+from lowmem_load.quantized.format import packing_of, plan_companions
 from lowmem_load.symbolic.initialise import INITIALISED, UNINITIALISED
-from lowmem_load.symbolic.quantized import QuantizedTensor, part_of_rank
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.target import Layout
 from lowmem_load.text import fingerprint
@@ -54,7 +54,7 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> 
     targets = [
         replace(
             _plan_target(planner, names_of[name], parameter, target.layout(name, parameter)),
-            companions=tuple(_companions(planner, name, parameter, rank, described.settings.world_size)),
+            companions=tuple(plan_companions(planner, name, parameter, rank, described.settings.world_size)),
         )
         for name, parameter in parameters.items()
     ]
@@ -155,21 +155,6 @@ def _holder(regions: Sequence[Region], number: int) -> tuple[int, int] | None:
     return None
 
 
-def _companions(
-    planner: Planner, name: str, parameter: nn.Parameter, rank: int, world_size: int
-) -> Iterator[CompanionPlan]:
-    """Yield the plans of what goes with the packed values of a quantized parameter."""
-    if not isinstance(parameter, QuantizedTensor):
-        return
-    for key, companion in parameter.quantized.companions.items():
-        fill = None
-        if companion.expression is not None:
-            place = (rank, world_size) if companion.in_parts else (0, 1)
-            part = part_of_rank(ex.numel(companion.expression), *place)
-            fill = planner.plan_fill(f"{name}.{key}", companion.expression, part)
-        yield CompanionPlan(key, companion.shape, companion.dtype, fill, companion.in_parts)
-
-
 def _described(name: str, parameter: torch.Tensor) -> ex.Expression:
     if isinstance(parameter, SymbolicTensor):
         expression = parameter.initialised or parameter.expression
@@ -225,13 +210,9 @@ def _is_scattered(step: object) -> bool:
 def _line(tensor: torch.Tensor, leaves: Sequence[ex.Leaf]) -> str:
     """Describe a tensor and its leaves. Ranks that differ here hold different files or arguments."""
     parts = [f"{tuple(tensor.shape)} {tensor.dtype}"]
-    if isinstance(tensor, QuantizedTensor):
-        parts.append(tensor.quantized.method)
-        beside = [
-            companion.expression
-            for companion in tensor.quantized.companions.values()
-            if companion.expression is not None
-        ]
+    if (packing := packing_of(tensor)) is not None:
+        parts.append(packing.method)
+        beside = [companion.expression for companion in packing.companions.values() if companion.expression is not None]
         leaves = [*leaves, *(leaf for part in beside for leaf in ex.leaves(part))]
     for leaf in leaves:
         parts.append(type(leaf).__name__)

@@ -16,7 +16,7 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import Expression
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.initialise import Initialiser
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.training_checkpoints.open_model import Values

@@ -15,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,12 +30,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from lowmem_load.errors import UnsupportedError, listed
+from lowmem_load.formats.format import CheckpointFile, CheckpointFormat
+from lowmem_load.io.source import ByteSource
 from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.attributes import is_computed_in_forward, replaced_in, tensor_attributes, tensors_in
 from lowmem_load.symbolic.initialise import CPU, UNINITIALISED, Initialiser, ReadNow
-from lowmem_load.symbolic.operations import written_arguments
-from lowmem_load.symbolic.tensor import FACTORIES, SymbolicTensor, make_uninitialised
+from lowmem_load.symbolic.tensor import FACTORIES, SymbolicTensor, make_uninitialised, written_arguments
 
 aten = torch.ops.aten
 
@@ -391,3 +394,44 @@ def _reason(tensor: torch.Tensor) -> str:
     if tensor.numel() > MAX_NUMEL:
         return f"{tensor.numel()} elements, of which at most {MAX_NUMEL} are computed"
     return "made of random numbers, or of memory that was not written in full"
+
+
+# -- what describing a model needs -------------------------------------------------------------------------------------
+
+Keeps = Callable[[torch.Tensor], FlatRange]
+"""Returns the elements of a parameter that this rank will be asked for."""
+
+
+@dataclass(slots=True)
+class Context:
+    """What describing one model needs.
+
+    Attributes:
+        read_now: reads an expression for code that needs its value at once.
+        initialiser: writes into the parameters that are not in the files.
+        keeps_of: called with the model once it has its parameters; returns what this rank keeps of each.
+        check_built: called with the model as soon as it is built; raises for one that cannot be described.
+        reading: opens a file of the checkpoint for a block; the file may stay open afterwards.
+        constructor: the values that the model's constructor computes.
+        is_partitioned: whether the load is one of ZeRO-3, or of shards.
+        weights: take the place of those in the files.
+        is_quiet: whether a loader of others says errors alone: its report of a load is the same on all ranks.
+    """
+
+    read_now: ReadNow
+    initialiser: Initialiser
+    keeps_of: Callable[[nn.Module], Keeps]
+    check_built: Callable[[nn.Module], None]
+    reading: Callable[[str], AbstractContextManager[ByteSource]]
+    files: dict[str, CheckpointFile] = field(default_factory=dict)
+    constructor: Constructor = field(default_factory=Constructor)
+    is_partitioned: bool = True
+    weights: Mapping[str, torch.Tensor] | None = None
+    is_quiet: bool = False
+
+    def file(self, path: str, checkpoint_format: CheckpointFormat) -> CheckpointFile:
+        """Return the description of a file, which is read once."""
+        if path not in self.files:
+            with self.reading(path) as source:
+                self.files[path] = checkpoint_format.describe(source)
+        return self.files[path]

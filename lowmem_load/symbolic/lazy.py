@@ -27,8 +27,7 @@ from lowmem_load.locks import ForkedLock
 from lowmem_load.planning.expression import Expression, cast, expand, hold, numel
 from lowmem_load.replaced import holding
 from lowmem_load.symbolic.initialise import CPU, SharedValue
-from lowmem_load.symbolic.operations import writes_first_alone, written_arguments
-from lowmem_load.symbolic.tensor import FACTORIES, SymbolicTensor, with_strides
+from lowmem_load.symbolic.tensor import FACTORIES, SymbolicTensor, with_strides, writes_first_alone, written_arguments
 
 aten = torch.ops.aten
 

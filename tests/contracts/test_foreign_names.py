@@ -6,7 +6,6 @@ import ast
 import contextlib
 import gc
 import importlib
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from lowmem_load import foreign_names
-from lowmem_load.foreign_names import TABLE, ForeignName
+from lowmem_load.foreign_names import TABLE
 from lowmem_load.replaced import usable_names
 from tests import builders
 from tests.foreign_names_page import PAGE, page
@@ -29,14 +28,6 @@ OF_FOREIGN_MODULES = {
     "symbolic/lazy.py": {"nn.Parameter.data"},
 }
 """What modules set of others by themselves."""
-
-
-PASSED_ON = {
-    "integrations.install": vars(foreign_names),
-    "integrations.diffusion": ("DIFFUSERS_FROM_PRETRAINED",),
-    "ds.hooks": ("INITIALIZE", "LOAD_CHECKPOINT", "ENGINE_SAVE"),
-}
-"""Names that modules use with handlers of other modules."""
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
@@ -68,22 +59,6 @@ def test_nothing_is_replaced_but_by_the_table(path: Path) -> None:
     imported = imported_modules(tree)
     foreign = {name for name in attributes_set(tree) if name.partition(".")[0] in imported and ")" not in name}
     assert foreign == OF_FOREIGN_MODULES.get(path.relative_to(PACKAGE).as_posix(), set())
-
-
-def test_who_handles_a_name_is_in_the_table() -> None:
-    """Or, where a handler is passed on, at least the module that is asked for it."""
-    handlers: dict[str, set[str]] = {}
-    for constant, value in vars(foreign_names).items():
-        for name in value if isinstance(value, tuple) and constant != "TABLE" else [value]:
-            if isinstance(name, ForeignName):
-                handlers[constant] = set(name.handlers.split(", "))
-    in_table = set().union(*handlers.values())
-    for path in MODULES:
-        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        named = set(re.findall(r"\bforeign_names\.([A-Z]\w+)", path.read_text(encoding="utf-8")))
-        assert {name for name in named if module not in handlers[name]} <= set(PASSED_ON.get(module, ())), module
-        in_table -= {module}
-    assert not in_table, "no such modules"
 
 
 def test_names_are_once_in_the_table() -> None:

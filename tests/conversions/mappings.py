@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.hf.collecting import SymbolicFile
+from lowmem_load.hf.loader import SymbolicFile
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.source import LocalFile
 from lowmem_load.planning import expression as ex
@@ -59,10 +59,10 @@ class NoCaseError(Exception):
 
 @dataclass(frozen=True)
 class Chain:
-    """A distinct converter, and the model types that have it."""
+    """A distinct converter, and the first model type that has it."""
 
     converter: WeightConverter
-    model_types: tuple[str, ...]
+    model_type: str
 
     @property
     def operations(self) -> str:
@@ -71,10 +71,9 @@ class Chain:
 
     @property
     def id(self) -> str:
-        """Name of the chain for a test: unique."""
-        others = f"+{len(self.model_types) - 1}" if len(self.model_types) > 1 else ""
+        """Name of the chain for a test."""
         source = self.converter.source_patterns[0].replace("\\", "").strip(".")
-        return f"{self.operations}-{self.model_types[0]}{others}-{source}"
+        return f"{self.operations}-{self.model_type}-{source}"
 
 
 def registry() -> dict[str, list[WeightTransform]]:
@@ -85,14 +84,12 @@ def registry() -> dict[str, list[WeightTransform]]:
 
 def chains() -> list[Chain]:
     """Return the distinct converters of the registry in order of first appearance."""
-    found: dict[object, tuple[WeightConverter, list[str]]] = {}
+    found: dict[object, Chain] = {}
     for model_type, transforms in registry().items():
         for transform in transforms:
             if isinstance(transform, WeightConverter):
-                model_types = found.setdefault(_identity(transform), (transform, []))[1]
-                if model_type not in model_types:
-                    model_types.append(model_type)
-    return [Chain(converter, tuple(model_types)) for converter, model_types in found.values()]
+                found.setdefault(_identity(transform), Chain(transform, model_type))
+    return list(found.values())
 
 
 def other_chains() -> list[Chain]:
@@ -120,7 +117,7 @@ def other_chains() -> list[Chain]:
             (list(names), "attn.qkv.weight", [loading.VisionFuseAndPermuteForRope(0, permuted)]),
             ("attn.qkv.weight", list(names), [loading.VisionUnfuseAndPermuteForRope(0, permuted)]),
         ]
-    return [Chain(WeightConverter(*converter), ("not in the mapping",)) for converter in converters]
+    return [Chain(WeightConverter(*converter), "not in the mapping") for converter in converters]
 
 
 def _identity(converter: WeightConverter) -> object:
@@ -300,7 +297,7 @@ def _unpad_cases(converter: WeightConverter) -> Iterator[Case]:
 
 
 def _dequantized_cases(converter: WeightConverter) -> Iterator[Case]:
-    """Yield what `save_pretrained` writes. A quantized original is refused: tests/unit/test_quantizers.py."""
+    """Yield what `save_pretrained` writes. A quantized original is refused: tests/unit/test_quantized.py."""
     pattern = converter.source_patterns[0]
     yield Case("not quantized", {_key(pattern): (3, 8, 5)}, {_key(pattern): pattern})
 

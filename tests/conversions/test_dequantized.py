@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 
 from lowmem_load import foreign_names
 from lowmem_load.errors import IncompatibleVersionError
-from lowmem_load.hf import dequantize
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.reads import ReadLimits
+from lowmem_load.quantized.fp8 import FineGrainedFp8
+from lowmem_load.quantized.mxfp4 import Mxfp4
 from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from tests.conversions import mappings
@@ -85,7 +86,7 @@ def test_the_last_block_of_fp8_may_be_partial(
     scales = torch.rand(*shape[:-2], *grid, generator=generator)
     save_file({"weight": weight, "scales": scales}, tmp_path / "model.safetensors")
     operation = dequantize_fp8(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=block)))
-    with Executor() as executor, replaced(dequantize.fp8_handlers()):
+    with Executor() as executor, replaced(FineGrainedFp8().handlers()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         described = operation._dequantize_one(get("weight"), get("scales"), output_dtype=BF16)
     outcome = mappings.fill_all_ranks("w", described, by_blocks(weight, scales, block), None, limits=limits)
@@ -102,7 +103,7 @@ def test_fp8_with_one_scale_for_a_tensor_is_read_by_ranges(
     operation = dequantize_fp8(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=None)))
     expected = operation._dequantize_one(weight, scale, output_dtype=BF16)
     assert torch.equal(expected, (weight.float() * 0.37).to(BF16))
-    with Executor() as executor, replaced(dequantize.fp8_handlers()):
+    with Executor() as executor, replaced(FineGrainedFp8().handlers()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         described = operation._dequantize_one(get("weight"), get("scale"), output_dtype=BF16)
     outcome = mappings.fill_all_ranks("w", described, expected, None)
@@ -117,7 +118,7 @@ def test_two_quantizers_of_one_model_do_not_share_what_is_described(dequantize_f
 
     weight, scales = torch.arange(16.0).reshape(4, 4).to(torch.float8_e4m3fn), torch.rand(2, 2)
     save_file({"weight": weight, "scales": scales}, tmp_path / "model.safetensors")
-    handlers = {foreign_names.FP8_DEQUANTIZE.of(Doubled): next(iter(dequantize.fp8_handlers().values()))}
+    handlers = {foreign_names.FP8_DEQUANTIZE.of(Doubled): next(iter(FineGrainedFp8().handlers().values()))}
     with Executor() as executor, replaced(handlers):
         get = symbolic(tmp_path / "model.safetensors", executor)
         for factor in (1, 2):
@@ -136,7 +137,7 @@ def test_scales_of_other_blocks_than_the_configuration_says_are_left_to_transfor
     tensors = {"weight": weight, "scales": torch.rand(3, 1), "odd": torch.rand(4, 1)}
     save_file(tensors, tmp_path / "model.safetensors")
     operation = dequantize_fp8(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=(4, 4))))
-    with Executor() as executor, replaced(dequantize.fp8_handlers()):
+    with Executor() as executor, replaced(FineGrainedFp8().handlers()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         described = operation._dequantize_one(get("weight"), get("scales"), output_dtype=BF16)
         value = read_whole(executor, described.expression)
@@ -160,7 +161,7 @@ def test_mxfp4_is_read_by_ranges(
     tensors = {"blocks": random_bytes(*shape), "scales": random_bytes(*shape[:-1])}
     save_file(tensors, tmp_path / "model.safetensors")
     expected = integration.convert_moe_packed_tensors(tensors["blocks"], tensors["scales"], dtype=dtype)
-    with Executor() as executor, replaced(dequantize.mxfp4_handlers()):
+    with Executor() as executor, replaced(Mxfp4().handlers()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         described = integration.convert_moe_packed_tensors(get("blocks"), get("scales"), dtype=dtype)
     assert described.stride() == expected.stride()
@@ -174,7 +175,7 @@ def test_mxfp4_in_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
     ordinary = integration.convert_moe_packed_tensors
     monkeypatch.setattr(integration, "convert_moe_packed_tensors", lambda *a, **k: ordinary(*a, **k).transpose(1, 2))
     save_file({"blocks": random_bytes(1, 4, 1, 2), "scales": random_bytes(1, 4, 1)}, tmp_path / "m.safetensors")
-    with Executor() as executor, replaced(dequantize.mxfp4_handlers()):
+    with Executor() as executor, replaced(Mxfp4().handlers()):
         get = symbolic(tmp_path / "m.safetensors", executor)
         with pytest.raises(IncompatibleVersionError, match=r"lays weights out in another way .*transformers=="):
             integration.convert_moe_packed_tensors(get("blocks"), get("scales"))
@@ -185,7 +186,7 @@ def test_mxfp4_that_does_not_fit_is_transformers_error(tmp_path: Path) -> None:
 
     tensors = {"blocks": random_bytes(2, 3, 2, 4), "scales": random_bytes(2, 3, 1)}
     save_file(tensors, tmp_path / "model.safetensors")
-    with Executor() as executor, replaced(dequantize.mxfp4_handlers()):
+    with Executor() as executor, replaced(Mxfp4().handlers()):
         get = symbolic(tmp_path / "model.safetensors", executor)
         with pytest.raises(AssertionError, match="does not match scales"):
             integration.convert_moe_packed_tensors(get("blocks"), get("scales"))

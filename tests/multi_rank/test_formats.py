@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from tests import builders
+from tests.conversions.checkpoints import write_fp8, write_mxfp4
 from tests.parity import BF16, FP32, assert_loads_alike
 from tests.ranks import run_ranks
 
@@ -84,43 +85,13 @@ def with_mismatch(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, An
 
 
 def with_fp8(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    """Weights as float8 with one scale per block, as DeepSeek stores them."""
-    source = builders.tiny_llama(checkpoints, hidden_size=128, intermediate_size=256, head_dim=32)
-    folder = copied(source, tmp_path / "fp8")
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
-        rows, columns = tensors[name].shape
-        blocks = tensors[name].float().reshape(rows // 64, 64, columns // 64, 64)
-        scales = blocks.abs().amax((1, 3)) / 448
-        tensors[name] = (blocks / scales[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = scales
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    quantization = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-    return folder, {"quantization": {**quantization, "dequantize": True}}
+    folder = tmp_path / "fp8"
+    return folder, {"quantization": {**write_fp8(folder), "dequantize": True}}
 
 
 def with_mxfp4(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    """Experts as 4-bit codes, two to a byte, with one scale for 32 of them, as gpt-oss stores them."""
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 101, "num_local_experts": 3}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_experts_per_tok": 2}
-    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    folder, generator = tmp_path / "mxfp4", torch.Generator().manual_seed(0)
-    GptOssForCausalLM(GptOssConfig(**sizes, **heads, **special)).bfloat16().save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, columns, rows = tensors.pop(name).shape
-        blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
-        tensors[f"{name}_blocks"] = blocks
-        tensors[f"{name}_scales"] = torch.randint(110, 140, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-    return folder, {"quantization": {**quantization, "dequantize": True}}
+    folder = tmp_path / "mxfp4"
+    return folder, {"quantization": {**write_mxfp4(folder), "dequantize": True}}
 
 
 def with_remote_code(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:

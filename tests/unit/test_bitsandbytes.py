@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lowmem_load import load_model, load_report, plan
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
-from lowmem_load.frameworks import bitsandbytes
 from lowmem_load.io import memory
+from lowmem_load.quantized.bitsandbytes import BitsAndBytes4Bit
 from tests import builders
 from tests.parity import BF16
 
@@ -158,7 +158,7 @@ def assert_same_state(ours: Any, theirs: Any) -> None:
 
 
 def test_other_loads_do_not_touch_bitsandbytes(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bitsandbytes, "packing_handlers", lambda: pytest.fail("asked for"))
+    monkeypatch.setattr(BitsAndBytes4Bit, "handlers", lambda _: pytest.fail("asked for"))
     plan(plain, BF16, rank=0, world_size=2)
 
 

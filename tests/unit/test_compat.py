@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from lowmem_load import contract
+from lowmem_load.foreign_names import DEEPSPEED, TORCH, TRANSFORMERS
 from tests.compat.__main__ import ENVIRONMENTS, GROUPS, PAGE, TESTED, count, counted, with_tables
 from tests.ranks import REPO
 
@@ -29,7 +29,7 @@ def test_a_result_is_of_the_present_pins_of_its_environment() -> None:
             assert Version(result["versions"][package]).release[: len(digits)] == digits, (name, package)
 
 
-@pytest.mark.parametrize("supported", [contract.DEEPSPEED, contract.TRANSFORMERS, contract.TORCH], ids=str)
+@pytest.mark.parametrize("supported", [DEEPSPEED, TRANSFORMERS, TORCH], ids=str)
 def test_the_supported_range_is_what_was_tested(supported: Any) -> None:
     tested = [Version(Version(result["versions"][supported.package]).base_version) for result in RESULTS.values()]
     assert Version(supported.newest) == max(tested)

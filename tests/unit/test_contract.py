@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from lowmem_load.contract import Releases, require, require_attributes
 from lowmem_load.errors import IncompatibleVersionError
+from lowmem_load.foreign_names import Releases, require, require_attributes
 
 SUPPORTED = Releases("torch", oldest="2.0.0", newest="1000.1")
 

@@ -31,7 +31,7 @@ def test_releases_are_compared_with_supported_ones(monkeypatch: pytest.MonkeyPat
         return {"torch": "2.0.1+cpu", "deepspeed": "99.0"}.get(package, "5.6.0")
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr("lowmem_load.contract.installed_release", version)
+    monkeypatch.setattr("lowmem_load.foreign_names.installed_release", version)
     findings = list(doctor.check_versions())
     assert about(findings, "torch 2.0.1") == [PROBLEM] and about(findings, "deepspeed 99.0, tested 0.") == [NOTE]
     assert about(findings, "transformers 5.6.0") == [OK] and about(findings, "accelerate is not installed") == [PROBLEM]

@@ -16,15 +16,15 @@ UNITS = {path.stem if path.is_file() else path.name for path in FOLDER.iterdir()
 LADDER = """
 errors
 text locks
-contract phases
 foreign_names
+phases
 replaced
 planning config
 io target
 formats
 training_checkpoints
 symbolic
-frameworks
+frameworks quantized
 ds hf
 families
 distributed
@@ -46,7 +46,7 @@ saving weights_out config"""
 # Who may use a name, and all that is below it. A name on two rows may be used by the folders of both.
 # ".name()" is a method of any object, ".ds_" each attribute that DeepSpeed puts on parameters.
 ONLY = {
-    "bitsandbytes": "frameworks",
+    "bitsandbytes": "quantized",
     "peft": "frameworks",
     "deepspeed": "ds",
     "diffusers": "families",

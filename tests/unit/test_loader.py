@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers.core_model_loading as loading
 import transformers.integrations.deepspeed as hf_deepspeed
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+from lowmem_load.errors import HeaderError
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.active import deepspeed_config
-from lowmem_load.hf.collecting import SymbolicFile
-from lowmem_load.hf.loader import Call
-from lowmem_load.io.source import LocalFile
+from lowmem_load.hf.loader import Call, SymbolicFile, collecting_handlers
+from lowmem_load.io.source import LocalFile, OpenSources
 from lowmem_load.planning.expression import Expression, hold
+from lowmem_load.replaced import replaced
+from lowmem_load.symbolic.constructor import Context
+from lowmem_load.symbolic.initialise import Initialiser
 from lowmem_load.symbolic.lazy import assigned_data_is_real
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from tests import builders
@@ -73,7 +79,6 @@ NEEDED_BY_SOME = (
         "formats.torch_zip",
         "formats.inert_pickle",
         "formats.plain_values",
-        "hf.dequantize",
         "frameworks",
         "hf.saver",
     ),
@@ -120,20 +125,6 @@ def test_a_plain_process_imports_only_what_it_needs(tmp_path: Path) -> None:
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "name"),
-    [
-        (("folder",), {}, "folder"),
-        ((Path("some/folder"),), {}, "some/folder"),
-        ((), {"pretrained_model_name_or_path": "folder"}, "folder"),
-        ((None,), {"config": 1}, "Linear"),
-        ((), {}, "Linear"),
-    ],
-)
-def test_a_call_is_named_by_what_it_loads(args: tuple[object, ...], kwargs: dict[str, object], name: str) -> None:
-    assert Call(print, nn.Linear, args, kwargs).name == name
 
 
 def test_a_call_asks_for_the_loading_info_whatever_the_caller_did() -> None:
@@ -213,3 +204,70 @@ def test_other_assignments_to_data_read_nothing() -> None:
         described.data = SymbolicTensor(hold(real), read_nothing)
     assert parameter.data_ptr() == real.data_ptr()
     assert isinstance(described, SymbolicTensor)
+
+
+def converter() -> object:
+    return loading.WeightConverter("experts.*.up", "experts.up", [loading.MergeModulelist(0)])
+
+
+def test_a_copy_that_has_collected_nothing_is_handed_out_again() -> None:
+    one, other = converter(), converter()
+    with replaced(collecting_handlers()):
+        first = loading.deepcopy(one)
+        assert first is not one
+        assert loading.deepcopy(one) is first
+        assert loading.deepcopy(other) is not first
+        first.add_tensor("model.experts.up", "experts.0.up", "experts.*.up", list)
+        second = loading.deepcopy(one)
+        assert second is not first
+        assert second.collected_tensors == one.collected_tensors == {}
+        assert first.materialize_tensors() == {"experts.*.up": [[]]}  # what the job gives when it is called
+        assert first.layer_targets == {"model.experts.up": {"experts.0.up"}}
+
+
+def test_a_job_makes_a_tensor_as_transformers_does_and_takes_little_memory() -> None:
+    tensor = torch.arange(3.0)
+    with replaced(collecting_handlers()):
+        pool: Any = object()  # of which nothing is asked
+        job = loading.spawn_materialize(pool, tensor, "cpu", torch.bfloat16)
+        assert not hasattr(job, "__dict__")
+        assert torch.equal(job(), loading._materialize_copy(tensor, "cpu", torch.bfloat16))
+        assert job().dtype == torch.bfloat16
+
+
+def test_a_job_that_shards_is_left_to_transformers() -> None:
+    if "sharding_op" not in inspect.signature(loading.spawn_materialize).parameters:
+        pytest.skip("this transformers shards by another function")
+
+    class Halves:
+        def shard_tensor(self, tensor: torch.Tensor, **_: object) -> torch.Tensor:
+            return tensor[:1]
+
+    with replaced(collecting_handlers()):
+        job = loading.spawn_materialize(None, torch.zeros(2), sharding_op=Halves())
+        assert job().shape == (1,)
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    sources = OpenSources(LocalFile)
+    yield Context(read_nothing, Initialiser(read_nothing), pytest.fail, lambda model: None, sources.reading)
+    sources.close()
+
+
+def test_a_file_is_described_once(context: Context, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("a.safetensors", "b.safetensors")]
+    for number, path in enumerate(paths):
+        save_file({f"w{number}": torch.ones(3)}, path)
+    found = [context.file(path, Safetensors()) for path in (*paths, *paths)]
+    assert [file.names for file in found] == [("w0",), ("w1",)] * 2
+    assert found[0] is found[2] and found[1] is found[3]
+    assert context.files == {paths[0]: found[0], paths[1]: found[1]}
+
+
+def test_a_file_that_cannot_be_described_is_not_kept(context: Context, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00[]")
+    with pytest.raises(HeaderError):
+        context.file(str(path), Safetensors())
+    assert context.files == {}

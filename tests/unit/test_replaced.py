@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.contract import Releases
 from lowmem_load.errors import IncompatibleVersionError, NotStreamedWarning
-from lowmem_load.foreign_names import ForeignName
+from lowmem_load.foreign_names import ForeignName, Releases
 from lowmem_load.replaced import replaced
 
 TORCH = Releases("torch", oldest="2.0.0", newest="1000.1")
@@ -55,7 +54,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def theirs(name: str, **limits: str) -> ForeignName:
-    return ForeignName(TORCH, "theirs", name, "tests", **limits)
+    return ForeignName(TORCH, "theirs", name, **limits)
 
 
 BASE = theirs("base")

@@ -21,7 +21,7 @@ from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import LoadPlan, PlannedFile, SlowPath, TargetPlan
 from lowmem_load.planning.reads import Read
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
 from lowmem_load.target import Replicated, Target
 from tests.described import CPU, Build, Call, X, Y, described, module, of_rank, planned, write_file

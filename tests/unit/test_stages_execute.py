@@ -15,7 +15,7 @@ from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import Planned, make_plan
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.symbolic.context import Context
+from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.tensor import make_uninitialised
 from lowmem_load.target import Layout, Replicated, Target
 from tests.described import CPU, Build, X, described, module, write_file

@@ -18,8 +18,7 @@ from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.reads import ReadLimits
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.symbolic.initialise import Initialiser
-from lowmem_load.symbolic.operations import Template
-from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, make_uninitialised
+from lowmem_load.symbolic.tensor import SymbolicTensor, Template, expression_of, make_uninitialised
 
 aten = torch.ops.aten
 X = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)

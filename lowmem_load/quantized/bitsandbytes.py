@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,13 +17,21 @@ import torch
 from torch import nn
 
 from lowmem_load import foreign_names
-from lowmem_load.config.settings import Settings
-from lowmem_load.contract import BITSANDBYTES, require
-from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, UnsupportedError
+from lowmem_load.errors import CheckpointError, IncompatibleVersionError, UnsupportedError, listed
+from lowmem_load.foreign_names import BITSANDBYTES, require
 from lowmem_load.planning.expression import Elementwise, Shape
+from lowmem_load.quantized.format import (
+    Companion,
+    Packing,
+    QuantizedFormat,
+    QuantizedTensor,
+    fields_of,
+    method_of,
+    packed_parameters,
+    packing_of,
+)
 from lowmem_load.replaced import Handlers
 from lowmem_load.symbolic.lazy import LazyTensor
-from lowmem_load.symbolic.quantized import Companion, Quantized, QuantizedTensor
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 _NESTED_BLOCK = 256
@@ -30,22 +39,85 @@ _NESTED_BLOCK = 256
 _CODES, _NESTED_CODES = 16, 256
 """Entries of the code books of 4-bit values and of 8-bit scales."""
 
+STORAGE = "bnb_4bit_quant_storage"
+
 _SCALES, _STATE = "scales", "state"
 """Names of the scales in fp32 before they are quantized, and of the quantization state that has them."""
-
-_LOSSY = {
-    "zero_quantized_weights": "quantizes what it gathers",
-    "zero_quantized_nontrainable_weights": "quantizes frozen weights",
-    "use_all_reduce_for_fetch_params": "adds up what it gathers",
-    "stage3_use_all_reduce_for_fetch_params": "adds up what it gathers",  # DeepSpeed takes both names
-}
-"""Settings of zero_optimization under which DeepSpeed computes with weights when it gathers them."""
 
 Tensors = dict[str, tuple[Shape, torch.dtype]]
 
 
-def packing_handlers() -> Handlers:
-    """Return the handlers by which bitsandbytes packs described weights."""
+class BitsAndBytes4Bit(QuantizedFormat):
+    """bitsandbytes in 4 bits. In 8 bits it is refused, as every format that is not known."""
+
+    method = "bitsandbytes"
+    stays_packed = True
+
+    def recognizes(self, quantization: Any) -> bool:
+        """See `QuantizedFormat`."""
+        if method_of(quantization, self.method) != self.method:  # config.json of old checkpoints has none
+            return False
+        return any(fields_of(quantization).get(key) for key in ("load_in_4bit", "_load_in_4bit"))  # a property there
+
+    def handlers(self) -> Handlers:
+        """Return the handlers by which bitsandbytes packs described weights."""
+        if importlib.util.find_spec("bitsandbytes") is None:  # transformers is about to say so
+            return {}
+        try:
+            _require()
+        except IncompatibleVersionError as error:
+            raise UnsupportedError(str(error)) from error
+        return {
+            foreign_names.NEW_PARAMS_4BIT: _of_weight,
+            foreign_names.PACKED_PARAMS_4BIT: _of_packed,
+            foreign_names.WARM_UP: lambda *_, **__: None,  # the model stays where it is
+        }
+
+    def check(self, name: str, model: nn.Module) -> None:
+        """See `QuantizedFormat`."""
+        unpacked = [
+            f"{prefix}.weight"
+            for prefix, module in model.named_modules()
+            if isinstance(module, _classes().Linear4bit) and packing_of(module.weight) is None
+        ]
+        if unpacked:
+            raise CheckpointError(
+                f"{name}: {listed(unpacked)} are to be held in 4 bits, but "
+                "the files have no values for them, or packed ones without their quantization state"
+            )
+        for weight, (_, packing) in packed_parameters(model).items():
+            if packing.problem is not None:
+                raise UnsupportedError(f"{weight}: {packing.problem}")
+
+    def pack_skeleton(self, model: nn.Module) -> None:
+        """See `QuantizedFormat`."""
+        kinds = _classes()
+        for name, module in model.named_modules():
+            if isinstance(module, kinds.Linear4bit):
+                if not isinstance(module.weight, kinds.Params4bit):
+                    raise UnsupportedError(
+                        f"{name}.weight: was sharded before it is packed in 4 bits; pass a DeviceMesh, not a "
+                        "DistributedConfig"
+                    )
+                storage: torch.dtype = module.quant_storage
+                num_elements = -(-module.out_features * module.in_features // (2 * storage.itemsize))
+                packed = torch.empty(num_elements, 1, dtype=storage, device="meta")
+                module.weight = nn.Parameter(packed, requires_grad=False)
+
+    def hand_over(self, loaded: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+        """Give 4-bit modules the quantization states of the loaded ones."""
+        for name, module in loaded.named_modules():
+            state = module.quant_state if isinstance(module, _classes().Linear4bit) else None
+            if state is not None and (own := modules.get(name)) is not None:
+                own.quant_state = state
+                state.to(next(own.parameters()).device)
+
+
+def _classes() -> Any:
+    return importlib.import_module("bitsandbytes").nn
+
+
+def _require() -> None:
     require(
         BITSANDBYTES,
         {
@@ -61,24 +133,6 @@ def packing_handlers() -> Handlers:
             "bitsandbytes.nn:Params4bit.from_prequantized": ("data", "quantized_stats", "device", "module"),
         },
     )
-    return {foreign_names.NEW_PARAMS_4BIT: _of_weight, foreign_names.PACKED_PARAMS_4BIT: _of_packed}
-
-
-def unpacked(model: nn.Module) -> list[str]:
-    """Return the names of weights in 4-bit modules of a described model that are not packed."""
-    linear = importlib.import_module("bitsandbytes").nn.Linear4bit
-    return [
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, linear) and not isinstance(module.weight, QuantizedTensor)
-    ]
-
-
-def check_packable(model: nn.Module) -> None:
-    """Refuse weights that cannot be packed."""
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, QuantizedTensor) and parameter.quantized.problem is not None:
-            raise UnsupportedError(f"{name}: {parameter.quantized.problem}")
 
 
 def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +146,7 @@ def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: 
     problem = None
     if num_bytes % storage.itemsize:
         problem = (
-            f"of shape {tuple(data.shape)}, it takes {num_bytes} bytes in 4 bits, which bnb_4bit_quant_storage "
+            f"of shape {tuple(data.shape)}, it takes {num_bytes} bytes in 4 bits, which {STORAGE} "
             f"{storage} does not divide; use torch.uint8, or leave its module out (llm_int8_skip_modules)"
         )
     shape, dtype, blocksize = data.shape, data.dtype, int(template.blocksize)
@@ -122,8 +176,8 @@ def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: 
     scales = Elementwise(f"scales of {method}", scale, weight, (num_blocks,), torch.float32, 1, blocksize)
     companions = {key: Companion(*kind, None) for key, kind in expected.items()}
     companions[_SCALES] = Companion(scales.shape, scales.dtype, scales, in_parts=True)
-    quantized = Quantized(method, companions, restore, problem, combine)
-    return QuantizedTensor.of(data, packed, quantized, **vars(template))
+    packing = Packing(method, companions, restore, problem, combine, STORAGE)
+    return QuantizedTensor.of(data, packed, packing, **vars(template))
 
 
 def _quantize(weights: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
@@ -192,42 +246,18 @@ def _of_packed(
         "quant_storage": data.dtype,
         "module": module,
     }
-    return QuantizedTensor.of(data, data.expression, Quantized(method, companions, restore), **attributes)
+    packing = Packing(method, companions, restore, storage_option=STORAGE)
+    return QuantizedTensor.of(data, data.expression, packing, **attributes)
 
 
 def _become(made: nn.Parameter, attributes: Mapping[str, Any], device: torch.device) -> None:
     if type(made) is nn.Parameter or isinstance(made, LazyTensor):  # a DTensor stays one: its module has the state
         # In place: DeepSpeed's methods are bound to the object.
-        _pose(made, importlib.import_module("bitsandbytes").nn.Params4bit, attributes)
+        _pose(made, _classes().Params4bit, attributes)
     state, module = attributes["quant_state"], attributes["module"]
     state.to(device)
     if module is not None:
         module.quant_state = state
-
-
-def pack_skeleton(model: nn.Module) -> None:
-    """Give the 4-bit modules of a model on the meta device weights of the shape and dtype of packed ones."""
-    kinds = importlib.import_module("bitsandbytes").nn
-    for name, module in model.named_modules():
-        if isinstance(module, kinds.Linear4bit):
-            if not isinstance(module.weight, kinds.Params4bit):
-                raise UnsupportedError(
-                    f"{name}.weight: was sharded before it is packed in 4 bits; pass a DeviceMesh, not a "
-                    "DistributedConfig"
-                )
-            storage: torch.dtype = module.quant_storage
-            num_elements = -(-module.out_features * module.in_features // (2 * storage.itemsize))
-            packed = torch.empty(num_elements, 1, dtype=storage, device="meta")
-            module.weight = nn.Parameter(packed, requires_grad=False)
-
-
-def hand_over_states(loaded: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Give 4-bit modules, by their names in a loaded model, the quantization states of its own."""
-    linear: Any = importlib.import_module("bitsandbytes").nn.Linear4bit
-    for name, module in loaded.named_modules():
-        if isinstance(module, linear) and (own := modules.get(name)) is not None and module.quant_state is not None:
-            own.quant_state = module.quant_state
-            own.quant_state.to(next(own.parameters()).device)
 
 
 def _check_statistics(state: Any, packed: torch.Tensor, module: Any) -> None:
@@ -264,36 +294,6 @@ def _tensors_of(state: Any) -> Tensors:
         for key, value in state.as_dict().items()
         if isinstance(value, torch.Tensor)
     }
-
-
-# -- settings of DeepSpeed that would destroy packed weights -----------------------------------------------------------
-
-
-def check_packed(model: nn.Module, settings: Settings) -> None:
-    """Refuse settings under which DeepSpeed computes with packed weights."""
-    packed = {name: weight for name, weight in model.named_parameters() if isinstance(weight, QuantizedTensor)}
-    if packed:
-        for setting, does in _LOSSY.items():
-            if settings.ds_config["zero_optimization"].get(setting):
-                raise ConfigError(f"{setting}: DeepSpeed {does}, and packed 4-bit weights are no numbers; remove it")
-        if settings.partition is not None:
-            raise UnsupportedError("partition= with 4-bit weights has not been tried; load all of it into ZeRO-3")
-        for name, parameter in packed.items():
-            _check_storage(name, parameter.dtype, settings)
-
-
-def _check_storage(name: str, storage: torch.dtype, settings: Settings) -> None:
-    if storage.is_floating_point and storage != settings.dtype:
-        raise ConfigError(
-            f"{name}: its 4-bit values are stored as {storage}, and DeepSpeed, which runs in {settings.dtype} under "
-            f"this ds_config, would cast them as if they were numbers; use bnb_4bit_quant_storage={settings.dtype} "
-            "(or torch.uint8), with a checkpoint that is packed already by packing it anew"
-        )
-    if settings.offload_device == "nvme" and storage != settings.dtype:
-        raise UnsupportedError(
-            f"{name}: its 4-bit values are stored as {storage}, and the buffers through which DeepSpeed writes to nvme "
-            f"are of {settings.dtype}; use bnb_4bit_quant_storage={settings.dtype}"
-        )
 
 
 class _PosingTensor(LazyTensor):

@@ -1,0 +1,1 @@
+"""Quantized formats: a class for each, in a module of its own."""
