@@ -1,9 +1,10 @@
 """Reads the pickle of a torch file without running it: describes tensors, names other objects.
 
-The pickle is untrusted. `_Unpickler` is the standard library's, with a list of opcodes, and each opcode that could call
-something is replaced: globals are kept as their names, so its stack holds nothing that can be called. The faster one in
-C would hash a deeply nested tuple as the key of a dict, which overflows the stack of C. torch's weights-only unpickler
-refuses DeepSpeed's objects, also under `FakeTensorMode`, which would give the places of storages.
+The pickle is untrusted. A first pass refuses opcodes outside of a list. `_Unpickler` is the standard library's, and
+each opcode that could call something is replaced: globals are kept as their names, so its stack holds nothing that can
+be called. The faster one in C would hash a deeply nested tuple as the key of a dict, which overflows the stack of C.
+torch's weights-only unpickler refuses DeepSpeed's objects, also under `FakeTensorMode`, which would give the places of
+storages.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import io
 import pickle
 import pickletools
 import struct
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 
@@ -69,6 +71,12 @@ class Foreign:
     arguments: tuple[Any, ...]
     state: Any = None
 
+    def append(self, item: Any) -> None:
+        """Drop an item: this may be a list."""
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        """Drop an item: this may be a dict."""
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:
@@ -91,7 +99,17 @@ class Tensor:
     attributes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
-class OrderedNames(dict[Any, Any]):
+class Items(dict[Any, Any]):
+    """A dict of the pickle. Its keys are checked before they are hashed, which overflows the stack for some."""
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        """Set an item."""
+        if not is_key(key):
+            raise TypeError("a key is neither text nor int")
+        super().__setitem__(key, item)
+
+
+class OrderedNames(Items):
     """Stands for `collections.OrderedDict`, which takes more memory."""
 
 
@@ -109,7 +127,9 @@ def objects(
     fewest bytes in which an honest pickle of this kind makes an object.
     """
     try:
-        return _Unpickler(pickled, path, nbytes_per_object, compact or {}, only_tensors=only_tensors).load()
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # genops: a name has a backslash
+            _check_opcodes(pickled, path, nbytes_per_object)
+        return _Unpickler(pickled, path, compact or {}, only_tensors=only_tensors).load()
     except CheckpointError:
         raise
     except (
@@ -198,29 +218,13 @@ def _storage(kind: Any, storage: Any, key: Any, _device: Any, numel: Any) -> Sto
 class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (as torch.package does)
     stack: list[Any]
     append: Callable[[Any], None]
-    pop_mark: Callable[[], list[Any]]
-    memo: dict[int, Any]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {**pickle._Unpickler.dispatch}  # noqa: SLF001
 
     def __init__(
-        self,
-        pickled: bytes,
-        path: str,
-        nbytes_per_object: int,
-        compact: Mapping[str, Callable[[Any], Any]],
-        *,
-        only_tensors: bool,
+        self, pickled: bytes, path: str, compact: Mapping[str, Callable[[Any], Any]], *, only_tensors: bool
     ) -> None:
-        self._file = io.BytesIO(pickled)
-        super().__init__(self._file)
-        self._path, self._nbytes_per_object, self._compact = path, nbytes_per_object, compact
-        self._only_tensors, self._num_objects = only_tensors, 0
-
-    def count(self, num_objects: int) -> None:
-        """Count what an opcode makes; raise if it is too much for the bytes so far."""
-        self._num_objects += num_objects
-        position = self._file.tell()
-        if max(self._num_objects, len(self.memo)) > FREE_OBJECTS + position // self._nbytes_per_object:
-            raise CheckpointError(f"{self._path}: its pickle makes too many objects for tensors up to byte {position}")
+        super().__init__(io.BytesIO(pickled))
+        self._path, self._compact, self._only_tensors = path, compact, only_tensors
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a dtype, or the name alone."""
@@ -238,6 +242,10 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (as torch.package does)
         """Return a storage."""
         return _storage(*pid)
 
+    def load_dict(self) -> None:
+        """Make a dict that checks its keys."""
+        self.append(Items())
+
     def load_reduce(self) -> None:
         """Describe a call, or a new object of a class."""
         arguments, function = self.stack.pop(), self.stack.pop()
@@ -251,80 +259,31 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (as torch.package does)
         elif not (isinstance(target, OrderedNames) and isinstance(state, dict)):  # the versions of its modules
             raise TypeError(f"BUILD changes a {type(target).__name__}")
 
-    def load_stop(self) -> None:
-        """Return the one object that is left."""
-        if len(self.stack) != 1:
-            raise ValueError(f"it ends with {len(self.stack)} objects")
-        super().load_stop()  # type: ignore[misc]
-
-    def load_append(self) -> None:
-        """Append one item."""
-        self._extend([self.stack.pop()])
-
-    def load_appends(self) -> None:
-        """Append items."""
-        self._extend(self.pop_mark())
-
-    def load_setitem(self) -> None:
-        """Set one item."""
-        value, key = self.stack.pop(), self.stack.pop()
-        self._update([key, value])
-
-    def load_setitems(self) -> None:
-        """Set items."""
-        self._update(self.pop_mark())
-
-    def _extend(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if isinstance(target, list):
-            target.extend(items)
-        elif not isinstance(target, Foreign):  # the items of a foreign list are dropped
-            raise TypeError(f"items are appended to a {type(target).__name__}")
-
-    def _update(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if isinstance(target, dict) and all(map(is_key, items[::2])):
-            target.update(zip(items[::2], items[1::2], strict=True))
-        elif not isinstance(target, Foreign):  # the items of a foreign dict are dropped
-            raise TypeError(f"items of a {type(target).__name__} are set, or a key is neither text nor int")
+    dispatch[pickle.EMPTY_DICT[0]] = load_dict
+    dispatch[pickle.REDUCE[0]] = dispatch[pickle.NEWOBJ[0]] = load_reduce
+    dispatch[pickle.BUILD[0]] = load_build
 
 
-class _Opcodes(dict[int, Callable[[Any], None]]):
-    def __missing__(self, code: int) -> None:
-        name = next((opcode.name for opcode in pickletools.opcodes if ord(opcode.code) == code), f"byte {code}")
-        raise pickle.UnpicklingError(f"it uses {name}, which no state dict needs")
-
-
-def _counted(load: Callable[[Any], None], num_objects: int) -> Callable[[Any], None]:
-    def counted(unpickler: _Unpickler) -> None:
-        unpickler.count(num_objects)
-        load(unpickler)
-
-    return counted
-
-
-_MAKES = (
+_MAKES = {
     *("EMPTY_LIST", "EMPTY_DICT", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ"),
     *("GLOBAL", "STACK_GLOBAL"),
-)
-_REMEMBERS = ("BINPUT", "LONG_BINPUT", "MEMOIZE")
-_OTHERS = (
+}
+_REMEMBERS = {"BINPUT", "LONG_BINPUT", "MEMOIZE"}
+_OTHERS = {
     *("PROTO", "FRAME", "STOP", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
     *("BINUNICODE", "SHORT_BINUNICODE", "EMPTY_TUPLE", "BINPERSID", "BINGET", "LONG_BINGET"),
     *("BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
-)
+}
 """The opcodes that torch.save and DCP write."""
 
 
-def _loader(name: str, code: int) -> Callable[[Any], None]:
-    stock = pickle._Unpickler.dispatch[code]  # noqa: SLF001
-    # A dispatch table has functions, not the names of methods, so those replaced above are found by name.
-    load: Callable[[Any], None] = getattr(_Unpickler, "load_reduce" if name == "NEWOBJ" else stock.__name__)
-    return load if name in _OTHERS else _counted(load, name in _MAKES)
-
-
-_Unpickler.dispatch = _Opcodes(
-    (ord(opcode.code), _loader(opcode.name, ord(opcode.code)))
-    for opcode in pickletools.opcodes
-    if opcode.name in (*_MAKES, *_REMEMBERS, *_OTHERS)
-)
+def _check_opcodes(pickled: bytes, path: str, nbytes_per_object: int) -> None:
+    """Refuse other opcodes, and more objects than the bytes up to them may make, before anything is made."""
+    num_made = num_remembered = 0
+    for opcode, _, position in pickletools.genops(pickled):
+        if opcode.name not in _MAKES | _REMEMBERS | _OTHERS:
+            raise CheckpointError(f"{path}: its pickle is malformed: it uses {opcode.name}, which no state dict needs")
+        num_made += opcode.name in _MAKES
+        num_remembered += opcode.name in _REMEMBERS
+        if max(num_made, num_remembered) > FREE_OBJECTS + (position or 0) // nbytes_per_object:
+            raise CheckpointError(f"{path}: its pickle makes too many objects for tensors up to byte {position}")

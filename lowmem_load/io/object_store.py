@@ -66,7 +66,7 @@ _used_by: list[int] = []  # the process that has used obstore
 class RefusedError(CheckpointError):
     """The store answers with a status that does not pass."""
 
-    def __init__(self, text: str, status: int) -> None:
+    def __init__(self, text: str, status: int = 0) -> None:  # pickle passes the text alone
         super().__init__(text)
         self.status = status
 

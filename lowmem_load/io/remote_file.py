@@ -74,13 +74,12 @@ class TransientError(Exception):
     """A request failed in a way that may pass. The text holds neither credentials nor signed queries.
 
     Attributes:
-        wait_s: seconds that the store asks to wait.
         is_throttled: whether the store said "slow down".
     """
 
-    def __init__(self, text: str, *, wait_s: float = 0.0, is_throttled: bool = False) -> None:
+    def __init__(self, text: str, *, is_throttled: bool = False) -> None:
         super().__init__(text)
-        self.wait_s, self.is_throttled = wait_s, is_throttled
+        self.is_throttled = is_throttled
 
 
 class RemoteObject(Protocol):
@@ -244,7 +243,7 @@ def retry(call: Callable[[], T], what: str, nbytes: int = 0, check: Callable[[],
             num_failed += 1
             patience_s = THROTTLED_PATIENCE_S if error.is_throttled else PATIENCE_S
             took_s = time.monotonic() - failed_s
-            delay_s = max(error.wait_s, random.uniform(0, min(LAST_DELAY_S, FIRST_DELAY_S * 2**num_failed)))
+            delay_s = random.uniform(0, min(LAST_DELAY_S, FIRST_DELAY_S * 2**num_failed))
             if took_s + delay_s > patience_s:
                 raise CheckpointError(f"{what}: {error} ({num_failed} attempts in {took_s:.0f} s)") from None
             TRAFFIC.note_wait(delay_s, is_throttled=error.is_throttled)

@@ -25,7 +25,7 @@ import torch
 from lowmem_load.errors import CheckpointError, TruncatedFileError, UnsupportedError, listed
 from lowmem_load.formats.inert_pickle import Foreign, is_shape, objects
 from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.formats.zipped_tensor import ZippedTensors
+from lowmem_load.formats.torch_zip import ZippedTensors
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Expression, Shape

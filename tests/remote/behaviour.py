@@ -32,11 +32,11 @@ class Behaviour:
     error_500: float = 0
     """Share answered 500."""
     error_503: float = 0
-    """Share answered 503, with Retry-After."""
+    """Share answered 503."""
     slow_down: float = 0
     """Share answered 503 with S3's XML of a SlowDown."""
     too_many: float = 0
-    """Share answered 429, with Retry-After."""
+    """Share answered 429."""
     reset_before: float = 0
     """Share whose connection is reset without an answer."""
     reset_middle: float = 0
@@ -48,7 +48,6 @@ class Behaviour:
     stall: float = 0
     """Share that gets half of the body, then nothing for stall_s seconds, then the rest."""
     stall_s: float = 30
-    retry_after_s: int = 1
     at_most: int = -1
     """So many requests fail by their share, and none after; -1: no limit."""
     only: str = ""

@@ -220,13 +220,9 @@ class RangeServer:
         if fault not in BEFORE_BODY:
             return None
         self._note(fault=fault)
-        after = {"Retry-After": str(behaviour.retry_after_s)}
-        if fault == "error_500":
-            return Answer(500, content=b"as it was told to\n")
-        if fault == "error_503":
-            return Answer(503, after, b"as it was told to\n")
-        if fault == "too_many":
-            return Answer(429, after, b"as it was told to\n")
+        statuses = {"error_500": 500, "error_503": 503, "too_many": 429}
+        if fault in statuses:
+            return Answer(statuses[fault], content=b"as it was told to\n")
         return _s3_error(503, "SlowDown", "Please reduce your request rate.")
 
     def _refusal(self, request: Request, behaviour: Behaviour) -> Answer | None:

@@ -92,7 +92,7 @@ def test_a_folder_that_is_not_there_is_an_error(store: RangeServer) -> None:
 
 @pytest.mark.parametrize("fault", ["error_500", "error_503", "slow_down", "too_many", "reset_before"])
 def test_a_list_is_asked_for_again(fault: str, store: RangeServer, traffic: Traffic) -> None:
-    store.set(**{fault: 1, "at_most": 2, "retry_after_s": 0})
+    store.set(**{fault: 1, "at_most": 2})
     folder_of_url(URL)
     assert store.stats()["faults"] == {fault: 2}
     assert traffic.counts.num_retries == 2

@@ -16,7 +16,6 @@ from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.io import remote_file
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.remote_file import (
-    LAST_DELAY_S,
     MAX_IN_FLIGHT,
     MIN_IN_FLIGHT,
     Counts,
@@ -24,7 +23,6 @@ from lowmem_load.io.remote_file import (
     Traffic,
     TransientError,
     requests_in_flight,
-    retry,
 )
 from lowmem_load.io.source import read_bytes
 
@@ -82,6 +80,11 @@ def test_nothing_beyond_the_end_is_asked_for() -> None:
     assert item.asked == []
 
 
+def wait(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Have requests wait for so long before another attempt."""
+    monkeypatch.setattr("random.uniform", lambda *_: seconds)
+
+
 # -- again -------------------------------------------------------------------------------------------------------------
 
 
@@ -102,48 +105,22 @@ def test_what_does_not_pass_is_asked_for_once(error: Exception, traffic: Traffic
     assert (len(item.asked), traffic.counts) == (1, Counts(num_requests=1))
 
 
-def test_delays_grow_and_are_drawn_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    bounds: list[float] = []
-
-    def draw(low: float, high: float) -> float:
-        assert low == 0
-        bounds.append(high)
-        return 0.0
-
-    monkeypatch.setattr(remote_file, "FIRST_DELAY_S", 0.1)
-    monkeypatch.setattr(remote_file, "LAST_DELAY_S", LAST_DELAY_S)
-    monkeypatch.setattr("random.uniform", draw)
-    read_bytes(RemoteFile(Memory(*[TransientError("x")] * 8)), 0, 8)
-    assert bounds == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5, 5, 5])
-
-
-def test_patience_begins_with_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_file, "PATIENCE_S", 0.5)
-    errors = [TransientError("once")]
-
-    def slow() -> str:
-        time.sleep(0.7)
-        if errors:
-            raise errors.pop()
-        return "there"
-
-    assert retry(slow, "it cannot be read") == "there"
-
-
 def test_a_wait_beyond_patience_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait(monkeypatch, 6)
     monkeypatch.setattr(remote_file, "PATIENCE_S", 5)
     began_s = time.monotonic()
     with pytest.raises(CheckpointError, match=r"x \(1 attempts in 0 s\)"):
-        read_bytes(RemoteFile(Memory(TransientError("x", wait_s=6))), 0, 8)
+        read_bytes(RemoteFile(Memory(TransientError("x"))), 0, 8)
     assert time.monotonic() - began_s < 5
 
 
 def test_who_is_told_to_slow_down_has_more_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_file, "PATIENCE_S", 0.05)
     monkeypatch.setattr(remote_file, "THROTTLED_PATIENCE_S", 5)
-    assert read_bytes(RemoteFile(Memory(TransientError("x", wait_s=0.2, is_throttled=True))), 0, 8) == CONTENT[:8]
+    wait(monkeypatch, 0.2)
+    assert read_bytes(RemoteFile(Memory(TransientError("x", is_throttled=True))), 0, 8) == CONTENT[:8]
     with pytest.raises(CheckpointError):
-        read_bytes(RemoteFile(Memory(TransientError("x", wait_s=0.2))), 0, 8)
+        read_bytes(RemoteFile(Memory(TransientError("x"))), 0, 8)
 
 
 # -- at a time ---------------------------------------------------------------------------------------------------------
@@ -192,8 +169,9 @@ def test_ranks_of_a_node_share_its_requests() -> None:
 # -- an end to it ------------------------------------------------------------------------------------------------------
 
 
-def test_closing_a_file_ends_the_wait_of_another_thread() -> None:
-    source = RemoteFile(Memory(TransientError("x", wait_s=15)))
+def test_closing_a_file_ends_the_wait_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait(monkeypatch, 15)
+    source = RemoteFile(Memory(TransientError("x")))
     timer = threading.Timer(0.2, source.close)
     timer.start()
     began_s = time.monotonic()
@@ -206,7 +184,9 @@ def test_closing_a_file_ends_the_wait_of_another_thread() -> None:
         read_bytes(source, 0, 8)
 
 
-def test_a_check_may_end_a_wait() -> None:
+def test_a_check_may_end_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait(monkeypatch, 15)
+
     class StoppedError(Exception):
         pass
 
@@ -214,7 +194,7 @@ def test_a_check_may_end_a_wait() -> None:
         if time.monotonic() - began_s > 0.2:
             raise StoppedError
 
-    source = RemoteFile(Memory(TransientError("x", wait_s=15)))
+    source = RemoteFile(Memory(TransientError("x")))
     source.on_wait, began_s = check, time.monotonic()
     with pytest.raises(StoppedError):
         read_bytes(source, 0, 8)
@@ -222,10 +202,13 @@ def test_a_check_may_end_a_wait() -> None:
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 15.0])
-def test_an_interrupt_ends_a_load_from_a_store_that_does_not_answer(wait_s: float) -> None:
+def test_an_interrupt_ends_a_load_from_a_store_that_does_not_answer(
+    wait_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether it waits for the answer, or before another attempt."""
+    wait(monkeypatch, wait_s)
     released = threading.Event()
-    item = Memory(TransientError("x", wait_s=wait_s), act=lambda: wait_s or released.wait(15))
+    item = Memory(TransientError("x"), act=lambda: wait_s or released.wait(15))
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     began_s = time.monotonic()
 

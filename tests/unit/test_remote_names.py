@@ -49,35 +49,13 @@ def hub(llama: Path, checkpoints: Path, tmp_path: Path) -> Iterator[HubServer]:
 # -- which names are meant ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("s3://b", "s3a://b/c", "gs://b/c", "az://b/c", "azure://b/c", "abfs://c@a/b", "abfss://c@a/b", "adl://a/b"),
-        *("http://host", "https://host/a?b=c", "HTTPS://host/a", "S3://b/c", "https://u:p@host:8/a"),
-    ],
-)
+@pytest.mark.parametrize("name", ["s3://b", "gs://b/c", "abfss://c@a/b", "HTTPS://host/a", "https://u:p@host:8/a"])
 def test_urls(name: str) -> None:
     assert is_url(name)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            "",
-            "org/model",
-            "gpt2",
-            "/a/folder",
-            "./s3",
-            "s3:/b",
-            "s3",
-            "http:",
-            "file:///a",
-            "ftp://host/a",
-            "hf://a/b",
-        ),
-        *("folder/s3://b", "c:\\models", "://", "//host/a", None, 7, b"s3://b", Path("s3://b"), ["s3://b"]),
-    ],
+    "name", ["", "org/model", "/a/folder", "s3:/b", "ftp://host/a", "folder/s3://b", "//host/a", 7, Path("s3://b")]
 )
 def test_other_names(name: Any) -> None:
     assert not is_url(name)
@@ -134,12 +112,6 @@ def test_a_streamed_model_that_the_cache_holds_is_read_from_there(name: str, hub
 def test_a_model_of_which_the_cache_lacks_a_file_is_streamed(hub: HubServer) -> None:
     huggingface_hub.snapshot_download("org/sharded", ignore_patterns=["model-00002-*"])
     folder, _ = find_folder("org/sharded", {}, stream=True)
-    assert is_stand_in(folder)
-
-
-def test_a_model_of_whose_variant_the_cache_lacks_a_file_is_streamed(hub: HubServer) -> None:
-    huggingface_hub.snapshot_download("org/model")
-    folder, _ = find_folder("org/model", {"variant": "fp16"}, stream=True)
     assert is_stand_in(folder)
 
 

@@ -41,7 +41,7 @@ def source(request: pytest.FixtureRequest, store: RangeServer, stored_file: Path
 def test_bytes_are_right_although_requests_fail_in_all_ways(
     store: RangeServer, source: RemoteFile, stored_file: Path, traffic: Traffic
 ) -> None:
-    store.set(**dict.fromkeys(CHANCES, 0.05), retry_after_s=0, stall_s=2)
+    store.set(**dict.fromkeys(CHANCES, 0.05), stall_s=2)
     before, content = traffic.counts, stored_file.read_bytes()
     step = len(content) // NUM_READS
     with ThreadPoolExecutor(8) as pool:
@@ -59,7 +59,7 @@ def test_bytes_are_right_although_requests_fail_in_all_ways(
 def test_one_fault_is_waited_for_and_patience_ends_with_one_error(
     fault: str, store: RangeServer, source: RemoteFile, stored_file: Path, traffic: Traffic
 ) -> None:
-    store.set(**{fault: 1, "at_most": 1, "retry_after_s": 0, "stall_s": 2})
+    store.set(**{fault: 1, "at_most": 1, "stall_s": 2})
     assert read_bytes(source, 0, 8) == stored_file.read_bytes()[:8]
     assert (traffic.limit < 9) is (fault in ("slow_down", "error_503", "too_many"))
     store.reset()
@@ -161,7 +161,7 @@ def test_no_message_has_secrets(
     caplog.set_level(logging.DEBUG)
     values: dict[str, Any] = {"gone": True, "ignores_ranges": True, "shifts": 1, "adds": 1, "token": "secret-token"}
     redirect = {"redirect_to": "ftp://user-name:signature@second.example"}
-    store.set(**(redirect if fault == "redirect" else {fault: values.get(fault, 1)}), repeats=True, retry_after_s=0)
+    store.set(**(redirect if fault == "redirect" else {fault: values.get(fault, 1)}), repeats=True)
     with pytest.raises(CheckpointError) as caught:
         read_bytes(source, 0, 8)
     assert_no_secrets(str(caught.value), repr(caught.value), caplog.text, source.path, repr(source._item))
