@@ -134,7 +134,7 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
     import lowmem_load
     from benchmarks.memory import PeakMemory
     from lowmem_load.api import plan_model
-    from lowmem_load.pipeline.make_plan import Planned
+    from lowmem_load.pipeline.make_plan import PlannedModel
 
     getattr(transformers, MODELS[row.model].config["architectures"][0])  # imports the model's module
     keywords: dict[str, Any] = keywords_of(row.model)
@@ -151,7 +151,7 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
         else:
             start, ordinary, seconds = time.perf_counter(), plan_model.make_plan, {}
 
-            def timed(*args: Any) -> Planned:
+            def timed(*args: Any) -> PlannedModel:
                 seconds["describe"] = time.perf_counter() - start  # the sharding of the skeleton too
                 made = ordinary(*args)
                 seconds["plan"] = time.perf_counter() - start - seconds["describe"]

@@ -20,9 +20,8 @@ from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.io.executor import Executor
 from lowmem_load.lazy_weights.lazy_model import LazyReader, hand_out
-from lowmem_load.pipeline.checks import check_described
 from lowmem_load.pipeline.companions import combine_companions
-from lowmem_load.pipeline.describe import describe
+from lowmem_load.pipeline.describe import check_described, describe
 from lowmem_load.pipeline.load import MAX_THREADS
 from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.report import LoadReport, OnLoad

@@ -24,13 +24,12 @@ from lowmem_load.errors import (
     outside_level,
 )
 from lowmem_load.families import diffusion
-from lowmem_load.families.call import Call
+from lowmem_load.families.call import SHARDS, Call
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, deepspeed_config, note_load, was_dropped
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.skeleton import is_distributed_config
 from lowmem_load.phases import without_progress
-from lowmem_load.pipeline.checks import SHARDS
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Options
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.report import LoadReport

@@ -19,7 +19,7 @@ from lowmem_load.dtensor.mesh import forget_meshes, host_mesh, mesh_device, shar
 from lowmem_load.dtensor.sharded_target import ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.families import diffusion
-from lowmem_load.families.call import Call
+from lowmem_load.families.call import Call, is_left_alone, refuse_device_map
 from lowmem_load.families.files import Rename
 from lowmem_load.families.modules import Build
 from lowmem_load.hf import names
@@ -29,8 +29,7 @@ from lowmem_load.hf.remote_names import find_folder
 from lowmem_load.hf.skeleton import blocks, is_distributed_config, is_kept_on_host
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.mounts import read_cost
-from lowmem_load.pipeline.checks import check_described, is_left_alone, refuse_device_map
-from lowmem_load.pipeline.describe import Described, describe
+from lowmem_load.pipeline.describe import Described, check_described, describe
 from lowmem_load.pipeline.make_plan import make_plan
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.symbolic.constructor import Constructor

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Protocol
 
 from torch import nn
 
+from lowmem_load.config.settings import Settings
+from lowmem_load.errors import ConfigError
 from lowmem_load.symbolic.constructor import Context
+
+PLACED_BY_STOCK = ("device_map", "quantization_config", "gguf_file")
+"""Keywords of loads that transformers itself does under stages 0 to 2."""
+
+SHARDS = ("distributed_config", "tp_plan", "tp_size")
+"""Keywords by which `from_pretrained` shards a model."""
 
 
 class Call(Protocol):
@@ -38,3 +47,20 @@ class Call(Protocol):
 
     def log_zero_init(self, model: nn.Module) -> None:
         """Log what the family's own loader logs when it builds a model under ZeRO-3."""
+
+
+def is_left_alone(call: Call, settings: Settings) -> bool:
+    """Return whether transformers does a load by itself, also inside `streaming()`."""
+    return settings.stage < 3 and any(call.kwargs.get(name) for name in PLACED_BY_STOCK)
+
+
+def is_local(call: Call) -> bool:
+    """Return whether nothing can come from the Hub, not even the base model of an adapter."""
+    folder = os.path.join(call.path, call.kwargs.get("subfolder") or "")
+    return os.path.isdir(call.path) and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
+
+
+def refuse_device_map(call: Call, settings: Settings) -> None:
+    """Raise ConfigError for a device_map under ZeRO-3."""
+    if settings.stage == 3 and call.kwargs.get("device_map") is not None:
+        raise ConfigError(f"{call.name}: device_map and ZeRO-3 both place parameters; remove device_map")

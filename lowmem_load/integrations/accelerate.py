@@ -29,7 +29,7 @@ from lowmem_load import foreign_names
 from lowmem_load.distributed import environment
 from lowmem_load.distributed.steps import RankGroup, has_group
 from lowmem_load.errors import UnsupportedError, error_text
-from lowmem_load.families.call import Call
+from lowmem_load.families.call import SHARDS, Call
 from lowmem_load.hf import loader
 from lowmem_load.hf.active import active_zero3_config, draws_no_missing
 from lowmem_load.hf.model_folder import MAX_QUOTED
@@ -38,8 +38,7 @@ from lowmem_load.hf.remote_names import rename_loaded
 from lowmem_load.hf.skeleton import ties_kept
 from lowmem_load.integrations.hooks import replaced_once_imported
 from lowmem_load.io.stand_ins import is_stand_in
-from lowmem_load.pipeline.checks import SHARDS, may_work_in_stock
-from lowmem_load.pipeline.load import Options, find, is_to_be_found, leave_to_stock, make_executor
+from lowmem_load.pipeline.load import Options, find, is_to_be_found, leave_to_stock, make_executor, may_work_in_stock
 from lowmem_load.replaced import Handlers, holding, replaced, warn_of_missing
 from lowmem_load.report import LoadReport
 from lowmem_load.symbolic.lazy import addresses_are_only_compared

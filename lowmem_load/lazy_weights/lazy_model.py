@@ -21,13 +21,13 @@ from lowmem_load.hf import loader
 from lowmem_load.hf.active import transformers_class
 from lowmem_load.hf.saver import files_written_by
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import Part, fill, read_whole
+from lowmem_load.io.fill import Filling, Part, fill, read_whole
 from lowmem_load.locks import ForkedLock
 from lowmem_load.phases import no_callback
 from lowmem_load.pipeline.describe import Described
 from lowmem_load.pipeline.execute import fill_buffers, restore_later
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
-from lowmem_load.pipeline.make_plan import Planned
+from lowmem_load.pipeline.make_plan import PlannedModel
 from lowmem_load.planning.expression import Expression, Source, leaves, substituted
 from lowmem_load.planning.load_plan import Costs
 from lowmem_load.planning.regions import FlatRange
@@ -115,7 +115,7 @@ def reader_of(tensor: LazyTensor) -> LazyReader:
 
 def hand_out(
     described: Described,
-    planned: Planned,
+    planned: PlannedModel,
     executor: Executor,
     report: LoadReport,
     on_load: OnLoad | None = None,
@@ -125,8 +125,8 @@ def hand_out(
     A forward reads all parameters below its module first. `progress` is that of the reader. `on_load` is called with
     the report before the first forward of the model, or when it has been filled.
     """
-    fill_buffers(planned, described.target, executor)
-    executor.finish()
+    filling = Filling(planned, executor)
+    fill_buffers(planned, described.target, filling)
     plans = {part.name: part for part in planned.plan.targets}
     restores: list[Callable[[], None]] = []
     reader = LazyReader(executor, described, report)
@@ -147,8 +147,8 @@ def hand_out(
                 setattr(module, last, made)
             parameter.value.forget()
             if (packing := packing_of(parameter)) is not None:
-                restores.append(restore_later(plans[name], packing, made, planned, described.target, executor))
-    executor.finish()
+                restores.append(restore_later(plans[name], packing, made, planned, described.target, filling))
+    filling.finish()
     for restore in restores:
         restore()
     described.constructor.finish(described.model, described.target.device)

@@ -12,7 +12,8 @@ from lowmem_load.distributed.peers import Progress
 from lowmem_load.distributed.side_group import Exchange, SideGroup
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.io.executor import Executor
-from lowmem_load.pipeline.make_plan import Planned
+from lowmem_load.io.fill import PlannedPart, fill_planned
+from lowmem_load.pipeline.make_plan import PlannedModel
 from lowmem_load.planning.load_plan import CompanionPlan
 from lowmem_load.quantized.format import packing_of, part_of_rank
 
@@ -26,12 +27,12 @@ class _Shared(NamedTuple):
 
 
 def combine_companions(
-    planned: Planned,
+    planned: PlannedModel,
     executor: Executor,
     ranks: RankGroup | None = None,
     progress: Callable[[], Progress] | None = None,
 ) -> None:
-    """Make what companions that are filled in parts are for; see `Planned.combined`.
+    """Make what companions that are filled in parts are for; see `PlannedModel.combined`.
 
     Collective; local without `ranks`. `progress` is that of the reading.
 
@@ -64,7 +65,7 @@ def _batches(shared: Sequence[_Shared]) -> Iterator[list[_Shared]]:
 
 def _made(
     batch: Sequence[_Shared],
-    planned: Planned,
+    planned: PlannedModel,
     executor: Executor,
     ranks: RankGroup | None,
     progress: Callable[[], Progress] | None,
@@ -99,9 +100,10 @@ def _made(
     return whole
 
 
-def _fill(batch: Sequence[_Shared], values: Sequence[torch.Tensor], planned: Planned, executor: Executor) -> None:
+def _fill(batch: Sequence[_Shared], values: Sequence[torch.Tensor], planned: PlannedModel, executor: Executor) -> None:
+    parts = []
     for part, flat in zip(batch, values, strict=True):
-        assert part.companion.fill is not None
         fill = part.companion.fill
-        executor.fill(fill, flat[: fill.numel], planned.plan.values, planned.constants)
-    executor.finish()
+        assert fill is not None  # as of all that are in parts
+        parts.append(PlannedPart(f"{part.name}.{part.companion.name}", fill, flat[: fill.numel]))
+    fill_planned(parts, planned, executor)

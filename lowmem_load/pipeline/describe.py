@@ -15,6 +15,7 @@ from lowmem_load.ds.zero3_target import TargetMaker, refuse_partitioned
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.families.call import Call
 from lowmem_load.formats.format import CheckpointFile
+from lowmem_load.hf.quantizers import packed_format
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import Expression, numel
@@ -98,6 +99,14 @@ def describe(
     _, resolved, target = prepare(model)
     read = tuple(reads.nbytes.items())
     return Described(call, model, info, resolved, target, files, read, context.constructor)
+
+
+def check_described(described: Described) -> None:
+    """Raise for what cannot be planned."""
+    refuse_partitioned(described.model)
+    described.constructor.check(described.name, described.model)
+    packed_format(described.model).check(described.name, described.model)
+    described.target.check(described.model)
 
 
 def _training_weights(folder: str, executor: Executor, context: Context) -> dict[str, torch.Tensor]:

@@ -11,9 +11,12 @@ from torch import nn
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf import loader
 from lowmem_load.io.executor import Executor
+from lowmem_load.io.fill import Filling, PlannedPart
 from lowmem_load.io.memory import naming_shortage
-from lowmem_load.pipeline.make_plan import Planned
+from lowmem_load.phases import no_callback
+from lowmem_load.pipeline.make_plan import PlannedModel
 from lowmem_load.planning.load_plan import BufferPlan, TargetPlan
+from lowmem_load.planning.reads import Fill
 from lowmem_load.quantized.format import Packing, packing_of
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.target import Target
@@ -24,20 +27,20 @@ if TYPE_CHECKING:
 
 
 def execute(
-    planned: Planned,
+    planned: PlannedModel,
     target: Target,
     executor: Executor,
-    sample: Callable[[], None] = lambda: None,
+    on_part: Callable[[], object] = no_callback,
     once: ReadOnce | None = None,
 ) -> None:
     """Replace every symbolic parameter and buffer of the described model by one that holds its values.
 
-    This uses up `planned`. `sample` is called after each parameter. `once` carries out the reads of ranks that hold
+    This uses up `planned`. `on_part` is called after each parameter. `once` carries out the reads of ranks that hold
     the same.
     """
-    plan = planned.plan
+    plan, filling = planned.plan, Filling(planned, executor)
     executor.sources.expect(plan.files)
-    fill_buffers(planned, target, executor)
+    fill_buffers(planned, target, filling)
     # A value in memory is freed after the last parameter that needs it.
     uses = [plan.values_of(part.fills) for part in plan.targets]
     last_use = {number: position for position, numbers in enumerate(uses) for number in numbers}
@@ -47,13 +50,17 @@ def execute(
     for position, part in enumerate(plan.targets):
         parameter = planned.parameters.pop(part.name)
         with naming_shortage(f"parameter {part.name}, after {share(made_bytes, all_bytes)}", part.held_bytes):
-            made, memory = target.make(part, parameter, executor.finish)
+            made, memory = target.make(part, parameter, filling.finish)
         made_bytes += part.held_bytes
         _check_dtypes(part, (made, *memory))
-        _start_fills(position, memory, planned, executor, once)
+        for number, (destination, tensor) in enumerate(zip(part.destinations, memory, strict=True)):
+            if destination.fill is not None:
+                flat = tensor[: destination.fill.numel]
+                if once is None or not once.takes(position, number, flat):
+                    _start(filling, part.name, destination.fill, flat)
         copies += _copies(part, memory)
         if (packing := packing_of(parameter)) is not None:
-            restores.append(restore_later(part, packing, made, planned, target, executor))
+            restores.append(restore_later(part, packing, made, planned, target, filling))
         for number in uses[position]:
             if last_use[number] == position:
                 planned.constants.tensors.pop(number, None)
@@ -62,10 +69,10 @@ def execute(
             setattr(module, name, made)
         if isinstance(parameter, SymbolicTensor):
             parameter.value.forget()
-        sample()
+        on_part()
     if once is not None:
         once.run(plan.name, executor, planned.constants)
-    executor.finish()
+    filling.finish()
     executor.sources.check_unchanged()
     for source, copy in copies:  # only now are the sources filled
         copy.copy_(source)
@@ -74,27 +81,16 @@ def execute(
     target.finish()
 
 
-def _start_fills(
-    position: int,
-    memory: Sequence[torch.Tensor],
-    planned: Planned,
-    executor: Executor,
-    once: ReadOnce | None,
-) -> None:
-    """Start to fill the memory of a target, but for what `once` reads when all memory is made."""
-    for number, (destination, tensor) in enumerate(
-        zip(planned.plan.targets[position].destinations, memory, strict=True)
-    ):
-        if destination.fill is not None:
-            flat = tensor[: destination.fill.numel]
-            if once is None or not once.takes(position, number, flat):
-                executor.fill(destination.fill, flat, planned.plan.values, planned.constants)
-
-
-def fill_buffers(planned: Planned, target: Target, executor: Executor) -> None:
-    """Start to replace the symbolic buffers of the described model. Call `executor.finish` before they are used."""
+def fill_buffers(planned: PlannedModel, target: Target, filling: Filling) -> None:
+    """Start to replace the symbolic buffers of the described model. They are there after `filling.finish`."""
     for buffer in planned.plan.buffers:
-        _fill_buffer(buffer, planned, target, executor)
+        _fill_buffer(buffer, planned, target, filling)
+
+
+def _start(filling: Filling, name: str, fill: Fill, memory: torch.Tensor) -> None:
+    part = PlannedPart(name, fill, memory)
+    filling.prove(part)
+    filling.start(part)
 
 
 def _copies(part: TargetPlan, memory: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -118,31 +114,31 @@ def restore_later(
     part: TargetPlan,
     packing: Packing,
     made: nn.Parameter,
-    planned: Planned,
+    planned: PlannedModel,
     target: Target,
-    executor: Executor,
+    filling: Filling,
 ) -> Callable[[], None]:
     """Start reading what goes with packed values; return a function that then makes the quantized parameter."""
     read: dict[str, Any] = dict(planned.combined.pop(part.name, {}))
     for companion in part.companions:
         if companion.fill is not None and not companion.in_parts:
             flat = torch.empty(companion.fill.numel, dtype=companion.dtype, device="cpu")
-            executor.fill(companion.fill, flat, planned.plan.values, planned.constants)
+            _start(filling, f"{part.name}.{companion.name}", companion.fill, flat)
             read[companion.name] = flat.view(companion.shape)
     return lambda: packing.restore(part.name, made, read, target.device)
 
 
-def _fill_buffer(buffer: BufferPlan, planned: Planned, target: Target, executor: Executor) -> None:
+def _fill_buffer(buffer: BufferPlan, planned: PlannedModel, target: Target, filling: Filling) -> None:
     before = planned.buffers.pop(buffer.names[0])
     after = before
     if buffer.fill is not None:
         with naming_shortage(f"buffer {buffer.names[0]}", buffer.fill.numel * buffer.dtype.itemsize):
             flat = torch.empty(buffer.fill.numel, dtype=buffer.dtype, device=target.device)
-        executor.fill(buffer.fill, flat, planned.plan.values, planned.constants)
+        _start(filling, buffer.names[0], buffer.fill, flat)
         after = flat.view(buffer.shape)
     elif before.device.type == "cpu" and target.device.type != "cpu":
         flat = torch.empty(before.numel(), dtype=buffer.dtype, device=target.device)
-        executor.move(before, flat)
+        filling.executor.move(before, flat)
         after = flat.view(buffer.shape)
     elif not before.is_meta:
         after = before.to(device=target.device, dtype=buffer.dtype)

@@ -12,7 +12,7 @@ from torch import nn
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.pipeline.describe import Described
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.load_plan import BufferPlan, Destination, LoadPlan, SlowPath, TargetPlan
+from lowmem_load.planning.load_plan import BufferPlan, Destination, LoadPlan, SlowPath, TargetPlan, Value
 from lowmem_load.planning.planner import Constants, Planner
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
 from lowmem_load.planning.regions import FlatRange, Region
@@ -27,7 +27,7 @@ Place = tuple[nn.Module, str]
 
 
 @dataclass(slots=True)
-class Planned:
+class PlannedModel:
     """A plan, and the described parameters and buffers by the first of their names.
 
     Attributes:
@@ -43,8 +43,13 @@ class Planned:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     combined: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
+    @property
+    def values(self) -> Sequence[Value]:
+        """Those of the plan, by number."""
+        return self.plan.values
 
-def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> Planned:
+
+def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> PlannedModel:
     """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated."""
     cost = cost or ReadCost()
     limits = ReadLimits(max_gap_bytes=cost.max_gap_bytes)
@@ -83,7 +88,7 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> 
         costs=costs,
         read_cost=cost,
     )
-    return Planned(load_plan, planner.constants, parameters, {**places, **buffer_places}, buffers)
+    return PlannedModel(load_plan, planner.constants, parameters, {**places, **buffer_places}, buffers)
 
 
 def _distinct(

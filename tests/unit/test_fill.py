@@ -16,6 +16,7 @@ from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import PlanError, TruncatedFileError
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import Part, fill
+from lowmem_load.phases import no_callback
 from lowmem_load.pipeline.read_step import reading
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.regions import FlatRange
@@ -82,5 +83,5 @@ def test_the_step_around_it_tells_how_far_it_is(leaf: ex.Source, monkeypatch: py
     with Executor() as executor:
         with reading(DistributedInterface(), "model", [executor], 160, bar="Loading") as state:
             fill([part(leaf, torch.zeros(40))], executor, state.on_part)
-        assert (executor.on_bytes, executor.sources.on_wait) == (int, int)
+        assert (executor.on_bytes, executor.sources.on_wait) == (no_callback, no_callback)
     assert told == [("reading", "model", Progress(161, f"1 tensors begun, 0.0 of 0.0 MiB read, last from {leaf.path}"))]

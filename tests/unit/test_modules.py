@@ -20,8 +20,7 @@ from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.families.files import files_of
 from lowmem_load.families.modules import ModuleCall
 from lowmem_load.io.executor import Executor
-from lowmem_load.pipeline.checks import check_described
-from lowmem_load.pipeline.describe import describe
+from lowmem_load.pipeline.describe import check_described, describe
 from lowmem_load.pipeline.execute import execute
 from lowmem_load.pipeline.make_plan import make_plan
 from tests.described import whole

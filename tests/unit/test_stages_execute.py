@@ -12,7 +12,7 @@ from torch import nn
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io.executor import Executor
 from lowmem_load.pipeline.execute import execute
-from lowmem_load.pipeline.make_plan import Planned, make_plan
+from lowmem_load.pipeline.make_plan import PlannedModel, make_plan
 from lowmem_load.planning.load_plan import TargetPlan
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.constructor import Context
@@ -37,12 +37,12 @@ class Noting(Replicated):
         self.is_finished = True
 
 
-def prepared(file: Path, build: Build, target: Target) -> tuple[nn.Module, Planned]:
+def prepared(file: Path, build: Build, target: Target) -> tuple[nn.Module, PlannedModel]:
     found = described(file, build, lambda *_: target)
     return found.model, make_plan(found, 0)
 
 
-def run(file: Path, build: Build, target: Target | None = None) -> tuple[nn.Module, Planned]:
+def run(file: Path, build: Build, target: Target | None = None) -> tuple[nn.Module, PlannedModel]:
     target = target or Replicated(CPU)
     model, planned = prepared(file, build, target)
     with Executor() as executor:
