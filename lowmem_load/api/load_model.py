@@ -186,7 +186,7 @@ def load_by_active_config(call: Call, options: Options) -> tuple[nn.Module, dict
 
 
 def _sharded_calls(options: Options, *, everywhere: bool = False) -> contextlib.AbstractContextManager[None]:
-    def load(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
+    def load(call: loader.TransformersCall) -> tuple[nn.Module, dict[str, Any]]:
         from lowmem_load.api.load_into import shards_filled
 
         random_state = torch.get_rng_state()

@@ -21,7 +21,7 @@ SHARDS = ("distributed_config", "tp_plan", "tp_size")
 class Call(Protocol):
     """A load of one model that has not run yet.
 
-    `hf.loader.Call` is that of transformers; `ModuleCall` fills any module by names; `DiffusersCall` is diffusers'.
+    `TransformersCall` is that of transformers; `ModuleCall` fills any module by names; `DiffusersCall` is diffusers'.
 
     Attributes:
         path: of its files: a folder, a file, a Hub id or a URL.

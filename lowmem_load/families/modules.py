@@ -367,7 +367,7 @@ def _share(slots: list[ModuleTensor]) -> None:
 # -- transformers models, by its own loader ----------------------------------------------------------------------------
 
 
-class BuiltModelCall(loader.Call):
+class BuiltModelCall(loader.TransformersCall):
     """A load of a transformers model that the caller has built: it gets the tensors of the one that is described.
 
     `left` has the names of tensors that the caller fills. For other arguments see `ModuleCall`.

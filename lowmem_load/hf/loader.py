@@ -66,7 +66,7 @@ from lowmem_load.hf.active import ordinary_path, quiet  # noqa: E402  it uses pr
 require_names(TRANSFORMERS)
 
 
-class Call:
+class TransformersCall:
     """A call of `from_pretrained` that has not run yet. `from_config` runs in its place, but is described as it is."""
 
     def __init__(
@@ -425,7 +425,7 @@ def _materialize_without_threads(copy: Any) -> Handler:
 
 # -- calls that are handed to a handler. Streamed loads wait for each other: all ranks take part in one at a time ------
 
-Load = Callable[[Call], tuple[nn.Module, dict[str, Any]]]
+Load = Callable[[TransformersCall], tuple[nn.Module, dict[str, Any]]]
 
 
 def run_load(load: Callable[[T], tuple[Any, dict[str, Any]]], call: T) -> tuple[Any, dict[str, Any]]:
@@ -447,7 +447,7 @@ def intercepted(
         if is_loading() or not wanted(kwargs):
             return ordinary(cls, *args, **kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = run_load(load, Call(ordinary, cls, args, kwargs))
+        model, info = run_load(load, TransformersCall(ordinary, cls, args, kwargs))
         return (model, info) if wants_info else model
 
     def from_config(ordinary: Callable[..., Any], cls: Any, /, config: Any, **kwargs: Any) -> Any:
@@ -455,7 +455,9 @@ def intercepted(
         if is_loading() or not wanted(as_load):
             return ordinary(cls, config, **kwargs)
         from_config = functools.partial(ordinary, cls, config, **kwargs)
-        model, _ = run_load(load, Call(PreTrainedModel.from_pretrained.__func__, cls, (None,), as_load, from_config))
+        model, _ = run_load(
+            load, TransformersCall(PreTrainedModel.from_pretrained.__func__, cls, (None,), as_load, from_config)
+        )
         model.config.name_or_path = getattr(config, "name_or_path", "")
         return model.train()
 

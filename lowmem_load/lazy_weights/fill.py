@@ -106,7 +106,11 @@ def _compare(name: str, unchanged: Mapping[str, torch.Tensor], ranks: RankGroup)
     sources: list[OpenSources] = list(found)
     with ranks.step("comparing the weights") as step:
         lines = (f"{key} {line}" for key, tensor in unchanged.items() for line in _lines(tensor))
-        files = [f"{place} {line}" for place, own in enumerate(sources) for line in _file_lines(own)]
+        files = [
+            f"{place} {file.nbytes} {file.digest}"
+            for place, own in enumerate(sources)
+            for file in in_common_order(own.files.values())
+        ]
         step.digest = {"weights that are not read yet": fingerprint(lines), "files": fingerprint(files)}
         step.payload = [identify_files(list(own.files.values())) for own in sources]
     for place, own in enumerate(sources):
@@ -116,10 +120,6 @@ def _compare(name: str, unchanged: Mapping[str, torch.Tensor], ranks: RankGroup)
             agree_on_bytes(ranks, name, list(own.files.values()), sources=own, ids=ids, num_threads=MAX_THREADS)
         finally:
             own.on_wait = no_callback
-
-
-def _file_lines(sources: OpenSources) -> list[str]:
-    return [f"{file.nbytes} {file.digest}" for file in in_common_order(sources.files.values())]
 
 
 def fill_partitions(partitioner: Partitioner, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -11,7 +11,7 @@ import torch
 
 from lowmem_load.errors import LowMemLoadError
 from lowmem_load.hf.load_lock import inside_load
-from lowmem_load.hf.loader import Call
+from lowmem_load.hf.loader import TransformersCall
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import Expression
@@ -69,7 +69,7 @@ def _load(
     context = Context(read, Initialiser(read), all_of, lambda _: None, executor.sources.reading)
     context.weights, context.is_quiet, context.is_partitioned = weights, True, False
     options = {"config": values, "dtype": dtype}
-    call = Call(cls.from_pretrained.__func__, cls, (os.fspath(config),), options)
+    call = TransformersCall(cls.from_pretrained.__func__, cls, (os.fspath(config),), options)
     with inside_load():
         loaded, _ = call.describe(context)
     return dict(loaded.state_dict(keep_vars=True))

@@ -7,6 +7,16 @@ tensors, and through writes of such values. Everything else meets real values:
   a kernel that is not torch's own. From then on `SharedValue.memory` is the value of the tensor and of all its views.
 - What looks below torch (numpy, DLPack, storages, pickles) gets the real memory. C++ code that bypasses torch's
   dispatcher meets an error of torch: the tensor has no storage.
+
+[Note: becoming ordinary] A parameter must stay the same Python object, since optimizers, ties and hooks refer to it,
+and must end as an ordinary `nn.Parameter`. `become` does it in one of two ways:
+- Nobody else refers to its C++ implementation (`_use_count() == 1`, the usual case): class, attributes and
+  implementation are exchanged with those of a new parameter, as `torch.utils.swap_tensors` does.
+- Something does, such as autograd after `loss = model(x)` without a backward: an exchange would tear the graph from
+  its leaf. So it stays a `LazyTensor`, whose `SharedValue.memory` is the other tensor, which operations find there.
+With another shape, dtype or device the second way is not possible. One case is common: `model.to(device)` of a
+parameter that needs gradients. There only the node of `.to` refers to it, so the exchange is made, and a backward
+through that node raises.
 """
 
 from __future__ import annotations
@@ -285,9 +295,7 @@ def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def become(tensor: LazyTensor, other: torch.Tensor) -> None:
-    """Let a lazy tensor be an alias of another tensor, in the same Python object: optimizers and ties refer to it.
-
-    Where autograd or C++ code refers to its implementation, it stays lazy and has the other one's value.
+    """Let a lazy tensor be an alias of another tensor, in the same Python object. See [Note: becoming ordinary].
 
     Raises UnsupportedError if it would have to, and the other one has another shape, dtype or device.
     Source: torch 2.13 `utils/__init__.py`, `swap_tensors`.

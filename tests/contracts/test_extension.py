@@ -150,7 +150,7 @@ def bands_of(cls: Any, path: Path, rank: int, world_size: int) -> tuple[nn.Modul
     settings = read_settings({"zero_optimization": {"stage": 3}}, world_size=world_size)
     plans: list[LoadPlan] = []
 
-    def handler(call: loader.Call) -> tuple[nn.Module, dict[str, Any]]:
+    def handler(call: loader.TransformersCall) -> tuple[nn.Module, dict[str, Any]]:
         with Executor() as executor:
             described = describe(
                 call,

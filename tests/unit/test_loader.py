@@ -21,7 +21,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from lowmem_load.errors import HeaderError
 from lowmem_load.formats.safetensors import Safetensors
 from lowmem_load.hf.active import deepspeed_config
-from lowmem_load.hf.loader import Call, SymbolicFile, collecting_handlers
+from lowmem_load.hf.loader import SymbolicFile, TransformersCall, collecting_handlers
 from lowmem_load.io.source import LocalFile, OpenSources
 from lowmem_load.planning.expression import Expression, hold
 from lowmem_load.replaced import replaced
@@ -134,7 +134,7 @@ def test_a_call_asks_for_the_loading_info_whatever_the_caller_did() -> None:
         return model, {"cls": cls, "args": args, **kwargs}
 
     kwargs = {"output_loading_info": False, "dtype": "auto"}
-    found, info = Call(ordinary, nn.Linear, ("folder",), kwargs).run()
+    found, info = TransformersCall(ordinary, nn.Linear, ("folder",), kwargs).run()
     assert found is model
     assert info == {"cls": nn.Linear, "args": ("folder",), "output_loading_info": True, "dtype": "auto"}
     assert kwargs == {"output_loading_info": False, "dtype": "auto"}
@@ -142,7 +142,9 @@ def test_a_call_asks_for_the_loading_info_whatever_the_caller_did() -> None:
 
 def test_an_ordinary_call_gets_what_was_taken_out_for_describing() -> None:
     """A load that is left to stock under accelerate's FSDP2, which is described without `device_map`."""
-    call = Call(lambda *_, **kwargs: (nn.Linear(1, 1), kwargs), nn.Linear, ("folder",), {"device_map": "meta"})
+    call = TransformersCall(
+        lambda *_, **kwargs: (nn.Linear(1, 1), kwargs), nn.Linear, ("folder",), {"device_map": "meta"}
+    )
     call.kwargs.pop("device_map")
     assert call.run()[1]["device_map"] == "meta"
 
