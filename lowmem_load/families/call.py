@@ -1,4 +1,4 @@
-"""What a load needs of a family of models: name, files, how to describe one, what ranks compare."""
+"""What a load needs of a family of models: name, files, how to describe one, what ranks compare; and who may do it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from lowmem_load.config.settings import Settings
 from lowmem_load.errors import ConfigError
+from lowmem_load.io.stand_ins import origin
 from lowmem_load.symbolic.constructor import Context
 
 PLACED_BY_STOCK = ("device_map", "quantization_config", "gguf_file")
@@ -35,6 +36,8 @@ class Call(Protocol):
 
     def move(self, folder: str, kwargs: dict[str, Any]) -> None:
         """Let it load from a folder, by these keywords."""
+        kwargs.pop("pretrained_model_name_or_path", None)
+        self.path, self.name, self.kwargs = folder, origin(folder), kwargs
 
     def run(self) -> tuple[nn.Module, dict[str, Any]]:
         """Load as without lowmem_load; return the model and the loading info."""
@@ -45,8 +48,9 @@ class Call(Protocol):
     def configuration(self, model: nn.Module) -> dict[str, str]:
         """Return what must be equal on all ranks beside parameters and files, as text by topic."""
 
-    def log_zero_init(self, model: nn.Module) -> None:
-        """Log what the family's own loader logs when it builds a model under ZeRO-3."""
+    def log_zero_init(self, _: nn.Module, /) -> None:
+        """Log what the family's own loader logs when it builds a model under ZeRO-3: nothing but for transformers."""
+        return
 
 
 def is_left_alone(call: Call, settings: Settings) -> bool:

@@ -24,6 +24,7 @@ from lowmem_load.errors import (
     UnsupportedError,
     error_text,
 )
+from lowmem_load.families.call import Call
 from lowmem_load.families.files import tensors_in
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.formats.index import check_files, check_index, check_model_config, read_json
@@ -46,22 +47,15 @@ MODULE = "diffusers.models.modeling_utils"
 _LEFT = ("quantization_config", "parallel_config", "use_flashpack")
 """Keywords of `from_pretrained` by which diffusers places or converts weights by itself."""
 
-_PATH = "pretrained_model_name_or_path"
 
-
-class DiffusersCall:
+class DiffusersCall(Call):
     """A call of `ModelMixin.from_pretrained` that has not run yet."""
 
     def __init__(self, ordinary: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.kwargs = dict(kwargs)
-        self.path = str(args[0] if args else self.kwargs.pop(_PATH))
+        self.path = str(args[0] if args else self.kwargs.pop("pretrained_model_name_or_path"))
         self.name = origin(self.path)
         self._ordinary, self._cls = ordinary, cls
-
-    def move(self, folder: str, kwargs: dict[str, Any]) -> None:
-        """See `Call`."""
-        kwargs.pop(_PATH, None)
-        self.path, self.name, self.kwargs = folder, origin(folder), kwargs
 
     def run(self) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
@@ -72,9 +66,6 @@ class DiffusersCall:
         """See `Call`."""
         config: Any = model.config
         return {f"configuration {key}": value for key, value in json_values(dict(config)).items()}
-
-    def log_zero_init(self, model: nn.Module) -> None:
-        """See `Call`."""
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""

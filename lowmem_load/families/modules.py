@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed, outside_level
+from lowmem_load.families.call import Call
 from lowmem_load.families.files import FILE_KEYWORDS, Rename, files_of, renamed, tensors_in
 from lowmem_load.frameworks.wrappers import named_modules, named_tensors, plain_modules, plain_name
 from lowmem_load.hf import loader
@@ -54,7 +55,7 @@ class ModuleTensor:
             tensors[key] = value
 
 
-class ModuleCall:
+class ModuleCall(Call):
     """A load of a module by names. See `load_into` for `rename`, `strict`, `initialize`, `leave` and `build`.
 
     `model` is the module that is described. `is_stand_in`: it is not the caller's, and what is left has no place.
@@ -81,10 +82,6 @@ class ModuleCall:
         self._is_stand_in = is_stand_in
         self._extra_states: dict[str, torch.Tensor] = {}
 
-    def move(self, folder: str, kwargs: dict[str, Any]) -> None:
-        """See `Call`."""
-        self.path, self.name, self.kwargs = folder, origin(folder), kwargs
-
     def run(self) -> NoReturn:
         """See `Call`."""
         raise UnsupportedError(f"{self.name}: nothing but lowmem_load fills a module by names")
@@ -92,9 +89,6 @@ class ModuleCall:
     def configuration(self, model: nn.Module) -> dict[str, str]:
         """See `Call`."""
         return {"class of the module": type(model).__name__}
-
-    def log_zero_init(self, model: nn.Module) -> None:
-        """See `Call`."""
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""

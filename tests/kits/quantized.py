@@ -15,7 +15,7 @@ import lowmem_load
 from lowmem_load.api import plan_model
 from lowmem_load.hf.quantizers import FORMATS, format_of
 from lowmem_load.io.executor import Executor
-from lowmem_load.pipeline.make_plan import Planned
+from lowmem_load.pipeline.make_plan import PlannedModel
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.quantized.format import QuantizedFormat
 from tests.parity import BF16
@@ -53,7 +53,7 @@ class QuantizedFormatContract(abc.ABC):
         """Those that it has after an ordinary load. No weight is read or computed whole."""
         ordinary = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.bfloat16, **self.keywords)
         expected = {name: value.detach().view(-1) for name, value in ordinary.named_parameters()}
-        made: list[Planned] = []
+        made: list[PlannedModel] = []
         make_plan = plan_model.make_plan
         monkeypatch.setattr(plan_model, "make_plan", lambda *args: made.append(make_plan(*args)) or made[-1])
         for world_size in WORLD_SIZES:
