@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lowmem_load.distributed.peers import Limits
+from lowmem_load.distributed.peers import Limits, Progress
 from lowmem_load.distributed.steps import RankGroup, default_group, default_store
 from lowmem_load.errors import LowMemLoadError, listed
 from lowmem_load.io.memory import own_memory
@@ -57,6 +57,7 @@ class SideGroup:
         self._limit = timedelta(seconds=self._limits.gone_s)
         self._is_own = not self.gathers and not ranks.is_fake
         self._group: Any = None if self._is_own else ranks.group or default_group()
+        self._num_waits = 0
         self._works: list[Any] = []  # of torch, that have begun
         self._waits: list[tuple[Callable[[], bool], Callable[[], Any]]] = []  # whether one is over; what it came to
 
@@ -117,10 +118,29 @@ class SideGroup:
             dst = self._members[to]
             self._works.append(dist.gather(mine, received or None, dst=dst, group=self._group, async_op=True))
 
+    def progress(self, of_step: Callable[[], Progress]) -> Callable[[], Progress]:
+        """Return the progress of a step that waits for messages, too.
+
+        To wait is progress for as long as a step may be without any. So if a rank hangs, that one is named, and not the
+        ones that wait for it.
+        """
+
+        def report() -> Progress:
+            amount, detail = of_step()
+            return Progress(amount + self._num_waits, detail)
+
+        return report
+
     def finish(self, check: Callable[[], None]) -> None:
         """Wait until all messages have come; `check` is called now and then, and may raise. Collective."""
+        progress_until_s = time.monotonic() + self._limits.silence_s
+
+        def count_and_check() -> None:
+            self._num_waits += time.monotonic() < progress_until_s
+            check()
+
         try:
-            self._wait(check)
+            self._wait(count_and_check)
         except RuntimeError as error:  # of gloo: a member has ended, which the ranks learn from each other
             until_s = time.monotonic() + self._limit.total_seconds() + VERDICT_S
             while time.monotonic() < until_s:

@@ -229,7 +229,7 @@ def _send(shards: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor],
                         else torch.empty(shards[name].shape, dtype=shards[name].dtype, device="cpu")
                         for name in batch
                     ]
-            with ranks.step("sending what was changed", progress=computing()):
+            with ranks.step("sending what was changed", progress=side.progress(computing())):
                 for values in whole:
                     side.broadcast(values, 0)
                 side.finish(ranks.check)

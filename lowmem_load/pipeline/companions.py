@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from lowmem_load.distributed.peers import Progress
+from lowmem_load.distributed.peers import Progress, computing
 from lowmem_load.distributed.side_group import Exchange, SideGroup
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.io.executor import Executor
@@ -86,7 +86,7 @@ def _made(
         assert exchange.mine is not None  # all ranks send
         exchange.mine.copy_(message)
     try:
-        with ranks.step("sending the scales of packed weights", progress=progress):
+        with ranks.step("sending the scales of packed weights", progress=side.progress(progress or computing())):
             exchange.start()
             exchange.finish(ranks.check)
     finally:

@@ -139,6 +139,8 @@ def fill_changed(ds_config: Any = "ds.json") -> Any:
     state = model.state_dict()
     fully_shard(model.to("meta"))
     fill_sharded(model, state, torch.device("cpu"))
+    for buffer in model.buffers():  # those that are no weights the caller fills
+        buffer.zero_()
     return model
 
 
