@@ -145,7 +145,7 @@ FINISHING = Moment("finishing", Call.FSTAT, ANY_SHARD, mark="execute", at="last"
 SENDING = Moment("before sending", Call.MKDIR, f"{MARK}_exchange")
 RECEIVING = Moment("sending and receiving", Call.MKDIR, f"{MARK}_finish")
 BROADCASTING = Moment("broadcasting", Call.MKDIR, f"{MARK}broadcast")
-FILLING = Moment("filling", Call.MKDIR, f"{MARK}_fill")
+FILLING = Moment("filling", Call.READ, "/saved", mark="_fill")
 READS = (DESCRIBING, COMPARING, FIRST, MIDDLE, LAST)
 HELD = (ARGUMENTS, DESCRIBING, COMPARING, PLANNING, PREPARING, FIRST, MIDDLE, LAST, FINISHING)
 MAKING_ENGINE = Moment("making the engine", Call.MKDIR, f"{MARK}move_to")
@@ -396,7 +396,7 @@ def subset() -> list[Case]:
         "stream": (READ_FAULTS[1], USERS_ERROR),
         "once": (READ_FAULTS[1], INTERRUPT_ANYWHERE, DEATHS[0]),
         "train": (DEATHS[0],),
-        "resume": (FAILURE,),
+        "resume": (READ_FAULTS[1],),
         "changed": (FAILURE, DEATHS[0]),
         "pack": (FAILURE,),
     }
@@ -450,5 +450,5 @@ def _cases() -> Iterator[Case]:
     for fault in (FAILURE, INTERRUPT_ANYWHERE, DEATHS[0], HANG):
         yield from at(fault, BROADCASTING, job="changed")
         yield from at(fault, BROADCASTING, job="pack")
-    for fault in (FAILURE, INTERRUPT_ANYWHERE, DEATHS[0]):
+    for fault in (READ_FAULTS[1], INTERRUPT_ANYWHERE, DEATHS[0]):
         yield from at(fault, FILLING, job="resume")
