@@ -306,7 +306,7 @@ from lowmem_load.distributed.steps import RankGroup
 base, name = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False), sys.argv[2]
 base.set(f"here for {name}", "")
 dist.init_process_group(
-    "gloo", store=dist.PrefixStore(name, base), rank=1, world_size=2, timeout=timedelta(seconds=3)
+    "gloo", store=dist.PrefixStore(name, base), rank=1, world_size=2, timeout=timedelta(seconds=8)
 )
 if name == "first":
     sys.exit()
@@ -325,7 +325,7 @@ def _survive() -> None:
     """Rank function: this process stays; the other rank is a process that ends before its first load, then another."""
     import torch.distributed as dist
 
-    base = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    base = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=8))  # for which ranks wait
 
     @contextmanager
     def group(name: str) -> Iterator[subprocess.Popen[str]]:
@@ -333,11 +333,11 @@ def _survive() -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as other:
             base.wait([f"here for {name}"], timedelta(seconds=100))
             store = dist.PrefixStore(name, base)
-            dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=3))
+            dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=8))
             yield other
         dist.destroy_process_group()
 
-    with group("first"), pytest.raises(RankError, match="rank 1: has not come to this point in 3 s"):
+    with group("first"), pytest.raises(RankError, match="rank 1: has not come to this point in 8 s"):
         _step()
     with group("second") as fresh:
         with pytest.raises(RankError, match="rank 1: OSError: of the fresh process"):
