@@ -25,9 +25,9 @@ from lowmem_load.distributed.peers import Entry
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.nest import Axis, Copy, Nest
 from lowmem_load.planning.regions import Cuts, Mesh, Partitions, Rule, Split
-from lowmem_load.saving.local_shards import LocalShard, digest_of_rules, layouts_by_rule
 from lowmem_load.text import fingerprint
 from lowmem_load.weights_out.buckets import Bucket, PlannedTensor, Sharing, Unit, plan_buckets, plan_messages
+from lowmem_load.weights_out.local_shards import LocalShard, digest_of_rules, layouts_by_rule
 
 COLUMNS = ("model", "tensors", "under", "ranks", "store, KiB", "CPU s", "peak, MiB")
 LLAMA = {"q": (8192, 8192), "k": (1024, 8192), "v": (1024, 8192), "o": (8192, 8192), "gate": (28672, 8192)}

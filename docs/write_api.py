@@ -23,7 +23,7 @@ CHAPTERS = {
     "Load": ("load_model", "load_into", "lazy", "streaming", "local_folder", "load_report", "LoadReport"),
     "Plan": ("plan", "planning.load_plan.LoadPlan"),
     "Existing scripts": ("install",),
-    "Save": ("save_model", "saving.writer.SaveReport"),
+    "Save": ("save_model", "weights_out.write.SaveReport"),
     "Weights for an inference engine": ("iter_weights", "adapter_config", "push_weights", "WeightSource"),
     "Training checkpoints": ("load_checkpoint", "consolidate"),
     "ZeRO-3 on part of a model": ("initialize", "partial_zero3", "partial.partial_engine.PartialEngine"),

@@ -32,11 +32,11 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.report import LoadReport as LoadReport
     from lowmem_load.resume.consolidate import consolidate as consolidate
     from lowmem_load.resume.load_checkpoint import load_checkpoint as load_checkpoint
-    from lowmem_load.saving.save import save_model as save_model
     from lowmem_load.weights_out.iter_weights import adapter_config as adapter_config
     from lowmem_load.weights_out.iter_weights import iter_weights as iter_weights
     from lowmem_load.weights_out.push_weights import WeightSource as WeightSource
     from lowmem_load.weights_out.push_weights import push_weights as push_weights
+    from lowmem_load.weights_out.save import save_model as save_model
 
 _HOMES = {
     "errors": (
@@ -57,7 +57,7 @@ _HOMES = {
     "resume.load_checkpoint": ("load_checkpoint",),
     "weights_out.iter_weights": ("adapter_config", "iter_weights"),
     "weights_out.push_weights": ("WeightSource", "push_weights"),
-    "saving.save": ("save_model",),
+    "weights_out.save": ("save_model",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -24,9 +24,6 @@ from _pytest.assertion import util as assertion
 from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401  seconds: each engine asks for it
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import lowmem_load.ds.swapping
-import lowmem_load.saving.save
-import lowmem_load.weights_out.iter_weights  # noqa: F401
 from benchmarks.methods import wait_for_all_gathers
 from lowmem_load.api.load_model import load_model  # noqa: F401
 from lowmem_load.ds.ops import load_shm_comm

@@ -126,12 +126,9 @@ def consolidate(
         import torch
 
         from lowmem_load.distributed.process_group import DistributedInterface
-        from lowmem_load.distributed.steps import Alone
-        from lowmem_load.resume.consolidate import consolidate_on
+        from lowmem_load.resume.consolidate import consolidate
 
-        report = consolidate_on(
-            # Not by WORLD_SIZE, which pods export without ranks.
-            DistributedInterface() if "TORCHELASTIC_RUN_ID" in os.environ else Alone(),
+        report = consolidate(
             checkpoint,
             output,
             tag=tag,
@@ -139,6 +136,8 @@ def consolidate(
             dtype=None if dtype is None else getattr(torch, dtype),
             max_shard_size=max_shard_size,
             config=False if config == "none" else config,
+            # Not by WORLD_SIZE, which pods export without ranks.
+            ranks=DistributedInterface() if "TORCHELASTIC_RUN_ID" in os.environ else None,
         )
     if report.rank:
         return

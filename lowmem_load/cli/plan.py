@@ -117,7 +117,7 @@ def _checkpoint(name: str, revision: str | None, dequantize: bool, keywords: dic
     from lowmem_load.families import diffusion
     from lowmem_load.hf.quantizers import dequantizing
     from lowmem_load.hf.remote_names import find_checkpoint
-    from lowmem_load.saving.writer import lay_out
+    from lowmem_load.weights_out.file_layout import lay_out
 
     checkpoint = find_checkpoint(name, subfolder=keywords["subfolder"], revision=revision)
     if dequantize:

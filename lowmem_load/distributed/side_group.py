@@ -269,7 +269,7 @@ def has_fast_gather(ranks: RankGroup) -> bool:
 
 def device_of(ranks: RankGroup) -> torch.device:
     """Return the device on whose memory the group's collectives work best: the accelerator, or the host for gloo."""
-    if torch.accelerator.is_available():
+    if dist.is_initialized() and torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         backends = dict(pair.split(":") for pair in dist.get_backend_config(ranks.group).split(",") if ":" in pair)
         if kind is not None and backends.get(kind.type, "gloo") != "gloo":

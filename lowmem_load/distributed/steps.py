@@ -285,6 +285,11 @@ class Alone(RankGroup):
     def __init__(self) -> None:
         super().__init__(None)
 
+    @property
+    def is_fake(self) -> bool:
+        """There is no backend."""
+        return False
+
     def check(self) -> None:
         """There is no other rank that could have failed."""
 

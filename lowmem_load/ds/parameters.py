@@ -174,11 +174,6 @@ def _is_plain(parameter: torch.Tensor) -> bool:
     )
 
 
-def gathered(parameters: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Inside, every rank has the full values of these parameters, partitioned or not. Collective."""
-    return GatheredParameters(list(parameters))
-
-
 def gathered_by_others(parameters: Sequence[torch.Tensor]) -> list[int]:
     """Return the positions of the parameters that an open `GatheredParameters` block has gathered.
 

@@ -34,15 +34,11 @@ class Merge:
         adapters = {id(p): p for layer in self.layers for p in layer.parameters() if id(p) not in bases}
         return list(adapters.values())
 
-    def run(self, values: Mapping[int, torch.Tensor] | None = None) -> list[torch.Tensor]:
+    def run(self, values: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """Return the merged parameters, as new tensors, or in the memory of the values.
 
-        `values` has the whole value of each parameter and adapter, by `id`. Without it, all of them must be gathered.
+        `values` has the whole value of each parameter and adapter, by `id`.
         """
-        if values is None:
-            device = self.parameters[0].device  # adapters may be on another one, such as the host
-            values = {id(parameter): parameter.detach().clone() for parameter in self.parameters}
-            values |= {id(adapter): adapter.detach().to(device) for adapter in self.adapters()}
         parameters = {key: nn.Parameter(value, requires_grad=False) for key, value in values.items()}
         copies: dict[int, Any] = {}
         for layer in self.layers:

@@ -223,9 +223,11 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def model_of(config: str | os.PathLike[str]) -> transformers.PreTrainedModel:
-    """Return the model of a configuration, on the meta device."""
+def model_of(config: str | os.PathLike[str], *, is_tied: bool | None = None) -> transformers.PreTrainedModel:
+    """Return the model of a configuration, on the meta device. With `is_tied`, its embeddings are tied or not."""
     values = model_config(os.fspath(config), {"config": os.fspath(config)})
+    if is_tied is not None:
+        values.tie_word_embeddings = values.get_text_config().tie_word_embeddings = is_tied
     name = next(iter(getattr(values, "architectures", None) or ()), None)
     kind = getattr(transformers, str(name), None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):

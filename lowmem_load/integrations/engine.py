@@ -20,9 +20,9 @@ from lowmem_load.errors import ConfigError, LoadOrderWarning, outside_level
 from lowmem_load.hf.active import transformers_models
 from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
 from lowmem_load.resume.load_checkpoint import load_checkpoint
-from lowmem_load.saving.local_shards import unwrapped
-from lowmem_load.saving.save import ranks_of, save_state_dict
 from lowmem_load.training_checkpoints.zero_checkpoint import saved_by
+from lowmem_load.weights_out.local_shards import ranks_of, unwrapped
+from lowmem_load.weights_out.save import save_state_dict
 
 
 @contextlib.contextmanager

@@ -25,8 +25,8 @@ from lowmem_load.ds.parameters import full_numel, is_partitioned
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.hf.saver import OURS, default_shard_size
 from lowmem_load.replaced import Handlers, holding
-from lowmem_load.saving.local_shards import unwrapped
-from lowmem_load.saving.save import ranks_of, save_model
+from lowmem_load.weights_out.local_shards import ranks_of, unwrapped
+from lowmem_load.weights_out.save import save_model
 
 
 class LookedIntoError(UnsupportedError):

@@ -21,10 +21,10 @@ import torch
 from lowmem_load import foreign_names
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.replaced import Handlers, holding, warn_of_missing
-from lowmem_load.saving.local_shards import is_dtensor
 from lowmem_load.weights_out.iter_weights import Arguments, plan_weights
-from lowmem_load.weights_out.push_weights import hand_over, handing_out, metadata_of, name_tensor_pairs
-from lowmem_load.weights_out.send_weights import Weights
+from lowmem_load.weights_out.local_shards import is_dtensor
+from lowmem_load.weights_out.push_weights import hand_over, metadata_of, name_tensor_pairs
+from lowmem_load.weights_out.send import Sending, handing_out
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def mix(ordinary: Callable[[Any, Any, float], None], model: Any, target_model: A
         ordinary(model, target_model, alpha)
 
 
-def _planned(model: Any, mode: str) -> Weights | None:
+def _planned(model: Any, mode: str) -> Sending | None:
     """Return the weights to send, for rank 0 or for all; None if they need not, or cannot, be sent in buckets."""
     if not any(map(_is_in_pieces, model.parameters())):
         return None
@@ -100,7 +100,7 @@ def _planned(model: Any, mode: str) -> Weights | None:
     to: Any = "all" if mode == "colocate" else 0
     try:
         arguments = Arguments(bucket_bytes=BUCKET_BYTES, to=to, dtype=None, names=None, merge_adapters=is_peft)
-        return plan_weights(model, arguments)
+        return plan_weights(model, arguments)[0]
     except UnsupportedError as error:  # on all ranks alike
         warnings.warn(f"TRL gathers the weights for vLLM, as they cannot be sent in buckets: {error}", stacklevel=2)
         return None

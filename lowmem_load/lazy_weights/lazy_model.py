@@ -33,8 +33,6 @@ from lowmem_load.planning.load_plan import Costs
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.quantized.format import packing_of
 from lowmem_load.report import LoadReport, OnLoad
-from lowmem_load.saving.folder import refuse_url
-from lowmem_load.saving.writer import Writer, lay_out
 from lowmem_load.symbolic.initialise import SharedValue
 from lowmem_load.symbolic.lazy import (
     KEEPING,
@@ -47,6 +45,9 @@ from lowmem_load.symbolic.lazy import (
     values_of,
 )
 from lowmem_load.symbolic.tensor import SymbolicTensor
+from lowmem_load.weights_out.file_layout import lay_out
+from lowmem_load.weights_out.folder import refuse_url
+from lowmem_load.weights_out.write import Writer
 
 _WAS_LAZY = "lowmem_load_was_lazy"
 """Attribute of the modules of a lazy model."""

@@ -27,10 +27,10 @@ from lowmem_load.partial.replicated import (
     save_replicated,
 )
 from lowmem_load.resume.load_checkpoint import load_checkpoint
-from lowmem_load.saving.folder import refuse_url
-from lowmem_load.saving.local_shards import Wrapper
-from lowmem_load.saving.save import save_state_dict
 from lowmem_load.training_checkpoints.zero_checkpoint import STEPS, find_folder
+from lowmem_load.weights_out.folder import refuse_url
+from lowmem_load.weights_out.local_shards import Wrapper
+from lowmem_load.weights_out.save import save_state_dict
 
 
 class PartialEngine(Wrapper):

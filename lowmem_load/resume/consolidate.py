@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import shutil
-from collections.abc import Generator, Iterator, Mapping
+import tempfile
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,17 +25,15 @@ from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import Part, fill
 from lowmem_load.phases import without_progress
 from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files
-from lowmem_load.planning.expression import Source
+from lowmem_load.planning.expression import Source, leaves
 from lowmem_load.planning.regions import FlatRange, partition_range
-from lowmem_load.resume.hub_names import as_loaded
-from lowmem_load.saving.folder import refuse_url
-from lowmem_load.saving.local_shards import MemoryPiece
-from lowmem_load.saving.write_folder import Contents, write_folder
-from lowmem_load.saving.writer import SaveReport, used_sources
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.adapter_config import ADAPTER_CONFIG, adapter_config, check_names_suffice
 from lowmem_load.training_checkpoints.open_model import SavedModel, Values, open_model, own_files
 from lowmem_load.training_checkpoints.zero_checkpoint import differences_of
+from lowmem_load.weights_out.local_shards import MemoryPiece
+from lowmem_load.weights_out.weights import Weights, used_sources
+from lowmem_load.weights_out.write import SaveReport, write
 
 BESIDE = (
     *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
@@ -64,6 +62,7 @@ def consolidate(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     config: str | os.PathLike[str] | Literal[False] | None = None,
+    ranks: RankGroup | None = None,
 ) -> SaveReport:
     """Make a Hugging Face folder of a training checkpoint of DeepSpeed, FSDP2, torch DCP or verl.
 
@@ -83,6 +82,7 @@ def consolidate(
         config: folder with config.json, or a model on the Hub, whose `save_pretrained` names the parameters so. None:
             the config.json in the checkpoint or its `huggingface/`. False, or without one: the names of the checkpoint,
             and tied parameters under each name.
+        ranks: a `DistributedInterface`, whose ranks share the work and all make this call. None: this process does it.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, malformed or truncated, or of another model than `config`.
@@ -90,51 +90,39 @@ def consolidate(
         UnsupportedError: DeepSpeed's model parallelism, compressed chunks, or a conversion that needs whole tensors.
         RankError: another process failed; the same error is raised in each.
     """
-    how: dict[str, Any] = {"tag": tag, "part": part, "dtype": dtype, "max_shard_size": max_shard_size, "config": config}
-    return consolidate_on(Alone(), checkpoint_folder, output_folder, **how)
-
-
-def consolidate_on(
-    ranks: RankGroup,
-    checkpoint_folder: str | os.PathLike[str],
-    output_folder: str | os.PathLike[str],
-    *,
-    tag: str | None = None,
-    part: str | None = None,
-    dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
-    config: str | os.PathLike[str] | Literal[False] | None = None,
-) -> SaveReport:
-    """Do what `consolidate` does; the ranks share the work. Collective."""
     if dtype is not None and dtype not in saver.DTYPES:
         raise ConfigError(f"consolidate: dtype={dtype!r}, expected None or one of {saver.DTYPES}")
-    report = SaveReport(os.fspath(output_folder), rank=ranks.rank, world_size=ranks.world_size)
-    with Executor() as executor, ranks.session("consolidate"):
-        with report.phase("plan"):
-            saved = _open(ranks, os.fspath(checkpoint_folder), report.folder, executor, tag, part)
+    ranks = Alone() if ranks is None else ranks
+    with Executor() as executor:
 
-        def contents(scratch: Path) -> Contents:
+        def weights(scratch: Path) -> Weights:
+            saved = _open(ranks, os.fspath(checkpoint_folder), executor, tag, part)
             in_files = dtype or (torch.float32 if saved.num_masters else None)
             model, files = _describe_folder(saved, scratch, executor, config, in_files, max_shard_size)
-            report.num_masters, report.left_out = model.num_masters, list(model.left_out)
-            tensors = {**model.tensors, **{_OF_ADAPTER + name: tensor for name, tensor in model.adapter.items()}}
-            buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
-            spans = {name: partition_range(t.numel, ranks.rank, ranks.world_size) for name, t in tensors.items()}
-            elements = {name: ShareOfTensor(name, t, spans[name], executor, buffer) for name, t in tensors.items()}
-            return Contents(files, elements)
+            return _weights_of(model, files, ranks, executor)
 
-        write_folder(ranks, report, contents, {"dtype": dtype})
-    report.source = f"a checkpoint of {saved.kind}: {len(saved.files)} files"
-    report.source += f"; {saved.removed} was removed from all names" if saved.removed else ""
-    return report
+        return write(ranks, output_folder, weights, {"dtype": dtype}, title="consolidate")
 
 
-def _open(
-    ranks: RankGroup, folder: str, output_folder: str, executor: Executor, tag: str | None, part: str | None
-) -> SavedModel:
+def _weights_of(saved: SavedModel, files: Sequence[saver.SavedFile], ranks: RankGroup, executor: Executor) -> Weights:
+    """Return the weights of a training checkpoint, of which each rank copies a part of each tensor."""
+    tensors = {**saved.tensors, **{_OF_ADAPTER + name: tensor for name, tensor in saved.adapter.items()}}
+    buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+    spans = {name: partition_range(tensor.numel, ranks.rank, ranks.world_size) for name, tensor in tensors.items()}
+    source = f"a checkpoint of {saved.kind}: {len(saved.files)} files"
+    source += f"; {saved.removed} was removed from all names" if saved.removed else ""
+    return Weights(
+        files,
+        {name: ShareOfTensor(name, tensor, spans[name], executor, buffer) for name, tensor in tensors.items()},
+        left_out=saved.left_out,
+        num_masters=saved.num_masters,
+        source=source,
+    )
+
+
+def _open(ranks: RankGroup, folder: str, executor: Executor, tag: str | None, part: str | None) -> SavedModel:
     """Return the model in a checkpoint, whose files all ranks see alike. Collective."""
     with ranks.step("opening the checkpoint", name=folder) as step:
-        refuse_url(output_folder)
         saved = open_model(folder, executor, tag=tag, part=part)
         read = (f"{os.path.basename(file.path)} {file.nbytes} {file.digest}" for file in saved.files)
         step.digest = {"checkpoint": fingerprint(read)}
@@ -188,21 +176,17 @@ def _describe_folder(
     saved: list[saver.SavedFile] = []
     named = None if isinstance(config, bool) else config
     config = saved_model.companion("config.json") if config is None else named
-    model: Any = None
+    model: Any = None  # which PEFT wraps
     if config and (saved_model.tensors or saved_model.adapted is not None):
         saved_model = saved_model.without_wrappers()
     if saved_model.tensors and config and _is_alone(saved_model, scratch, config, named):
         saved_model = replace(saved_model, tensors={})
     if saved_model.tensors and config:
         with load_lock():
-            model, tensors = _model_of(config, saved_model.tensors, executor)
-            saved_model = replace(saved_model, tensors=tensors)
-            plain = copy.deepcopy(model) if saved_model.adapter else None  # which PEFT wraps
-            saved, left_out = _as_saved_by_transformers(
-                saved_model, model, scratch, executor, config, dtype, max_shard_size
-            )
+            options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": {}}
+            model, saved, left_out = _as_saved_by_transformers(saved_model.tensors, scratch, executor, config, options)
+        _copy_tokenizer(saved_model, scratch, config)
         saved_model = replace(saved_model, left_out=(*saved_model.left_out, *left_out))
-        model = plain
     elif saved_model.tensors and not saved_model.has_shapes:
         raise ConfigError(
             f"{saved_model.folder}: its files do not say how large the tensors are, so a missing last one would not be "
@@ -268,23 +252,91 @@ def _sources(tensors: Mapping[str, Values], before: str = "") -> dict[str, Sourc
 
 
 def _as_saved_by_transformers(
-    saved_model: SavedModel,
-    model: Any,
+    tensors: Mapping[str, Values],
     scratch: Path,
     executor: Executor,
     config: str | os.PathLike[str],
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
-) -> tuple[list[saver.SavedFile], list[str]]:
-    """Return the files of weights, and the tensors of which they have nothing."""
-    sources = _sources(saved_model.tensors)
-    _check_ties(model, saved_model.tensors, config, executor)
+    options: Mapping[str, Any],
+) -> tuple[Any, list[saver.SavedFile], list[str]]:
+    """Return the model of a configuration that has these tensors, and the files in which transformers saves it.
+
+    And the names of the tensors of which these have nothing.
+    """
+    sources = _sources(tensors)
+    model = saver.model_of(config)
+    differences = _differences(model, sources)
+    if differences and (head := sources.get("score.weight")) is not None:
+        critic = saver.critic_of(config, head.shape[0])
+        if critic is not None and not _differences(critic, sources):
+            model, differences = critic, ""
+    if differences:
+        files, in_files = _under_hub_names(model, tensors, scratch, executor, config, options)
+        if in_files:
+            raise CheckpointError(
+                f"the checkpoint is not of a {type(model).__name__} as config {config} says: {differences}. Under the "
+                f"names of files on the Hub: {in_files}. Name another config, or pass {saver.NO_CONFIG}, which writes "
+                "the parameters under the names that the checkpoint has. Weights of Megatron and of torchtitan's own "
+                "models need the scripts of these first"
+            )
+        return model, files, []
+    _check_ties(model, {name: name for name in tensors}, tensors, executor, config)
     named = (*model.named_parameters(), *model.named_buffers())
     of_model = {id(tensor): sources[name] for name, tensor in named if name in sources}
     saver.give_dtypes(model, {key: source.dtype for key, source in of_model.items()})
-    options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": {}}
-    saved = saver.describe_save_pretrained(model, scratch, of_model, **options)
-    # The trained tokenizer is the checkpoint's; where it has none, that of the configuration.
+    files = saver.describe_save_pretrained(model, scratch, of_model, **options)
+    used, state = used_sources(files), model.state_dict(keep_vars=True)
+    written = {name for name in sources if (source := of_model.get(id(state[name]))) and source.name in used}
+    return model, files, [name for name in sources if name not in written]
+
+
+def _under_hub_names(
+    model: Any,
+    tensors: Mapping[str, Values],
+    scratch: Path,
+    executor: Executor,
+    config: str | os.PathLike[str],
+    options: Mapping[str, Any],
+) -> tuple[list[saver.SavedFile], str]:
+    """Return the files of tensors that have the names of a model's files, and how they differ from these; "" if not.
+
+    Models of transformers 4 were trained under these names. Version 5 converts them on load, and back in a save.
+    """
+    sources = _sources(tensors)
+    floating = {source.dtype for source in sources.values() if source.dtype.is_floating_point}
+    if len(floating) != 1:
+        return [], "weights of several dtypes"
+    (dtype,) = floating
+    files = _files_of(model, dtype, scratch, options)
+    places = {name: part for file in files for name, part in file.tensors.items()}
+    if sources.keys() - places.keys():  # such as both names of a tied weight
+        with tempfile.TemporaryDirectory(prefix="lowmem_load-") as made:
+            untied = _files_of(saver.model_of(config, is_tied=False), dtype, Path(made), options)
+        places = {name: part for file in untied for name, part in file.tensors.items()}
+    differences = differences_of(
+        {name: source.shape for name, source in sources.items()},
+        {name: part.shape for name, part in places.items()},
+        sources.keys() - places.keys(),
+        "model",
+    )
+    if not differences:
+        names = {leaf.name: name for name, part in places.items() for leaf in leaves(part) if isinstance(leaf, Source)}
+        _check_ties(model, names, tensors, executor, config)
+    in_files = saver.plain_file("", sources, options["dtype"]).tensors
+    return [replace(file, tensors={name: in_files[name] for name in file.tensors}) for file in files], differences
+
+
+def _files_of(model: Any, dtype: torch.dtype, scratch: Path, options: Mapping[str, Any]) -> list[saver.SavedFile]:
+    """Return the files in which transformers saves a model of this dtype."""
+    of_model = {
+        id(tensor): Source("", name, 0, tuple(tensor.shape), dtype if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    saver.give_dtypes(model, {key: source.dtype for key, source in of_model.items()})
+    return saver.describe_save_pretrained(model, scratch, of_model, **options)
+
+
+def _copy_tokenizer(saved_model: SavedModel, scratch: Path, config: str | os.PathLike[str]) -> None:
+    """Copy the trained tokenizer, which is the checkpoint's; where it has none, that of the configuration."""
     for place in filter(os.path.isdir, saved_model.near):
         if files := own_files(place, BESIDE):
             break
@@ -292,34 +344,6 @@ def _as_saved_by_transformers(
         files = files_beside(os.fspath(config), BESIDE)
     for path in files:
         shutil.copyfile(path, scratch / os.path.basename(path))
-    used = used_sources(saved)
-    state = model.state_dict(keep_vars=True)
-    written = {name for name in sources if (source := of_model.get(id(state[name]))) and source.name in used}
-    return saved, [name for name in sources if name not in written]
-
-
-def _model_of(
-    config: str | os.PathLike[str], tensors: Mapping[str, Values], executor: Executor
-) -> tuple[Any, Mapping[str, Values]]:
-    """Return the model of a configuration that has these tensors, of its architecture or a critic, under its names."""
-    model, sources = saver.model_of(config), _sources(tensors)
-    differences = _differences(model, sources)
-    if not differences:
-        return model, tensors
-    if (head := sources.get("score.weight")) is not None:
-        critic = saver.critic_of(config, head.shape[0])
-        if critic is not None and not _differences(critic, sources):
-            return critic, tensors
-    loaded = as_loaded(model, config, tensors, executor)
-    if isinstance(loaded, str):
-        differences += f". Under the names of files on the Hub: {loaded}"
-    elif not _differences(model, _sources(loaded)):
-        return model, loaded
-    raise CheckpointError(
-        f"the checkpoint is not of a {type(model).__name__} as config {config} says: {differences}. Name another "
-        f"config, or pass {saver.NO_CONFIG}, which writes the parameters under the names that the checkpoint has. "
-        "Weights of Megatron and of torchtitan's own models need the scripts of these first"
-    )
 
 
 def _differences(model: nn.Module, sources: Mapping[str, Source]) -> str:
@@ -331,15 +355,23 @@ def _differences(model: nn.Module, sources: Mapping[str, Source]) -> str:
 
 
 def _check_ties(
-    model: nn.Module, tensors: Mapping[str, Values], config: str | os.PathLike[str], executor: Executor
+    model: nn.Module,
+    names: Mapping[str, str],
+    tensors: Mapping[str, Values],
+    executor: Executor,
+    config: str | os.PathLike[str],
 ) -> None:
-    """Raise CheckpointError where the model ties two parameters that the checkpoint has apart: one would be lost."""
+    """Raise CheckpointError where the model ties two parameters that the checkpoint has apart: one would be lost.
+
+    `names` has the name in the checkpoint of each parameter.
+    """
     first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
-        if other == name or not {name, other} <= tensors.keys() or tensors[name] is tensors[other]:
+    for place, parameter in model.named_parameters(remove_duplicate=False):
+        name = names.get(place, "")
+        if name not in tensors:
             continue
-        if not _are_equal(name, tensors[other], tensors[name], executor):
+        other = first.setdefault(id(parameter), name)
+        if tensors[name] is not tensors[other] and not _are_equal(name, tensors[other], tensors[name], executor):
             raise CheckpointError(
                 f"{other} and {name} are two parameters in the checkpoint, and one in a {type(model).__name__} as "
                 f"config {config} says: set tie_word_embeddings in it to false, or pass {saver.NO_CONFIG}"

@@ -24,8 +24,6 @@ from lowmem_load.planning.expression import Expression, Source, leaves
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.report import Attempts, LoadReport
-from lowmem_load.saving.local_shards import Wrapper
-from lowmem_load.saving.save import ranks_of
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.zero_checkpoint import (
     FP32,
@@ -35,6 +33,7 @@ from lowmem_load.training_checkpoints.zero_checkpoint import (
     find_folder,
     open_checkpoint,
 )
+from lowmem_load.weights_out.local_shards import Wrapper, ranks_of
 
 if TYPE_CHECKING:
     from lowmem_load.ds.engine_states import HeldParameter, Zero3State

@@ -19,11 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from lowmem_load.errors import PlanError
+from lowmem_load.frameworks.peft import Merge
 from lowmem_load.planning.expression import Shape, Source
 from lowmem_load.planning.nest import Axis, Copy, Nest, extent, nests_within
 from lowmem_load.planning.regions import Distribution
@@ -58,13 +59,13 @@ class Unit:
 
     Attributes:
         sent: what the ranks send.
-        made: what is made of these parameters once adapters are merged into them, by merge `merge`. Without a merge,
-            what is sent is what is wanted.
+        made: what is made of these parameters once adapters are merged into them, by `merge`. Without a merge, what is
+            sent is what is wanted.
     """
 
     sent: tuple[PlannedTensor, ...]
     made: tuple[PlannedTensor, ...] = ()
-    merge: int | None = None
+    merge: Merge | None = None
 
     @property
     def nbytes(self) -> int:
@@ -97,13 +98,8 @@ class MessagePart(NamedTuple):
     nest: Nest
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """What each rank that holds any of a copy's elements sends: the nests, and how many elements."""
-
-    nests: Mapping[int, Sequence[Nest]]
-    numels: Mapping[int, int]
-    numel: int
+Shares: TypeAlias = "Mapping[int, Sequence[Nest]]"
+"""What each rank that holds any of a copy's elements sends of it."""
 
 
 class Sharing:
@@ -137,9 +133,22 @@ class Messages:
         """Yield the parts of a rank's message. They are not kept: there are those of all tensors and ranks."""
         end = 0
         for number, name, itemsize, shares in self.copies:
-            for nest in shares.nests.get(rank, ()):
+            for nest in shares.get(rank, ()):
                 yield MessagePart(number, name, end, nest)
                 end += nest.numel * itemsize
+
+
+def whole_tensor(source: Source) -> PlannedTensor:
+    """Return a parameter or buffer as it is."""
+    copy = Copy(source, Nest(0, 0, (Axis(math.prod(source.shape), 1, 1),)))
+    return PlannedTensor(source.name, source.shape, source.dtype, (copy,))
+
+
+def merge_unit(merge: Merge, made: Sequence[PlannedTensor], sources: Mapping[int, Source]) -> Unit:
+    """Return what has to be sent together to make tensors of merged parameters. `sources` has all, by `id`."""
+    needed = {sources[id(parameter)]: None for parameter in (*merge.parameters, *merge.adapters())}
+    needed |= {source: None for tensor in made for source in tensor.sources}
+    return Unit(tuple(map(whole_tensor, needed)), tuple(made), merge)
 
 
 def plan_buckets(units: Sequence[Unit], bucket_bytes: int) -> list[Bucket]:
@@ -170,9 +179,11 @@ def plan_messages(bucket: Bucket, sharing: Sharing) -> Messages:
                 continue
             shares = sharing.of(copy)
             copies.append((number, copy.leaf.name, itemsize, shares))
-            for rank, share in shares.numels.items():
+            expected += copy.nest.numel
+            for rank, nests in shares.items():
+                share = sum(nest.numel for nest in nests)
                 nbytes[rank] += share * itemsize
-            expected, numel = expected + copy.nest.numel, numel + shares.numel
+                numel += share
         if numel != expected:
             raise PlanError(
                 f"{tensor.name}: the ranks hold {numel} elements of {expected}; were all ranks of the model called?"
@@ -198,8 +209,7 @@ def _shares(nest: Nest, layout: Distribution) -> Shares:
         for part in nests_within(nest, holders.region, layout.shape):
             for place, rank in enumerate(holders.ranks):
                 nests.setdefault(rank, []).extend(_share(part, place, len(holders.ranks)))
-    numels = {rank: sum(nest.numel for nest in mine) for rank, mine in nests.items()}
-    return Shares(nests, numels, sum(numels.values()))
+    return nests
 
 
 def _share(nest: Nest, place: int, num_replicas: int) -> Iterator[Nest]:

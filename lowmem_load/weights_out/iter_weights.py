@@ -1,15 +1,13 @@
-"""iter_weights: the tensors that save_model writes, put together on the ranks, a bucket at a time: what is sent.
+"""iter_weights: the tensors that `save_model` writes, put together on the ranks, a bucket at a time: what is sent.
 
-A save asks which bytes of files a rank's elements fill; here they fill tensors in memory. See docs/situations/
-rlhf_weights.md.
+A save asks which bytes of files a rank's elements fill; here they fill tensors in memory. See docs/howto/rlhf.md.
 """
 
 from __future__ import annotations
 
-import math
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -24,21 +22,11 @@ from lowmem_load.frameworks.peft import Merge
 from lowmem_load.hf.load_lock import load_lock
 from lowmem_load.hf.saver import SavedFile, read_adapter_config
 from lowmem_load.planning.expression import Expression, Source
-from lowmem_load.planning.nest import Axis, Copy, Nest
 from lowmem_load.planning.proof import prove_names
-from lowmem_load.saving.local_shards import (
-    LocalShard,
-    digest_of_rules,
-    layouts_by_rule,
-    local_shards,
-    rules_of,
-    unwrapped,
-)
-from lowmem_load.saving.save import describe_files, ranks_of
-from lowmem_load.saving.writer import proved_copies
-from lowmem_load.text import fingerprint
-from lowmem_load.weights_out.buckets import PlannedTensor, Sharing, Unit, plan_buckets
-from lowmem_load.weights_out.send_weights import SendPlan, Tensors, Weights
+from lowmem_load.weights_out.buckets import PlannedTensor, Unit, merge_unit
+from lowmem_load.weights_out.local_shards import LocalShard, local_shards, ranks_of, unwrapped
+from lowmem_load.weights_out.send import Sending, SendPlan, Tensors, plan_sending
+from lowmem_load.weights_out.weights import describe_files, proved_copies
 
 Names: TypeAlias = "Collection[str] | Callable[[str], bool]"
 
@@ -92,7 +80,7 @@ def iter_weights(
     arguments = Arguments(
         bucket_bytes=bucket_bytes, to=to, dtype=dtype, names=names, merge_adapters=merge_adapters, adapters=adapters
     )
-    yield from plan_weights(engine_or_model, arguments).buckets()
+    yield from plan_weights(engine_or_model, arguments)[0].buckets()
 
 
 def adapter_config(engine_or_model: nn.Module, adapters: str = "default") -> dict[str, Any]:
@@ -103,8 +91,8 @@ def adapter_config(engine_or_model: nn.Module, adapters: str = "default") -> dic
     """
     model = unwrapped(engine_or_model)
     with load_lock():
-        shards = local_shards(model, 0, masters=False)
-        config: dict[str, Any] = _describe_sent(model, Arguments(adapters=adapters), shards)[2]
+        sources = {id(shard.tensor): shard.source for shard in local_shards(model, 0, masters=False)}
+        config: dict[str, Any] = _describe_sent(model, Arguments(adapters=adapters), sources)[2]
         return config
 
 
@@ -145,15 +133,35 @@ class Arguments:
         return {name: part for name, part in tensors.items() if name in names}
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A plan that stays on its model, and is used as long as nothing has changed that decides it on this rank.
+
+    Attributes:
+        state, objects: what decides it: values, and what it knows by identity. Parameters may be replaced, and go.
+        config: of an adapter that is sent alone.
+    """
+
+    state: list[Any]
+    objects: list[weakref.ref[Any]]
+    plan: SendPlan
+    config: Any
+
+    def is_of(self, state: Sequence[Any], objects: Sequence[Any]) -> bool:
+        """Return whether these are still the same."""
+        alike = len(self.objects) == len(objects) and self.state == state
+        return alike and all(one() is other for one, other in zip(self.objects, objects, strict=True))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, ()  # a copy of the model has other parameters
+
+
 _KEPT = "_lowmem_load_weights"
 """Attribute of a model: its last plan."""
 
 
-def plan_weights(engine: nn.Module, arguments: Arguments) -> Weights:
-    """Return the weights of a model, planned but not sent. Collective.
-
-    See [Note: rules] in `planning/regions.py`.
-    """
+def plan_weights(engine: nn.Module, arguments: Arguments) -> tuple[Sending, Any]:
+    """Return the weights of a model, planned but not sent, and the configuration of an adapter alone. Collective."""
     model = unwrapped(engine)
     with load_lock():
         ranks = ranks_of(model)
@@ -161,124 +169,70 @@ def plan_weights(engine: nn.Module, arguments: Arguments) -> Weights:
             arguments.check(ranks.world_size)
             masters = arguments.dtype == torch.float32 and not arguments.merge_adapters
             shards = local_shards(model, ranks.rank, masters=masters)
-            plan = _plan(model, arguments, shards, ranks)
+            kept = _kept_plan(model, arguments, shards, ranks)
             step.digest = {
                 "bucket_bytes, to, dtype": f"{arguments.bucket_bytes}, {arguments.to}, {arguments.dtype}",
-                "tensors": plan.tensors,
-                "the layout of the tensors": plan.rules,
+                "tensors": kept.plan.tensors,
+                "the layout of the tensors": kept.plan.rules,
             }
-        return Weights(
-            engine=engine,
-            ranks=ranks,
-            to=None if arguments.to == "all" else arguments.to,
-            shards={shard.source.name: shard for shard in shards},
-            plan=plan,
-            bucket_bytes=arguments.bucket_bytes,
-        )
+        to = None if arguments.to == "all" else arguments.to
+        return Sending(engine, kept.plan, shards, ranks, to=to), kept.config
 
 
-def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], ranks: RankGroup) -> SendPlan:
+def _kept_plan(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], ranks: RankGroup) -> _Kept:
     """Return the plan that the model has, or make one and leave it there."""
-    state, objects = _state_of(model, arguments, shards, ranks), _objects_of(model, shards)
-    plan: SendPlan | None = vars(model).pop(_KEPT, None)
-    if not isinstance(plan, SendPlan) or plan.state != state or not _are_same(plan.objects, objects):
-        units, merges, config = _plan_tensors(model, arguments, shards)
-        rules = rules_of(shards)
-        plan = SendPlan(
-            state=state,
-            objects=[*map(weakref.ref, objects)],
-            buckets=plan_buckets(units, arguments.bucket_bytes),
-            merges=merges,
-            config=config,
-            tensors=fingerprint(map(_unit_text, units)),
-            rules=digest_of_rules(rules),
-            sharing=Sharing(layouts_by_rule(shards, rules, ranks.rank, ranks.world_size), ranks.world_size),
-        )
-    if not callable(arguments.names):  # it may choose others the next time
-        vars(model)[_KEPT] = plan
-    return plan
-
-
-def _state_of(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], ranks: RankGroup) -> list[Any]:
     state: list[Any] = [arguments, ranks.group, ranks.rank, ranks.world_size]
     state += [repr(getattr(model, name, None)) for name in ("config", "peft_config")]
     state += [(shard.source, shard.local_region, shard.is_master) for shard in shards]
     for module in model.modules():
         adapter = repr(getattr(module, "_active_adapter", None))  # PEFT may save or merge another part by it
         state.append((type(module), adapter, {*module._non_persistent_buffers_set}))  # noqa: SLF001
-    return state
+    objects = [*model.modules(), *(shard.tensor for shard in shards)]
+    kept = vars(model).pop(_KEPT, None)
+    if not isinstance(kept, _Kept) or not kept.is_of(state, objects):
+        units, config = _plan_units(model, arguments, shards)
+        plan = plan_sending(units, shards, ranks, arguments.bucket_bytes)
+        kept = _Kept(state, [*map(weakref.ref, objects)], plan, config)
+    if not callable(arguments.names):  # it may choose others the next time
+        vars(model)[_KEPT] = kept
+    return kept
 
 
-def _objects_of(model: nn.Module, shards: Sequence[LocalShard]) -> list[Any]:
-    """Return what a plan knows by its identity. The plan has weak references: parameters may be replaced, and go."""
-    return [*model.modules(), *(shard.tensor for shard in shards)]
+def _plan_units(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard]) -> tuple[list[Unit], Any]:
+    """Return what is sent together: a tensor, or the parameters of a merge, of which all its tensors are made.
 
-
-def _are_same(before: Sequence[weakref.ref[Any]], now: Sequence[Any]) -> bool:
-    return len(before) == len(now) and all(one() is other for one, other in zip(before, now, strict=True))
-
-
-def _plan_tensors(
-    model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard]
-) -> tuple[list[Unit], list[Merge], Any]:
-    files, merges, config = _describe_sent(model, arguments, shards)
+    And the configuration of an adapter that is sent alone.
+    """
+    sources = {id(shard.tensor): shard.source for shard in shards}
+    files, merges, config = _describe_sent(model, arguments, sources)
     names = {(file.name, name): name for file in files for name in file.tensors}
     prove_names("iter_weights: the files of a save", names, names)  # a file for each adapter, and alike in names
     tensors = arguments.choose({name: part for file in files for name, part in file.tensors.items()})
-    planned = [
-        PlannedTensor(name, part.shape, part.dtype, tuple(proved_copies(name, part))) for name, part in tensors.items()
-    ]
-    sources = {id(shard.tensor): shard.source for shard in shards}
-    return list(_plan_units(planned, merges, sources)), merges, config
+    merge_of = {sources[id(parameter)].name: merge for merge in merges for parameter in merge.parameters}
+    made: dict[Merge, list[PlannedTensor]] = {}
+    units: list[Unit] = []
+    for name, part in tensors.items():
+        tensor = PlannedTensor(name, part.shape, part.dtype, tuple(proved_copies(name, part)))
+        found = {merge_of[source.name] for source in tensor.sources if source.name in merge_of}
+        if len(found) > 1:
+            raise ConfigError(f"{name}: is made of parameters that are merged apart; save the model instead")
+        if found:
+            made.setdefault(found.pop(), []).append(tensor)
+        else:
+            units.append(Unit((tensor,)))
+    return [*units, *(merge_unit(merge, tensors, sources) for merge, tensors in made.items())], config
 
 
 def _describe_sent(
-    model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard]
+    model: nn.Module, arguments: Arguments, sources: Mapping[int, Source]
 ) -> tuple[list[SavedFile], list[Merge], Any]:
     """Return the files that a save would write, the merges, and the configuration of an adapter that is sent alone."""
     kwargs: dict[str, Any] = {}
     if arguments.adapters is not None:
         peft.check_adapter(model, arguments.adapters)
         kwargs["selected_adapters"] = [arguments.adapters]
-    sources = {id(shard.tensor): shard.source for shard in shards}
-    options: dict[str, Any] = {
-        "max_shard_size": _ONE_FILE,
-        "merge_adapters": arguments.merge_adapters,
-        "has_configs": False,
-    }
+    options: dict[str, Any] = {"dtype": arguments.dtype, "merge_adapters": arguments.merge_adapters, "kwargs": kwargs}
     with tempfile.TemporaryDirectory(prefix="lowmem_load-") as made:
         scratch = Path(made)
-        files, merges = describe_files(model, scratch, sources, dtype=arguments.dtype, kwargs=kwargs, **options)
+        files, merges = describe_files(model, scratch, sources, max_shard_size=_ONE_FILE, has_configs=False, **options)
         return files, merges, None if arguments.adapters is None else read_adapter_config(scratch)
-
-
-def _plan_units(
-    planned: Sequence[PlannedTensor], merges: Sequence[Merge], sources: Mapping[int, Source]
-) -> Iterator[Unit]:
-    """Yield what is sent together: a tensor, or the parameters of a merge, of which all its tensors are made."""
-    merge_of = {sources[id(p)].name: number for number, merge in enumerate(merges) for p in merge.parameters}
-    made: dict[int, list[PlannedTensor]] = {}
-    for tensor in planned:
-        numbers = {merge_of[source.name] for source in tensor.sources if source.name in merge_of}
-        if not numbers:
-            yield Unit((tensor,))
-        elif len(numbers) == 1:
-            made.setdefault(numbers.pop(), []).append(tensor)
-        else:
-            raise ConfigError(f"{tensor.name}: is made of parameters that are merged apart; save the model instead")
-    for number, tensors in made.items():
-        merge = merges[number]
-        needed = {sources[id(p)]: None for p in (*merge.parameters, *merge.adapters())}
-        needed |= {source: None for tensor in tensors for source in tensor.sources}
-        yield Unit(tuple(map(_whole, needed)), tuple(tensors), number)
-
-
-def _unit_text(unit: Unit) -> str:
-    """Return all that decides what is sent where."""
-    copies = [(tensor.name, [(getattr(c.leaf, "name", ""), c.nest) for c in tensor.copies]) for tensor in unit.sent]
-    return f"{copies} {[(tensor.name, tensor.shape, tensor.dtype) for tensor in (*unit.sent, *unit.made)]}"
-
-
-def _whole(source: Source) -> PlannedTensor:
-    copy = Copy(source, Nest(0, 0, (Axis(math.prod(source.shape), 1, 1),)))
-    return PlannedTensor(source.name, source.shape, source.dtype, (copy,))

@@ -3,30 +3,42 @@
 Sources of the methods: trl 1.16 `generation/vllm_client.py`; sglang 0.5 `srt/entrypoints/engine.py`; vllm 0.28
 `distributed/weight_transfer/base.py`, whose engines for trainers take a source of weights. Any other engine is a
 function that takes a bucket.
+
+An adapter alone is handed over as a folder, which all releases of vLLM and SGLang take. Sources: vllm 0.32
+`lora/request.py` and `v1/engine/llm_engine.py`, where `load_inplace` replaces an adapter of the same number. SGLang's
+`load_lora_adapter_from_tensors` differs between patch releases.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import fcntl
+import functools
+import inspect
+import json
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.saving.local_shards import unwrapped
-from lowmem_load.saving.save import ranks_of
-from lowmem_load.weights_out.adapters import engine_of, hand_over_adapter
 from lowmem_load.weights_out.buckets import PlannedTensor
+from lowmem_load.weights_out.folder import refuse_url
 from lowmem_load.weights_out.iter_weights import Arguments, plan_weights
-from lowmem_load.weights_out.send_weights import Tensors, Weights
+from lowmem_load.weights_out.local_shards import ranks_of, unwrapped
+from lowmem_load.weights_out.send import Sending, Tensors, handing_out
 
 _OF_TRL, _OF_OLD_TRL, _OF_SGLANG = "update_named_params", "update_named_param", "update_weights_from_tensor"
 _METHODS = _OF_TRL, _OF_OLD_TRL, _OF_SGLANG
+
+_ADDS, _LOADS = "add_lora", "load_lora_adapter"
+"""The methods of vLLM and SGLang for adapters."""
 
 _RESETS = "reset_prefix_cache", "flush_cache"
 """Methods that drop what was computed with the old weights."""
@@ -71,7 +83,7 @@ def push_weights(
         step.payload = True if client is not None else None
         needs_folder = adapters is not None and client is not None and not callable(client)
         if needs_folder:
-            engine_of(client)
+            _engine_of(client)
         elif client is not None and not callable(client) and _method_of(client) is None:
             raise ConfigError(
                 f"push_weights: client: a {type(client).__name__} is no function and has none of {', '.join(_METHODS)}"
@@ -80,13 +92,14 @@ def push_weights(
     if not takers:
         raise ConfigError("push_weights: client: no rank has one")
     to: int | Literal["all"] = takers[0] if len(takers) == 1 else "all"
-    weights, request = plan_weights(engine_or_model, Arguments(to=to, adapters=adapters, **keywords)), None
-    with handing_out(weights) as buckets:
+    request = None
+    sending, config = plan_weights(engine_or_model, Arguments(to=to, adapters=adapters, **keywords))
+    with handing_out(sending) as buckets:
         if adapters is not None and needs_folder:
             path = None if folder is None else Path(folder)
-            request = hand_over_adapter(client, adapters, weights.plan.config, path, buckets)
+            request = _hand_over_adapter(client, adapters, config, path, buckets)
         else:
-            hand_over(client, weights, buckets)
+            hand_over(client, sending, buckets)
     with ranks.step("resetting the cache"):
         _reset_cache(client)
     return request
@@ -123,26 +136,26 @@ class WeightSource:
     def metadata(self) -> list[PlannedTensor]:
         """Return the `name`, `dtype` and `shape` of each tensor, in order. The first call is collective."""
         if self._metadata is None:
-            self._metadata = plan_weights(self._engine, self._arguments).tensors
+            self._metadata = plan_weights(self._engine, self._arguments)[0].tensors
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the value of each tensor, on ranks that get any. Collective."""
-        yield from name_tensor_pairs(plan_weights(self._engine, self._arguments).buckets())
+        yield from name_tensor_pairs(plan_weights(self._engine, self._arguments)[0].buckets())
 
 
 def _method_of(client: Any) -> str | None:
     return next((name for name in _METHODS if callable(getattr(client, name, None))), None)
 
 
-def hand_over(client: Any, weights: Weights, buckets: Iterator[Tensors]) -> None:
+def hand_over(client: Any, sending: Sending, buckets: Iterator[Tensors]) -> None:
     """Hand all buckets to a client; of a rank that has none, take them."""
     method = _method_of(client)
     if client is None:
         for _ in buckets:
             pass
     elif method == _OF_TRL:
-        client.update_named_params(metadata_of(weights), name_tensor_pairs(buckets))
+        client.update_named_params(metadata_of(sending), name_tensor_pairs(buckets))
     elif method == _OF_OLD_TRL:
         for name, tensor in name_tensor_pairs(buckets):
             client.update_named_param(name, tensor)
@@ -157,9 +170,9 @@ def hand_over(client: Any, weights: Weights, buckets: Iterator[Tensors]) -> None
             client(bucket)
 
 
-def metadata_of(weights: Weights) -> list[tuple[str, str, list[int]]]:
+def metadata_of(sending: Sending) -> list[tuple[str, str, list[int]]]:
     """Return name, dtype ("bfloat16") and shape of each tensor in order, as TRL's client wants to know them before."""
-    return [(tensor.name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in weights.tensors]
+    return [(tensor.name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in sending.tensors]
 
 
 def name_tensor_pairs(buckets: Iterator[Tensors]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -170,35 +183,88 @@ def name_tensor_pairs(buckets: Iterator[Tensors]) -> Iterator[tuple[str, torch.T
             yield bucket.pop()  # so that nothing here keeps it while the next bucket is made
 
 
-@contextlib.contextmanager
-def handing_out(weights: Weights) -> Iterator[Iterator[Tensors]]:
-    """Yield the buckets, all of which the block has to take. Collective: all ranks raise if one rank's block raises."""
-    buckets, failures = weights.buckets(), list[Exception]()
+# -- an adapter alone --------------------------------------------------------------------------------------------------
 
-    def noted() -> Iterator[Tensors]:
-        try:
-            yield from buckets
-        except Exception as failure:
-            failures.append(failure)
-            raise
+_SHARED_MEMORY, _PREFIX = Path("/dev/shm"), "lowmem_load-adapters-"
 
-    # Of errors that come after the last bucket, such as an answer of the server, the other ranks learn at this step.
-    with weights.ranks.step("handing out the weights"):
-        # The first one is asked for here: an error before a generator has begun would not reach the other ranks.
-        first = [bucket for bucket in (next(buckets, None),) if bucket is not None]
-        try:
-            yield itertools.chain(first, noted())
-            if not failures and next(buckets, None) is not None:
-                raise ConfigError("the client did not take all of the weights")
-        except BaseException as caught:
-            if not failures:
-                error = caught
-                if isinstance(caught, StopIteration | GeneratorExit):  # which say something else to a generator
-                    error = RuntimeError(f"the client raised {type(caught).__name__}")
-                    error.__cause__ = caught
-                buckets.throw(error)  # raised on all ranks
-                raise
-        finally:
-            buckets.close()
-        if failures:  # all ranks know of it, whatever the client has made of it
-            raise failures[0]
+
+def _engine_of(client: Any) -> Any:
+    """Return what has the method for adapters: vLLM's `LLM` has an engine. Raise ConfigError if nothing has."""
+    inner = getattr(client, "llm_engine", client)
+    if callable(getattr(inner, _ADDS, None)) or callable(getattr(client, _LOADS, None)):
+        if inspect.iscoroutinefunction(getattr(inner, _ADDS, None)):
+            raise ConfigError(f"push_weights: client: its {_ADDS} is asynchronous; give a function that takes buckets")
+        return inner
+    raise ConfigError(
+        f"push_weights: client: a {type(client).__name__} is no function and has neither {_ADDS} (vLLM) nor "
+        f"{_LOADS} (SGLang), so it takes no adapters"
+    )
+
+
+def _hand_over_adapter(
+    client: Any, name: str, config: dict[str, Any], folder: Path | None, buckets: Iterator[Tensors]
+) -> Any:
+    """Hand an adapter to an engine, as a folder. Return vLLM's request to generate with; None from SGLang."""
+    tensors = {key: value.cpu() for bucket in buckets for key, value in bucket}
+    path = Path(_shared_folder().name) / name if folder is None else folder
+    _write_adapter(path, tensors, config)
+    engine = _engine_of(client)
+    if hasattr(engine, _ADDS):
+        from vllm.lora.request import LoRARequest
+
+        # vLLM knows adapters by numbers; of people's own, which count from 1, this is none.
+        number = zlib.crc32(name.encode()) & 0x7FFFFFFF | 1 << 16
+        request = functools.partial(LoRARequest, lora_name=name, lora_int_id=number, lora_path=str(path))
+        if not engine.add_lora(request(load_inplace=True)):
+            raise ConfigError(f"push_weights: client: {_ADDS} did not load the adapter {name!r}")
+        return request()
+    engine.unload_lora_adapter(lora_name=name)  # loads are refused of one that it has; where it has none, this fails
+    answer = engine.load_lora_adapter(lora_name=name, lora_path=str(path))
+    if not getattr(answer, "success", True):
+        raise ConfigError(f"push_weights: client: {_LOADS} says: {answer.error_message}")
+    return None
+
+
+def _write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    """Write the two files of PEFT's `save_pretrained` that engines read, each at once in the place of the former."""
+    refuse_url(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder) as made:
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, Path(made, "adapter_model.safetensors"), metadata={"format": "pt"})
+        text = json.dumps(config, indent=2, sort_keys=True)
+        Path(made, "adapter_config.json").write_text(text, encoding="utf-8")
+        for path in Path(made).iterdir():
+            os.replace(path, folder / path.name)
+
+
+@functools.cache
+def _shared_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder in memory that lives as long as this process: an engine may read an adapter again.
+
+    A process that is killed leaves its folder to the next one that makes one. A lock says who lives: processes of
+    containers that share this memory do not see each other's numbers.
+    """
+    parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    for left in parent.glob(f"{_PREFIX}*"):
+        if (lock := _locked(left)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+    while True:
+        folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent, ignore_cleanup_errors=True)
+        if _locked(Path(folder.name)) is not None and os.path.isdir(folder.name):  # else taken for one that was left
+            return folder
+
+
+def _locked(folder: Path) -> int | None:
+    """Lock a folder for as long as this process lives; return its file descriptor, None if another one has it."""
+    try:
+        number = os.open(folder, os.O_RDONLY)
+    except OSError:  # it is gone, or another user's
+        return None
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(number)
+        return None
+    return number

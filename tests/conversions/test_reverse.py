@@ -12,12 +12,11 @@ from safetensors.torch import load_file
 from transformers.core_model_loading import WeightConverter, dot_natural_key
 
 from lowmem_load.planning.expression import Source
-from lowmem_load.planning.regions import partition_range
-from lowmem_load.saving.writer import Writer, own_writes, plan_writes, total_bytes
 from lowmem_load.symbolic.tensor import SymbolicTensor
+from lowmem_load.weights_out.write import Writer, plan_writes
 from tests.conversions import mappings
 from tests.conversions.mappings import DTYPES, Case, Chain
-from tests.unit.test_saving_plan import layout_of
+from tests.unit.test_saving_plan import layout_of, write_part
 
 CHAINS = mappings.chains()
 
@@ -67,15 +66,10 @@ def test_all_ranks_write_what_transformers_gives(chain: Chain, tmp_path: Path) -
                 written += len(values)
             path.write_bytes(content)
             for rank in range(world_size):
-                held = {name: partition_range(value.numel(), rank, world_size) for name, value in model.items()}
                 with Writer([path], lambda _: None) as writer:
-                    for name, parts in own_writes(writes, {name: [span] for name, span in held.items()}).items():
-                        mine = model[name].reshape(-1)[held[name].start : held[name].end].clone()
-                        for write in parts:
-                            writer.write(write, mine, held[name].start)
+                    write_part(writer, writes, model, rank, world_size)
                     written += writer.written_bytes
             assert written == layout.nbytes - len(layout.header)
-            assert written == total_bytes(writes) + sum(map(len, layout.others.values()))
             saved = load_file(path)
             assert saved.keys() == wanted.keys()
             for name, value in wanted.items():

@@ -255,7 +255,7 @@ def push_adapters(path: str, out: str) -> None:
     import sys
 
     from lowmem_load import DistributedInterface, adapter_config, iter_weights, push_weights
-    from lowmem_load.weights_out.adapters import _shared_folder
+    from lowmem_load.weights_out.push_weights import _shared_folder
 
     rank = DistributedInterface().rank
     sys.modules |= {"vllm": Request(), "vllm.lora": Request(), "vllm.lora.request": Request(LoRARequest=Request)}

@@ -180,8 +180,7 @@ def save_merged(paths: dict[str, str], out: str) -> None:
         model = adapted("gpt2", load_model(paths["gpt2"], FP32))
     with torch.no_grad():
         next(p for p in model.parameters() if p.requires_grad).add_(int(os.environ["RANK"]))
-    with pytest.raises(RankError, match=r"merging .*c_attn.* failed .*\n.*adapters with values"):
-        save_model(model, f"{out}/merged-differing", merge_adapters=True)
+    save_model(model, f"{out}/merged-gpt2", max_shard_size=SHARD, merge_adapters=True)  # those of rank 0 count
     with pytest.raises(ConfigError, match="GPT2LMHeadModel is no PeftModel"):
         save_model(load_model(paths["gpt2"], FP32), f"{out}/merged-differing", merge_adapters=True)
 
@@ -215,7 +214,7 @@ def save_from_two_nodes(path: str, out: str) -> None:
     from unittest import mock
 
     from lowmem_load import load_model, save_model
-    from lowmem_load.saving import write_folder, writer
+    from lowmem_load.weights_out import write
     from tests.storage import PageCache, on_network
 
     class Node(PageCache):
@@ -235,8 +234,8 @@ def save_from_two_nodes(path: str, out: str) -> None:
     for name, node, system in (("one-node", "one", Cached()), ("two-nodes", f"node {rank}", Node())):
         with (
             on_network(),
-            mock.patch.object(write_folder, "node_name", return_value=node),
-            mock.patch.object(writer, "os", system),
+            mock.patch.object(write, "node_name", return_value=node),
+            mock.patch.object(write, "os", system),
         ):
             save_model(model, f"{out}/{name}")
     if rank == 0:
@@ -250,8 +249,8 @@ def fail_together(path: str, out: str) -> None:
     from deepspeed import zero
 
     from lowmem_load import load_model, save_model
-    from lowmem_load.saving import folder as folders
-    from lowmem_load.saving import writer
+    from lowmem_load.weights_out import folder as folders
+    from lowmem_load.weights_out import write
 
     model, rank = load_model(path, FP32), int(os.environ["RANK"])
     target, before = f"{out}/llama-bf16-{SHARD}", sorted(os.listdir(out))
@@ -259,12 +258,12 @@ def fail_together(path: str, out: str) -> None:
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    ordinary = writer.os.pwrite
+    ordinary = write.os.pwrite
     if rank == 1:
-        writer.os.pwrite = full  # type: ignore[assignment]
+        write.os.pwrite = full  # type: ignore[assignment]
     with pytest.raises(RankError, match=r"rank 1: CheckpointError: .*No space left on device"):
         save_model(model, target)
-    writer.os.pwrite = ordinary
+    write.os.pwrite = ordinary
     if rank == 1:
         folders.PROBE = "on another machine"
     with pytest.raises(RankError, match=r"rank 1: ConfigError: .*does not see the folder that rank 0 made"):
@@ -388,9 +387,9 @@ def is_one_of(folder: Path, models: list[dict[str, torch.Tensor]]) -> int:
 def die_while_writing(path: str, target: str) -> None:
     """Rank function: rank 1 is killed when it has written half of what is its to write."""
     from lowmem_load import load_model, save_model
-    from lowmem_load.saving import writer
+    from lowmem_load.weights_out import write
 
-    ordinary, count = writer.os.pwrite, [0]
+    ordinary, count = write.os.pwrite, [0]
 
     def counted(*args: Any) -> int:
         count[0] += 1
@@ -398,7 +397,7 @@ def die_while_writing(path: str, target: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return ordinary(*args)
 
-    writer.os.pwrite = counted  # type: ignore[assignment]
+    write.os.pwrite = counted  # type: ignore[assignment]
     save_model(load_model(f"{path}-2.0", FP32), target, max_shard_size=SHARD)
 
 

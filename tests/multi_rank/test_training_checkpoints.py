@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from lowmem_load import DistributedInterface, RankError, consolidate
-from lowmem_load.resume.consolidate import consolidate_on
 from tests import builders
 from tests.ranks import run_ranks
 from tests.zero_checkpoint import save_zero3
@@ -141,10 +140,10 @@ def load_all(folders: dict[str, Path], root: Path, made: Path) -> dict[str, floa
         for key, value in cut.state_dict().items():
             assert torch.equal(value.full_tensor() if hasattr(value, "full_tensor") else value, expected[key]), key
     for name in ("llama-dcp", "mixtral-verl"):
-        consolidate_on(DistributedInterface(), root / name, made / name, config=folders[name.partition("-")[0]])
+        consolidate(root / name, made / name, config=folders[name.partition("-")[0]], ranks=DistributedInterface())
     others = root / ("llama-dcp" if dist.get_rank() else "llama-async")  # of equal shapes, under equal names
     with pytest.raises(RankError, match="holds checkpoint"):
-        consolidate_on(DistributedInterface(), others, made / "mixed", config=folders["llama"])
+        consolidate(others, made / "mixed", config=folders["llama"], ranks=DistributedInterface())
     assert not (made / "mixed").exists()
     return shares
 

@@ -31,7 +31,6 @@ distributed
 dtensor
 report
 pipeline
-saving
 weights_out
 lazy_weights
 api
@@ -42,7 +41,7 @@ cli
 __init__ __main__
 """
 FILES = """cli lazy_weights ds formats training_checkpoints hf partial phases integrations distributed io report resume
-saving weights_out config"""
+weights_out config"""
 # Who may use a name, and all that is below it. A name on two rows may be used by the folders of both.
 # ".name()" is a method of any object, ".ds_" each attribute that DeepSpeed puts on parameters.
 ONLY = {

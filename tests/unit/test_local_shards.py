@@ -17,7 +17,7 @@ from lowmem_load import iter_weights, save_model
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.partial.partial_engine import PartialEngine
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.saving.local_shards import local_shards, unwrapped
+from lowmem_load.weights_out.local_shards import local_shards, unwrapped
 
 
 def test_what_is_whole_is_written_by_rank_0() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lowmem_load.weights_out import adapters
+from lowmem_load.weights_out import push_weights as adapters
 
 
 def hold(connection: Any) -> None:

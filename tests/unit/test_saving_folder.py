@@ -19,9 +19,10 @@ import torch
 
 import lowmem_load
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.saving import folder as folders
-from lowmem_load.saving.folder import PROBE, Staging
-from lowmem_load.saving.writer import FileLayout
+from lowmem_load.weights_out import folder as folders
+from lowmem_load.weights_out import push_weights
+from lowmem_load.weights_out.file_layout import FileLayout
+from lowmem_load.weights_out.folder import PROBE, Staging
 from tests import builders
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -401,26 +402,9 @@ def test_urls_are_refused_wherever_files_are_written(
         "save_model": lambda: lowmem_load.save_model(torch.nn.Linear(2, 2), url),
         "consolidate": lambda: lowmem_load.consolidate(tmp_path, url),
         "lazy": lambda: lowmem_load.lazy(llama).save_pretrained(url),
-        "adapter": lambda: folders.write_adapter(Path(url), {}, {}),
+        "adapter": lambda: push_weights._write_adapter(Path(url), {}, {}),
     }
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"^s3:/+bucket/run: is a URL, and files are only written to local folders"):
         ways[where]()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_files_that_fail_half_way_leave_the_former_ones(tmp_path: Path) -> None:
-    """What `PartialEngine.save_16bit_model` and adapters for an engine are written by."""
-    (tmp_path / "pytorch_model.bin").write_text("old")
-
-    def fail() -> None:
-        with folders.replacing(tmp_path) as made:
-            (made / "pytorch_model.bin").write_text("ne")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
-    with folders.replacing(tmp_path) as made:
-        (made / "pytorch_model.bin").write_text("new")
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["new"]

@@ -16,20 +16,11 @@ from lowmem_load.formats.safetensors import DTYPES, PACKED
 from lowmem_load.hf.saver import SavedFile
 from lowmem_load.planning.expression import Computed, Expression, Source
 from lowmem_load.planning.regions import FlatRange, partition_range
-from lowmem_load.saving import writer as writer_module
-from lowmem_load.saving.folder import find_target, make_staging
-from lowmem_load.saving.writer import (
-    FileLayout,
-    Writer,
-    digest_of_files,
-    lay_out,
-    lay_out_saved,
-    lay_out_zip,
-    own_writes,
-    plan_writes,
-    total_bytes,
-)
 from lowmem_load.symbolic.tensor import SymbolicTensor
+from lowmem_load.weights_out import write as write_module
+from lowmem_load.weights_out.file_layout import FileLayout, digest_of_files, lay_out, lay_out_saved, lay_out_zip
+from lowmem_load.weights_out.folder import find_target, make_staging
+from lowmem_load.weights_out.write import Write, Writer, plan_writes
 from tests.storage import PageCache
 
 SHAPES = {"a": (6, 10), "b": (4, 3, 5), "scalar": (), "empty": (0, 3), "row": (7,)}
@@ -72,27 +63,30 @@ def described() -> dict[str, Expression]:
     return {name: value.expression for name, value in converted(symbols).items()}
 
 
+def write_part(
+    writer: Writer, writes: Mapping[str, list[Write]], values: Mapping[str, torch.Tensor], rank: int, world_size: int
+) -> None:
+    """Write what one rank writes, from memory that has nothing else."""
+    for name, of_one in writes.items():
+        span = partition_range(values[name].numel(), rank, world_size)
+        writer.write_parts(of_one, values[name].reshape(-1)[span.start : span.end].clone(), span.start)
+
+
 @pytest.mark.parametrize("staging_bytes", [8 << 20, 24, 1])
 def test_all_ranks_together_write_each_byte_once(
     staging_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "STAGING_BYTES", max(staging_bytes, 4))
+    monkeypatch.setattr(write_module, "STAGING_BYTES", max(staging_bytes, 4))
     tensors, path = described(), tmp_path / "f"
     layout = layout_of("f", tensors)
     writes = plan_writes([layout])
-    assert total_bytes(writes) == layout.nbytes - len(layout.header)
     for world_size in (1, 2, 3, 4, 7, 8, 64, 97):
         values = memory(world_size)
         path.write_bytes(layout.header + bytes(layout.nbytes - len(layout.header)))
         written = 0
         for rank in range(world_size):
-            held = {name: partition_range(value.numel(), rank, world_size) for name, value in values.items()}
-            spans = {name: [span] for name, span in held.items()}
             with Writer([path], lambda _: None) as writer:
-                for name, parts in own_writes(writes, spans).items():
-                    mine = values[name].reshape(-1)[held[name].start : held[name].end].clone()  # nothing else is there
-                    for write in parts:
-                        writer.write(write, mine, held[name].start)
+                write_part(writer, writes, values, rank, world_size)
                 writer.sync()
             written += writer.written_bytes
         assert written == layout.nbytes - len(layout.header)  # and each is right, so none was written twice
@@ -114,14 +108,11 @@ def test_nodes_that_cache_pages_write_past_them(
         path.write_bytes(layout.header + bytes(layout.nbytes - len(layout.header)))
         caches, writers = [PageCache() for _ in range(world_size)], []
         for rank, cache in enumerate(caches):
-            monkeypatch.setattr(writer_module, "os", cache)
+            monkeypatch.setattr(write_module, "os", cache)
             writers.append(Writer([path], lambda _: None, past_cache=past_cache))
-            held = {name: [partition_range(value.numel(), rank, world_size)] for name, value in values.items()}
-            for name, parts in own_writes(writes, held).items():
-                for write in parts:
-                    writers[-1].write(write, values[name].reshape(-1), 0)
+            write_part(writers[-1], writes, values, rank, world_size)
         for writer, cache in zip(writers, caches, strict=True):
-            monkeypatch.setattr(writer_module, "os", cache)
+            monkeypatch.setattr(write_module, "os", cache)
             writer.sync()
             writer.__exit__()
         saved = load_file(path)
@@ -137,7 +128,7 @@ def test_a_file_system_that_refuses_to_be_written_past_its_cache_is_named(
             raise OSError(errno.EINVAL if flags & os.O_DIRECT else errno.EIO, "refused")
 
     layout = layout_of("f", {"a": described()["a"]})
-    monkeypatch.setattr(writer_module, "os", Refusing())
+    monkeypatch.setattr(write_module, "os", Refusing())
     for past_cache, text in (
         (True, r"refused\. Its file system refuses O_DIRECT, .*; save to Lustre"),
         (False, "refused$"),
@@ -146,14 +137,15 @@ def test_a_file_system_that_refuses_to_be_written_past_its_cache_is_named(
             Writer([tmp_path / "f"], lambda _: None, past_cache=past_cache) as writer,
             pytest.raises(CheckpointError, match=text),
         ):
-            writer.write(plan_writes([layout])[0], memory(0)["a"].reshape(-1), 0)
+            writer.write(plan_writes([layout])["a"][0], memory(0)["a"].reshape(-1), 0)
 
 
 def test_a_partition_is_one_write_of_its_own_memory(tmp_path: Path) -> None:
     """No copy: a parameter that is saved as it is goes to the file in one call, straight from where it lies."""
     leaf = Source("", "p", 0, (10, 10), torch.float32)
     layout = layout_of("f", {"p": leaf})
-    ((write,),) = own_writes(plan_writes([layout]), {"p": [FlatRange(34, 67)]}).values()
+    ((whole,),) = plan_writes([layout]).values()
+    (write,) = whole.within(FlatRange(34, 67))
     assert write.nbytes == 33 * 4
     (tmp_path / "f").write_bytes(bytes(layout.nbytes))
     with Writer([tmp_path / "f"], lambda _: None) as writer:
@@ -172,7 +164,7 @@ def test_one_file_is_open_at_a_time(tmp_path: Path) -> None:
     for layout in files:
         (tmp_path / layout.name).write_bytes(layout.header + bytes(layout.nbytes - len(layout.header)))
     with Writer(paths, lambda _: None) as writer:
-        for write in plan_writes(files):
+        for write in plan_writes(files)["p"]:
             writer.write(write, torch.arange(200.0), 0)
             most = max(most, len(os.listdir("/proc/self/fd")) - before)
         writer.sync()
@@ -194,7 +186,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         Writer([tmp_path / "absent"], lambda _: None) as writer,
         pytest.raises(CheckpointError, match=r"absent: cannot be written: .*No such file"),
     ):
-        writer.write(writes[0], torch.ones(4), 0)
+        writer.write(writes["p"][0], torch.ones(4), 0)
 
 
 # -- headers of files, against safetensors' own and what torch loads ---------------------------------------------------

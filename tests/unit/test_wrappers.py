@@ -15,9 +15,9 @@ from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.families.modules import tensors_of
 from lowmem_load.frameworks.wrappers import named_tensors, plain_modules, plain_name
 from lowmem_load.planning.expression import Source
-from lowmem_load.saving.local_shards import local_shards
-from lowmem_load.saving.save import describe_files
-from lowmem_load.saving.writer import lay_out_saved
+from lowmem_load.weights_out.file_layout import lay_out_saved
+from lowmem_load.weights_out.local_shards import local_shards
+from lowmem_load.weights_out.weights import describe_files
 
 WORDS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_module")
 

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.steps import Alone, RankGroup, has_group
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.regions import (
@@ -217,6 +219,16 @@ def local_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool)
         raise UnsupportedError(f"{name}: is {state}, so it has no values")
     all_or_none = FlatRange(0, tensor.numel()) if rank == 0 else NOTHING
     return LocalShard(source, tensor, all_or_none, all_or_none, False, False)
+
+
+def ranks_of(model: nn.Module, *, may_be_alone: bool = False) -> RankGroup:
+    """Return the ranks that save a model together. Without a group they make one, unless they `may_be_alone`."""
+    groups = list(dict.fromkeys(group for p in model.parameters() if (group := group_of(p)) is not None))
+    if len(groups) > 1:
+        raise UnsupportedError(f"the model's parameters are partitioned among {len(groups)} different groups of ranks")
+    if groups or has_group():
+        return RankGroup(groups[0] if groups else None)
+    return Alone() if may_be_alone else DistributedInterface()
 
 
 # -- what all ranks hold, by rule, so that none has to be asked --------------------------------------------------------

@@ -14,23 +14,19 @@ import contextlib
 import ctypes
 import errno
 import glob
-import json
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.saving.writer import FileLayout
 from lowmem_load.text import size
+from lowmem_load.weights_out.file_layout import FileLayout
 
 PROBE = ".lowmem_load_probe"
 """File by which ranks tell that they see one folder. It marks the staging folder of a save that has not ended."""
@@ -169,21 +165,6 @@ def discard(staging: Staging) -> None:
         _remove(staging.path)
 
 
-@contextlib.contextmanager
-def replacing(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a folder for files, which all come into `folder` after the block; if it fails, none does. Local."""
-    staging = make_staging(find_target(folder), [])
-    try:
-        yield staging.path
-        for path in staging.path.rglob("*"):
-            if path.is_file():
-                _sync(path)
-        commit(staging)
-    except BaseException:
-        discard(staging)
-        raise
-
-
 def _make_file(path: Path, file: FileLayout) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -317,11 +298,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-    """Write the two files of PEFT's `save_pretrained` that engines read, in the place of former ones."""
-    with replacing(folder) as made:
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, made / "adapter_model.safetensors", metadata={"format": "pt"})
-        (made / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")

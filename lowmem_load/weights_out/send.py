@@ -25,9 +25,8 @@ import functools
 import itertools
 import operator
 import sys
-import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -37,11 +36,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lowmem_load.distributed.side_group import Exchange, SideGroup, device_of
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError
-from lowmem_load.frameworks.peft import Merge
 from lowmem_load.io.memory import SpareMemory, own_memory, scatter_elements, source_elements
 from lowmem_load.planning.expression import Held, Source
 from lowmem_load.planning.nest import Nest
-from lowmem_load.saving.local_shards import LocalShard, is_dtensor, unwrapped
+from lowmem_load.text import fingerprint
 from lowmem_load.weights_out.buckets import (
     Bucket,
     MessagePart,
@@ -50,36 +48,55 @@ from lowmem_load.weights_out.buckets import (
     Sharing,
     Unit,
     message_lengths,
+    plan_buckets,
     plan_messages,
+)
+from lowmem_load.weights_out.local_shards import (
+    LocalShard,
+    digest_of_rules,
+    is_dtensor,
+    layouts_by_rule,
+    rules_of,
+    unwrapped,
 )
 
 Tensors: TypeAlias = "list[tuple[str, torch.Tensor]]"
 """Names and values of a bucket's tensors."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SendPlan:
-    """What the ranks send of a model. It stays on the model, and is used as long as nothing of that has changed.
+    """What the ranks send of a model.
 
     Attributes:
-        state, objects: all that decides it on this rank: values, and what it knows by identity.
         buckets: what is sent at a time.
-        merges, config: of adapters that are merged; of one that is sent alone.
+        bucket_bytes: how many bytes these may have.
         tensors, rules: digests of what is sent and of how it lies.
         sharing: what each rank sends.
     """
 
-    state: list[Any]
-    objects: list[weakref.ref[Any]]
-    buckets: list[Bucket]
-    merges: list[Merge]
-    config: Any
+    buckets: Sequence[Bucket]
+    bucket_bytes: int
     tensors: str
     rules: str
     sharing: Sharing
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return str, ()  # a copy of the model has other parameters
+
+def plan_sending(units: Sequence[Unit], shards: Sequence[LocalShard], ranks: RankGroup, bucket_bytes: int) -> SendPlan:
+    """Return what is sent, from rules that all ranks know: see [Note: rules] in `planning/regions.py`. Local.
+
+    The ranks have to agree on `tensors` and `rules`.
+    """
+    rules = rules_of(shards)
+    sharing = Sharing(layouts_by_rule(shards, rules, ranks.rank, ranks.world_size), ranks.world_size)
+    tensors = fingerprint(map(_unit_text, units))
+    return SendPlan(plan_buckets(units, bucket_bytes), bucket_bytes, tensors, digest_of_rules(rules), sharing)
+
+
+def _unit_text(unit: Unit) -> str:
+    """Return all that decides what is sent where."""
+    copies = [(tensor.name, [(getattr(c.leaf, "name", ""), c.nest) for c in tensor.copies]) for tensor in unit.sent]
+    return f"{copies} {[(tensor.name, tensor.shape, tensor.dtype) for tensor in (*unit.sent, *unit.made)]}"
 
 
 @dataclass(slots=True)
@@ -91,21 +108,16 @@ class _Sent:
     exchange: Exchange
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """The weights of a model, planned.
+class Sending:
+    """Weights of a model on their way to all ranks, or to the rank `to`. Of an engine, the optimizer is watched."""
 
-    Attributes:
-        to: the rank that gets them, or None.
-    """
-
-    engine: nn.Module
-    ranks: RankGroup
-    to: int | None
-    shards: Mapping[str, LocalShard]
-    plan: SendPlan
-    bucket_bytes: int
-    spare: SpareMemory = field(default_factory=SpareMemory)
+    def __init__(
+        self, engine: nn.Module, plan: SendPlan, shards: Sequence[LocalShard], ranks: RankGroup, *, to: int | None
+    ) -> None:
+        self.plan, self.ranks = plan, ranks
+        self._engine, self._to, self._spare = engine, to, SpareMemory()
+        self._shards = {shard.source.name: shard for shard in shards}
+        self._names = {id(shard.tensor): name for name, shard in self._shards.items()}
 
     @property
     def tensors(self) -> list[PlannedTensor]:
@@ -117,7 +129,7 @@ class Weights:
         sent: _Sent | None = None
         side = SideGroup(self.ranks, on_device=True)
         stream = None if side.device.type == "cpu" else _stream_of(side.device)
-        changes = _Changes(self.engine, list(self.shards.values()))
+        changes = _Changes(self._engine, list(self._shards.values()))
         loop = self.ranks.new_loop()
         try:
             for number in range(len(self.plan.buckets) + 1):
@@ -167,24 +179,24 @@ class Weights:
         """Return a bucket whose message from this rank is filled, in the memory of the one before if that is enough."""
         bucket = self.plan.buckets[number]
         messages = plan_messages(bucket, self.plan.sharing)
-        lengths = message_lengths(messages.nbytes, self.bucket_bytes, are_equal=side.gathers)
-        exchange = Exchange(side, lengths, to=self.to, before=before.exchange if before else None)
+        lengths = message_lengths(messages.nbytes, self.plan.bucket_bytes, are_equal=side.gathers)
+        exchange = Exchange(side, lengths, to=self._to, before=before.exchange if before else None)
         if exchange.mine is not None:
             planned, parts = bucket.sent, messages.parts(self.ranks.rank)
             by_name = operator.attrgetter("parameter")
             # Of nvme each parameter is read once for the bucket, whatever the order of the parts.
             for name, group in itertools.groupby(sorted(parts, key=by_name), by_name):
-                with self.shards[name].flat() as memory:
+                with self._shards[name].flat() as memory:
                     for part in group:
                         _fill_part(exchange.mine, planned[part.number].dtype, part, memory)
         return _Sent(bucket, messages, exchange)
 
     def _put_together(self, sent: _Sent) -> Tensors:
         """Return the tensors of a bucket that has come."""
-        if self.to not in (None, self.ranks.rank):
+        if self._to not in (None, self.ranks.rank):
             return []
         planned = sent.bucket.sent
-        pieces = self.spare.take([tensor.nbytes for tensor in planned], device_of(self.ranks))
+        pieces = self._spare.take([tensor.nbytes for tensor in planned], device_of(self.ranks))
         values = [piece.view(tensor.dtype).view(tensor.shape) for tensor, piece in zip(planned, pieces, strict=True)]
         del pieces  # `SpareMemory` counts who uses it
         for rank, message in sent.exchange.received.items():
@@ -200,8 +212,7 @@ class Weights:
         """Return the tensors of a unit, merged if it has adapters."""
         if unit.merge is None:
             return [(tensor.name, sent[tensor.name]) for tensor in unit.sent]
-        merge = self.plan.merges[unit.merge]
-        names = {id(shard.tensor): name for name, shard in self.shards.items()}
+        merge, names = unit.merge, self._names
         merged = merge.run({id(p): sent[names[id(p)]] for p in (*merge.parameters, *merge.adapters())})
         sources = sent | {names[id(p)]: value for p, value in zip(merge.parameters, merged, strict=True)}
         made: Tensors = []
@@ -213,6 +224,40 @@ class Weights:
             _place_constants(tensor, value)
             made.append((tensor.name, value))
         return made
+
+
+@contextlib.contextmanager
+def handing_out(sending: Sending) -> Iterator[Iterator[Tensors]]:
+    """Yield the buckets, all of which the block has to take. Collective: all ranks raise if one rank's block raises."""
+    buckets, failures = sending.buckets(), list[Exception]()
+
+    def noted() -> Iterator[Tensors]:
+        try:
+            yield from buckets
+        except Exception as failure:
+            failures.append(failure)
+            raise
+
+    # Of errors that come after the last bucket, such as an answer of the server, the other ranks learn at this step.
+    with sending.ranks.step("handing out the weights"):
+        # The first one is asked for here: an error before a generator has begun would not reach the other ranks.
+        first = [bucket for bucket in (next(buckets, None),) if bucket is not None]
+        try:
+            yield itertools.chain(first, noted())
+            if not failures and next(buckets, None) is not None:
+                raise ConfigError("the client did not take all of the weights")
+        except BaseException as caught:
+            if not failures:
+                error = caught
+                if isinstance(caught, StopIteration | GeneratorExit):  # which say something else to a generator
+                    error = RuntimeError(f"the client raised {type(caught).__name__}")
+                    error.__cause__ = caught
+                buckets.throw(error)  # raised on all ranks
+                raise
+        finally:
+            buckets.close()
+        if failures:  # all ranks know of it, whatever the client has made of it
+            raise failures[0]
 
 
 @functools.cache

@@ -1,0 +1,144 @@
+"""Files of weights before they have any: header, length, and where each tensor lies.
+
+A safetensors file is laid out as safetensors itself does it (0.8.0, `safetensors/src/tensor.rs`, `prepare`): tensors of
+the widest dtypes come first, those of one dtype by name, so that all are aligned. The header is padded with spaces to 8
+bytes.
+
+For a file of `torch.save`, torch writes one without data (`torch.serialization.skip_data`): a sparse file of a few KiB
+on the disk. Everything in it that is not a tensor's data is taken over. That includes the zip's checksum of each
+storage, which is wrong. torch does not check it, but other tools that unpack such a file do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.formats.safetensors import BITS, DTYPES, METADATA, PACKED
+from lowmem_load.formats.torch_zip import TorchZip
+from lowmem_load.hf.saver import SavedFile
+from lowmem_load.io.source import LocalFile, read_bytes
+from lowmem_load.planning.expression import Expression, Held, Shape, Source, leaves, numel
+from lowmem_load.planning.nest import Copy, plan_copies
+from lowmem_load.planning.regions import FlatRange
+from lowmem_load.text import fingerprint
+
+_CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+_ORDER = {code: number for number, code in enumerate(BITS)}
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """The layout of one file of weights.
+
+    Attributes:
+        name: its path in the folder, with "/". torch puts the stem into its files.
+        header, others: all bytes that are not a tensor's data: the first ones, and the others by offset.
+        nbytes: of the whole file.
+        starts: first byte of each tensor's data, absolute in the file, by name.
+        tensors: what each tensor is made of, by name. Of several names of one tensor in a zip, one is here.
+    """
+
+    name: str
+    header: bytes
+    nbytes: int
+    starts: Mapping[str, int]
+    others: Mapping[int, bytes] = field(default_factory=dict)
+    tensors: Mapping[str, Expression] = field(default_factory=dict)
+
+
+def lay_out_saved(file: SavedFile, scratch: Path) -> FileLayout:
+    """Return the layout of a file of a save. `scratch` is a folder for temporary files."""
+    if file.is_zip:
+        once = {id(part): (key, part) for key, part in file.tensors.items()}
+        return replace(lay_out_zip(file.name, file.tensors, scratch), tensors=dict(once.values()))
+    layout = lay_out(file.name, {key: (part.dtype, part.shape) for key, part in file.tensors.items()}, file.metadata)
+    return replace(layout, others=dict(_in_memory(file.tensors, layout)), tensors=file.tensors)
+
+
+def _in_memory(tensors: Mapping[str, Expression], layout: FileLayout) -> Iterator[tuple[int, bytes]]:
+    """Yield the values that are no parameter's, such as padding, with their offset in the file."""
+    for name, expression in tensors.items():
+        if any(isinstance(leaf, Held) for leaf in leaves(expression)):
+            for copy in plan_copies(expression, FlatRange(0, numel(expression))):
+                leaf, nest = copy.leaf, copy.nest
+                if isinstance(leaf, Held) and nest.is_run and not nest.casts:
+                    values = leaf.flat[nest.source - leaf.first :][: nest.numel]
+                    yield offset_in(layout, name, copy), values.view(torch.uint8).numpy().tobytes()
+
+
+def offset_in(layout: FileLayout, name: str, copy: Copy) -> int:
+    """Return where in the file the elements of a copy to a tensor of this name begin."""
+    return layout.starts[name] + copy.nest.destination * copy.leaf.dtype.itemsize
+
+
+def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]) -> FileLayout:
+    """Return the layout of a safetensors file; raise UnsupportedError if it cannot hold the dtype of a tensor."""
+    for key, (dtype, shape) in tensors.items():
+        if dtype not in _CODES or (_CODES[dtype] in PACKED and not shape):
+            raise UnsupportedError(f"{name}: {key} is {shape} of {dtype}, which a safetensors file cannot hold")
+
+    if wrong := [key for key in tensors if key == METADATA or key != key.encode(errors="ignore").decode()]:
+        raise UnsupportedError(f"{name}: {wrong[0]!a} cannot be a name in a safetensors file; rename that tensor")
+
+    def place(key: str) -> tuple[int, bytes]:
+        return -_ORDER[_CODES[tensors[key][0]]], key.encode()
+
+    entries: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
+    offsets: dict[str, int] = {}
+    end = 0
+    for key in sorted(tensors, key=place):
+        dtype, shape = tensors[key]
+        offsets[key], end = end, end + math.prod(shape) * dtype.itemsize
+        code = _CODES[dtype]
+        in_file = [*shape[:-1], shape[-1] * PACKED[code]] if code in PACKED else list(shape)
+        entries[key] = {"dtype": code, "shape": in_file, "data_offsets": [offsets[key], end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = struct.pack("<Q", len(text)) + text
+    return FileLayout(name, header, len(header) + end, {key: len(header) + start for key, start in offsets.items()})
+
+
+def lay_out_zip(name: str, tensors: Mapping[str, Expression], scratch: Path) -> FileLayout:
+    """Return the layout of what `torch.save` writes of an `OrderedDict`. Two names of one expression are one tensor.
+
+    Source: torch 2.6 to 2.13 `serialization.py`, `_save`.
+    """
+    path = scratch / Path(name).name
+    with FakeTensorMode():
+        made = {id(part): torch.empty(part.shape, dtype=part.dtype, device="cpu") for part in tensors.values()}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(OrderedDict((key, made[id(part)]) for key, part in tensors.items()), path)
+    file = LocalFile(str(path))
+    try:
+        described = TorchZip().describe(file)
+        starts, spans = {}, {(file.nbytes, file.nbytes)}
+        for key, part in tensors.items():
+            data = described.expression(key)
+            assert isinstance(data, Source)  # of a contiguous tensor
+            starts[key] = data.start
+            spans.add((data.start, data.start + math.prod(part.shape) * part.dtype.itemsize))
+        others, at = {}, 0
+        for start, end in sorted(spans):
+            if start > at:
+                others[at] = read_bytes(file, at, start - at)
+            at = end
+        return FileLayout(name, others.pop(0), file.nbytes, starts, others)
+    finally:
+        file.close()
+        path.unlink()
+
+
+def digest_of_files(files: Iterable[FileLayout]) -> str:
+    """Return a fingerprint of everything that decides what lies where: names, sizes, headers."""
+    return fingerprint(f"{file.name} {file.nbytes} {file.header!r} {sorted(file.others.items())}" for file in files)

@@ -1,0 +1,101 @@
+"""save_model: what a live model has to write, and under which names. See docs/howto/saving.md."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.frameworks.peft import Merge
+from lowmem_load.hf import saver
+from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.saver import SavedFile
+from lowmem_load.phases import without_progress
+from lowmem_load.planning.expression import Source
+from lowmem_load.weights_out.local_shards import ranks_of, unwrapped
+from lowmem_load.weights_out.weights import Describe, describe_files, weights_of_model
+from lowmem_load.weights_out.write import SaveReport, write
+
+
+@without_progress
+def save_model(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    merge_adapters: bool = False,
+    **save_pretrained_kwargs: Any,
+) -> SaveReport:
+    """Write the folder that `save_pretrained` of the whole model would write. Each rank writes the bytes that it holds.
+
+    Every rank must call it, between steps and outside of `GatheredParameters`. The files are ordinary Hugging Face
+    files, with the same names, keys, shards and bytes. Works under ZeRO-3 in every mode (offload, hpZ, partial
+    ZeRO-3, frozen parts), under stages 0 to 2, and without DeepSpeed. A new folder appears all at once when all ranks
+    are done. In an existing one, files are replaced at that moment, and what a save does not write stays; until then,
+    and after a failure, all of it is as before.
+
+    Args:
+        model: of transformers, diffusers or PEFT (whose adapters are written), or an engine, DDP or what torch.compile
+            returned that holds one. These are known by their classes. A module without a `save_pretrained` is written
+            under the names of its tensors, or what `rename=` (see `load_into`) makes of them.
+        folder: on a file system that all ranks share; nodes may have it under different paths. Made if it is not there.
+        max_shard_size: bytes, or text such as "5GB", as for `save_pretrained`.
+        dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: that of the model. With
+            torch.float32, the optimizer's fp32 values are written of parameters that a ZeRO-3 engine trains in 16
+            bits; `SaveReport.num_masters` counts them. Under stages 0 to 2 the 16-bit values are cast.
+        merge_adapters: of a PEFT model, write what its `merge_and_unload().save_pretrained` writes; the model does not
+            change. All ranks gather the weights that adapters change, one layer at a time. With a dtype, the merged
+            values are cast.
+        **save_pretrained_kwargs: for the model's `save_pretrained`: variant, save_original_format, ...
+
+    Collective: all ranks that hold partitions of the model, or all ranks. Weights cross the network only to be merged.
+    Memory: a buffer of 8 MiB where elements are cast, rearranged or on a device; to merge, a few times the largest
+    layer.
+
+    Raises:
+        ConfigError: the folder or an argument cannot be used, or `GatheredParameters` is open.
+        UnsupportedError: names a tensor that cannot be saved without gathering it, and why.
+        CheckpointError: the system refuses a write: the disk is full.
+        RankError: another rank failed; the same error is raised on every rank.
+    """
+    model, uses_masters = unwrapped(model), dtype == torch.float32 and not merge_adapters
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "merge_adapters": merge_adapters}
+    describe = functools.partial(describe_files, model, kwargs=save_pretrained_kwargs, **options)
+    options |= {key: value for key, value in save_pretrained_kwargs.items() if key != "rename"}  # a function
+    return save_described(model, folder, describe, options, masters=uses_masters)
+
+
+def save_described(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    describe: Describe,
+    arguments: Mapping[str, Any],
+    *,
+    masters: bool = False,
+) -> SaveReport:
+    """Write the files that `describe` returns, of which ranks must have equal `arguments`. Collective.
+
+    `masters`: see `local_shards`.
+    """
+    with load_lock():
+        ranks = ranks_of(model, may_be_alone=True)
+        weights = functools.partial(weights_of_model, model, ranks, describe=describe, masters=masters)
+        return write(ranks, folder, weights, arguments, title="save_model")
+
+
+def save_state_dict(model: nn.Module, folder: str | os.PathLike[str], name: str, *, without_frozen: bool) -> None:
+    """Write what `state_dict` of the whole model returns into one file of torch, as engines save it. Collective."""
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+    def describe(scratch: Path, sources: Mapping[int, Source]) -> tuple[list[SavedFile], list[Merge]]:
+        state = saver.symbolic_state(model, sources, None)
+        kept = {key: value for key, value in state.items() if not (without_frozen and key in frozen)}
+        return [saver.recorded(scratch, kept, scratch / name, {}, is_zip=True)], []
+
+    save_described(model, folder, describe, {"save_filename": name, "exclude_frozen": without_frozen})
