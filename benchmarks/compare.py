@@ -20,7 +20,6 @@ from typing import Any
 
 from benchmarks.checkpoint import checkpoint_of, drop_page_cache, read_headers, warm_page_cache
 from benchmarks.launch import GroupError
-from benchmarks.machine import describe_machine
 from benchmarks.memory import available_bytes
 from benchmarks.methods import DTYPES, METHODS
 from benchmarks.results import (
@@ -30,6 +29,7 @@ from benchmarks.results import (
     load_table,
     log,
     loss_failures,
+    machine_lines,
     median_group,
     network_failures,
     summary_lines,
@@ -220,7 +220,7 @@ def _describe_run(plan: Plan, num_params: int, num_bytes: int) -> list[str]:
     cache = f"page cache {'cold' if plan.cold else 'warm'}, memory {memory}"
     return [
         f"model: {model}, loaded as {plan.dtype}, {cache}",
-        *describe_machine().lines(),
+        *machine_lines(),
         f"{cache}: {how}; the ranks are processes on this machine with one thread each; no figure is simulated",
         f"load average before the first load: {os.getloadavg()[0]:.1f} (other work lengthens the seconds)",
     ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
+import itertools
 import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,10 +86,11 @@ def read_pieces(pieces: Sequence[Piece]) -> tuple[list[torch.Tensor], int]:
         TruncatedFileError: a file ends before a piece does.
     """
     memory, num_reads = [], 0
-    with _opened(pieces) as descriptors:
-        for piece in pieces:
-            memory.append(torch.empty(piece.nbytes, dtype=torch.uint8))
-            num_reads += _read_into(descriptors[piece.path], memory[-1], piece)
+    for path, of_file in itertools.groupby(pieces, key=lambda piece: piece.path):
+        with open(path, "rb", buffering=0) as file:
+            for piece in of_file:
+                memory.append(torch.empty(piece.nbytes, dtype=torch.uint8))
+                num_reads += _read_into(file, memory[-1], piece)
     return memory, num_reads
 
 
@@ -100,21 +102,11 @@ def huge_pages(nbytes: int) -> mmap.mmap:
     return pages
 
 
-@contextlib.contextmanager
-def _opened(pieces: Iterable[Piece]) -> Iterator[dict[str, int]]:
-    descriptors = {path: os.open(path, os.O_RDONLY) for path in {piece.path for piece in pieces}}
-    try:
-        yield descriptors
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-
-
-def _read_into(descriptor: int, part: torch.Tensor, piece: Piece) -> int:
+def _read_into(file: io.FileIO, part: torch.Tensor, piece: Piece) -> int:
     view = memoryview(part.numpy().data)
     done = num_reads = 0
     while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], piece.start + done)
+        count = os.preadv(file.fileno(), [view[done:]], piece.start + done)
         if count == 0:
             raise TruncatedFileError(f"{piece.path}: ends {len(view) - done} bytes too early")
         done += count

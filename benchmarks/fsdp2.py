@@ -8,7 +8,6 @@ stand-in for the accelerator.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 from benchmarks.checkpoint import checkpoint_of, warm_page_cache
 from benchmarks.launch import run_on_ranks
-from benchmarks.results import log, show_table
+from benchmarks.results import log, parser_of, show_table
 
 WAYS = ("accelerate", "accelerate, install()", "fully_shard, lazy()", "transformers", "transformers, install()")
 COLUMNS = ("way", "seconds", "shard", "rank 0 anonymous", "rank 0 file", "rank 1 anonymous", "rank 1 file")
@@ -93,10 +92,7 @@ def measure(way: str, path: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fsdp2", description=__doc__.splitlines()[0])
-    parser.add_argument("--params", type=int, default=575_000_000, help="of the model; 575 million are 1.15 GB in bf16")
-    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
-    options = parser.parse_args()
+    options = parser_of(__doc__, params=575_000_000).parse_args()
     rows: list[tuple[str, ...]] = [COLUMNS]
     with (
         tempfile.TemporaryDirectory() as scratch,

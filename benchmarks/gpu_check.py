@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.launch import REPOSITORY, run_on_ranks
-from benchmarks.machine import describe_machine
 from benchmarks.methods import LOADERS, Job, zero3_config
-from benchmarks.results import log
+from benchmarks.results import log, machine_lines
 from benchmarks.train import training_losses
 
 SIMULATED = "SIMULATED DEVICE: no GPU was used."
@@ -238,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = checkpoints(Path(folder)), options.simulated
         results = run_on_ranks(run, *args, out=options.out, world_size=num_ranks, on_gpu=not options.simulated)
     wrong = failures(results)
-    log("\n".join([*([SIMULATED] if options.simulated else []), *describe_machine().lines(), *wrong]))
+    log("\n".join([*([SIMULATED] if options.simulated else []), *machine_lines(), *wrong]))
     log(f"{len(results[0])} checks on each of {num_ranks} ranks, {len(wrong)} failed")
     return int(bool(wrong))
 

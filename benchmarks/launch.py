@@ -9,13 +9,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lowmem_load.errors import LowMemLoadError
 from lowmem_load.integrations.startup_hook import OFF, SWITCH
+
+FIRST_NODE = "10.89.0.1"
+"""Address of the first of the nodes of `benchmarks.nodes`."""
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -33,12 +36,18 @@ class GroupError(LowMemLoadError, RuntimeError):
 
 
 def run_on_ranks(
-    function: Callable[..., Any], *args: Any, out: Path, world_size: int, on_gpu: bool = False
+    function: Callable[..., Any],
+    *args: Any,
+    out: Path,
+    world_size: int,
+    on_gpu: bool = False,
+    nodes: Sequence[str] = ("",),
 ) -> list[Any]:
     """Call `function(*args)` in `world_size` processes; return what each returns, dataclasses as dicts.
 
     The function is one of a module; arguments and results travel as JSON, logs are in `out`. With `on_gpu`, DeepSpeed
-    looks for an accelerator. What it compiles is kept in the repository.
+    looks for an accelerator. What it compiles is kept in the repository. The ranks are split among the `nodes`, which
+    `benchmarks.nodes` has made and which have a temporary folder each; "" is this machine.
     """
     out.mkdir(parents=True, exist_ok=True)
     results = [out / f"rank{rank}.json" for rank in range(world_size)]
@@ -55,11 +64,19 @@ def run_on_ranks(
         port = server.getsockname()[1]
     processes: list[subprocess.Popen[bytes]] = []
     try:
+        num_local = world_size // len(nodes)
         for rank in range(world_size):
-            environment = _environment(rank, world_size, port, on_gpu)
+            node = nodes[rank // num_local]
+            environment = _environment(rank, world_size, num_local, port, on_gpu)
+            prefix = []
+            if node:
+                (out / node).mkdir(exist_ok=True)
+                environment |= {"MASTER_ADDR": FIRST_NODE, "GLOO_SOCKET_IFNAME": "fabric", "TMPDIR": str(out / node)}
+                # `ip netns exec` would give the ranks of a node mounts of their own.
+                prefix = ["nsenter", f"--net=/var/run/netns/{node}"]
             with (out / f"rank{rank}.log").open("wb") as log:
                 started = subprocess.Popen(
-                    command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT
+                    [*prefix, *command], cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT
                 )
             processes.append(started)
         _wait(processes, out)
@@ -88,14 +105,14 @@ def _wait(processes: list[subprocess.Popen[bytes]], out: Path) -> None:
         raise GroupError(f"{len(processes)} ranks: not done after {TIMEOUT_S} s; logs in {out}")
 
 
-def _environment(rank: int, world_size: int, port: int, on_gpu: bool) -> dict[str, str]:
+def _environment(rank: int, world_size: int, num_local: int, port: int, on_gpu: bool) -> dict[str, str]:
     return {
         "TORCH_EXTENSIONS_DIR": str(REPOSITORY / ".cache" / "torch_extensions"),
         **os.environ,
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % num_local),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(num_local),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",

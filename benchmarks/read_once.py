@@ -1,12 +1,11 @@
 """Loads replicas on nodes with a storage link each: `python -m benchmarks.read_once [--nodes 2 4] [--ways off auto]`.
 
 The storage is an HTTP server (`benchmarks.nodes`). Under ZeRO stage 0 the rank of each node holds the whole model, some
-2 GB. Needs root, and iproute2 with tc.
+2 GB. `--link` is the rate of a storage link, as tc takes it. Needs root, and iproute2 with tc.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -14,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.nodes import STORAGE, be_rank, nodes, run_on_nodes
-from benchmarks.results import show_table
+from benchmarks.launch import run_on_ranks
+from benchmarks.nodes import STORAGE, nodes
+from benchmarks.results import parser_of, show_table
 
 COLUMNS = (
     "nodes",
@@ -48,7 +48,7 @@ def make_checkpoint(folder: Path, num_layers: int) -> int:
     return sum(value.nbytes for value in state.values())
 
 
-def load(spec: dict[str, Any]) -> dict[str, Any]:
+def load(url: str, share: str) -> dict[str, Any]:
     """Load in this rank; return what it took."""
     from lowmem_load import DistributedInterface, load_model, load_report
 
@@ -56,7 +56,7 @@ def load(spec: dict[str, Any]) -> dict[str, Any]:
     ranks.barrier()
     start, before_s = time.perf_counter(), time.process_time()
     config = {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
-    model = load_model(spec["url"], config, share_reads=spec["share"])
+    model = load_model(url, config, share_reads=share)
     ranks.barrier()
     report, seconds = load_report(model), time.perf_counter() - start
     check = [
@@ -76,14 +76,7 @@ def load(spec: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     from tests.remote.range_server import in_own_process
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.read_once", description=__doc__.splitlines()[0])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--ways", nargs="+", default=["off", "auto"])
-    parser.add_argument("--link", default="1gbit", help="rate of a storage link, as tc takes it")
-    parser.add_argument("--layers", type=int, default=17)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
-    options = parser.parse_args()
+    options = parser_of(__doc__, nodes=[2, 4], ways=["off", "auto"], link="1gbit", layers=17, repeats=1).parse_args()
     rows: list[Sequence[str]] = [COLUMNS]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "model")
@@ -94,7 +87,7 @@ def main() -> None:
                 url, alone_s = server.url.replace("127.0.0.1", STORAGE), 0.0
                 for share in options.ways * options.repeats:
                     server.reset()
-                    found = run_on_nodes("benchmarks.read_once", names, 1, {"url": url, "share": share})
+                    found = run_on_ranks(load, url, share, out=Path(scratch, "out"), world_size=num_nodes, nodes=names)
                     assert len({str(each["check"]) for each in found}) == 1
                     seconds, sent = max(each["seconds"] for each in found), server.stats()["bytes_sent"]
                     alone_s = seconds if share == "off" else alone_s
@@ -107,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    be_rank(load) or main()
+    main()

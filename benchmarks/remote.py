@@ -11,10 +11,10 @@ Nodes are network namespaces (`benchmarks.nodes`).
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint import checkpoint_of
+from benchmarks.launch import REPOSITORY, run_on_ranks
 from benchmarks.memory import MemorySampler
 from benchmarks.methods import zero3_config
-from benchmarks.nodes import STORAGE, be_rank, nodes, run_on_nodes
-from benchmarks.results import MIB, log, show_table
+from benchmarks.nodes import STORAGE, nodes
+from benchmarks.results import MIB, log, parser_of, show_table
 from tests.remote.range_server import in_own_process
 
 COLUMNS = (
@@ -45,6 +46,7 @@ REQUEST_BYTES, THREADS = 16 << 20, 16
 LINK, RATE = "1gbit", 125e6
 """What a link passes: 1 Gbit/s, and the same in bytes per second."""
 LATENCY_MS = 50
+OUT = REPOSITORY / "benchmarks" / "results" / "remote"
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -96,7 +98,7 @@ def run_rank(spec: dict[str, Any]) -> dict[str, Any]:
         else:
             name = spec["url"]
             if spec["way"] == "download, then load":
-                name = spec["folder"]
+                name = tempfile.gettempdir()
                 if os.environ["LOCAL_RANK"] == "0":
                     download(spec["url"], spec["files"], Path(name))
                 ranks.barrier()
@@ -137,7 +139,7 @@ def rows(checkpoint: Path, repeats: int) -> Iterator[list[str]]:
             with in_own_process(checkpoint, host="0.0.0.0", **behaviour) as server:
                 url = server.url.replace("127.0.0.1", STORAGE if names[0] else "127.0.0.1") + "/"
                 spec = {"way": way, "url": url, "sizes": sizes, "files": files}
-                found.append(run_on_nodes("benchmarks.remote", names, 2, spec))
+                found.append(run_on_ranks(run_rank, spec, out=OUT, world_size=2 * len(names), nodes=names))
         seconds = [max(each["seconds"] for each in ranks) for ranks in found]
         took, ranks = statistics.median(seconds), found[0]
         link = f"{nbytes / len(names) / took / RATE:.2f}" if names[0] else ""
@@ -173,15 +175,11 @@ def rows(checkpoint: Path, repeats: int) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Loads from an HTTP server.")
-    parser.add_argument("--params", type=float, default=1.5e9, help="of the model")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
-    chosen = parser.parse_args()
+    chosen = parser_of(__doc__, params=1.5e9, repeats=3).parse_args()
     with checkpoint_of(int(chosen.params)) as checkpoint:
         table = list(rows(checkpoint, chosen.repeats))
     show_table("benchmarks.remote", [COLUMNS, *table], docs=chosen.docs)
 
 
 if __name__ == "__main__":
-    be_rank(run_rank) or main()
+    main()

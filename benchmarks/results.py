@@ -1,19 +1,25 @@
 """The results of `benchmarks.compare`: groups loads, checks them against each other, prints the tables.
 
-Other benchmarks use `show_table`, `markdown` and `log`, too.
+All benchmarks use `parser_of`, `show_table` and `log`.
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime as dt
+import os
+import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from benchmarks.machine import describe_machine
 from benchmarks.worker import RankResult
 
 MIB = 2**20
+PACKAGES = ("torch", "transformers", "deepspeed", "safetensors")
 PAGE = Path(__file__).with_name("RESULTS.md")
 MODEL_METHODS = ("stock", "lowmem")
 """These must end with bit-identical partitions. The floor joins them when it reads the dtype that is loaded."""
@@ -181,9 +187,35 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """Return a parser with `--docs` and an option for each default; one that is a list takes several values."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        kind, nargs = (type(default[0]), "+") if isinstance(default, list) else (type(default), None)
+        parser.add_argument(f"--{name}", type=kind, nargs=nargs, default=default, help=f"Default: {default}")
+    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
+    return parser
+
+
+def machine_lines() -> list[str]:
+    """Return what machine and releases a figure is measured on."""
+    import torch
+
+    gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else "none"
+    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    ram_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
+    date = dt.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z")
+    num_cores, cpu = len(os.sched_getaffinity(0)), models[0] if models else platform.machine()
+    return [
+        f"machine: {cpu}, {num_cores} cores, {ram_gib:.1f} GiB RAM, GPU: {gpu}",
+        f"versions: python {platform.python_version()}, {versions}; {platform.system()} {platform.release()}; {date}",
+    ]
+
+
 def show_table(name: str, rows: Sequence[Sequence[str]], *, docs: bool) -> None:
     """Print a table below what machine it was measured on; with `docs`, write it into benchmarks/RESULTS.md, too."""
-    machine = describe_machine().lines()
+    machine = machine_lines()
     log("\n".join([*machine, "", markdown(rows)]))
     if docs:
         write_docs(name, "\n".join([*(f"- {line}" for line in machine), "", markdown(rows)]))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory import PeakMemory
-from benchmarks.results import MIB, show_table
+from benchmarks.results import MIB, parser_of, show_table
 from tests.ranks import run_ranks
 
 LAYERS = 4
@@ -113,11 +113,7 @@ def cost(params: float, other_ranks: int, docs: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4, help="ranks that load, besides the two that saved")
-    parser.add_argument("--params", type=float, default=1e8, help="parameters of the model")
-    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
-    options = parser.parse_args()
+    options = parser_of(__doc__, params=1e8, ranks=4).parse_args()
     cost(options.params, options.ranks, options.docs)
 
 

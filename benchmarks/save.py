@@ -11,7 +11,6 @@ file of its own. The files of weights that ours and stock's wrote are compared b
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import shutil
@@ -27,7 +26,7 @@ from benchmarks.collectives import CollectiveCounter
 from benchmarks.launch import REPOSITORY, run_on_ranks
 from benchmarks.memory import MemorySampler
 from benchmarks.methods import zero3_config
-from benchmarks.results import MIB, show_table
+from benchmarks.results import MIB, parser_of, show_table
 
 METHODS = {"stock": "stock", "lowmem": "lowmem_load", "floor": "plain writes"}
 """What tables call them."""
@@ -137,13 +136,9 @@ def _cells(world_size: int, method: str, ranks: list[list[Result]]) -> list[str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=float, default=1.5e9)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--repeats", type=int, default=4)
+    parser = parser_of(__doc__, params=1.5e9, ranks=[2, 4], repeats=4)
     parser.add_argument("--max-shard-size", default="500MB")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "save")
-    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
     arguments = parser.parse_args()
     rows: list[Sequence[str]] = [COLUMNS]
     with checkpoint_of(int(arguments.params)) as path:

@@ -8,7 +8,6 @@ with another version, run it in a `git worktree` of that version as well.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.launch import REPOSITORY
 from benchmarks.published import MODELS, write
-from benchmarks.results import show_table
+from benchmarks.results import parser_of, show_table
 
 DS_CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 
@@ -203,15 +202,13 @@ def cells(row: Row, found: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, repeats=1)
     parser.add_argument("model", nargs="?", choices=list(MODELS), help="what to load or plan")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--sizes", default="", help='shard by a DistributedConfig instead of ZeRO-3: "fsdp=128 tp=8"')
     parser.add_argument("--all", action="store_true", help="the default table instead of one model")
-    parser.add_argument("--repeats", type=int, default=1, help="fresh processes for each row")
     parser.add_argument("--folder", help="where the sparse checkpoints go; by default the temporary folder")
-    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
     options = parser.parse_args(arguments)
     if options.all == (options.model is not None) or options.repeats < 1:
         parser.error("name a model, or pass --all; --repeats must be at least 1")

@@ -9,7 +9,6 @@ Needs `pip install mfusepy`, libfuse, and root.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import os
@@ -23,7 +22,7 @@ from typing import Any
 
 from benchmarks.launch import run_on_ranks
 from benchmarks.methods import zero3_config
-from benchmarks.results import show_table
+from benchmarks.results import parser_of, show_table
 
 WAYS = {"stock": "stock", "lowmem": "lowmem_load"}
 """What tables call them."""
@@ -153,13 +152,10 @@ def measure(model: str, folder: Path, wait_ms: float, way: str, num_ranks: int) 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.slow_storage", description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, ranks=[4], repeats=1)
     parser.add_argument("--wait-ms", type=float, nargs="+", default=[1.0, 10.0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--repeats", type=int, default=1, help="of each load; every one has its row")
-    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
     options = parser.parse_args(arguments)
     rows: list[Sequence[str]] = [COLUMNS]
     with tempfile.TemporaryDirectory() as scratch:

@@ -10,12 +10,10 @@ compares their values by a sum of the bytes.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +22,7 @@ from benchmarks.collectives import CollectiveCounter
 from benchmarks.launch import REPOSITORY, run_on_ranks
 from benchmarks.memory import MemorySampler
 from benchmarks.methods import zero3_config
-from benchmarks.results import MIB, show_table
+from benchmarks.results import MIB, parser_of, show_table
 
 METHODS = [(mode, is_ours) for mode in ("server", "colocate") for is_ours in (False, True)]
 COLUMNS = ("ranks", "vLLM", "method", "first sync, s", "later ones, s", "peak anonymous, MiB", "collectives")
@@ -136,17 +134,11 @@ def _cells(world_size: int, mode: str, is_ours: bool, ranks: list[list[Result]])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=float, default=1.5e9)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "weights_out")
-    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, params=1.5e9, ranks=[2, 4], repeats=3).parse_args()
     rows: list[Sequence[str]] = [COLUMNS]
     with checkpoint_of(int(arguments.params)) as path:
         for world_size in arguments.ranks:
-            out = arguments.out / f"{world_size}-ranks"
+            out = REPOSITORY / "benchmarks/results/weights_out" / f"{world_size}-ranks"
             found = run_on_ranks(run_rank, str(path), arguments.repeats, out=out, world_size=world_size)
             ranks = [[Result(**result) for result in results] for results in found]
             totals = {

@@ -9,7 +9,6 @@ bytes are those of the entries of all ranks, of the rank that reads them, and of
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.memory import PeakMemory
-from benchmarks.results import MIB, show_table
+from benchmarks.results import MIB, parser_of, show_table
 from lowmem_load.distributed.channel import verdict_on
 from lowmem_load.distributed.peers import Entry
 from lowmem_load.planning.expression import Source
@@ -111,10 +110,7 @@ def measure(model: str, under: str, ranks: Sequence[int]) -> Iterator[list[str]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 1024, 4096])
-    parser.add_argument("--docs", action="store_true", help="write the table into benchmarks/RESULTS.md")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, ranks=[8, 64, 512, 1024, 4096]).parse_args()
     rows: list[Sequence[str]] = [COLUMNS]
     for model in MODELS:
         for under in ("ZeRO-3", "FSDP2"):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.machine import describe_machine
+from benchmarks.results import machine_lines
 from tests.compat.__main__ import ENVIRONMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,8 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = parser.parse_args(arguments).only or list(PARTS)
     git = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-    machine = describe_machine()
-    text = [f"commit {commit}; {machine.lines()[0]}; python {machine.python}, {machine.versions_text()}"]
+    text = [f"commit {commit}; {'; '.join(machine_lines())}"]
     text += ["", "| part | command | result | minutes |", "|---|---|---|---|"]
     num_failed = 0
     for name in names:
