@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import queue
-import threading
 import time
-import urllib.request
 import weakref
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from json import dumps, loads
+from json import loads
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -32,9 +28,12 @@ from tests.ranks import run_ranks
 class Taker:
     """A client with the method of TRL's."""
 
-    def __init__(self, fails_after: int | None = None, takes: int | None = None) -> None:
+    def __init__(
+        self, fails_after: int | None = None, takes: int | None = None, *, fails_at_the_end: bool = False
+    ) -> None:
         self.found: dict[str, torch.Tensor] = {}
         self.fails_after, self.takes, self.num_resets = fails_after, takes, 0
+        self.fails_at_the_end = fails_at_the_end
 
     def update_named_params(self, metadata: list[Any], named_params: Iterator[Any]) -> None:
         """Take all, or some."""
@@ -47,19 +46,12 @@ class Taker:
                 raise ConnectionError("the server is gone")
             if len(self.found) == self.takes:
                 return
+        if self.fails_at_the_end:
+            raise ConnectionError("the server says 500")
 
     def reset_prefix_cache(self) -> None:
         """Count."""
         self.num_resets += 1
-
-
-class FailsAtLast(Taker):
-    """A client whose server answers with an error once it has all weights."""
-
-    def update_named_params(self, metadata: list[Any], named_params: Iterator[Any]) -> None:
-        """Take all, and raise."""
-        super().update_named_params(metadata, named_params)
-        raise ConnectionError("the server says 500")
 
 
 class Raises(Taker):
@@ -150,11 +142,9 @@ def push_all(path: str) -> None:
             push_weights(model, client if rank == 1 else None, bucket_bytes=some)
         assert (caught.value.__cause__ is not None) == (rank == 1)
         assert not client.num_resets
-    with pytest.raises(
-        RankError, match=r"handing out the weights failed .*\n.*rank 1: .*the server says 500"
-    ) as caught:
-        push_weights(model, FailsAtLast() if rank == 1 else None, bucket_bytes=some)
-    assert (caught.value.__cause__ is not None) == (rank == 1)
+    client = Taker(fails_at_the_end=True)
+    with pytest.raises(RankError, match=r"handing out the weights failed .*\n.*rank 1: .*the server says 500"):
+        push_weights(model, client if rank == 1 else None, bucket_bytes=some)
     for error in (ValueError, None):
         clients = {1: Taker(fails_after=5), 2: Swallows(error)}
         with pytest.raises(RankError, match=r"rank 1: .*server is gone"):
@@ -324,68 +314,51 @@ def test_clients_keep_nothing_while_the_next_bucket_is_made() -> None:
     assert alive == [0, 0, 0]
 
 
-class Receiver(BaseHTTPRequestHandler):
-    """The endpoints of a vLLM server that TRL's client calls for weights. The values come through `data`."""
+class Server:
+    """Stands for the requests of TRL's client, and for the vLLM server that answers them."""
 
     data: ClassVar[queue.Queue[bytes]] = queue.Queue()
     calls: ClassVar[list[str]] = []
     weights: ClassVar[dict[str, torch.Tensor]] = {}
 
-    def do_POST(self) -> None:
-        """Answer one request."""
-        body = loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-        self.calls.append(self.path)
-        if self.path == "/update_weights":
-            info = body["update_info"]
+    def __init__(self, *, is_gone: bool) -> None:
+        self.is_gone = is_gone
+
+    def post(self, url: str, json: Any = None) -> Any:
+        """Answer one request. The values come through `data`."""
+        if self.is_gone:
+            raise ConnectionError("refused")
+        self.calls.append(url.removeprefix("http://server"))
+        if url.endswith("/update_weights"):
+            info = json["update_info"]
             for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
                 values = torch.frombuffer(bytearray(self.data.get(timeout=20)), dtype=getattr(torch, dtype))
                 self.weights[name] = values.view(shape)
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    def log_message(self, *_: Any) -> None:
-        """Be quiet."""
-
-
-class Session:
-    """Stands for one of requests, which TRL's client uses."""
-
-    @staticmethod
-    def post(url: str, json: Any = None) -> Any:
-        """Post."""
-        request = urllib.request.Request(url, dumps(json or {}).encode(), method="POST")
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            text = answer.read().decode()
-            return SimpleNamespace(status_code=answer.status, text=text, json=lambda: loads(text))
+        return SimpleNamespace(status_code=200, text="{}", json=dict)
 
 
 class Engine:
-    """Stands for the part of vLLM in the trainer, which sends values by NCCL: here to the receiver of this process."""
+    """Stands for the part of vLLM in the trainer, which sends values by NCCL: here to the server of this process."""
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:
         """Send."""
         assert trainer_args.packed
         for _, tensor in iterator:
-            Receiver.data.put(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            Server.data.put(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
 
 
-@contextlib.contextmanager
-def receiver() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-
-
-def generation_of(model: Any, rank: int, url: str, mode: str = "server", zero_stage: int = 3, fsdp: int = 0) -> Any:
+def generation_of(
+    model: Any, rank: int, mode: str = "server", zero_stage: int = 3, fsdp: int = 0, *, is_gone: bool = False
+) -> Any:
     """TRL's generation, without vLLM, and with TRL's client."""
     from trl.generation import vllm_client, vllm_generation
 
     vllm_client.NCCLWeightTransferEngine, vllm_client.NCCLTrainerSendWeightsArgs = Engine, SimpleNamespace
     client = object.__new__(vllm_client.VLLMClient)  # its __init__ needs vLLM
-    vars(client).update(session=Session(), base_url=url, communicator=None, _updating_weights=False)
+    vars(client).update(
+        session=Server(is_gone=is_gone), base_url="http://server", communicator=None, _updating_weights=False
+    )
     plugins = {"deepspeed_plugin": SimpleNamespace(zero_stage=zero_stage) if zero_stage else None}
     plugins["fsdp_plugin"] = SimpleNamespace(fsdp_version=fsdp) if fsdp else None
     accelerator = SimpleNamespace(
@@ -408,12 +381,12 @@ def sync_as_trl(paths: dict[str, str]) -> None:
     rank = DistributedInterface().rank
 
     def sent(send: Any) -> tuple[dict[str, torch.Tensor], int]:
-        Receiver.weights, Receiver.calls[:] = {}, []
+        Server.weights, Server.calls[:] = {}, []
         with counted() as collectives:
             send()
         calls = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
-        assert list(dict.fromkeys(Receiver.calls)) == (calls if rank == 0 else [])
-        return Receiver.weights, len(collectives)
+        assert list(dict.fromkeys(Server.calls)) == (calls if rank == 0 else [])
+        return Server.weights, len(collectives)
 
     def online_dpo(generation: Any) -> Any:
         trainer = object.__new__(OnlineDPOTrainer)
@@ -435,44 +408,43 @@ def sync_as_trl(paths: dict[str, str]) -> None:
         pytest.fail("gathers")
 
     stock_gather = deepspeed.zero.GatheredParameters
-    with receiver() as url:
-        for name in ("llama", "tied", "llama lora", "sharded"):
-            kind = {"zero_stage": 0, "fsdp": 2} if name == "sharded" else {}
-            wanted, _ = sent(generation_of(loaded(name), rank, url, **kind).sync_weights)
-            if name == "llama lora" or name == "llama":
-                of_dpo, _ = sent(online_dpo(generation_of(loaded(name), rank, url, **kind))._move_model_to_vllm)
-                assert_equal(of_dpo, wanted, name)
-            lowmem_load.install()
-            model = loaded(name)
-            deepspeed.zero.GatheredParameters = refuse
-            generation = generation_of(model, rank, url, **kind)
-            for send in (generation.sync_weights, online_dpo(generation)._move_model_to_vllm):
-                found, num_collectives = sent(send)
-                assert num_collectives <= 2, name  # one for what is partitioned, one for what is not
-                assert_equal(found, wanted, name)
-                assert len(Receiver.calls) == 4 * (rank == 0)
-            pairs: dict[str, torch.Tensor] = {}
-            colocated = generation_of(model, rank, url, "colocate", **kind)
-            runner = SimpleNamespace(model=SimpleNamespace(load_weights=pairs.update))
-            worker = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
-            colocated.llm = SimpleNamespace(
-                llm_engine=SimpleNamespace(model_executor=worker), reset_prefix_cache=lambda: None
-            )
-            for send in (colocated.sync_weights, online_dpo(colocated)._move_model_to_vllm):
-                pairs.clear()
-                send()
-                if rank == 0:
-                    assert_equal(pairs, wanted, (name, "colocate"))
-                assert len(pairs) > 20
-            broken = generation_of(model, rank, "http://127.0.0.1:9", **kind)
-            with pytest.raises(RankError, match=r"rank 0: URLError: .*refused"):
-                broken.sync_weights()
-            deepspeed.zero.GatheredParameters = stock_gather
-            from lowmem_load.integrations.install import uninstall
+    for name in ("llama", "tied", "llama lora", "sharded"):
+        kind = {"zero_stage": 0, "fsdp": 2} if name == "sharded" else {}
+        wanted, _ = sent(generation_of(loaded(name), rank, **kind).sync_weights)
+        if name == "llama lora" or name == "llama":
+            of_dpo, _ = sent(online_dpo(generation_of(loaded(name), rank, **kind))._move_model_to_vllm)
+            assert_equal(of_dpo, wanted, name)
+        lowmem_load.install()
+        model = loaded(name)
+        deepspeed.zero.GatheredParameters = refuse
+        generation = generation_of(model, rank, **kind)
+        for send in (generation.sync_weights, online_dpo(generation)._move_model_to_vllm):
+            found, num_collectives = sent(send)
+            assert num_collectives <= 2, name  # one for what is partitioned, one for what is not
+            assert_equal(found, wanted, name)
+            assert len(Server.calls) == 4 * (rank == 0)
+        pairs: dict[str, torch.Tensor] = {}
+        colocated = generation_of(model, rank, "colocate", **kind)
+        runner = SimpleNamespace(model=SimpleNamespace(load_weights=pairs.update))
+        worker = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        colocated.llm = SimpleNamespace(
+            llm_engine=SimpleNamespace(model_executor=worker), reset_prefix_cache=lambda: None
+        )
+        for send in (colocated.sync_weights, online_dpo(colocated)._move_model_to_vllm):
+            pairs.clear()
+            send()
+            if rank == 0:
+                assert_equal(pairs, wanted, (name, "colocate"))
+            assert len(pairs) > 20
+        broken = generation_of(model, rank, is_gone=True, **kind)
+        with pytest.raises(RankError, match="rank 0: ConnectionError: refused"):
+            broken.sync_weights()
+        deepspeed.zero.GatheredParameters = stock_gather
+        from lowmem_load.integrations.install import uninstall
 
-            uninstall()
-            del model
-            gc.collect()
+        uninstall()
+        del model
+        gc.collect()
 
 
 def test_trl_syncs_in_buckets(checkpoints: Path) -> None:

@@ -74,13 +74,6 @@ def beside(target: Path) -> list[str]:
     return sorted(path.name for path in target.parent.iterdir() if path.name not in ("scratch", target.name))
 
 
-def test_a_new_folder_appears(tmp_path: Path) -> None:
-    target = tmp_path / "some" / "model"
-    save(target, "new")
-    assert sorted(path.name for path in target.iterdir()) == sorted([*SHARDS, INDEX, "config.json"])
-    assert loaded(target) == {"new"} and beside(target) == []
-
-
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("after", [True, False])
 def test_a_folder_is_replaced_and_keeps_what_is_not_saved(tmp_path: Path, before: bool, after: bool) -> None:
@@ -217,15 +210,6 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
     assert (others.path / PROBE).exists(), "another folder's is left alone"
 
 
-def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
-    target = tmp_path / "model"
-    save(target, "old")
-    staging = stage(target, "failed")
-    folders.discard(staging)
-    assert loaded(target) == {"old"} and beside(target) == []
-    assert not any(path.name.startswith(".") for path in target.iterdir())
-
-
 def test_a_discard_that_is_killed_leaves_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of a failed save have their length and no values: none may come into the folder."""
     target = tmp_path / "model"
@@ -288,14 +272,6 @@ def test_a_folder_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     assert loaded(target) == {"new"} and (target / "tokenizer.json").exists() and beside(target) == []
 
 
-@pytest.mark.parametrize("name", ["s3://bucket/run", Path("s3://bucket/run"), "gs://b/m", "https://host/m", "hf://a/b"])
-def test_a_url_is_refused(name: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="is a URL, and files are only written to local folders"):
-        folders.find_target(name)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_folder_that_cannot_be_marked_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "write_text", refused)
     with pytest.raises(ConfigError, match="cannot be saved to"):
@@ -342,17 +318,6 @@ def test_files_of_torch_are_weights_as_well(tmp_path: Path, monkeypatch: pytest.
     folders.commit(staging)
     assert {path.name for path in target.iterdir()} == {index, *shards}
     assert [name for name in moved if not name.startswith(".")] == ["pytorch_model.bin", *shards, index]
-
-
-def test_ranks_may_see_a_folder_under_different_names(tmp_path: Path) -> None:
-    target = tmp_path / "model"
-    save(target, "old")
-    staging = staged(target)
-    (tmp_path / "other").symlink_to("model")
-    folders.check_seen(Staging(tmp_path / "other", staging.token, staging.is_inside), str(staging.path))
-    fresh = staged(tmp_path / "new")
-    with pytest.raises(ConfigError, match="name the same folder on each"):
-        folders.check_seen(Staging(tmp_path / "another", fresh.token, fresh.is_inside), str(fresh.path))
 
 
 def test_a_file_without_allocation_has_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

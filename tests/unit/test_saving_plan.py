@@ -179,16 +179,6 @@ def test_what_must_be_computed_is_refused() -> None:
         plan_writes([layout_of("f", {"x": product})])
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    leaf = Source("", "p", 0, (4,), torch.float32)
-    writes = plan_writes([layout_of("f", {"p": leaf})])
-    with (
-        Writer([tmp_path / "absent"], lambda _: None) as writer,
-        pytest.raises(CheckpointError, match=r"absent: cannot be written: .*No such file"),
-    ):
-        writer.write(writes["p"][0], torch.ones(4), 0)
-
-
 # -- headers of files, against safetensors' own and what torch loads ---------------------------------------------------
 
 
