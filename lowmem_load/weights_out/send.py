@@ -36,7 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lowmem_load.distributed.side_group import Exchange, SideGroup, device_of
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError
-from lowmem_load.io.memory import SpareMemory, own_memory, scatter_elements, source_elements
+from lowmem_load.io.memory import SpareMemory, own_memory, scatter_elements, source_elements, trim_heap
 from lowmem_load.planning.expression import Held, Source
 from lowmem_load.planning.nest import Nest
 from lowmem_load.text import fingerprint
@@ -213,6 +213,7 @@ class Sending:
         if unit.merge is None:
             return [(tensor.name, sent[tensor.name]) for tensor in unit.sent]
         merge, names = unit.merge, self._names
+        trim_heap()  # of the merge before
         merged = merge.run({id(p): sent[names[id(p)]] for p in (*merge.parameters, *merge.adapters())})
         sources = sent | {names[id(p)]: value for p, value in zip(merge.parameters, merged, strict=True)}
         made: Tensors = []

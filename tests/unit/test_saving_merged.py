@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from lowmem_load import save_model
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.frameworks.peft import unloaded
 
@@ -69,3 +72,18 @@ def test_what_cannot_be_merged_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"LoRA on torch\.nn\.MultiheadAttention"):
         unloaded(model)
     assert before == [id(module) for module in model.modules()]
+
+
+def test_merging_takes_the_memory_of_a_few_layers(tmp_path: Path) -> None:
+    wide = nn.Sequential(*(nn.Linear(1024, 4096, bias=False) for _ in range(12)))
+    model = get_peft_model(wide, LoraConfig(target_modules=[str(number) for number in range(12)]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.01)
+    report = save_model(model, tmp_path, merge_adapters=True)
+    assert report.num_merged == 12
+    assert report.peak_memory.anonymous_bytes < 6 * 1024 * 4096 * 4
+    saved = load_file(tmp_path / "model.safetensors")
+    wanted = model.merge_and_unload().state_dict()
+    assert saved.keys() == wanted.keys() and all(torch.equal(saved[name], wanted[name]) for name in wanted)
