@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_load.errors import CheckpointError
 from lowmem_load.io.source import ByteSource, LocalFile
-from tests.kits.memory import MemorySource
 from tests.kits.source import SourceContract
 
 
@@ -25,18 +23,3 @@ class TestLocalFile(SourceContract):
 
     def open(self, path: str) -> ByteSource:
         return LocalFile(path)
-
-
-class TestMemorySource(SourceContract):
-    @pytest.fixture(autouse=True)
-    def empty(self) -> None:
-        self.stored: dict[str, bytes] = {}
-
-    def put(self, name: str, data: bytes) -> str:
-        self.stored[name] = data
-        return name
-
-    def open(self, path: str) -> ByteSource:
-        if path not in self.stored:
-            raise CheckpointError(f"{path}: is not there")
-        return MemorySource(path, self.stored[path])

@@ -27,11 +27,6 @@ class TestZero3(TargetContract):
         return Zero3(settings(world_size), rank, CPU)
 
 
-class TestZero3Bf16(TargetContract):
-    def target(self, rank: int, world_size: int) -> Target:
-        return Zero3(settings(world_size, bf16=True), rank, CPU)
-
-
 class TestZero3Offloaded(TargetContract):
     def target(self, rank: int, world_size: int) -> Target:
         return Zero3(settings(world_size, offload_param={"device": "cpu"}), rank, CPU)
@@ -55,19 +50,3 @@ class TestPartial(TargetContract):
     def target(self, rank: int, world_size: int) -> Target:
         chosen = ("inside", "inside_too")
         return Zero3(settings(world_size, bf16=True), rank, CPU, None, chosen)
-
-    @pytest.mark.parametrize(
-        ("name", "kind"),
-        [
-            ("inside.weight", "zero3"),
-            ("inside.layer.weight", "zero3"),
-            ("inside_too.weight", "zero3"),
-            ("outside.weight", "replicated"),
-            ("insides.weight", "replicated"),
-        ],
-    )
-    def test_a_parameter_goes_where_its_module_does(self, name: str, kind: str) -> None:
-        parameter = torch.empty(3, 4, device="meta")
-        layout = self.target(1, 2).layout(name, parameter)
-        assert layout.kind == kind
-        assert layout.dtype == (torch.bfloat16 if kind == "zero3" else torch.float32)

@@ -416,8 +416,6 @@ class Outcome:
 
     Attributes:
         name: the target.
-        num_plans: distinct partitions filled.
-        num_copies: most copies of one plan.
         computed: whether anything had to be computed from whole inputs.
         contiguous: whether every copy is one run on both sides.
         needed_bytes: bytes of files that ended up in partitions.
@@ -427,8 +425,6 @@ class Outcome:
     """
 
     name: str
-    num_plans: int = 0
-    num_copies: int = 0
     computed: bool = False
     contiguous: bool = True
     needed_bytes: int = 0
@@ -437,8 +433,6 @@ class Outcome:
 
     def add(self, copies: list[Copy], needed_bytes: int, read_bytes: int) -> None:
         """Count one partition."""
-        self.num_plans += 1
-        self.num_copies = max(self.num_copies, len(copies))
         self.computed = self.computed or any(isinstance(copy.leaf, ex.Computed) for copy in copies)
         self.contiguous = self.contiguous and all(copy.nest.is_run for copy in copies)
         self.needed_bytes += needed_bytes

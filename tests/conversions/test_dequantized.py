@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from lowmem_load import foreign_names
 from lowmem_load.errors import IncompatibleVersionError
+from lowmem_load.foreign_names import ForeignName
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.planning import expression as ex
@@ -26,18 +28,30 @@ from tests.conversions import mappings
 BF16, FP32 = torch.bfloat16, torch.float32
 SMALL = ReadLimits(staging_bytes=64, direct_bytes=64, max_gap_bytes=16)
 
-Symbolic = Callable[[str], SymbolicTensor]
 
+@contextlib.contextmanager
+def described_tensors(
+    folder: Path, handlers: Mapping[ForeignName, Any], **tensors: torch.Tensor
+) -> Iterator[Callable[[str], SymbolicTensor]]:
+    """Writes a file; inside, the handlers of a format are at work, and what is yielded gives its tensors, described.
 
-def symbolic(path: Path, executor: Executor) -> Symbolic:
-    """Returns what gives the tensors of a file, described; values in memory may be read, those of the file may not."""
+    Values in memory may be read, those of the file may not.
+    """
+    path = folder / "model.safetensors"
+    save_file(tensors, path)
     file = mappings.symbolic_file(path)
+    with Executor() as executor, replaced(handlers):
 
-    def read_now(expression: ex.Expression, reason: str) -> torch.Tensor:
-        assert not any(isinstance(leaf, ex.Source) for leaf in ex.leaves(expression)), reason
-        return read_whole(executor, expression)
+        def read_now(expression: ex.Expression, reason: str) -> torch.Tensor:
+            assert not any(isinstance(leaf, ex.Source) for leaf in ex.leaves(expression)), reason
+            return read_whole(executor, expression)
 
-    return lambda name: SymbolicTensor(file.get_tensor(name).expression, read_now)
+        yield lambda name: SymbolicTensor(file.get_tensor(name).expression, read_now)
+
+
+def value_of(tensor: SymbolicTensor) -> torch.Tensor:
+    with Executor() as executor:
+        return read_whole(executor, tensor.expression)
 
 
 def random_bytes(*shape: int) -> torch.Tensor:
@@ -84,10 +98,8 @@ def test_the_last_block_of_fp8_may_be_partial(
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(shape, generator=generator) * 100).to(torch.float8_e4m3fn)
     scales = torch.rand(*shape[:-2], *grid, generator=generator)
-    save_file({"weight": weight, "scales": scales}, tmp_path / "model.safetensors")
     operation = dequantize_fp8(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=block)))
-    with Executor() as executor, replaced(FineGrainedFp8().handlers()):
-        get = symbolic(tmp_path / "model.safetensors", executor)
+    with described_tensors(tmp_path, FineGrainedFp8().handlers(), weight=weight, scales=scales) as get:
         described = operation._dequantize_one(get("weight"), get("scales"), output_dtype=BF16)
     outcome = mappings.fill_all_ranks("w", described, by_blocks(weight, scales, block), None, limits=limits)
     assert not outcome.computed
@@ -99,12 +111,10 @@ def test_fp8_with_one_scale_for_a_tensor_is_read_by_ranges(
 ) -> None:
     weight = (torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 100).to(torch.float8_e4m3fn)
     scale = torch.full(shape, 0.37)
-    save_file({"weight": weight, "scale": scale}, tmp_path / "model.safetensors")
     operation = dequantize_fp8(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=None)))
     expected = operation._dequantize_one(weight, scale, output_dtype=BF16)
     assert torch.equal(expected, (weight.float() * 0.37).to(BF16))
-    with Executor() as executor, replaced(FineGrainedFp8().handlers()):
-        get = symbolic(tmp_path / "model.safetensors", executor)
+    with described_tensors(tmp_path, FineGrainedFp8().handlers(), weight=weight, scale=scale) as get:
         described = operation._dequantize_one(get("weight"), get("scale"), output_dtype=BF16)
     outcome = mappings.fill_all_ranks("w", described, expected, None)
     assert not outcome.computed
@@ -117,33 +127,29 @@ def test_two_quantizers_of_one_model_do_not_share_what_is_described(dequantize_f
             return super()._dequantize_one(quantized, scales, **kwargs) * factor
 
     weight, scales = torch.arange(16.0).reshape(4, 4).to(torch.float8_e4m3fn), torch.rand(2, 2)
-    save_file({"weight": weight, "scales": scales}, tmp_path / "model.safetensors")
     handlers = {foreign_names.FP8_DEQUANTIZE.of(Doubled): next(iter(FineGrainedFp8().handlers().values()))}
-    with Executor() as executor, replaced(handlers):
-        get = symbolic(tmp_path / "model.safetensors", executor)
+    with described_tensors(tmp_path, handlers, weight=weight, scales=scales) as get:
         for factor in (1, 2):
             config = SimpleNamespace(weight_block_size=(2, 2), factor=factor)
             described = Doubled(SimpleNamespace(quantization_config=config))._dequantize_one(
                 get("weight"), get("scales"), output_dtype=BF16
             )
-            value = read_whole(executor, described.expression)
-            assert torch.equal(value, by_blocks(weight, scales, (2, 2)) * factor)
+            assert torch.equal(value_of(described), by_blocks(weight, scales, (2, 2)) * factor)
 
 
 def test_scales_of_other_blocks_than_the_configuration_says_are_left_to_transformers(
     dequantize_fp8: Any, tmp_path: Path
 ) -> None:
     weight = torch.arange(24.0).reshape(6, 4).to(torch.float8_e4m3fn)
-    tensors = {"weight": weight, "scales": torch.rand(3, 1), "odd": torch.rand(4, 1)}
-    save_file(tensors, tmp_path / "model.safetensors")
+    scales = torch.rand(3, 1)
     operation = dequantize_fp8(SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=(4, 4))))
-    with Executor() as executor, replaced(FineGrainedFp8().handlers()):
-        get = symbolic(tmp_path / "model.safetensors", executor)
-        described = operation._dequantize_one(get("weight"), get("scales"), output_dtype=BF16)
-        value = read_whole(executor, described.expression)
+    with described_tensors(
+        tmp_path, FineGrainedFp8().handlers(), weight=weight, scales=scales, odd=torch.rand(4, 1)
+    ) as get:
+        value = value_of(operation._dequantize_one(get("weight"), get("scales"), output_dtype=BF16))
         with pytest.raises(ValueError, match="not divisible by scale grid"):
             operation._dequantize_one(get("weight"), get("odd"))
-    assert torch.equal(value, by_blocks(weight, tensors["scales"], (2, 4)))
+    assert torch.equal(value, by_blocks(weight, scales, (2, 4)))
 
 
 # -- mxfp4 -----------------------------------------------------------------------------------------------------------
@@ -158,11 +164,9 @@ def test_mxfp4_is_read_by_ranges(
     """All bytes and all scales, those included whose power of two is no finite number."""
     from transformers.integrations import mxfp4 as integration
 
-    tensors = {"blocks": random_bytes(*shape), "scales": random_bytes(*shape[:-1])}
-    save_file(tensors, tmp_path / "model.safetensors")
-    expected = integration.convert_moe_packed_tensors(tensors["blocks"], tensors["scales"], dtype=dtype)
-    with Executor() as executor, replaced(Mxfp4().handlers()):
-        get = symbolic(tmp_path / "model.safetensors", executor)
+    blocks, scales = random_bytes(*shape), random_bytes(*shape[:-1])
+    expected = integration.convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+    with described_tensors(tmp_path, Mxfp4().handlers(), blocks=blocks, scales=scales) as get:
         described = integration.convert_moe_packed_tensors(get("blocks"), get("scales"), dtype=dtype)
     assert described.stride() == expected.stride()
     outcome = mappings.fill_all_ranks("w", described, expected, None, limits=limits)
@@ -174,19 +178,20 @@ def test_mxfp4_in_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
 
     ordinary = integration.convert_moe_packed_tensors
     monkeypatch.setattr(integration, "convert_moe_packed_tensors", lambda *a, **k: ordinary(*a, **k).transpose(1, 2))
-    save_file({"blocks": random_bytes(1, 4, 1, 2), "scales": random_bytes(1, 4, 1)}, tmp_path / "m.safetensors")
-    with Executor() as executor, replaced(Mxfp4().handlers()):
-        get = symbolic(tmp_path / "m.safetensors", executor)
-        with pytest.raises(IncompatibleVersionError, match=r"lays weights out in another way .*transformers=="):
-            integration.convert_moe_packed_tensors(get("blocks"), get("scales"))
+    tensors = {"blocks": random_bytes(1, 4, 1, 2), "scales": random_bytes(1, 4, 1)}
+    with (
+        described_tensors(tmp_path, Mxfp4().handlers(), **tensors) as get,
+        pytest.raises(IncompatibleVersionError, match=r"lays weights out in another way .*transformers=="),
+    ):
+        integration.convert_moe_packed_tensors(get("blocks"), get("scales"))
 
 
 def test_mxfp4_that_does_not_fit_is_transformers_error(tmp_path: Path) -> None:
     from transformers.integrations import mxfp4 as integration
 
     tensors = {"blocks": random_bytes(2, 3, 2, 4), "scales": random_bytes(2, 3, 1)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    with Executor() as executor, replaced(Mxfp4().handlers()):
-        get = symbolic(tmp_path / "model.safetensors", executor)
-        with pytest.raises(AssertionError, match="does not match scales"):
-            integration.convert_moe_packed_tensors(get("blocks"), get("scales"))
+    with (
+        described_tensors(tmp_path, Mxfp4().handlers(), **tensors) as get,
+        pytest.raises(AssertionError, match="does not match scales"),
+    ):
+        integration.convert_moe_packed_tensors(get("blocks"), get("scales"))

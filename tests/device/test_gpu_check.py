@@ -30,8 +30,3 @@ def test_gpu_check_needs_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     with pytest.raises(SystemExit, match="finds no accelerator on this machine; --simulated"):
         gpu_check.main([])
-
-
-def test_a_check_that_failed_is_named() -> None:
-    results = [{"parity: llama": "ok"}, {"parity: llama": "lm_head.weight"}]
-    assert gpu_check.failures(results) == ["parity: llama, rank 1: lm_head.weight"]

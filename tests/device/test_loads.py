@@ -197,45 +197,6 @@ def test_pinned_memory_outlives_copies_of_it(path: str) -> None:
     assert run_ranks(free_pinned_memory_too_early, path, world_size=1, env=SIMULATED) == [True]
 
 
-def load_after_work_of_the_stream(path: str) -> None:
-    """Rank function: memory that the load gets was freed by work of the caller's stream that is still to come."""
-    from lowmem_load import DistributedInterface
-    from tests.device.simulated import set_speed
-
-    DistributedInterface()
-    device = torch.device("sim", 0)
-    reference = ordinary(path, torch.bfloat16)
-    numel = reference.lm_head.weight.numel()
-    garbage = torch.full((numel,), 7.0, dtype=torch.bfloat16, device="cpu").pin_memory()
-    here = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
-    there = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
-    other, side = torch.Stream(device=device), torch.Stream(device=device)
-    torch.accelerator.synchronize(device)
-    set_speed(0.0005)
-    with other:
-        here.copy_(there, non_blocking=True)  # 2 s: stands for a kernel that takes so long
-        slow = torch.Event(device=device)
-        slow.record(other)
-    set_speed()
-    with side:
-        side.wait_event(slow)
-        freed = torch.empty(numel, dtype=torch.bfloat16, device=device)
-        freed.copy_(garbage, non_blocking=True)
-        del freed
-        model = loaded(path, BF16)
-    torch.accelerator.synchronize(device)
-    wrong = [
-        name
-        for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True)
-        if not torch.equal(parameter.ds_tensor.cpu(), whole.flatten())
-    ]
-    assert wrong == []
-
-
-def test_work_of_the_stream_that_is_still_to_come_does_no_harm(path: str) -> None:
-    run_ranks(load_after_work_of_the_stream, path, world_size=1, env=SIMULATED)
-
-
 def run_out_of_memory(path: str) -> None:
     """Rank function."""
     from lowmem_load import DistributedInterface, load_model

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.errors import ConfigError
 from lowmem_load.text import size
 from tests import builders
 from tests.multi_rank.zero_modes import MODES, Mode, ds_config
@@ -114,36 +114,6 @@ def test_modes_equal_stock(checkpoints: Path, tmp_path: Path, num_ranks: int, pa
     run_ranks(compare_modes, *paths, chosen, str(tmp_path), world_size=num_ranks, timeout_s=900)
     if chosen != names:
         pytest.skip(f"the others passed; not compiled, or not for this device: {sorted({*names} - {*chosen})}")
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "MiCS": ({"mics_shard_size": 2}, "mics_shard_size: models are not loaded under MiCS"),
-    "quantized": ({"zero_quantized_weights": True}, "zero_quantized_weights: DeepSpeed's quantizer is a CUDA kernel"),
-    "quantized, frozen": ({"zero_quantized_nontrainable_weights": True}, "is a CUDA kernel"),
-    "hpZ and nvme": (
-        {"zero_hpz_partition_size": 2, "offload_param": {"device": "nvme", "nvme_path": "/x"}},
-        "has no swapper for secondary partitions",
-    ),
-    "no path": ({"offload_param": {"device": "nvme"}}, "there is no offload_param.nvme_path"),
-    "a typing error": (
-        {"offload_parm": {"device": "cpu"}},
-        "offload_parm is no key of DeepSpeed; did you mean offload_param",
-    ),
-}
-
-
-def refuse(path: str) -> None:
-    """Rank function."""
-    from lowmem_load import load_model
-
-    for zero, message in REFUSED.values():
-        with pytest.raises((ConfigError, UnsupportedError), match=message):
-            load_model(path, {"zero_optimization": {"stage": 3, **zero}})
-
-
-@pytest.mark.skipif(IS_SIMULATED, reason="quantizers are refused on CPU ranks only")
-def test_what_cannot_be_followed_is_refused_by_name(checkpoints: Path) -> None:
-    run_ranks(refuse, str(builders.tiny_llama(checkpoints)))
 
 
 def load_beside_a_live_model(path: str, folder: str) -> None:

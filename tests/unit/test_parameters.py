@@ -64,13 +64,9 @@ def test_a_partition_on_nvme_is_read_for_the_block() -> None:
     with partition_in_memory(cut, "x") as partition:
         assert partition.tolist() == [7.0, 7.0] and cut.nvme_swapper.calls == ["in"]
     assert cut.nvme_swapper.calls == ["in", "released"]
-
-
-def test_a_partition_that_is_on_its_way_stays() -> None:
-    cut = swapped(0, in_flight=True)
-    with partition_in_memory(cut, "x"):
-        pass
-    assert cut.nvme_swapper.calls == []
+    on_its_way = swapped(0, in_flight=True)
+    with partition_in_memory(on_its_way, "x"):
+        assert on_its_way.nvme_swapper.calls == []
 
 
 def test_without_a_buffer_a_partition_on_nvme_is_refused() -> None:
@@ -133,6 +129,12 @@ def test_a_setting_without_its_module_is_refused_by_name(monkeypatch: pytest.Mon
     monkeypatch.setattr(partition, "has", lambda asked: asked != HAS_AUTOEP)
     with pytest.raises(UnsupportedError, match=r"^expert_parallel\S*: deepspeed \d\S+ .*install another release$"):
         refuse_what_is_absent({"zero_optimization": {"stage": 3}, "expert_parallel": {"enabled": True}})
+
+
+@pytest.mark.parametrize("name", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
+def test_a_quantizer_that_the_cpu_lacks_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"^{name}: DeepSpeed's quantizer is a CUDA kernel"):
+        refuse_what_is_absent({"zero_optimization": {name: True}})
 
 
 def test_what_is_switched_off_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:

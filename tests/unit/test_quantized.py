@@ -19,7 +19,6 @@ from lowmem_load.hf.quantizers import described_quantizers
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
 from lowmem_load.planning import expression as ex
-from lowmem_load.quantized.bitsandbytes import BitsAndBytes4Bit
 from lowmem_load.quantized.format import Companion, Packing, Patterns, QuantizedTensor
 from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of
@@ -109,16 +108,6 @@ def test_a_setting_that_takes_the_bytes_for_numbers_is_refused(
 @pytest.mark.parametrize(("config", "dtype"), [({}, torch.bfloat16), ({}, torch.uint8), (NVME, torch.bfloat16)])
 def test_storage_that_deepspeed_leaves_alone_is_not(config: dict[str, Any], dtype: torch.dtype, file: Path) -> None:
     check_packed(packed_as(file, dtype), settings_of(config))
-
-
-def test_what_cannot_be_packed_is_refused(file: Path) -> None:
-    def make(tensors: Mapping[str, Any], _: Context) -> nn.Module:
-        packing = Packing("halves", {}, pytest.fail, "it has an odd number of elements")
-        x = tensors["x"].bfloat16()
-        return module(w=QuantizedTensor.of(x, x.expression, packing))
-
-    with pytest.raises(UnsupportedError, match=r"^w: it has an odd number of elements$"):
-        BitsAndBytes4Bit().check("m", described(file, make).model)
 
 
 class CompressedTensorsDequantize:

@@ -121,11 +121,6 @@ def test_a_gap_is_read_along_where_that_costs_no_more_than_another_read() -> Non
     assert ReadLimits().max_gap_bytes == 125_000  # 25 us at 5 GB/s
 
 
-def test_an_element_that_goes_to_many_places_is_needed_once() -> None:
-    (read,) = plan_reads(copy_of(5, 0, (8, 0, 4), (4, 1, 1)), SOURCE, ReadLimits(), on_host=True)
-    assert (read.num_reads, read.numel, read.needed_bytes_each) == (1, 4, 16)
-
-
 def test_a_million_reads_are_one_step() -> None:
     (read,) = plan_reads(copy_of(0, 0, (1 << 20, 5000, 1)), SOURCE, ReadLimits(max_gap_bytes=0), on_host=True)
     assert (read.num_reads, read.numel) == (1 << 20, 1)

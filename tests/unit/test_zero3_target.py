@@ -48,20 +48,6 @@ def held_by(target: Zero3, *shape: int, dtype: torch.dtype = torch.float32) -> l
 
 
 @pytest.mark.parametrize(
-    ("rank", "world_size", "shape", "expected"),
-    [
-        (0, 1, (5, 7), (0, 35, 35)),
-        (1, 4, (5, 7), (9, 18, 9)),  # ceil(35 / 4) = 9
-        (3, 4, (5, 7), (27, 35, 9)),  # one element of padding
-        (3, 4, (3,), (3, 3, 1)),  # padding alone
-        (1, 2, (), (1, 1, 1)),
-    ],
-)
-def test_partitions(rank: int, world_size: int, shape: tuple[int, ...], expected: tuple[int, int, int]) -> None:
-    assert held_by(Zero3(settings(world_size), rank, CPU), *shape) == [expected]
-
-
-@pytest.mark.parametrize(
     ("rank", "world_size", "expected"),
     [
         (0, 1, [(0, 10, 10), (0, 10, 10)]),  # also on one rank, as DeepSpeed has it
@@ -74,15 +60,11 @@ def test_secondary_partitions(rank: int, world_size: int, expected: list[tuple[i
     assert held_by(Zero3(settings(world_size, zero_hpz_partition_size=2), rank, CPU), 10) == expected
 
 
-def test_a_secondary_group_that_does_not_divide_the_ranks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="zero_hpz_partition_size 2 does not divide the 3 ranks"):
-        Zero3(settings(3, zero_hpz_partition_size=2), 0, CPU)
-
-
 @pytest.mark.parametrize(
     ("config", "zero", "group", "message"),
     [
         ({"weight_quantization": {"quantized_initialization": {"num_bits": 8}}}, {}, None, "quantized_initialization"),
+        ({}, {"offload_param": {"device": "nvme"}}, None, "there is no offload_param.nvme_path"),
         (
             {},
             {"zero_hpz_partition_size": 2, "offload_param": {"device": "nvme", "nvme_path": "/x"}},
@@ -90,11 +72,13 @@ def test_a_secondary_group_that_does_not_divide_the_ranks_is_refused() -> None:
             "no swapper for secondary",
         ),
         ({}, {"zero_hpz_partition_size": 2}, object(), "cuts secondary groups out of all ranks"),
+        ({}, {"zero_hpz_partition_size": 2}, None, "zero_hpz_partition_size 2 does not divide the 3 ranks"),
+        ({}, {"mics_shard_size": 2}, None, "models are not loaded under MiCS"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(config: Any, zero: Any, group: Any, message: str) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        Zero3(settings(2, config=config, **zero), 0, CPU, group)
+    with pytest.raises((ConfigError, UnsupportedError), match=message):
+        Zero3(settings(3, config=config, **zero), 0, CPU, group)
 
 
 @pytest.mark.parametrize(
