@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowmem_load.api.load_into import Into, IntoDiffusers, IntoModule, Way, fills_by_names, skeletons_sharded
-from lowmem_load.api.request import Request, name_text, stage_3
+from lowmem_load.api.request import Request, name_text
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.process_group import fake_group
 from lowmem_load.ds.zero3_target import TargetMaker, target_maker, zero_init_disabled
@@ -166,25 +166,6 @@ def plan_zero3_rank(
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
     checked = request.checked(settings)
     return _plan_way(Way(checked.settings, checked.run), target_maker(rank, device), rank)
-
-
-def describe_checkpoint(
-    name: str,
-    dtype: torch.dtype,
-    *,
-    auto_class: str | None = None,
-    **from_pretrained_kwargs: Any,
-) -> Described:
-    """Return the model of a checkpoint as a load by one rank on the host describes it."""
-    checked = Request(name, auto_class, "auto", from_pretrained_kwargs).checked(stage_3(dtype, world_size=1))
-
-    def described(call: Call) -> NoReturn:
-        with _described(call, checked.settings, target_maker(0, torch.device("cpu"))) as model:
-            raise _Done(model)
-
-    with load_lock():
-        result: Described = _result(lambda: checked.run(described))
-    return result
 
 
 # -- the end of the road in a plan -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from lowmem_load.cli.commands import consolidate, inspect
+from lowmem_load.cli.commands import consolidate
 from lowmem_load.cli.common import FAILED, exit_code, printable
 from lowmem_load.cli.doctor import doctor
 from lowmem_load.cli.plan import plan
@@ -87,7 +87,7 @@ def run(
         raise typer.Exit(NOT_FOUND if is_missing else NOT_EXECUTABLE) from None
 
 
-for command in (inspect, plan, doctor, consolidate):
+for command in (plan, doctor, consolidate):
     app.command()(command)
 
 

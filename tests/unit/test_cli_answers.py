@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
-from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer import BadParameter
 
@@ -23,12 +22,12 @@ from lowmem_load.cli import common
 from lowmem_load.cli.common import facts, table
 from lowmem_load.cli.start import main
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, RankError, UnsupportedError
-from tests.builders import tiny_llama, tiny_mixtral, tiny_qwen2_tied, tiny_qwen3_vl_moe
+from tests.builders import tiny_llama, tiny_qwen3_vl_moe
 from tests.ranks import REPO
 
 Answer = Callable[..., tuple[int, Any]]
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
-COMMANDS = ["consolidate", "doctor", "inspect", "plan", "run"]
+COMMANDS = ["consolidate", "doctor", "plan", "run"]
 OF_MESHES = ("--tp", "--ep", "--dp-replicate")
 
 
@@ -143,15 +142,12 @@ def test_plan_needs_no_files_of_weights(answer: Answer, llama: Path, ds_config: 
     assert plans[0]["costs"]["needed_bytes"] == plans[1]["costs"]["needed_bytes"] > 0
 
 
-def test_models_of_diffusers_are_inspected_and_planned(answer: Answer, tmp_path: Path) -> None:
+def test_models_of_diffusers_are_planned(answer: Answer, tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     model = diffusers.AutoencoderKL(block_out_channels=(32,), norm_num_groups=8)
     model.save_pretrained(tmp_path / "vae")
     (tmp_path / "config").mkdir()
     shutil.copy(tmp_path / "vae" / "config.json", tmp_path / "config")
-    held = answer("inspect", tmp_path, "--subfolder", "vae", "--json")[1]
-    assert (held["architectures"], held["num_elements"]) == (["AutoencoderKL"], model.num_parameters())
-    assert [way["kind"] for way in held["conversions"]] == ["unchanged"]
     names = (tmp_path / "vae", tmp_path / "config")
     plans = [answer("plan", name, "--world-size", 2, "--json")[1] for name in names]
     assert plans[0]["about"]["QLoRA is not planned"] == "diffusers itself quantizes its models"
@@ -280,45 +276,6 @@ def test_names_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -
     assert "t\\x1b[2J" in shown and "a\\x1b[31mb" in shown and "x\\x07" in shown and "y\\u202e" in shown
 
 
-def test_inspect_shows_architecture_and_conversions(answer: Answer, tmp_path: Path) -> None:
-    code, found = answer("inspect", tiny_mixtral(tmp_path), "--json")
-    assert (code, found["architectures"], found["not_described"]) == (0, ["MixtralForCausalLM"], None)
-    assert sum(nbytes for _, _, nbytes in found["tensors"].values()) == found["by_dtype"]["bfloat16"][1]
-    text = answer("inspect", tiny_mixtral(tmp_path))[1]
-    assert "MixtralForCausalLM (mixtral)" in text and "made of 8 tensors" in text
-    assert "model.embed_tokens.weight = lm_head.weight" in answer("inspect", tiny_qwen2_tied(tmp_path))[1]
-
-
-def test_inspect_shows_the_tensors_of_an_unknown_model(answer: Answer, llama: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "own"
-    folder.mkdir()
-    for file in llama.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "architectures": ["Own"]}))
-    code, found = answer("inspect", folder, "--json")
-    assert (code, found["conversions"]) == (0, [])
-    assert "own" in found["not_described"] and found["tensors"]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_inspect_says_who_wrote_a_training_checkpoint(answer: Answer, tmp_path: Path) -> None:
-    state = {"model": {"weight": torch.ones(2, 3)}}
-    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path, no_dist=True)
-    code, found = answer("inspect", tmp_path, "--json")
-    assert (code, found["parameters"], found["tensors"]) == (0, "6", "1; float32: 1 of 24 B")
-    assert "none: name the model by --config" in answer("inspect", tmp_path)[1]
-
-
-def test_inspect_names_the_base_of_an_adapter(answer: Answer, tmp_path: Path) -> None:
-    save_file({"base_model.model.lm_head.lora_A.weight": torch.ones(2, 3)}, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
-    code, found = answer("inspect", tmp_path, "--json")
-    assert (code, found["base_of_adapter"], len(found["tensors"])) == (0, "org/base", 1)
-    assert "it is an adapter" in found["not_described"]
-    assert "adapter of" in answer("inspect", tmp_path)[1]
-
-
 def test_errors_have_their_exit_codes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -330,13 +287,13 @@ def test_errors_have_their_exit_codes(
         RankError("", {}),
     )
     assert list(map(common.exit_code, errors)) == [2, 3, 4, 4, 5]
-    monkeypatch.setattr(sys, "argv", ["lowmem-load", "inspect", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["lowmem-load", "plan", str(tmp_path), "--world-size", "2"])
     with pytest.raises(SystemExit) as ended:
         main()
     told = capsys.readouterr()
     assert (ended.value.code, told.out) == (common.CHECKPOINT, "")
-    assert told.err.startswith(f"lowmem-load: {tmp_path}") and "holds no weights" in told.err
-    monkeypatch.setattr(sys, "argv", ["lowmem-load", "inspect", f"{tmp_path}/\x1b[2J"])
+    assert told.err.startswith(f"lowmem-load: {tmp_path}") and "the folder is empty" in told.err
+    monkeypatch.setattr(sys, "argv", ["lowmem-load", "plan", f"{tmp_path}/\x1b[2J", "--world-size", "2"])
     with pytest.raises(SystemExit):
         main()
     assert "\\x1b[2J" in capsys.readouterr().err  # names of files are untrusted

@@ -64,20 +64,6 @@ def heads(checkpoint: Path) -> int:
     return sum(min(HEAD_BYTES, path.stat().st_size) for path in checkpoint.glob("*.safetensors"))
 
 
-def test_inspect_says_of_a_url_what_it_says_of_a_folder(
-    answer: Answer, url: str, checkpoint: Path, server: RangeServer
-) -> None:
-    assert heads(checkpoint) < sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")) / 3
-    code, found = answer("inspect", url, "--json")
-    assert code == 0 and found["name"] == url and found["revision"] is None
-    assert sent(server) == heads(checkpoint)
-    assert {**found, "name": ""} == {**answer("inspect", checkpoint, "--json")[1], "name": ""}
-    assert found["num_elements"] > 0 and found["not_described"] is None
-    code, text = answer("inspect", url)
-    assert code == 0 and text.startswith(url) and "unchanged" in text
-    assert sent(server) == heads(checkpoint)
-
-
 def test_plan_says_of_a_url_what_a_load_fetches(
     answer: Answer, url: str, checkpoint: Path, server: RangeServer, tmp_path: Path
 ) -> None:
@@ -98,7 +84,9 @@ def test_errors_of_urls_are_one_line_without_secrets(
     monkeypatch.setattr(remote_file, "PATIENCE_S", 0.2)
     server.set(gone=True, repeats=True)
     secret = url.replace("://", "://user:pass%2Fword@", 1) + "?X-Amz-Signature=signature"
-    monkeypatch.setattr(sys, "argv", ["lowmem-load", "inspect", secret if url.startswith("http") else url])
+    monkeypatch.setattr(
+        sys, "argv", ["lowmem-load", "plan", secret if url.startswith("http") else url, "--world-size", "2"]
+    )
     with pytest.raises(SystemExit) as ended:
         main()
     text = capsys.readouterr().err
@@ -110,7 +98,7 @@ def test_errors_of_urls_are_one_line_without_secrets(
 def test_answers_have_no_secrets(answer: Answer, server: RangeServer) -> None:
     plain = f"{server.url}/models/llama"
     url = plain.replace("://", "://user:pass%2Fword@", 1) + "?X-Amz-Signature=signature"
-    for arguments in (("inspect", url), ("inspect", url, "--json")):
+    for arguments in (("plan", url, "--world-size", 2), ("plan", url, "--world-size", 2, "--json")):
         code, found = answer(*arguments)
         assert code == 0 and plain in str(found)
         assert not [each for each in ("pass%2F", "user:", "signature") if each in str(found)], found

@@ -383,13 +383,7 @@ def test_an_adapter_needs_its_configuration(tmp_path: Path) -> None:
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-def test_inspect_and_consolidate_say_what_a_folder_is(once: Path, tmp_path: Path) -> None:
-    shown = CliRunner().invoke(app, ["inspect", str(once)])
-    assert shown.exit_code == 0, shown.output
-    assert "torch DCP" in shown.output
-    assert "5; float32: 2 of" in shown.output
-    as_json = json.loads(CliRunner().invoke(app, ["inspect", str(once), "--json"]).output)
-    assert as_json["num_elements"] == sum(tensor.numel() for tensor in TENSORS.values())
+def test_consolidate_says_what_a_folder_is(once: Path, tmp_path: Path) -> None:
     arguments = ["consolidate", str(once), str(tmp_path / "made"), "--part", "model", "--dtype", "bfloat16"]
     made = CliRunner().invoke(app, arguments)
     assert made.exit_code == 0, made.output
