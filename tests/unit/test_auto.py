@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import types
 from typing import Any
 
@@ -56,13 +55,10 @@ def test_trainer_resolves_to_the_same() -> None:
     [
         # (train, micro, steps) with 4 ranks; None is absent and stays absent
         (("auto", "auto", "auto"), (32, 8, 1)),
-        ((64, "auto", "auto"), (64, 16, 1)),  # 64 / (1 * 4)
-        ((64, "auto", 8), (64, 2, 8)),
+        ((64, "auto", 8), (64, 2, 8)),  # 64 / (8 * 4)
         (("auto", 2, 3), (24, 2, 3)),  # 2 * 3 * 4
         (("auto", None, None), (32, None, None)),
-        ((None, "auto", None), (None, 8, None)),
         ((64, 4, None), (64, 4, None)),
-        ((None, None, None), (None, 1, None)),
         ((None, None, "auto"), (None, 1, 1)),
     ],
 )
@@ -82,20 +78,6 @@ def test_sequence_parallel_ranks_share_samples() -> None:
         resolve({MICRO: 2, "sequence_parallel_size": 3})
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({MICRO: 0}, f'{MICRO}: expected a positive integer or "auto", got 0'),
-        ({MICRO: "8"}, f"{MICRO}: expected a positive integer or \"auto\", got '8'"),
-        ({TRAIN: True}, f"{TRAIN}: expected a positive integer"),
-    ],
-)
-def test_batch_sizes_that_cannot_be(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
-        resolve(config)
-    assert "1 key(s) cannot be resolved" in str(caught.value)
-
-
 def test_all_unresolvable_keys_are_one_error() -> None:
     config = copy.deepcopy(HF_ZERO3)
     config["zero_optimization"]["offload_param"]["device"] = "auto"
@@ -103,15 +85,15 @@ def test_all_unresolvable_keys_are_one_error() -> None:
     config["data_efficiency"] = {"metrics": [{"name": "seqlen"}, {"name": "auto"}, ["auto"]]}
     config["fp16"]["loss_scale"] = "auto"
     config["steps_per_print"] = "auto"
-    config[TRAIN] = 0
+    config |= {TRAIN: 0, MICRO: "8", STEPS: True}
 
     with pytest.raises(ConfigError) as caught:
         resolve(config, hidden_size=None)
 
     first, *lines = str(caught.value).splitlines()
-    assert first == "ds_config: 10 key(s) cannot be resolved"
+    assert first == "ds_config: 12 key(s) cannot be resolved"
     assert {line.split(":")[0] for line in lines} == {
-        "- train_batch_size",
+        *("- train_batch_size", "- train_micro_batch_size_per_gpu", "- gradient_accumulation_steps"),
         "- zero_optimization.reduce_bucket_size",
         "- zero_optimization.stage3_prefetch_bucket_size",
         "- zero_optimization.stage3_param_persistence_threshold",
@@ -122,7 +104,7 @@ def test_all_unresolvable_keys_are_one_error() -> None:
         "- fp16.loss_scale",
         "- steps_per_print",
     }
-    assert all("write " in line or "expected a positive integer" in line for line in lines)
+    assert all("write " in line or 'expected a positive integer or "auto", got ' in line for line in lines)
     assert any("no hidden_size to resolve it from; write a number of elements" in line for line in lines)
 
 
@@ -136,6 +118,7 @@ def test_what_deepspeed_itself_calls_auto_stays() -> None:
     resolved = resolve(config)
 
     assert {key: resolved[key] for key in config} == config
+    assert for_loading(config)["data_types"] == config["data_types"]
     with pytest.raises(ConfigError, match=r"- data_types\.grad_accum_dtype: cannot be resolved"):
         resolve({"data_types": {"grad_accum_dtype": "auto"}})
 
@@ -144,8 +127,6 @@ def test_what_deepspeed_itself_calls_auto_stays() -> None:
     "config",
     [
         HF_ZERO3,
-        {"zero_optimization": {"stage": 3}},
-        {"zero_optimization": {"stage": 3}, STEPS: 4},
         {"zero_optimization": {"stage": 3}, TRAIN: "auto", STEPS: "auto"},
         {"zero_optimization": {"stage": 3, "zenflow": {"select_strategy": "auto"}}, MICRO: "auto"},
     ],
@@ -180,15 +161,11 @@ def refuse_text_config() -> None:
     ("model_config", "expected"),
     [
         (namespace(hidden_size=64), 64),
-        (namespace(hidden_sizes=[32, 128, 64]), 128),
-        (namespace(text_config=namespace(hidden_size=48)), 48),
         (namespace(text_config=namespace(hidden_sizes=(16, 24))), 24),
         (namespace(hidden_size=64, text_config=namespace(hidden_size=48)), 64),
         (namespace(hidden_size=None, text_config=namespace(hidden_size=48)), 48),
         (namespace(hidden_sizes=[]), None),
-        (namespace(get_text_config=lambda: namespace(hidden_size=96)), 96),
         (namespace(get_text_config=refuse_text_config), None),
-        (namespace(), None),
         (None, None),
     ],
 )
@@ -234,15 +211,3 @@ def test_keeps_what_loading_reads() -> None:
         "train_micro_batch_size_per_gpu": 1,
     }
     assert given == active()
-
-
-def test_unusual_keys_are_dropped_too() -> None:
-    assert for_loading({"zero_optimization": {"a.b": "auto", 5: "auto"}}) == {"zero_optimization": {}, MICRO: 1}
-    assert for_loading({5: "auto"}) == {MICRO: 1}
-    in_list = {"a": [{"b": "auto"}], MICRO: 1}
-    assert for_loading(in_list) == in_list
-
-
-def test_deepspeeds_own_auto_stays() -> None:
-    own = {"zero_optimization": {"stage": 3}, "data_types": {"keep_in_fp32_modules": "auto"}}
-    assert for_loading(own)["data_types"] == {"keep_in_fp32_modules": "auto"}

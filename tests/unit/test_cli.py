@@ -39,19 +39,14 @@ def test_subcommands_and_the_version_are_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "value"), [([], "1"), (["--strict"], "strict"), (["--stream", "--strict"], "strict,stream")]
+    ("options", "value"),
+    [([], "1"), (["--"], "1"), (["--strict"], "strict"), (["--stream", "--strict", "--"], "strict,stream")],
 )
-def test_strict_reaches_the_command(options: list[str], value: str) -> None:
-    assert (
-        run("run", *options, "--", "sh", "-c", f'printf "${SWITCH} $*"', "sh", "--strict").stdout == f"{value} --strict"
-    )
-
-
-@pytest.mark.parametrize("separator", [[], ["--"]], ids=["without", "with"])
-def test_run_passes_arguments_unchanged_and_returns_the_exit_code(separator: list[str]) -> None:
+def test_run_passes_arguments_unchanged_and_returns_the_exit_code(options: list[str], value: str) -> None:
     script = f'printf "%s|" "$@" "$PYTHONPATH" "${SWITCH}"; exit 7'
-    found = run("run", *separator, "sh", "-c", script, "sh", "--help", "a b", "--", "", PYTHONPATH="/a 'b'")
-    assert found.stdout == "|".join(["--help", "a b", "--", "", f"{FOLDER}:/a 'b'", "1", ""])
+    arguments = ["--help", "--strict", "a b", "--", ""]
+    found = run("run", *options, "sh", "-c", script, "sh", *arguments, PYTHONPATH="/a 'b'")
+    assert found.stdout == "|".join([*arguments, f"{FOLDER}:/a 'b'", value, ""])
     assert (found.returncode, found.stderr) == (7, "")
 
 

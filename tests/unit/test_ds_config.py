@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lowmem_load.config.ds_config import KINDS, check_kinds, read_ds_config, zero_stage
 from lowmem_load.config.settings import read_settings
@@ -55,50 +54,23 @@ HF_ZERO3: dict[str, Any] = {
 }
 
 
-def write(folder: Path, text: str) -> Path:
-    path = folder / "ds_config.json"
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
 # ---- read_ds_config
 
 
 def test_every_source_gives_the_same_config(tmp_path: Path) -> None:
     text = json.dumps(HF_ZERO3, indent=2)
-    path = write(tmp_path, text)
-    holder = types.SimpleNamespace(config=HF_ZERO3)
-
-    for source in (HF_ZERO3, types.MappingProxyType(HF_ZERO3), path, str(path), text, holder):
+    path = tmp_path / "ds_config.json"
+    path.write_text(text)
+    for source in (HF_ZERO3, types.MappingProxyType(HF_ZERO3), path, str(path), text, HfDeepSpeedConfig(HF_ZERO3)):
         assert read_ds_config(source) == HF_ZERO3
-
-
-def test_the_same_sources_are_accepted_by_accelerate(tmp_path: Path) -> None:
-    from accelerate.utils.deepspeed import HfDeepSpeedConfig
-
-    for source in (HF_ZERO3, str(write(tmp_path, json.dumps(HF_ZERO3)))):
-        assert read_ds_config(HfDeepSpeedConfig(source)) == read_ds_config(source)
-
-
-def test_the_copy_is_deep_and_plain() -> None:
-    inner = {"pipeline": [1, {"a": "auto"}]}
-    source = {"section": types.MappingProxyType(inner)}
-
-    copied = read_ds_config(source)
-    copied["section"]["pipeline"][1]["a"] = 5
-
-    assert type(copied["section"]) is dict
-    assert inner == {"pipeline": [1, {"a": "auto"}]}
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b'{"a": "\xe9"}', r"not UTF-8 text at byte 7; save it as UTF-8 JSON"),
-        (b'{\n  "fp16": {"enabled": true},\n}\n', r"not JSON at line \d, column \d+ .*correct it there"),
         (b'{\n  // stage\n  "a": 1\n}', r"not JSON at line 2, column 3 .*comments and trailing commas are not JSON"),
         (b"[1, 2]", r"expected an object \{\.\.\.\} at top level, got list"),
-        (b'{"a": 1, "a": 2}', r"key\(s\) a given more than once; keep one of each"),
         (
             b'{"zero_optimization": {"stage": 2, "x": 0, "stage": 3, "x": 0}}',
             r"key\(s\) stage, x given more than once; keep one of each",
@@ -143,20 +115,6 @@ def test_what_cannot_be_copied_is_refused(config: dict[str, Any]) -> None:
         read_ds_config(config)
 
 
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@given(st.dictionaries(st.text(max_size=8), JSON_VALUES, max_size=4))
-@settings(max_examples=40, deadline=None)
-def test_any_object_survives_text(config: dict[str, Any]) -> None:
-    assert read_ds_config(json.dumps(config)) == config
-    assert read_ds_config(config) == config
-
-
 # ---- zero_stage
 
 
@@ -168,7 +126,6 @@ def test_any_object_survives_text(config: dict[str, Any]) -> None:
         ({"zero_optimization": {}}, "stage: expected 0, 1, 2 or 3, got None; write"),
         ({"zero_optimization": {"stage": "auto"}}, "stage: expected 0, 1, 2 or 3, got 'auto'; write"),
         ({"zero_optimization": {"stage": 4}}, "stage: expected 0, 1, 2 or 3, got 4"),
-        ({"zero_optimization": {"stage": -1}}, "got -1"),
         ({"zero_optimization": {"stage": True}}, "got True"),
         ({"zero_optimization": {"stage": 3.0}}, "got 3.0"),
     ],

@@ -12,7 +12,6 @@ import pytest
 from torch import nn
 
 from lowmem_load import load_model, plan
-from lowmem_load.config.ds_config import Precision
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.errors import ConfigError
 from tests import builders
@@ -78,21 +77,6 @@ def test_ranks_compare_what_they_were_given_by_key() -> None:
     }
     assert read(flops_profiler={}).compared["ds_config flops_profiler"] == "{}"
     assert len(read(tags=["x"] * 99).compared["ds_config tags"]) == 16
-
-
-@pytest.mark.parametrize("bf16", [None, "auto", False, True])
-@pytest.mark.parametrize("fp16", [None, "auto", False, True])
-def test_an_active_configuration_has_the_precision_that_stock_zero_init_gives_it(bf16: Any, fp16: Any) -> None:
-    """DeepSpeed drops "auto" and reads what is absent as off; with the two on it refuses."""
-    sections = {name: {"enabled": value} for name, value in (("bf16", bf16), ("fp16", fp16)) if value is not None}
-    ds_config = {"zero_optimization": {"stage": 3}, **sections}
-    if bf16 is True and fp16 is True:
-        with pytest.raises(ConfigError, match="both enabled"):
-            read_settings(ds_config, world_size=1, is_active=True)
-        return
-    on = {Precision.BF16: bf16, Precision.FP16: fp16, Precision.FP32: True}
-    expected = next(kind for kind, enabled in on.items() if enabled is True)
-    assert read_settings(ds_config, world_size=1, is_active=True).precision is expected
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
