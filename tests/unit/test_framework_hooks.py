@@ -28,6 +28,14 @@ AT_IMPORT = (
 
 Hook = tuple[ForeignName, ...]
 
+LAZY = """
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return object
+"""
+"""Of a module that has moved its names, and finds them for whoever asks."""
+
 
 def write_package(folder: Path, module: str, version: str, text: str | None) -> None:
     """Write a package with one module; without it if `text` is None."""
@@ -63,27 +71,16 @@ def imported(folder: Path, hook: Hook, version: str, text: str | None, monkeypat
     return [str(each.message) for each in seen if each.category is NotStreamedWarning]
 
 
-def classes_without_methods(hook: Hook) -> str:
-    owners = {name.name.partition(".")[0] for name in hook if "." in name.name}
-    return "".join(f"class {owner}:\n    pass\n" for owner in owners)
-
-
-def lazily_there(hook: Hook) -> str:
-    """A module that has moved its names, and finds them for whoever asks."""
-    return (
-        "def __getattr__(name):\n    if name.startswith('__'):\n        raise AttributeError(name)\n    return object\n"
-    )
-
-
 @pytest.mark.parametrize("hook", AT_IMPORT, ids=lambda hook: hook[0].module)
 @pytest.mark.parametrize("what", ["an empty module", "classes without methods", "lazy names", "no module"])
 def test_a_name_that_moved_is_one_warning(
     hook: Hook, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    owners = {name.name.partition(".")[0] for name in hook if "." in name.name}
     texts = {
         "an empty module": "",
-        "classes without methods": classes_without_methods(hook),
-        "lazy names": lazily_there(hook),
+        "classes without methods": "".join(f"class {owner}:\n    pass\n" for owner in owners),
+        "lazy names": LAZY,
         "no module": None,
     }
     seen = imported(tmp_path, hook, "99.1.2", texts[what], monkeypatch)

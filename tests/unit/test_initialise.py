@@ -102,14 +102,6 @@ def test_the_next_parameter_releases_the_one_in_hand() -> None:
     assert second.initialised is None
 
 
-def test_memory_that_was_not_written_is_zero() -> None:
-    initialiser = Initialiser(refused)
-    value = parameter(initialiser)
-    initialiser.write(value, "fill_", lambda whole, _: whole[1].fill_(3), (), draws=False)
-    initialiser.release()
-    assert kept(value).view(SHAPE).sum(dim=1).tolist() == [0, 15, 0, 0]
-
-
 def test_a_parameter_that_was_released_is_read_again_to_be_written() -> None:
     reader = Reader()
     initialiser = Initialiser(reader.read)

@@ -47,7 +47,7 @@ def plan_of(kind: str, expression: ex.Expression, planner: Planner, region: Flat
     )
 
 
-def made(rank: int = 1, digest: str = "abc") -> LoadPlan:
+def made_plan(rank: int = 1, digest: str = "abc") -> LoadPlan:
     planner = Planner()
     targets = (
         plan_of("zero3", flipped(SOURCE), planner, FlatRange(240 * rank, 240 * rank + 240), 250),
@@ -73,10 +73,10 @@ def made(rank: int = 1, digest: str = "abc") -> LoadPlan:
 
 
 def test_the_fingerprint_is_that_of_what_ranks_have_in_common() -> None:
-    plan = made()
-    assert plan.fingerprint == made(rank=2).fingerprint  # of other elements, from the file in another folder
+    plan = made_plan()
+    assert plan.fingerprint == made_plan(rank=2).fingerprint  # of other elements, from the file in another folder
     others = [
-        made(digest="abd"),
+        made_plan(digest="abd"),
         replace(plan, files=()),
         replace(plan, buffers=()),
         replace(plan, targets=plan.targets[:1]),

@@ -18,83 +18,46 @@ from lowmem_load import phases as phases_module
 from lowmem_load import report as report_module
 from lowmem_load.errors import ConfigError
 from lowmem_load.phases import Memory, host_memory, progress_bar, without_progress
-from lowmem_load.planning import expression as ex
-from lowmem_load.planning.load_plan import Destination, LoadPlan, PlannedFile, SlowPath, TargetPlan
-from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.regions import FlatRange
+from lowmem_load.planning.load_plan import SlowPath
 from lowmem_load.report import DeviceMemory, LoadReport, device_memory
+from tests.unit.test_load_plan import made_plan
 
 MIB = 1 << 20
 
 
-def plan() -> LoadPlan:
-    """One parameter of two partitions, the second of which is this rank's, padded; and one that is whole, of ints."""
-    planner = Planner()
-    weight = ex.Source("file", "w", 0, (5,), torch.bfloat16)
-    count = ex.hold(torch.arange(3))
-    parameters = (
-        (weight, "zero3", FlatRange(3, 5), 3, True, False, (SlowPath("w", "why"),)),
-        (count, "replicated", FlatRange(0, 3), 3, False, True, ()),
-    )
-    targets = tuple(
-        TargetPlan(
-            names=(f"{kind}.weight", f"{kind}.tied"),
-            shape=expression.shape,
-            dtype=expression.dtype,
-            kind=kind,
-            destinations=(Destination(region, padded, planner.plan_fill(kind, expression, region)),),
-            is_recast=is_recast,
-            is_uninitialised=is_uninitialised,
-            slow_paths=slow_paths,
-            fingerprint="",
-        )
-        for expression, kind, region, padded, is_recast, is_uninitialised, slow_paths in parameters
-    )
-    return LoadPlan(
-        name="model",
-        rank=1,
-        world_size=2,
-        targets=targets,
-        buffers=(),
-        values=tuple(planner.values),
-        files=(PlannedFile("a", 70, "", ""), PlannedFile("b", 30, "", "")),
-        read_to_describe=(("aten.equal", 12),),
-        missing_keys=("a",),
-        unexpected_keys=("b",),
-        mismatched_keys=(("c", (1,), (2,)),),
-        costs=planner.costs(target.destinations[0].fill for target in targets),
-    )
-
-
 def test_a_plan_is_taken() -> None:
     report = LoadReport("model", rank=1, world_size=2)
-    report.take_plan(plan(), {"zero_optimization": {"stage": 3}})
+    plan = made_plan(rank=1)
+    report.take_plan(plan, {"zero_optimization": {"stage": 3}})
     assert report.ds_config == {"zero_optimization": {"stage": 3}}
-    assert report.contents == "2 tensors, 8 parameters, bfloat16"  # unpadded, and once for both names
-    assert report.partition_bytes == 6  # 2 elements, 1 of padding
-    assert report.whole_bytes == 3 * 8
-    assert report.needed_bytes == 2 * 2
-    assert report.file_bytes == 100
-    assert report.loading_info == {
-        "missing_keys": ["a"],
-        "unexpected_keys": ["b"],
-        "mismatched_keys": [("c", (1,), (2,))],
-    }
-    assert report.notes == [
-        "in bfloat16, the dtype that this ds_config trains in; an ordinary load keeps another: zero3.weight"
-    ]
-    assert report.slow_paths == [SlowPath("w", "why")]
+    assert report.contents == "2 tensors, 725 parameters, float32"  # unpadded, and once for both names
+    assert report.partition_bytes == 250 * 4  # 10 elements of padding
+    assert report.whole_bytes == 5 * 4
+    assert report.needed_bytes == plan.costs.needed_bytes == 2880
+    assert report.file_bytes == 2880
+    keys = {"missing_keys": ["a"], "unexpected_keys": ["b"], "mismatched_keys": [("c", (1,), (2,))]}
+    assert report.loading_info == keys
+    assert report.notes[0] == (
+        "in float32, the dtype that this ds_config trains in; an ordinary load keeps another: zero3.weight"
+    )
+    assert report.slow_paths == [SlowPath("zero3.weight", "why"), SlowPath("replicated.weight", "why")]
     assert (report.read_bytes, report.num_reads) == (0, 0)  # of what was read, not of what was planned
+
+    targets = tuple(dataclasses.replace(target, kind="sharded") for target in plan.targets)
+    report = LoadReport("model")
+    report.take_plan(dataclasses.replace(plan, targets=targets), {"zero_optimization": {"stage": 3}})
+    assert report.ds_config == {}
+    assert "  holds: 1020 B of shards" in str(report).splitlines()
 
 
 def test_the_dtype_does_not_depend_on_the_order_in_which_a_rank_reads() -> None:
-    whole, found = plan(), []
-    gate = dataclasses.replace(whole.targets[0], dtype=torch.float32)
-    for targets in permutations((*whole.targets, gate, dataclasses.replace(whole.targets[0]))):
+    plan, found = made_plan(), []
+    gate = dataclasses.replace(plan.targets[0], dtype=torch.bfloat16)
+    for targets in permutations((*plan.targets, gate, dataclasses.replace(gate))):
         report = LoadReport("model")
-        report.take_plan(dataclasses.replace(whole, targets=targets), {})
+        report.take_plan(dataclasses.replace(plan, targets=targets), {})
         found.append(report.contents)
-    assert {*found} == {"4 tensors, 18 parameters, bfloat16"}
+    assert {*found} == {"4 tensors, 2,165 parameters, bfloat16"}
 
 
 # -- phases ----------------------------------------------------------------------------------------------------------
@@ -129,28 +92,20 @@ def test_peaks_are_the_most_that_was_seen_above_the_start(monkeypatch: pytest.Mo
         assert (report.peak_memory, report.peak_device_bytes) == peaks
 
 
-def test_host_memory_is_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "statm").write_text("900 123 23 7 0 200 0\n")  # pages: of the address space, resident, of files, ...
-    monkeypatch.setattr(phases_module, "STATM", tmp_path / "statm")
-    assert host_memory() == Memory(100 * mmap.PAGESIZE, 23 * mmap.PAGESIZE)
-    assert host_memory().total_bytes == 123 * mmap.PAGESIZE
-
-
-@pytest.mark.parametrize("text", [None, "", "900 12\n"])
-def test_host_memory_is_zero_where_it_is_not_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
-) -> None:
-    if text is not None:
-        (tmp_path / "statm").write_text(text)
-    monkeypatch.setattr(phases_module, "STATM", tmp_path / "statm")
+def test_host_memory_is_what_the_kernel_says_if_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "statm"
+    monkeypatch.setattr(phases_module, "STATM", file)
     assert host_memory() == Memory(0, 0)
+    file.write_text("900 12\n")
+    assert host_memory() == Memory(0, 0)
+    file.write_text("900 123 23 7 0 200 0\n")  # pages: of the address space, resident, of files, ...
+    assert host_memory() == Memory(100 * mmap.PAGESIZE, 23 * mmap.PAGESIZE)
 
 
 @pytest.mark.parametrize(
     ("device", "module", "expected"),
     [
         (None, {}, (0, 0)),
-        ("mps", {}, (0, 0)),
         ("cuda", {"is_initialized": lambda: False}, (0, 0)),
         ("cuda", {"is_initialized": lambda: True}, (12, 34)),
     ],
@@ -191,15 +146,6 @@ def test_the_text_holds_the_figures() -> None:
         "  host memory: peak 5.00 MiB above the start",
         "  seconds: describe 1.23, plan 0.50",
     ]
-
-
-def test_a_load_into_shards_has_no_ds_config() -> None:
-    taken = plan()
-    targets = tuple(dataclasses.replace(target, kind="sharded") for target in taken.targets)
-    report = LoadReport("model")
-    report.take_plan(dataclasses.replace(taken, targets=targets), {"zero_optimization": {"stage": 3}})
-    assert report.ds_config == {}
-    assert "  holds: 30 B of shards" in str(report).splitlines()
 
 
 def test_what_only_some_loads_have_is_said_of_those() -> None:
