@@ -20,7 +20,6 @@ from tests.remote.hub_front import hub_front
 from tests.remote.range_server import RangeServer, range_server
 
 Answer = Callable[..., tuple[int, Any]]
-DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 2000}
 """Of a checkpoint of 1 MB, of which headers are little."""
 
