@@ -15,8 +15,7 @@ from lowmem_load.dtensor.sharded_target import Unfilled
 from lowmem_load.families import diffusion
 from lowmem_load.families.call import Call
 from lowmem_load.hf import loader, model_folder, names
-from lowmem_load.hf.active import on_host
-from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.active import load_lock, on_host
 from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.io.executor import Executor
 from lowmem_load.lazy_weights.lazy_model import LazyReader, hand_out

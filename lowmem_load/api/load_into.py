@@ -39,8 +39,7 @@ from lowmem_load.families.files import Rename
 from lowmem_load.families.modules import Build, BuiltModelCall, ModuleCall, snapshot, stand_in_for
 from lowmem_load.frameworks.wrappers import named_tensors, plain_modules, plain_name
 from lowmem_load.hf import loader, model_folder, names
-from lowmem_load.hf.active import ordinary_path, transformers_models
-from lowmem_load.hf.load_lock import load_lock, outermost
+from lowmem_load.hf.active import load_lock, ordinary_path, outermost, transformers_models
 from lowmem_load.hf.quantizers import packed_format
 from lowmem_load.hf.remote_names import find_folder, rename_loaded
 from lowmem_load.hf.skeleton import blocks, file_keywords, filled_by, hand_over, is_kept_on_host, refuse_parted

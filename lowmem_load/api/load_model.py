@@ -26,8 +26,7 @@ from lowmem_load.errors import (
 from lowmem_load.families import diffusion
 from lowmem_load.families.call import SHARDS, Call
 from lowmem_load.hf import loader
-from lowmem_load.hf.active import active_zero3_config, deepspeed_config, note_load, was_dropped
-from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.active import active_zero3_config, deepspeed_config, load_lock, note_load, was_dropped
 from lowmem_load.hf.skeleton import is_distributed_config
 from lowmem_load.phases import without_progress
 from lowmem_load.pipeline.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Options

@@ -23,8 +23,7 @@ from lowmem_load.families.call import Call, is_left_alone, refuse_device_map
 from lowmem_load.families.files import Rename
 from lowmem_load.families.modules import Build
 from lowmem_load.hf import names
-from lowmem_load.hf.active import on_host
-from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.active import load_lock, on_host
 from lowmem_load.hf.remote_names import find_folder
 from lowmem_load.hf.skeleton import blocks, is_distributed_config, is_kept_on_host
 from lowmem_load.io.executor import Executor

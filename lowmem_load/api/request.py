@@ -19,9 +19,8 @@ from lowmem_load.families import diffusion
 from lowmem_load.families.call import PLACED_BY_STOCK, SHARDS, Call
 from lowmem_load.hf import loader, model_folder, names
 from lowmem_load.hf.active import transformers_models
-from lowmem_load.hf.hub_files import commit_of, find_adapter_as_asked
 from lowmem_load.hf.quantizers import refuse_quantized, stays_packed
-from lowmem_load.hf.remote_names import find_folder, rename_loaded
+from lowmem_load.hf.remote_names import commit_of, find_adapter_as_asked, find_folder, rename_loaded
 from lowmem_load.phases import no_callback
 from lowmem_load.pipeline.load import Load, Options
 from lowmem_load.replaced import replaced

@@ -28,11 +28,11 @@ from lowmem_load.families.call import Call
 from lowmem_load.families.files import tensors_in
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.formats.index import check_files, check_index, check_model_config, read_json
-from lowmem_load.hf.hub_files import config_file
-from lowmem_load.hf.load_lock import is_loading
+from lowmem_load.hf.active import is_loading
 from lowmem_load.hf.loader import run_load
 from lowmem_load.hf.model_folder import MAX_QUOTED
 from lowmem_load.hf.names import json_values
+from lowmem_load.hf.remote_names import config_file
 from lowmem_load.io.stand_ins import origin
 from lowmem_load.planning.expression import Source
 from lowmem_load.replaced import Handler, Handlers, replaced

@@ -16,8 +16,8 @@ from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.formats.format import NESTS, CheckpointFile, CheckpointFormat
 from lowmem_load.formats.index import check_index, read_json
 from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.hf.hub_files import cached_folder
 from lowmem_load.hf.model_folder import WEIGHTS_ENDS, is_training_state, no_folder
+from lowmem_load.hf.remote_names import cached_folder
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor

@@ -27,11 +27,11 @@ from lowmem_load.foreign_names import TORCH, TRANSFORMERS, ForeignName, check_re
 from lowmem_load.formats.format import CheckpointFile
 from lowmem_load.formats.index import check_files, check_index
 from lowmem_load.formats.safetensors import CODES, Safetensors
-from lowmem_load.hf.hub_files import HUB_KEYWORDS, has_file, hub_keywords
-from lowmem_load.hf.load_lock import constructors, inside_load, is_loading, load_lock
+from lowmem_load.hf.active import constructors, inside_load, is_loading, load_lock
 from lowmem_load.hf.model_folder import MAX_QUOTED, check_config, files_explained, refuse_foreign
 from lowmem_load.hf.names import json_values
 from lowmem_load.hf.quantizers import described_quantizers
+from lowmem_load.hf.remote_names import HUB_KEYWORDS, has_file, hub_keywords
 from lowmem_load.io.stand_ins import origin
 from lowmem_load.replaced import Handler, Handlers, replaced, require_names
 from lowmem_load.symbolic.attributes import EXTRA_STATE

@@ -12,9 +12,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, error_text
 from lowmem_load.formats.index import base_of_adapter, check_model_config
-from lowmem_load.hf.hub_files import adapter_config_file, config_file, has_file, hub_keywords
 from lowmem_load.hf.model_folder import MAX_QUOTED, check_config, check_name, what_is_there
-from lowmem_load.hf.remote_names import find_folder
+from lowmem_load.hf.remote_names import adapter_config_file, config_file, find_folder, has_file, hub_keywords
 
 
 def class_and_config(name: str, auto_class: str | type | None, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from lowmem_load import foreign_names
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf.hub_files import HUB_KEYWORDS, hub_keywords
 from lowmem_load.hf.loader import building_handlers
+from lowmem_load.hf.remote_names import HUB_KEYWORDS, hub_keywords
 from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.constructor import Constructor
 

@@ -34,7 +34,7 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.dtensor.mesh import fsdp_over_all_ranks
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.hf import active, names
-from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.active import load_lock
 from lowmem_load.hf.remote_names import find_folder
 from lowmem_load.pipeline.load import Options
 from lowmem_load.replaced import Handlers

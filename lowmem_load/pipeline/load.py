@@ -33,8 +33,7 @@ from lowmem_load.errors import (
 from lowmem_load.families.call import Call, is_left_alone, is_local, refuse_device_map
 from lowmem_load.hf import model_folder
 from lowmem_load.hf.active import on_host, show_ds_config
-from lowmem_load.hf.hub_files import commit_in
-from lowmem_load.hf.remote_names import find_folder, rename_loaded
+from lowmem_load.hf.remote_names import commit_in, find_folder, rename_loaded
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.memory import naming_shortage
 from lowmem_load.io.mounts import read_cost

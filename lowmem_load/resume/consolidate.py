@@ -19,8 +19,8 @@ from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.frameworks import peft
 from lowmem_load.hf import saver
-from lowmem_load.hf.hub_files import files_beside
-from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.active import load_lock
+from lowmem_load.hf.remote_names import files_beside
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import Part, fill
 from lowmem_load.phases import without_progress

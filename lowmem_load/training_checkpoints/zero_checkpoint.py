@@ -37,8 +37,7 @@ from typing import Any
 import torch
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
-from lowmem_load.formats.inert_pickle import Foreign, Tensor, is_shape
-from lowmem_load.formats.plain_values import member, plain, shown
+from lowmem_load.formats.inert_pickle import Foreign, Tensor, is_shape, member, plain, shown
 from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole

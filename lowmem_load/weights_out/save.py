@@ -13,7 +13,7 @@ from torch import nn
 
 from lowmem_load.frameworks.peft import Merge
 from lowmem_load.hf import saver
-from lowmem_load.hf.load_lock import load_lock
+from lowmem_load.hf.active import load_lock
 from lowmem_load.hf.saver import SavedFile
 from lowmem_load.phases import without_progress
 from lowmem_load.planning.expression import Source

@@ -34,7 +34,7 @@ from torch._weights_only_unpickler import Unpickler
 from lowmem_load.config.settings import read_settings
 from lowmem_load.ds.zero3_target import Zero3
 from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError
-from lowmem_load.formats import inert_pickle, plain_values
+from lowmem_load.formats import inert_pickle
 from lowmem_load.formats.index import base_of_adapter, check_index
 from lowmem_load.formats.safetensors import METADATA, PREFIX_NBYTES, Safetensors, parse_header
 from lowmem_load.formats.torch_zip import TorchObjects, TorchZip, state_dict
@@ -300,7 +300,7 @@ def torch_zip(data: bytes) -> None:
 
 def objects(data: bytes) -> None:
     """The `data.pkl` of a checkpoint of training. What is made of it are plain values, and `_watched` sees the rest."""
-    plain_values.plain(inert_pickle.objects(data, "x.pt"), "state", lambda tensor, _: tensor)
+    inert_pickle.plain(inert_pickle.objects(data, "x.pt"), "state", lambda tensor, _: tensor)
 
 
 def dcp_metadata(data: bytes) -> None:

@@ -28,7 +28,7 @@ from torch import nn
 import lowmem_load
 from lowmem_load import CheckpointError, NotStreamedWarning, RankError, UnsupportedError
 from lowmem_load.dtensor.mesh import local_tensor
-from lowmem_load.hf.load_lock import inside_load
+from lowmem_load.hf.active import inside_load
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread
 from tests import builders
 from tests.multi_rank.test_load_into import losses, start

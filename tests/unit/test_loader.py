@@ -78,7 +78,7 @@ NEEDED_BY_SOME = (
     *(
         "formats.torch_zip",
         "formats.inert_pickle",
-        "formats.plain_values",
+        "formats.inert_pickle",
         "frameworks",
         "hf.saver",
     ),

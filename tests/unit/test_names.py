@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from lowmem_load import DistributedInterface, plan, streaming
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.hf import loader
-from lowmem_load.hf.hub_files import commit_of, find_adapter_as_asked
 from lowmem_load.hf.model_folder import check_name, check_weights, refuse_foreign
 from lowmem_load.hf.names import (
     PROCESSOR_FILES,
@@ -29,7 +28,7 @@ from lowmem_load.hf.names import (
     model_class,
     model_config,
 )
-from lowmem_load.hf.remote_names import find_checkpoint
+from lowmem_load.hf.remote_names import commit_of, find_adapter_as_asked, find_checkpoint
 from lowmem_load.hf.skeleton import refuse_parted
 from lowmem_load.replaced import replaced
 from tests import builders

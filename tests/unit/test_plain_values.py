@@ -1,4 +1,4 @@
-"""inert_pickle.py makes a tree of any pickle; plain_values.py creates its plain values and names other objects."""
+"""inert_pickle.py makes a tree of any pickle; `plain` creates its plain values and names other objects."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.formats import plain_values
-from lowmem_load.formats.inert_pickle import Foreign, Tensor, objects
-from lowmem_load.formats.plain_values import member, plain, shown
+from lowmem_load.formats import inert_pickle
+from lowmem_load.formats.inert_pickle import Foreign, Tensor, member, objects, plain, shown
 from tests.pickles import Call, saved
 
 
@@ -118,7 +117,7 @@ def test_a_shared_object_is_created_once() -> None:
 
 def test_sets_of_one_long_list_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes a few bytes of the pickle."""
-    monkeypatch.setattr(plain_values, "MAX_PLAIN_NBYTES", 1 << 20)
+    monkeypatch.setattr(inert_pickle, "MAX_PLAIN_NBYTES", 1 << 20)
     items = list(range(10_000))
     with pytest.raises(CheckpointError, match=r"state\[\d\]: the sets and arrays up to here take more than 1048576"):
         made([Call(set, items) for _ in range(9)])
