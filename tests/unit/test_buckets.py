@@ -13,7 +13,7 @@ import torch
 from lowmem_load.errors import PlanError
 from lowmem_load.io.memory import scatter_elements, source_elements
 from lowmem_load.planning.expression import Expression, Source, cast, concat, numel, permute, slice_dim
-from lowmem_load.planning.nest import Axis, Copy, Nest, nests_within, plan_copies
+from lowmem_load.planning.nest import Nest, plan_copies
 from lowmem_load.planning.regions import (
     Distribution,
     FlatRange,
@@ -128,12 +128,6 @@ def test_messages_are_put_together(shape: tuple[int, ...], world_size: int) -> N
         assert torch.equal(put_together(planned("x", expression), values, regions), expected)
 
 
-def test_a_grid_of_columns_is_one_nest() -> None:
-    # Columns 2 and 3 of a 5 x 4 tensor: 5 rows, 2 apart in the memory of the grid, and 4 apart in the tensor.
-    (found,) = nests_within(Nest(0, 100, (Axis(20, 1, 1),)), Grid((((0, 5),), ((2, 4),))), (5, 4))
-    assert found == Nest(0, 102, (Axis(5, 2, 4), Axis(2, 1, 1)))
-
-
 def test_wide_elements_come_first_and_are_aligned() -> None:
     sizes: list[tuple[str, torch.dtype]] = [("a", torch.uint8), ("b", torch.int64), ("c", torch.bfloat16)]
     units = tuple(Unit((planned(name, source(name, 3, dtype=dtype)),)) for name, dtype in sizes)
@@ -149,13 +143,6 @@ def test_elements_that_no_rank_holds_are_an_error() -> None:
     regions: Any = [{"a": FlatRange(0, 5)}, {"a": NOTHING}]
     with pytest.raises(PlanError, match=r"a: the ranks hold 5 elements of 10; were all ranks of the model called\?"):
         plan_messages(bucket, sharing(regions, {"a": (10,)}))
-
-
-def test_values_in_memory_are_not_sent() -> None:
-    one = planned("a", source("a", 4))
-    held = PlannedTensor("x", (4,), torch.float32, (Copy(object(), one.copies[0].nest),))  # type: ignore[arg-type]
-    assert held.sources == [] and one.sources == [source("a", 4)]
-    assert plan_messages(Bucket((Unit((held,)),)), sharing([{}], {})).nbytes == [0]
 
 
 def test_replicas_send_a_share_each() -> None:

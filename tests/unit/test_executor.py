@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import types
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ from lowmem_load.planning.regions import FlatRange, partition_range
 
 VALUES = torch.arange(24 * 30, dtype=torch.float32).reshape(24, 30)
 OFFSET = 40
+LONG_S = 20.0
 
 
 @pytest.fixture
@@ -273,10 +276,82 @@ def test_operations_run_on_the_device_of_the_thread_that_asks(
             seen.clear()
 
 
-@pytest.mark.parametrize("destination", [torch.zeros(99), torch.zeros(200)[::2]], ids=["short", "strided"])
-def test_memory_that_a_tensor_does_not_fit_is_refused(file: Path, destination: torch.Tensor) -> None:
-    planner = Planner()
-    fill = planner.plan_fill("t", leaf(file), FlatRange(0, 100))
-    with pytest.raises(RuntimeError), Executor() as executor:
-        executor.fill(fill, destination, planner.values, planner.constants)
-    assert not destination.any()
+# -- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def failing() -> None:
+    raise ValueError("it failed")
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_all_tasks_are_done_when_finish_returns(num_threads: int) -> None:
+    done: list[int] = []
+    tasks = executor_module.Tasks(num_threads)
+    for number in range(200):
+        tasks.run(lambda number=number: done.append(number))  # type: ignore[misc]
+    tasks.finish()
+    assert sorted(done) == list(range(200))
+    tasks.run(lambda: done.append(200))
+    tasks.finish()
+    assert done[-1] == 200
+    tasks.close()
+
+
+def test_only_so_many_tasks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "MAX_WAITING", 4)
+    go_on, given = threading.Event(), []
+    tasks = executor_module.Tasks(2)
+
+    def give() -> None:
+        for number in range(10):
+            tasks.run(lambda: go_on.wait(LONG_S) and None)
+            given.append(number)
+
+    giver = threading.Thread(target=give)
+    giver.start()
+    giver.join(0.2)
+    assert len(given) == 4
+    go_on.set()
+    giver.join(LONG_S)
+    tasks.finish()
+    tasks.close()
+    assert len(given) == 10
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_a_failure_is_heard_of_while_earlier_tasks_go_on(is_waiting: bool) -> None:
+    go_on, tasks = threading.Event(), executor_module.Tasks(2)
+    tasks.run(lambda: go_on.wait(LONG_S) and None)
+    for _ in range(executor_module.MAX_WAITING - 2):
+        tasks.run(lambda: None)
+
+    def fail() -> None:
+        threading.Event().wait(0.2 if is_waiting else 0.0)  # once the calling thread waits, or before
+        failing()
+
+    tasks.run(fail)
+    threading.Event().wait(0.0 if is_waiting else 0.2)
+    begin_s = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="it failed"):
+            tasks.finish()
+        with pytest.raises(ValueError, match="it failed"):
+            tasks.run(lambda: None)
+    assert time.monotonic() - begin_s < LONG_S / 2
+    go_on.set()
+    tasks.close()
+
+
+def test_an_interrupt_while_a_task_is_given_away_does_not_hang_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = executor_module.Tasks(2)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tasks.run(lambda: None)
+    closing = threading.Thread(target=tasks.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()

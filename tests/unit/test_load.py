@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
@@ -78,21 +77,6 @@ def test_what_transformers_places_by_itself_has_no_plan(llama: str) -> None:
         plan(llama, STAGE_0, rank=0, world_size=2, device_map="cpu")
     with pytest.raises(ConfigError, match="device_map and ZeRO-3 both place parameters; remove device_map"):
         plan(llama, STAGE_3, rank=0, world_size=2, device_map="cpu")
-
-
-@pytest.mark.parametrize("chosen", ["cpu", None])
-def test_a_plan_is_for_the_accelerator_that_deepspeed_would_choose(
-    chosen: str | None, llama: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[torch.device] = []
-    monkeypatch.setattr("lowmem_load.api.plan_model.target_maker", lambda rank, device: asked.append(device))
-    monkeypatch.setattr("lowmem_load.api.plan_model._plan_call", lambda *_: None)
-    monkeypatch.delenv("DS_ACCELERATOR")
-    if chosen is not None:
-        monkeypatch.setenv("DS_ACCELERATOR", chosen)
-    plan(llama, STAGE_3, rank=0, world_size=2)
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    assert asked == [torch.device("cpu" if chosen or found is None else found.type)]
 
 
 def test_streaming_by_active_config_takes_its_settings_from_the_active_configuration() -> None:

@@ -79,8 +79,9 @@ def assert_equal(model: nn.Module, expected: nn.Module) -> None:
     for (name, tensor), other in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
         assert torch.equal(tensor, other), name
         assert tensor.dtype == other.dtype
-    assert torch.equal(model.table, expected.table)
-    assert model.head.weight is model.embed.weight
+    if isinstance(expected, Net):
+        assert torch.equal(model.table, expected.table)
+        assert model.head.weight is model.embed.weight
     flags = [parameter.requires_grad for parameter in model.parameters()]
     assert flags == [parameter.requires_grad for parameter in expected.parameters()]
 
@@ -123,6 +124,7 @@ def test_a_hub_id_stands_for_the_files_that_are_chosen_there(tmp_path: Path) -> 
     (tmp_path / "below").mkdir()
     in_shards(tmp_path / "below", state(expected))
     save_file({}, tmp_path / "below" / "other.fp16.safetensors")
+    assert_equal(load(tmp_path / "below" / "open_clip_model.safetensors.index.json"), expected)
     with hub(tmp_path, "maker/net") as asked:
         assert_equal(load(Path("maker/net"), subfolder="below"), expected)
         fetched = {line.split()[1] for line in asked}
@@ -130,14 +132,6 @@ def test_a_hub_id_stands_for_the_files_that_are_chosen_there(tmp_path: Path) -> 
         assert not {"other.fp16.safetensors", "another.safetensors"} & fetched
         with pytest.raises(CheckpointError, match=r"maker/none.*the Hub"):
             load(Path("maker/none"))
-
-
-def test_an_index_is_named_by_its_path_and_a_subfolder_by_a_keyword(tmp_path: Path) -> None:
-    expected, folder = reference(), tmp_path / "below"
-    folder.mkdir()
-    in_shards(folder, state(expected))
-    assert_equal(load(folder / "open_clip_model.safetensors.index.json"), expected)
-    assert_equal(load(tmp_path, subfolder="below"), expected)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +284,6 @@ OLD_AND_NEW: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] 
         lambda: weight_norm(nn.Linear(3, 2)),
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)),
     ),
-    "batch norm": (lambda: nn.BatchNorm2d(3), lambda: nn.BatchNorm2d(3)),
     "instance norm": (
         lambda: nn.InstanceNorm1d(3, affine=True),
         lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=False),
@@ -312,9 +305,7 @@ def test_files_of_older_modules_load_as_in_torch(kind: str, tmp_path: Path) -> N
     expected.load_state_dict(tensors)
     model.to("meta")
     load(in_one_file(tmp_path, tensors), model)
-    assert model.state_dict().keys() == expected.state_dict().keys()
-    for (name, tensor), other in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
-        assert torch.equal(tensor, other), name
+    assert_equal(model, expected)
 
 
 def test_attributes_in_wrapped_modules_are_computed_and_set(tmp_path: Path) -> None:
@@ -357,24 +348,10 @@ def test_what_no_file_has_is_initialised_as_torch_does_when_asked(tmp_path: Path
     torch.manual_seed(7)
     model = load(in_one_file(tmp_path, tensors), initialize=True)
     torch.manual_seed(7)
-    weight = expected.inner[0].weight.detach().clone()
-    expected.inner[0].reset_parameters()
-    expected.inner[0].weight.data = weight
-    running_var, others = (
-        expected.inner[1].running_var.clone(),
-        [p.detach().clone() for p in expected.inner[1].parameters()],
-    )
-    expected.inner[1].reset_parameters()
-    expected.inner[1].running_var = running_var
-    for parameter, other in zip(expected.inner[1].parameters(), others, strict=True):
-        parameter.data = other
-    expected.embed.reset_parameters()
-    expected.head.reset_parameters()
+    for module in (*expected.inner, expected.embed, expected.head):
+        module.reset_parameters()
+    expected.load_state_dict(tensors, strict=False)
     assert_equal(model, expected)
-
-
-def test_what_no_module_initialises_is_an_error(tmp_path: Path) -> None:
-    tensors = state(reference())
     del tensors["scale"]
     with pytest.raises(UnsupportedError, match=r"neither a reset_parameters .* writes scale"):
         load(in_one_file(tmp_path, tensors), initialize=True)

@@ -55,12 +55,6 @@ def test_the_progress_bar_ends_at_its_total(
     assert any(buffer.dtype == torch.float32 for buffer in model.buffers())
 
 
-def test_no_bar_is_shown_unless_asked_for(bars: list[Any], tmp_path: Path) -> None:
-    ResNetModel(ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1])).save_pretrained(tmp_path)
-    load_model(tmp_path, FP32)  # stderr is no terminal here
-    assert not bars
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A checkpoint in several files."""

@@ -1,4 +1,4 @@
-"""From a `from_pretrained` to a described model and its plan: what was read, and what costs more than its bytes."""
+"""From a `from_pretrained` to a described model, its plan and what is made of it: values, and what they cost."""
 
 from __future__ import annotations
 
@@ -12,24 +12,31 @@ from torch import nn
 
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.ds.zero3_target import Zero3
-from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.source import LocalFile
-from lowmem_load.pipeline.describe import describe
+from lowmem_load.pipeline.describe import Described, describe
 from lowmem_load.pipeline.execute import execute
-from lowmem_load.pipeline.make_plan import make_plan
+from lowmem_load.pipeline.make_plan import PlannedModel, make_plan
 from lowmem_load.planning.load_plan import LoadPlan, PlannedFile, SlowPath, TargetPlan
 from lowmem_load.planning.reads import Read
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
-from lowmem_load.target import Replicated, Target
+from lowmem_load.target import Layout, Replicated, Target
 from tests.described import CPU, Build, Call, X, Y, described, module, of_rank, planned, write_file
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return write_file(tmp_path)
+
+
+def executed(found: Described) -> PlannedModel:
+    result = make_plan(found, 0)
+    with Executor() as executor:
+        execute(result, found.target, executor)
+    return result
 
 
 # -- what is read while describing -----------------------------------------------------------------------------------
@@ -40,6 +47,7 @@ def file(tmp_path: Path) -> Path:
     [
         (lambda x: x[x > 1], "aten.index.Tensor", 2 * X.nbytes),  # for the mask, too
         (lambda x: torch.bernoulli(x / 10), "aten.bernoulli.default", X.nbytes),
+        (lambda x: x[x > 1].flip(0), "aten.index.Tensor", 2 * X.nbytes),  # computed from a value that is held
         (lambda x: x * x[0, 1].item(), "aten._local_scalar_dense.default", 4),
     ],
 )
@@ -55,16 +63,6 @@ def test_what_is_read_while_describing_is_named_and_the_values_are_those_of_torc
         assert executor.stats.read_bytes == result.plan.costs.read_bytes
     torch.manual_seed(0)
     assert torch.equal(found.model.get_parameter("weight"), operation(X))
-
-
-def test_reads_for_one_reason_are_added_up(file: Path) -> None:
-    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
-        assert (tensors["x"][0, 1].item(), tensors["y"][0, 0].item()) == (X[0, 1].item(), 100.0)
-        assert torch.bernoulli(tensors["z"] / 10).shape == (6,)
-        return module(weight=tensors["x"])
-
-    found = described(file, build)
-    assert found.read_to_describe == (("aten._local_scalar_dense.default", 2 * 4), ("aten.bernoulli.default", 6 * 4))
 
 
 def written_into(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
@@ -185,24 +183,6 @@ def test_a_model_within_that_the_settings_do_not_fit_is_kept_whole(file: Path) -
         run(lambda tensors, _: module(weight=tensors["x"]))
 
 
-def test_a_model_that_another_loads_does_not_decide_its_settings(file: Path) -> None:
-    """A from_pretrained inside of `__init__` shows its own model first."""
-    seen: list[nn.Module] = []
-
-    def build(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
-        inner = module(weight=tensors["y"])
-        context.keeps_of(inner)
-        return nn.ModuleDict({"inner": inner, "outer": module(weight=tensors["x"])})
-
-    def make_target(_: Any, model: nn.Module) -> Target:
-        seen.append(model)
-        return Replicated(CPU)
-
-    found = described(file, build, make_target)
-    assert seen[-1] is found.model
-    assert len(make_plan(found, 0).plan.targets) == 2
-
-
 def by_name(plan: LoadPlan) -> Mapping[str, TargetPlan]:
     return {target.name: target for target in plan.targets}
 
@@ -248,11 +228,9 @@ def test_a_missing_parameter_is_a_slow_path_and_one_without_a_value_is_zero(file
         return module(initialised=made[0], forgotten=made[1], read=tensors["x"])
 
     found = described(file, build)
-    result = make_plan(found, 0)
+    result = executed(found)
     assert result.plan.slow_paths == [SlowPath("initialised", "initialised on this rank: not in the checkpoint")]
     assert [target.name for target in result.plan.targets if target.is_uninitialised] == ["forgotten"]
-    with Executor() as executor:
-        execute(result, found.target, executor)
     assert not found.model.get_parameter("forgotten").any()
     assert found.model.get_parameter("initialised").all()
 
@@ -272,11 +250,9 @@ def test_a_tied_parameter_is_planned_once_under_all_its_names(file: Path) -> Non
         return made
 
     found = described(file, build)
-    result = make_plan(found, 0)
+    result = executed(found)
     assert [target.names for target in result.plan.targets] == [("head.weight", "body.tied"), ("body.weight",)]
     assert result.plan.costs.read_bytes == X.nbytes + Y.nbytes
-    with Executor() as executor:
-        execute(result, found.target, executor)
     assert found.model["body"].tied is found.model["head"].weight
     assert torch.equal(found.model["body"].tied, X)
 
@@ -343,23 +319,27 @@ def test_a_buffer_is_whole_and_as_exact_as_the_engine_keeps_it(
         made["norm"].register_buffer("mean", tensors["z"].to(torch.bfloat16))
         made["norm"].register_buffer("count", torch.tensor(3))
         made["norm"].register_buffer("also_mean", made["norm"].mean)
+        made["norm"].register_buffer("held", torch.tensor([1.5, 2.5], dtype=torch.bfloat16))
+        made["norm"].register_buffer("empty", torch.empty(2, device="meta"))
         return made
 
     def make_target(settings: Any, _: nn.Module) -> Target:
         return KeepingFp32(names)
 
     found = described(file, build, make_target)
-    result = make_plan(found, 1)
-    mean, count = result.plan.buffers
+    norm = found.model["norm"]
+    before = norm.count
+    result = executed(found)
+    mean, count, held = result.plan.buffers
     assert (mean.names, mean.dtype, mean.shape) == (("norm.mean", "norm.also_mean"), dtype, (6,))
     assert (count.names, count.dtype, count.fill) == (("norm.count",), torch.int64, None)
+    assert (held.names, held.dtype) == (("norm.held",), dtype)
     assert result.plan.costs.needed_bytes == 6 * 4
-    with Executor() as executor:
-        execute(result, found.target, executor)
-    norm = found.model["norm"]
     assert torch.equal(norm.mean, torch.arange(6.0).to(dtype))
     assert norm.also_mean is norm.mean
-    assert norm.count == 3
+    assert norm.count is before
+    assert torch.equal(norm.held, torch.tensor([1.5, 2.5], dtype=dtype))
+    assert norm.empty.is_meta
 
 
 class KeepingFp32(Replicated):
@@ -374,3 +354,77 @@ class KeepingFp32(Replicated):
             for buffer in model.get_submodule(name).buffers()
             if buffer.is_floating_point()
         ]
+
+
+# -- execution -------------------------------------------------------------------------------------------------------
+
+
+def test_the_target_is_not_finished_where_a_file_has_changed(file: Path) -> None:
+    class Noting(Replicated):
+        is_finished = False
+
+        def finish(self) -> None:
+            self.is_finished = True
+
+    target = Noting(CPU)
+    found = described(file, lambda tensors, _: module(a=tensors["x"]), lambda *_: target)
+    file.write_bytes(file.read_bytes() + b"x")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        executed(found)
+    assert not target.is_finished
+
+
+class TwoPieces(Replicated):
+    """As hpZ: two regions of each parameter, the elements of which are zero at first."""
+
+    def __init__(self, regions: tuple[FlatRange, FlatRange], numels: tuple[int, int]) -> None:
+        super().__init__(CPU)
+        self.regions, self.numels = regions, numels
+
+    def layout(self, name: str, parameter: torch.Tensor) -> Layout:
+        return Layout("two", parameter.dtype, self.regions, self.numels, on_host=True)
+
+    def make(self, plan: TargetPlan, parameter: nn.Parameter, wait: Any) -> tuple[nn.Parameter, list[torch.Tensor]]:
+        self.pieces = [torch.zeros(numel) for numel in self.numels]
+        return nn.Parameter(torch.empty(0)), self.pieces
+
+
+def test_a_held_value_is_there_for_every_destination(file: Path) -> None:
+    """hpZ's secondary partition needs a missing parameter's value after the partition was filled."""
+
+    def build(_: dict[str, torch.Tensor], context: Context) -> nn.Module:
+        made = make_uninitialised(torch.empty(10, device="meta"), context.read_now)
+        made.initialise_in(context.initialiser, FlatRange(0, 10))
+        made.fill_(3.0)
+        context.initialiser.release()
+        return module(weight=made)
+
+    target = TwoPieces((FlatRange(0, 4), FlatRange(2, 10)), (4, 8))
+    found = described(file, build, lambda *_: target)
+    result = executed(found)
+    assert [piece.tolist() for piece in target.pieces] == [[3.0] * 4, [3.0] * 8]
+    assert not result.constants.tensors, "it is freed after its last use"
+
+
+@pytest.mark.parametrize(
+    ("regions", "numels", "read_numel"),
+    [
+        ((FlatRange(4, 8), FlatRange(2, 10)), (5, 8), 8),  # hpZ: the partition lies in the secondary one
+        ((FlatRange(2, 7), FlatRange(2, 7)), (5, 6), 5),  # of one node
+        ((FlatRange(0, 4), FlatRange(2, 10)), (4, 8), 12),  # of another node's rank
+        ((FlatRange(20, 20), FlatRange(16, 20)), (2, 4), 4),  # padding alone
+    ],
+)
+def test_what_two_pieces_hold_is_read_once(
+    file: Path, regions: tuple[FlatRange, FlatRange], numels: tuple[int, int], read_numel: int
+) -> None:
+    target = TwoPieces(regions, numels)
+    found = described(file, lambda tensors, _: module(weight=tensors["x"]), lambda *_: target)
+    result = make_plan(found, 0)
+    assert result.plan.costs.read_bytes == result.plan.costs.needed_bytes == 4 * read_numel
+    with Executor() as executor:
+        execute(result, found.target, executor)
+        assert executor.stats.read_bytes == 4 * read_numel
+    for piece, region, numel in zip(target.pieces, regions, numels, strict=True):
+        padding = [0.0] * (numel - region.numel)
+        assert piece.tolist() == X.flatten()[region.start : region.end].tolist() + padding
