@@ -44,29 +44,6 @@ COMMANDS = {
 }
 
 
-def problems_of_wheel(names: set[str], expected: set[str]) -> Iterator[str]:
-    """Yield a line for each file that a wheel lacks, or should not have.
-
-    Args:
-        names: of what is in it.
-        expected: what has to be there beside its metadata.
-    """
-    own = {name for name in names if ".dist-info/" not in name}
-    yield from (f"the wheel lacks {name}" for name in sorted(expected - own))
-    yield from (f"the wheel has {name}" for name in sorted(own - expected))
-    for name in ("METADATA", "entry_points.txt", "licenses/LICENSE"):
-        if not any(each.endswith(f".dist-info/{name}") for each in names):
-            yield f"the wheel lacks its {name}"
-
-
-def problems_of_sdist(names: set[str], expected: set[str]) -> Iterator[str]:
-    """Yield a line for each file that an sdist lacks, or should not have; names below its top folder."""
-    needed = expected | {"LICENSE", "README.md", "pyproject.toml", "setup.py"}
-    yield from (f"the sdist lacks {name}" for name in sorted(needed - names))
-    foreign = {name for name in names if name.startswith(("tests/", "benchmarks/", "docs/", "examples/"))}
-    yield from (f"the sdist has {name}" for name in sorted(foreign))
-
-
 def problems_of_description(metadata: str) -> Iterator[str]:
     """Yield a line for each link or picture of a README in metadata that a package index has no file for."""
     description = metadata.partition("\n\n")[2]
@@ -91,8 +68,18 @@ def check_contents(folder: Path) -> list[str]:
         described = archive.read(metadata).decode() if metadata else ""
     with tarfile.open(sdist) as archive:
         in_sdist = {member.name.partition("/")[2] for member in archive if member.isfile()}
-    of_contents = [*problems_of_wheel(in_wheel, tracked()), *problems_of_sdist(in_sdist, tracked())]
-    return [*of_contents, *problems_of_description(described)]
+    own = {name for name in in_wheel if ".dist-info/" not in name}
+    foreign = {name for name in in_sdist if name.startswith(("tests/", "benchmarks/", "docs/", "examples/"))}
+    about = {name.partition(".dist-info/")[2] for name in in_wheel}
+    needed = tracked() | {"LICENSE", "README.md", "pyproject.toml", "setup.py"}
+    return [
+        *(f"the wheel lacks {name}" for name in sorted(tracked() - own)),
+        *(f"the wheel lacks its {name}" for name in {"METADATA", "entry_points.txt", "licenses/LICENSE"} - about),
+        *(f"the wheel has {name}" for name in sorted(own - tracked())),
+        *(f"the sdist lacks {name}" for name in sorted(needed - in_sdist)),
+        *(f"the sdist has {name}" for name in sorted(foreign)),
+        *problems_of_description(described),
+    ]
 
 
 def run_examples(python: Path, only: list[str]) -> list[str]:
