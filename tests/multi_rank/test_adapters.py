@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowmem_load import DistributedInterface, load_model, plan
 from tests import builders
 from tests.multi_rank.test_plan import Case, differing, executed_plans
 from tests.parity import FP32, differences
@@ -43,8 +44,6 @@ def load_adapters(folder: str) -> None:
     """Rank function."""
     from transformers import AutoModelForCausalLM
 
-    from lowmem_load import load_model
-
     for name in KINDS:
         torch.manual_seed(0)
         model = load_model(f"{folder}/{name}", FP32, auto_class="AutoModelForCausalLM")
@@ -56,8 +55,6 @@ def load_adapters(folder: str) -> None:
 
 def plan_adapters(loads: dict[str, Case]) -> None:
     """Rank function."""
-    from lowmem_load import DistributedInterface, plan
-
     group = DistributedInterface()
     for name, executed in executed_plans(loads).items():
         path, config, kwargs = loads[name]

@@ -17,9 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lowmem_load import DistributedInterface, iter_weights, load_model, save_model, streaming
 from lowmem_load.errors import ConfigError, RankError
 from tests import builders
-from tests.multi_rank.test_load_into import built, meshes
+from tests.multi_rank.test_load_into import filled, meshes
 from tests.multi_rank.test_modes import is_compiled
 from tests.multi_rank.test_save import ADAM, BF16, FP32, adapted, stage_3
 from tests.ranks import run_ranks
@@ -50,8 +51,6 @@ def counted() -> Iterator[list[str]]:
 
 def saved(model: Any, folder: str, **kwargs: Any) -> dict[str, torch.Tensor]:
     """What `save_model` writes."""
-    from lowmem_load import save_model
-
     save_model(model, folder, **kwargs)
     files = sorted(Path(folder).glob("*.safetensors"))
     return {name: value for file in files for name, value in load_file(file).items()}
@@ -70,7 +69,6 @@ def assert_sent(
     """All ranks: one bucket, middle ones, and one a tensor; to all ranks and to one. In short: middle ones."""
     import torch.distributed as dist
 
-    from lowmem_load import iter_weights
     from lowmem_load.distributed import side_group
     from lowmem_load.distributed.steps import RankGroup
 
@@ -116,7 +114,6 @@ def ways(paths: dict[str, str], swap: str | None, world_size: int) -> dict[str, 
 
 def send_all(paths: dict[str, str], out: str, swap: str | None, is_whole: bool) -> None:
     """Rank function."""
-    from lowmem_load import DistributedInterface, load_model
     from tests.model_digest import model_digest
 
     world_size = DistributedInterface().world_size
@@ -148,14 +145,9 @@ def paths(checkpoints: Path) -> dict[str, str]:
 
 def send_meshes(paths: dict[str, str], out: str) -> None:
     """Rank function: each model on each mesh."""
-    from lowmem_load import DistributedInterface, load_into
-
     for mesh, shard in meshes(DistributedInterface().world_size).items():
         for name, path in paths.items():
-            model = built(path, torch.float32)
-            shard(model)
-            model.to_empty(device="cpu")
-            load_into(model, path)
+            model = filled(path, shard)
             assert_sent(model, saved(model, f"{out}/{mesh} {name}"), (mesh, name), is_short=True)
 
 
@@ -163,7 +155,6 @@ def send_merged(paths: dict[str, str], out: str) -> None:
     """Rank function."""
     import deepspeed
 
-    from lowmem_load import load_model, streaming
     from tests.model_digest import model_digest
 
     for name in ("odd", "llama", "tied", "mixtral"):
@@ -183,8 +174,6 @@ def send_merged(paths: dict[str, str], out: str) -> None:
 
 def misbehave(path: str, out: str) -> None:
     """Rank function: consumers that stop, raise or hang on rank 1. All ranks raise; then the next try works."""
-    from lowmem_load import DistributedInterface, iter_weights, load_model, save_model
-
     group = DistributedInterface(timeout=timedelta(seconds=5))
     model, is_odd = load_model(path, FP32), group.rank == 1
     wanted = dict(pair for bucket in iter_weights(model) for pair in bucket)
@@ -199,36 +188,23 @@ def misbehave(path: str, out: str) -> None:
     works()
     ended = r"sending the weights .* failed on 1 rank\(s\).*\n.*rank 1: its loop over the weights ended after 2 of"
 
-    weights = iter_weights(model, bucket_bytes=1)
-    next(weights), next(weights)
-    if is_odd:
-        weights.close()
-        works()  # the others raise, this rank goes on
-    else:
-        with pytest.raises(RankError, match=ended):
-            next(weights)
+    for way in ("closed", "closed by a thread", "closed after a save"):
+        weights = iter_weights(model, bucket_bytes=1)
+        next(weights), next(weights)
+        if way == "closed after a save":
+            save_model(model, out)  # within the loop
+        began_s = time.monotonic()
+        if is_odd and way == "closed by a thread":  # as the garbage collector may
+            thread = threading.Thread(target=weights.close)
+            thread.start()
+            thread.join()
+        elif is_odd:
+            weights.close()
+        else:
+            with pytest.raises(RankError, match=ended):
+                next(weights)
+            assert time.monotonic() - began_s < 4, "the timeout of the process group is 5 s"
         works()
-    weights = iter_weights(model, bucket_bytes=1)
-    next(weights), next(weights)
-    if is_odd:  # as the garbage collector may
-        thread = threading.Thread(target=weights.close)
-        thread.start()
-        thread.join()
-    else:
-        with pytest.raises(RankError, match=ended):
-            next(weights)
-    works()
-    weights = iter_weights(model, bucket_bytes=1)
-    next(weights), next(weights)
-    save_model(model, out)  # within the loop
-    began_s = time.monotonic()
-    if is_odd:
-        weights.close()
-    else:
-        with pytest.raises(RankError, match=ended):
-            next(weights)
-        assert time.monotonic() - began_s < 4, "the timeout of the process group is 5 s"
-    works()
 
     def consume(at_second: Callable[[], Any]) -> None:
         for number, _ in enumerate(iter_weights(model, bucket_bytes=1)):
@@ -271,7 +247,6 @@ def test_consumers_that_misbehave(paths: dict[str, str], tmp_path: Path) -> None
 
 def fail_to_start(path: str) -> None:
     """Rank function: a collective cannot begin on rank 1."""
-    from lowmem_load import DistributedInterface, iter_weights, load_model
     from lowmem_load.distributed import side_group
 
     side_group.DRAIN_S = 1.0
@@ -294,7 +269,6 @@ def change_between(path: str) -> None:
     """Rank function: a step or a change between two buckets is refused, a forward is none."""
     import deepspeed
 
-    from lowmem_load import iter_weights, load_into, load_model
     from lowmem_load.ds.parameters import mix_partitions
 
     tokens = torch.arange(8).view(1, 8)
@@ -343,10 +317,7 @@ def change_between(path: str) -> None:
         config = {**BF16, "zero_optimization": {"stage": stage}, **ADAM}
         engine = deepspeed.initialize(model=load_model(path, config), config=config)[0]
         refused(engine, lambda engine=engine: step(engine), r"(an optimizer \(.*Adam.*\) stepped|.* was changed)")
-    model = built(path, torch.float32)
-    next(iter(meshes(2).values()))(model)
-    model.to_empty(device="cpu")
-    load_into(model, path)
+    model = filled(path, next(iter(meshes(2).values())))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(input_ids=tokens, labels=tokens).loss.backward()
     refused(model, optimizer.step, r"an optimizer \(SGD\) stepped")
@@ -357,7 +328,6 @@ def change_between(path: str) -> None:
 def measure(path: str) -> list[tuple[int, int]]:
     """Rank function: the peak of memory above the start, and the bytes of the largest bucket; to all, and to rank 0."""
     from benchmarks.memory import PeakMemory
-    from lowmem_load import iter_weights, load_model
 
     model, found = load_model(path, FP32), []
     for to in ("all", 0):
@@ -388,30 +358,17 @@ def merge_sharded(path: str) -> None:
     """Rank function: adapters on DTensors, which `save_model` refuses, are merged as PEFT merges the whole model."""
     from transformers import AutoModelForCausalLM
 
-    from lowmem_load import DistributedInterface, load_into
-
     for mesh, shard in meshes(DistributedInterface().world_size).items():
         torch.manual_seed(0)
         wanted = adapted("odd", AutoModelForCausalLM.from_pretrained(path)).merge_and_unload().state_dict()
-        model = built(path, torch.float32)
-        shard(model)
-        model.to_empty(device="cpu")
-        load_into(model, path)
-        model = adapted("odd", model)
+        model = adapted("odd", filled(path, shard))
         for kwargs in ({}, {"bucket_bytes": 1}):
-            found = dict(pair for bucket in iter_all(model, merge_adapters=True, **kwargs) for pair in bucket)
+            found = dict(pair for bucket in iter_weights(model, merge_adapters=True, **kwargs) for pair in bucket)
             assert_equal(found, dict(wanted), mesh)
-
-
-def iter_all(*args: Any, **kwargs: Any) -> Any:
-    from lowmem_load import iter_weights
-
-    return iter_weights(*args, **kwargs)
 
 
 def plan_once(path: str) -> None:
     """Rank function: a second push plans nothing, and no rank is asked what it holds."""
-    from lowmem_load import DistributedInterface, load_into, load_model
     from lowmem_load.distributed.steps import RankGroup
 
     module = importlib.import_module("lowmem_load.weights_out.iter_weights")
@@ -421,7 +378,7 @@ def plan_once(path: str) -> None:
 
     def sent(model: Any, num_described: int) -> dict[str, torch.Tensor]:
         described.clear(), steps.clear()
-        found = dict(pair for bucket in iter_all(model) for pair in bucket)
+        found = dict(pair for bucket in iter_weights(model) for pair in bucket)
         assert len(described) == num_described, described
         assert {step.partition(" (")[0] for step in steps} == {"planning the weights", "sending the weights"}
         return found
@@ -432,9 +389,9 @@ def plan_once(path: str) -> None:
     assert_equal(sent(plain, 0), wanted, "again")
     assert_equal(sent(copy.deepcopy(plain), 1), wanted, "a copy")
     names = ["lm_head.weight"]
-    assert [name for bucket in iter_all(plain, names=names) for name, _ in bucket] == ["lm_head.weight"]
+    assert [name for bucket in iter_weights(plain, names=names) for name, _ in bucket] == ["lm_head.weight"]
     names[:] = ["model.norm.weight"]  # the plan that stays has names of its own
-    assert [name for bucket in iter_all(plain, names=names) for name, _ in bucket] == ["model.norm.weight"]
+    assert [name for bucket in iter_weights(plain, names=names) for name, _ in bucket] == ["model.norm.weight"]
     sent(plain, 1)
     plain.lm_head.weight = torch.nn.Parameter(plain.lm_head.weight.detach() + 1)
     assert torch.equal(sent(plain, 1)["lm_head.weight"], wanted["lm_head.weight"] + 1)
@@ -442,10 +399,7 @@ def plan_once(path: str) -> None:
     assert_equal(sent(model, 1), wanted, "ZeRO-3")
     assert_equal(sent(model, 0), wanted, "ZeRO-3")
     for mesh, shard in meshes(world_size).items():
-        model = built(path, torch.float32)
-        shard(model)
-        model.to_empty(device="cpu")
-        load_into(model, path)
+        model = filled(path, shard)
         assert_equal(sent(model, 1), wanted, mesh)
         assert_equal(sent(model, 0), wanted, mesh)
 
@@ -456,8 +410,6 @@ def test_a_second_push_plans_nothing(paths: dict[str, str]) -> None:
 
 def send_in_all_ways(paths: dict[str, str], out: str, swap: str | None, is_whole: bool) -> None:
     """Rank function: one start of the ranks for all of it."""
-    from lowmem_load import DistributedInterface
-
     world_size = DistributedInterface().world_size
     if world_size in (3, 4):  # as on an accelerator: one collective for each bucket
         importlib.import_module("lowmem_load.distributed.side_group").has_fast_gather = lambda _: True

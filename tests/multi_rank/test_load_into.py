@@ -33,6 +33,15 @@ def built(path: str, dtype: torch.dtype, cls_name: str | None = None) -> nn.Modu
         return cls(config).to(dtype)
 
 
+def filled(path: str, shard: Callable[[nn.Module], None], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model that `shard` has cut up, with the values of its files."""
+    model = built(path, dtype)
+    shard(model)
+    model.to_empty(device="cpu")
+    load_into(model, path)
+    return model
+
+
 def layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__.endswith(("DecoderLayer", "BertLayer"))]
 

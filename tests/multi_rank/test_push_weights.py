@@ -17,10 +17,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lowmem_load import (
+    DistributedInterface,
+    WeightSource,
+    adapter_config,
+    iter_weights,
+    load_model,
+    push_weights,
+    streaming,
+)
 from lowmem_load.errors import ConfigError, RankError
 from tests import builders
 from tests.multi_rank.test_iter_weights import assert_equal, counted
-from tests.multi_rank.test_load_into import built, meshes
+from tests.multi_rank.test_load_into import filled, meshes
 from tests.multi_rank.test_save import FP32, adapted
 from tests.ranks import run_ranks
 
@@ -113,15 +122,11 @@ class OfSglang:
 
 
 def iter_weights_of(model: Any, bucket_bytes: int) -> list[tuple[str, torch.Tensor]]:
-    from lowmem_load import iter_weights
-
     return [pair for bucket in iter_weights(model, bucket_bytes=bucket_bytes) for pair in bucket]
 
 
 def push_all(path: str) -> None:
     """Rank function."""
-    from lowmem_load import DistributedInterface, WeightSource, iter_weights, load_model, push_weights
-
     rank = DistributedInterface().rank
     model = load_model(path, FP32)
     wanted = dict(pair for bucket in iter_weights(model) for pair in bucket)
@@ -217,8 +222,6 @@ def models_with_adapters(path: str) -> Iterator[tuple[str, Any]]:
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM
 
-    from lowmem_load import load_into, load_model, streaming
-
     def with_adapters(model: Any) -> Any:
         model.name_or_path = path
         model = adapted("odd", model)
@@ -230,11 +233,7 @@ def models_with_adapters(path: str) -> Iterator[tuple[str, Any]]:
         model = with_adapters(load_model(path, FP32))
     yield "ZeRO-3", model
     shard = next(iter(meshes(2).values()))
-    model = built(path, torch.float32)
-    shard(model)
-    model.to_empty(device="cpu")
-    load_into(model, path)
-    yield "FSDP2", with_adapters(model)
+    yield "FSDP2", with_adapters(filled(path, shard))
     model = with_adapters(AutoModelForCausalLM.from_pretrained(path))
     shard(model)  # the adapters, too
     yield "FSDP2 of all", model
@@ -244,7 +243,6 @@ def push_adapters(path: str, out: str) -> None:
     """Rank function: what engines get is what PEFT saves of the whole model."""
     import sys
 
-    from lowmem_load import DistributedInterface, adapter_config, iter_weights, push_weights
     from lowmem_load.weights_out.push_weights import _shared_folder
 
     rank = DistributedInterface().rank
@@ -376,7 +374,6 @@ def sync_as_trl(paths: dict[str, str]) -> None:
     from trl.experimental.online_dpo.online_dpo_trainer import OnlineDPOTrainer
 
     import lowmem_load
-    from lowmem_load import DistributedInterface, load_into, load_model, streaming
 
     rank = DistributedInterface().rank
 
@@ -395,11 +392,7 @@ def sync_as_trl(paths: dict[str, str]) -> None:
 
     def loaded(name: str) -> Any:
         if name == "sharded":
-            model = built(paths["llama"], torch.float32)
-            next(iter(meshes(2).values()))(model)
-            model.to_empty(device="cpu")
-            load_into(model, paths["llama"])
-            return model
+            return filled(paths["llama"], next(iter(meshes(2).values())))
         with streaming(FP32):
             model = load_model(paths[name.split(maxsplit=1)[0]], FP32)
             return adapted("odd", model) if "lora" in name else model
@@ -462,7 +455,6 @@ def mix_references(path: str) -> None:
     from trl.trainer.callbacks import SyncRefModelCallback
 
     import lowmem_load
-    from lowmem_load import load_model
     from lowmem_load.integrations.install import uninstall
     from tests.multi_rank.test_save import stage_3
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lowmem_load import DistributedInterface, load_model
 from tests import builders
 from tests.parity import BF16
 from tests.ranks import run_ranks
@@ -17,7 +18,6 @@ from tests.steps import CountingClient
 
 def count_round_trips(path: str, cache: str) -> dict[str, int]:
     """Rank function: returns the round trips of each kind of load. No heartbeat comes meanwhile, but at the start."""
-    from lowmem_load import DistributedInterface, load_model
     from lowmem_load.distributed import steps
     from tests.hub import hub
 

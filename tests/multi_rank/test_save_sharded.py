@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
-from lowmem_load import load_into, save_model
+from lowmem_load import save_model
 from tests import builders
 from tests.model_digest import model_digest
-from tests.multi_rank.test_load_into import built, meshes, start
+from tests.multi_rank.test_load_into import filled, meshes, start
 from tests.ranks import run_ranks
 
 
@@ -21,10 +21,7 @@ def save_all(paths: dict[str, str], folder: str) -> None:
     world_size = start()
     for mesh, shard in meshes(world_size).items():
         for name, path in paths.items():
-            model = built(path, torch.float32)
-            shard(model)
-            model.to_empty(device="cpu")
-            load_into(model, path)
+            model = filled(path, shard)
             with torch.no_grad():
                 model(torch.arange(8)[None])  # FSDP2 then keeps some parameters gathered
             report = save_model(model, Path(folder, f"{mesh} {name}"), max_shard_size=20_000)

@@ -147,8 +147,6 @@ def broken(how: str, place: Path) -> None:
     optim = place / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     if how == "missing":
         optim.unlink()
-    elif how == "hole":
-        (place / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
     elif how == "truncated":
         optim.write_bytes(optim.read_bytes()[:-300])
     elif how == "pickled":
@@ -171,8 +169,6 @@ def broken(how: str, place: Path) -> None:
         (place.parent / "latest").unlink()
     elif how == "escaping":
         (place.parent / "latest").write_text("../saved/global_step3")
-    elif how == "parent":
-        (place.parent / "latest").write_text("..")
     elif how == "stage 2":
         state = torch.load(optim, weights_only=False)
         state["optimizer_state_dict"]["zero_stage"] = 2
@@ -183,7 +179,6 @@ def broken(how: str, place: Path) -> None:
     ("how", "error", "text"),
     [
         ("missing", CheckpointError, "saved by 2 ranks, but there are 2 files of model states and 1 of optimizer"),
-        ("hole", CheckpointError, r"by 2 ranks, .* 1 of optimizer .*copy the files of all ranks to one folder"),
         ("truncated", TruncatedFileError, "rank_1_mp_rank_00_optim_states.pt: no zip directory at its end"),
         ("pickled", CheckpointError, "old torch format"),
         ("another model", CheckpointError, "rank_1_.* has other parameters than zero_pp_rank_0"),
@@ -193,7 +188,6 @@ def broken(how: str, place: Path) -> None:
         ("latest", CheckpointError, "no checkpoint 'global_step9', which 'latest' names; there are: global_step3"),
         ("no latest", CheckpointError, "no file 'latest'"),
         ("escaping", CheckpointError, "no checkpoint '../saved/global_step3'"),
-        ("parent", CheckpointError, r"no checkpoint '\.\.', which 'latest' names"),
         ("stage 2", UnsupportedError, "saved under ZeRO stage 2, expected 3"),
     ],
 )
@@ -272,11 +266,6 @@ def test_no_file_from_outside_of_the_checkpoint_is_taken(llama: PreTrainedModel,
     (tmp_path / "private").mkdir()
     (checkpoint / "config.json").rename(tmp_path / "private" / "config.json")
     (checkpoint / "global_step3" / "huggingface").symlink_to(tmp_path / "private")
-    with pytest.raises(CheckpointError, match=r"config.json: is a link to a file outside of its folder"):
-        consolidate(checkpoint, tmp_path / "third")
-    (checkpoint / "global_step3" / "huggingface").unlink()
-    (tmp_path / "private" / "config.json").rename(tmp_path / "config.json")
-    (checkpoint / "config.json").symlink_to(tmp_path / "config.json")
     with pytest.raises(CheckpointError, match=r"config.json: is a link to a file outside of its folder"):
         consolidate(checkpoint, tmp_path / "third")
 

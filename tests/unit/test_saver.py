@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging as hf_logging
 
@@ -73,13 +72,3 @@ def test_a_module_without_a_save_of_its_own_is_saved_by_names(tmp_path: Path) ->
     assert torch.equal(saved["one.weight"], model[1].weight.half())
     with pytest.raises(ConfigError, match="variant: this module has no save_pretrained"):
         save_model(model, tmp_path / "saved", variant="fp16")
-
-
-def test_the_class_is_that_of_before_it_was_sharded(checkpoints: Path, tmp_path: Path) -> None:
-    """As `fully_shard` does, but for the first part of the name, which newer releases of transformers leave out."""
-    model = AutoModelForCausalLM.from_pretrained(builders.tiny_llama(checkpoints))
-    plain = type(model)
-    model.__class__ = sharded = type("Sharded", (FSDPModule, plain), {"reshard": lambda _: None})
-    save_model(model, tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).architectures == [plain.__name__]
-    assert type(model) is sharded

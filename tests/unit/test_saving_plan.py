@@ -18,7 +18,7 @@ from lowmem_load.planning.expression import Computed, Expression, Source
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.weights_out import write as write_module
-from lowmem_load.weights_out.file_layout import FileLayout, digest_of_files, lay_out, lay_out_saved, lay_out_zip
+from lowmem_load.weights_out.file_layout import FileLayout, lay_out, lay_out_saved, lay_out_zip
 from lowmem_load.weights_out.folder import find_target, make_staging
 from lowmem_load.weights_out.write import Write, Writer, plan_writes
 from tests.storage import PageCache
@@ -93,31 +93,6 @@ def test_all_ranks_together_write_each_byte_once(
         saved = load_file(path)
         for name, value in converted(values).items():
             assert saved[name].dtype == value.dtype and torch.equal(saved[name], value), (name, world_size)
-
-
-@pytest.mark.parametrize("past_cache", [False, True])
-def test_nodes_that_cache_pages_write_past_them(
-    past_cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each rank is a node. Without that, one undoes what another wrote to the page where their ranges meet."""
-    tensors, path, values = described(), tmp_path / "f", memory(0)
-    layout = layout_of("f", tensors)
-    writes = plan_writes([layout])
-    wanted = {name: value.contiguous() for name, value in converted(values).items()}
-    for world_size in (2, 3):
-        path.write_bytes(layout.header + bytes(layout.nbytes - len(layout.header)))
-        caches, writers = [PageCache() for _ in range(world_size)], []
-        for rank, cache in enumerate(caches):
-            monkeypatch.setattr(write_module, "os", cache)
-            writers.append(Writer([path], lambda _: None, past_cache=past_cache))
-            write_part(writers[-1], writes, values, rank, world_size)
-        for writer, cache in zip(writers, caches, strict=True):
-            monkeypatch.setattr(write_module, "os", cache)
-            writer.sync()
-            writer.__exit__()
-        saved = load_file(path)
-        is_right = all(torch.equal(saved[name], value) for name, value in wanted.items())
-        assert is_right is past_cache
 
 
 def test_a_file_system_that_refuses_to_be_written_past_its_cache_is_named(
@@ -200,17 +175,6 @@ def test_a_file_begins_as_safetensors_begins_it(metadata: dict[str, str]) -> Non
 def test_a_dtype_that_no_file_can_hold_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"f: x is \(1,\) of torch\.complex128"):
         lay_out("f", {"x": (torch.complex128, (1,))}, {})
-
-
-def test_digests_tell_layouts_apart() -> None:
-    tensors = {"x": (torch.float32, (2, 3))}
-    layouts = [
-        lay_out("f", tensors, {}),
-        lay_out("g", tensors, {}),
-        lay_out("f", tensors, {"format": "pt"}),
-        lay_out("f", {"x": (torch.float32, (3, 2))}, {}),
-    ]
-    assert len({digest_of_files([layout]) for layout in layouts}) == len(layouts)
 
 
 def test_torch_loads_what_is_written_to_the_offsets(tmp_path: Path) -> None:
