@@ -29,6 +29,12 @@ SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """The folder that is saved to."""
+    return tmp_path / "model"
+
+
 class Crash(BaseException):
     """The process ends here."""
 
@@ -72,8 +78,7 @@ def beside(target: Path) -> list[str]:
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("after", [True, False])
-def test_a_folder_is_replaced_and_keeps_what_is_not_saved(tmp_path: Path, before: bool, after: bool) -> None:
-    target = tmp_path / "model"
+def test_a_folder_is_replaced_and_keeps_what_is_not_saved(target: Path, before: bool, after: bool) -> None:
     save(target, "old", sharded=before)
     (target / "README.md").write_text("mine")
     (target / "checkpoint-1" / "global_step1").mkdir(parents=True)
@@ -91,9 +96,8 @@ def test_a_folder_is_replaced_and_keeps_what_is_not_saved(tmp_path: Path, before
     assert beside(target) == []
 
 
-def test_what_is_inside_another_folder_goes_there(tmp_path: Path) -> None:
+def test_what_is_inside_another_folder_goes_there(target: Path) -> None:
     """Adapters of PEFT that are not the default one have folders of their own."""
-    target = tmp_path / "model"
     for text in ("old", "new"):
         staging = staged(target, {"second/adapter_model.safetensors": text.encode()})
         folders.commit(staging)
@@ -163,9 +167,8 @@ def of_kind(found: set[str] | None, new_is_sharded: bool) -> set[str]:
     return {*SHARDS, INDEX} if (found == {"new"}) == new_is_sharded else {"model.safetensors"}
 
 
-def test_a_folder_is_kept_with_all_that_is_its_own(tmp_path: Path) -> None:
+def test_a_folder_is_kept_with_all_that_is_its_own(target: Path) -> None:
     """Owner, group, the bit that passes the group on, and attributes, of which access lists and stripes are made."""
-    target = tmp_path / "model"
     target.mkdir()
     (target / "notes").write_text("mine")
     os.setxattr(target, "user.purpose", b"models")
@@ -183,9 +186,8 @@ def test_a_folder_is_kept_with_all_that_is_its_own(tmp_path: Path) -> None:
         assert (target / SHARDS[0]).stat().st_gid == before.st_gid
 
 
-def test_a_save_that_still_runs_is_left_alone(tmp_path: Path) -> None:
+def test_a_save_that_still_runs_is_left_alone(target: Path) -> None:
     """Two processes without a group may save one model to one folder."""
-    target = tmp_path / "model"
     save(target, "old")
     other = stage(target, "another's")
     token, _, machine = (other.path / PROBE).read_text().split()
@@ -196,8 +198,7 @@ def test_a_save_that_still_runs_is_left_alone(tmp_path: Path) -> None:
     assert loaded(target) == {"another's"}
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    target = tmp_path / "model"
+def test_what_a_killed_save_left_is_removed_by_the_next(target: Path, tmp_path: Path) -> None:
     save(target, "old")
     staging = stage(target, "killed")
     others = staged(tmp_path / "model2")
@@ -206,9 +207,8 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
     assert (others.path / PROBE).exists(), "another folder's is left alone"
 
 
-def test_a_discard_that_is_killed_leaves_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_discard_that_is_killed_leaves_no_weights(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of a failed save have their length and no values: none may come into the folder."""
-    target = tmp_path / "model"
     target.mkdir()
     (target / "README.md").write_text("mine")
     staging = staged(target, {"model.safetensors": bytes(8)})
@@ -245,8 +245,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path
     assert loaded(tmp_path / "model") == {"old"} and beside(tmp_path / "model") == []
 
 
-def test_a_folder_where_a_file_has_to_go_is_refused_and_nothing_is_moved(tmp_path: Path) -> None:
-    target = tmp_path / "model"
+def test_a_folder_where_a_file_has_to_go_is_refused_and_nothing_is_moved(target: Path) -> None:
     save(target, "old")
     (target / "config.json").unlink()
     (target / "config.json").mkdir()
@@ -259,8 +258,7 @@ def test_a_folder_where_a_file_has_to_go_is_refused_and_nothing_is_moved(tmp_pat
     assert loaded(target) == {"old"} and not any(path.name.startswith(".") for path in target.iterdir())
 
 
-def test_a_folder_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
-    target = tmp_path / "model"
+def test_a_folder_that_appears_meanwhile_is_kept(target: Path) -> None:
     staging = stage(target, "new")
     target.mkdir()
     (target / "tokenizer.json").write_text("mine")
@@ -284,10 +282,9 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["model.fp16-00001-of-00002.safetensors", "model.fp16.safetensors"])
-def test_weights_of_a_variant_replace_those_of_the_same_variant(tmp_path: Path, weights: str) -> None:
+def test_weights_of_a_variant_replace_those_of_the_same_variant(target: Path, weights: str) -> None:
     stale = {"model.fp16-00007-of-00009.safetensors", "model.fp16.safetensors", "model.safetensors.index.fp16.json"}
     others = {"model.safetensors", "model-00001-of-00002.safetensors", INDEX}
-    target = tmp_path / "model"
     target.mkdir()
     for name in stale | others:
         (target / name).write_text("old")
