@@ -33,10 +33,13 @@ from tests import builders
 from tests.multi_rank.test_load_into import losses, start
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 PARTS_TIED = Version(version("accelerate")) < Version("1.15")
 """accelerate then made two parameters of tied ones in fsdp2_prepare_model; behind `install()` they stay tied."""
 
 ENVIRONMENT = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+WHOLE_FILES = {**ENVIRONMENT, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 
 
 def prepare(
@@ -76,6 +79,13 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 
     held = [*model.named_parameters(), *model.named_buffers()]
     return {name: (each.full_tensor() if isinstance(each, DTensor) else each).detach() for name, each in held}
+
+
+def assert_equal(ours: nn.Module, stock: nn.Module) -> None:
+    """Collective."""
+    found, expected = whole(ours), whole(stock)
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
 def from_files(path: str, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -224,12 +234,10 @@ def compare(path: str, kinds: list[str]) -> None:
             assert losses_or_error(ours) == losses_or_error(stock), kind
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_what_accelerate_prepares_equals_stock(checkpoints: Path) -> None:
     run_ranks(compare, str(builders.tiny_llama(checkpoints)), list(KINDS), env=ENVIRONMENT, timeout_s=400)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_tied_models_equal_stock(checkpoints: Path) -> None:
     run_ranks(
         compare, str(builders.tiny_qwen2_tied(checkpoints)), ["copied", "resized"], env=ENVIRONMENT, timeout_s=240
@@ -248,12 +256,9 @@ def load_with_moved_names(path: str) -> None:
         lowmem_load.install()
         ours = prepare(from_files(path), efficient=True)
     lowmem_load.integrations.install.uninstall()
-    found, expected = whole(ours), whole(stock)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert_equal(ours, stock)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_names_that_accelerate_has_moved_cost_time_only(checkpoints: Path) -> None:
     run_ranks(load_with_moved_names, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT, timeout_s=120)
 
@@ -316,17 +321,13 @@ def shard_as_trl(path: str) -> None:
     fully_shard(ours)
     assert seen == []
     lowmem_load.integrations.install.uninstall()
-    expected = from_files(path)
-    assert {name: str(tensor.device) for name, tensor in ours.named_parameters() if tensor.is_meta} == {}
-    found = whole(ours)
-    assert all(torch.equal(found[name], tensor.detach()) for name, tensor in expected.named_parameters())
+    assert_equal(ours, from_files(path))
     ours(torch.tensor([[1, 2]]))
     assert seen == [lowmem_load.load_report(ours)]
 
 
 def test_a_model_that_others_shard_is_filled_too(checkpoints: Path) -> None:
-    env = {**ENVIRONMENT, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
-    run_ranks(shard_as_trl, str(builders.tiny_llama(checkpoints)), env=env)
+    run_ranks(shard_as_trl, str(builders.tiny_llama(checkpoints)), env=WHOLE_FILES)
 
 
 def keep_identity(path: str) -> None:
@@ -366,10 +367,8 @@ def keep_identity(path: str) -> None:
             assert [key for key, parameter in before.items() if after[key] is not parameter] == [], name
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_parameters_of_a_lazy_model_stay_the_same_objects(checkpoints: Path) -> None:
-    env = {**ENVIRONMENT, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
-    run_ranks(keep_identity, str(builders.tiny_llama(checkpoints)), env=env)
+    run_ranks(keep_identity, str(builders.tiny_llama(checkpoints)), env=WHOLE_FILES)
 
 
 def train_early(path: str) -> None:
@@ -406,10 +405,8 @@ def train_early(path: str) -> None:
             assert ours == expected and ours[-1] < ours[0], (shards, ours, expected)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_an_optimizer_may_be_made_before_the_model_has_memory(checkpoints: Path) -> None:
-    env = {**ENVIRONMENT, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
-    run_ranks(train_early, str(builders.tiny_llama(checkpoints)), env=env, timeout_s=120)
+    run_ranks(train_early, str(builders.tiny_llama(checkpoints)), env=WHOLE_FILES, timeout_s=120)
 
 
 def draw_missing(path: str) -> None:
@@ -427,7 +424,6 @@ def draw_missing(path: str) -> None:
         assert torch.equal(ours, expected), efficient
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.13"), reason="draws there are this release's own")
 def test_a_missing_head_leaves_each_rank_the_random_state_of_stock(checkpoints: Path) -> None:
     run_ranks(draw_missing, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
@@ -444,11 +440,9 @@ def stream(path: str) -> None:
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     prepared = prepare(ours, efficient=True)
     assert lowmem_load.load_report(prepared).read_bytes < 0.6 * size  # not rank 0 for all
-    found, expected = whole(prepared), whole(stock)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert_equal(prepared, stock)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_streaming_hands_out_lazy_models(checkpoints: Path) -> None:
     run_ranks(stream, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT, timeout_s=120)
 
@@ -490,18 +484,15 @@ def load_unlike(path: str, other: str) -> None:
     """Rank function: programs whose ranks do not load alike. A load is local, and ranks agree as they shard."""
     start()
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
-    expected = whole(prepare(from_files(path), efficient=True))
+    stock = prepare(from_files(path), efficient=True)
     lowmem_load.install()
     for make in (empty_on_others, own_teacher, one_at_a_time, judge_on_first, stock_on_one):
-        found = whole(prepare(make(path, other), efficient=True))
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), make
+        assert_equal(prepare(make(path, other), efficient=True), stock)
     rank = torch.distributed.get_rank()
     with pytest.raises(CheckpointError, match="the ranks hold 2 different files"):
         prepare(from_files([path, other][rank]), efficient=True)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_ranks_need_not_load_alike(checkpoints: Path, tmp_path: Path) -> None:
     other = transformers.LlamaForCausalLM.from_pretrained(path := str(builders.tiny_llama(checkpoints)))
     other.lm_head.weight.data.mul_(2)
@@ -537,7 +528,6 @@ def fail_to_send(path: str) -> None:
         assert total == 2
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_rank_that_cannot_send_what_was_changed_is_named_on_all(checkpoints: Path) -> None:
     run_ranks(fail_to_send, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT, timeout_s=120)
 
@@ -557,7 +547,6 @@ def fail_on_one_rank(folder: str) -> None:
     assert list(caught.value.failures) == [1]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_rank_that_cannot_read_is_named_on_all(checkpoints: Path, tmp_path: Path) -> None:
     for rank in range(2):
         shutil.copytree(builders.tiny_llama(checkpoints), tmp_path / str(rank))

@@ -330,7 +330,7 @@ def test_a_buffer_is_whole_and_as_exact_as_the_engine_keeps_it(
     norm = found.model["norm"]
     before = norm.count
     result = executed(found)
-    mean, count, held = result.plan.buffers
+    mean, count, held, _ = result.plan.buffers
     assert (mean.names, mean.dtype, mean.shape) == (("norm.mean", "norm.also_mean"), dtype, (6,))
     assert (count.names, count.dtype, count.fill) == (("norm.count",), torch.int64, None)
     assert (held.names, held.dtype) == (("norm.held",), dtype)
