@@ -671,7 +671,7 @@ def read_in_a_thread(path: str, what: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("what", ["forward", "memory"])
 def test_a_fork_during_a_read(path: str, what: str) -> None:
-    ranks.run_ranks(read_in_a_thread, path, what, world_size=1, timeout_s=60)
+    ranks.run_ranks(read_in_a_thread, path, what, world_size=1, timeout_s=180)
 
 
 # -- calls that cannot be --------------------------------------------------------------------------------------------
