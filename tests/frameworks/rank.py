@@ -15,14 +15,13 @@ import ctypes
 import functools
 import json
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lowmem_load.integrations.imports import after_import
 from tests.frameworks import stand_ins
 
 if TYPE_CHECKING:
@@ -50,7 +49,8 @@ def watch() -> None:
             "deepspeed.runtime.engine": seen.watch_engines,
             "llamafactory.v1.trainers.sft_trainer": seen.watch_llamafactory_v1,
         }
-        sys.meta_path.insert(0, _Finder(after))
+        for name, act in after.items():
+            after_import(name, act)
 
 
 def tell_the_backend(also: Callable[[ModuleType], None] | None, module: ModuleType) -> None:
@@ -171,31 +171,3 @@ class _Seen:
         self._end_load()
         result = {"losses": self._losses, "load_bytes": self._load_bytes, "load_s": self._load_s}
         Path(os.environ[FOLDER], f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
-
-
-class _Finder:
-    """Finds modules as the finders behind it do, and calls a function after one of some names has been executed."""
-
-    def __init__(self, after: dict[str, Callable[[ModuleType], None]]) -> None:
-        self._after = after
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name not in self._after:
-            return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        found = (finder.find_spec(name, path, target) for finder in behind)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            self._call_after(name, spec.loader)
-        return spec
-
-    def _call_after(self, name: str, loader: Any) -> None:
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            self._after.pop(name)(module)
-
-        loader.exec_module = exec_module

@@ -52,9 +52,7 @@ def load_all(paths: list[str], moe: str) -> list[list[Any]]:
     return costs
 
 
-@pytest.mark.parametrize(
-    ("world_size", "is_whole"), [(2, True), (4, False), pytest.param(4, True, marks=pytest.mark.release)]
-)
+@pytest.mark.parametrize(("world_size", "is_whole"), [(2, True), (4, False)])
 def test_what_transformers_shards_equals_the_ordinary_load(checkpoints: Path, world_size: int, is_whole: bool) -> None:
     moe = str(builders.tiny_mixtral(checkpoints))
     dense = [str(builders.tiny_llama(checkpoints)), str(builders.tiny_qwen2_tied(checkpoints))]

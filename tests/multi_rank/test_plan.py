@@ -81,7 +81,6 @@ def cases(checkpoints: Path, tmp_path: Path, world_size: int) -> dict[str, Case]
         "llama, odd sizes, sharded": (odd, FP32, {}),
         "llama, cast to bf16": (odd, BF16, {}),
         "llama, cast to fp16": (odd, FP16, {"auto_class": "AutoModelForCausalLM"}),
-        "qwen2, tied": (qwen2, BF16, {}),
         "qwen2, tied, both names": (tied_twice(checkpoints, tmp_path), BF16, {}),
         "mixtral, experts fused": (mixtral, BF16, {}),
         "mixtral, .bin": (builders.as_torch_bin(mixtral, 2), BF16, {}),
@@ -91,7 +90,6 @@ def cases(checkpoints: Path, tmp_path: Path, world_size: int) -> dict[str, Case]
             {},
         ),
         ".bin with gaps": (with_gaps(checkpoints, tmp_path), FP32, {}),
-        "bert, head missing": (bert, FP32, classifier),
         "bert, head missing, cast": (bert, BF16, classifier),
         "fp8, scaled by blocks": (quantized, BF16, quantization),
         "adapter": (adapter(checkpoints), FP32, {"auto_class": "AutoModelForCausalLM"}),
@@ -100,8 +98,6 @@ def cases(checkpoints: Path, tmp_path: Path, world_size: int) -> dict[str, Case]
         "auto": (llama, {**stage_3(reduce_bucket_size="auto"), "bf16": {"enabled": "auto"}}, {}),
         "partial": (llava, FP32, {"partition": language}),
         "partial, bf16 outside too": (llava, BF16, {"partition": language, "dtype": torch.bfloat16}),
-        "partial, nothing": (llava, FP32, {"partition": []}),
-        "stage 0": (llama, {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}, {}),
         "stage 2, head missing": (bert, {"zero_optimization": {"stage": 2}}, classifier),
     }
     if world_size != 3:  # DeepSpeed wants a divisor
@@ -152,9 +148,7 @@ def differing(left: Any, right: Any, path: str = "plan") -> Iterator[str]:
         yield f"{path}: {left!r} executed, {right!r} planned"
 
 
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=pytest.mark.release), pytest.param(2, marks=pytest.mark.release), 3]
-)
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.release), 3])
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers in its old words
 def test_a_rank_executes_the_plan_that_any_process_makes(checkpoints: Path, tmp_path: Path, world_size: int) -> None:
     loads = cases(checkpoints, tmp_path, world_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -25,24 +24,6 @@ def read_nothing(expression: Expression, reason: str) -> torch.Tensor:
     raise AssertionError(f"{reason} read {expression}")
 
 
-def clip_mask() -> torch.Tensor:
-    mask = torch.empty(3, 3)
-    mask.fill_(float("-inf"))
-    return mask.triu_(1)
-
-
-def positions() -> torch.Tensor:
-    table = torch.empty(4, 6)
-    angles = torch.arange(4)[:, None] * torch.exp(torch.arange(0, 6, 2) * (-math.log(1e4) / 6))
-    table[:, 0::2], table[:, 1::2] = torch.sin(angles), torch.cos(angles)
-    return table
-
-
-def alibi() -> torch.Tensor:
-    slopes = torch.Tensor([2.0 ** -(i + 1) for i in range(4)])
-    return slopes[:, None, None] * torch.from_numpy(np.arange(5)).float()[None, None]
-
-
 def indexed() -> torch.Tensor:
     table = torch.empty(6, dtype=torch.long)
     table[torch.tensor([0, 2, 4])] = 7
@@ -60,14 +41,12 @@ def written_in_parts(*writes: Callable[[torch.Tensor], object]) -> torch.Tensor:
 ROW, COLUMNS = torch.tensor([1]), torch.tensor([[0, 1, 2]])
 PARTS: dict[str, Callable[[torch.Tensor], object]] = {
     "second row by index_fill": lambda x: x.index_fill_(0, ROW, 2.0),
-    "second row by index_copy": lambda x: x.index_copy_(0, ROW, torch.ones(1, 3)),
     "second row by scatter": lambda x: x[1:].scatter_(1, COLUMNS, 3.0),
     "second row by a mask": lambda x: x.masked_fill_(torch.tensor([[False], [True]]), 4.0),
     "second row by values": lambda x: x.masked_scatter_(torch.tensor([[False], [True]]), torch.arange(6.0)),
     "second row by out=": lambda x: torch.add(torch.ones(3), 1, out=x[1]),
     "second row as bytes": lambda x: x[1].view(torch.uint8).fill_(0),
     "second row in a transposed view": lambda x: x.t()[:, 1].copy_(torch.arange(3.0)),
-    "second row by put": lambda x: x.put_(torch.tensor([3, 4, 5]), torch.ones(3)),
 }
 
 
@@ -81,19 +60,14 @@ def spread() -> torch.Tensor:
 
 VALUES: dict[str, Callable[[], torch.Tensor]] = {
     "out=": lambda: torch.add(torch.ones(2), torch.ones(2), out=torch.empty(2)),
-    "out= that grows": lambda: torch.mul(torch.ones(3), 2, out=torch.empty(0)),
     "sparse": lambda: torch.eye(3).to_sparse().to_dense() + torch.eye(3).to_sparse_csr().to_dense(),
     "a known part": lambda: written_in_parts(lambda x: x[0].fill_(1.0))[0] * 2,
     "random once": lambda: torch.zeros(3).uniform_().fill_(3.0),
     **{name: lambda part=part: written_in_parts(lambda x: x[0].fill_(1.0), part) for name, part in PARTS.items()},
     "rotary": lambda: torch.outer(torch.arange(32).float(), 1.0 / 1e4 ** (torch.arange(8) / 8)).cos(),
-    "mask": clip_mask,
-    "positions": positions,
-    "alibi": alibi,
     "indexed": indexed,
     "tensor": lambda: torch.tensor(np.linspace(0, 1, 5)).bfloat16(),
     "items": lambda: torch.tensor([rate.item() for rate in torch.linspace(0, 0.1, 4)]),
-    "list": lambda: torch.tensor([value + 1 for value in torch.arange(4).tolist()]),
     "numpy": lambda: torch.from_numpy(torch.arange(4).numpy() * 2),
     "data": lambda: torch.empty(3).data.fill_(2.0),
     "own generator": lambda: torch.randn(4, generator=torch.Generator().manual_seed(3)),
@@ -120,12 +94,6 @@ def overwritten_in_part() -> torch.Tensor:
     return table
 
 
-def partly_random() -> torch.Tensor:
-    table = torch.zeros(3, 3)
-    table[0] = torch.rand(3)
-    return table
-
-
 UNKNOWN: dict[str, Callable[[], torch.Tensor]] = {
     "one element written": lambda: written_in_parts(lambda x: x[0, :1].fill_(1.0)),
     "spread by a sum": spread,
@@ -134,15 +102,11 @@ UNKNOWN: dict[str, Callable[[], torch.Tensor]] = {
     "resized": lambda: torch.zeros(2).resize_(6),
     "sparse memory": lambda: torch.empty(3, 3).to_sparse().to_dense(),
     **{f"only the {name}": lambda part=part: written_in_parts(part) for name, part in PARTS.items()},
-    "random": lambda: torch.randn(3),
     "made of random numbers": lambda: torch.zeros(3) + torch.rand(3).exp(),
     "drawn in place": lambda: torch.zeros(3).uniform_(1, 16).log(),
-    "drawn from probabilities": lambda: torch.bernoulli(torch.full((3,), 0.5)),
     "overwritten in part": overwritten_in_part,
-    "partly random": partly_random,
     "memory": lambda: torch.empty(3) * 2,
     "memory of old": lambda: torch.Tensor(3),
-    "memory of another": lambda: torch.ones(2).new_empty(3),
     "a copy of memory": lambda: copy.deepcopy(torch.empty(3)),
     "too large": lambda: torch.zeros(1 << 12, (1 << 12) + 1),
     "grown too large": lambda: torch.outer(torch.arange(5000.0), torch.arange(5000.0)).tril(),

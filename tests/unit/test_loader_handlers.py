@@ -85,20 +85,6 @@ def while_built(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> N
     monkeypatch.setattr(LlamaForCausalLM, "__init__", init)
 
 
-def test_the_innermost_block_counts_and_blocks_end_in_any_order(llama: str) -> None:
-    calls: list[str] = []
-    first, second = (loader.intercepted(handler(name, calls)) for name in ("first", "second"))
-    first.__enter__()
-    AutoModelForCausalLM.from_pretrained(llama)
-    second.__enter__()
-    AutoModelForCausalLM.from_pretrained(llama)
-    first.__exit__(None, None, None)
-    AutoModelForCausalLM.from_pretrained(llama)
-    second.__exit__(None, None, None)
-    AutoModelForCausalLM.from_pretrained(llama)
-    assert calls == ["first", "second", "second"]
-
-
 def test_where_a_load_is_not_wanted_it_goes_as_if_the_block_were_not_there(llama: str) -> None:
     calls: list[str] = []
     with loader.intercepted(handler("never", calls), lambda _: False):
@@ -127,18 +113,6 @@ def test_loads_of_a_models_own_code_are_part_of_its_load(llama: str, monkeypatch
     with loader.intercepted(handler("one", calls)):
         AutoModelForCausalLM.from_pretrained(llama)
     assert calls == ["one"]
-
-
-def test_a_block_inside_an_ordinary_load_is_one_as_any_other(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    def inner() -> None:
-        with loader.intercepted(handler("inner", calls)):
-            AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(llama))
-
-    while_built(monkeypatch, inner)
-    AutoModelForCausalLM.from_pretrained(llama)
-    assert calls == ["inner"]
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import transformers.models.auto.auto_factory as auto_factory
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lowmem_load import DistributedInterface, plan, streaming
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
@@ -23,7 +23,6 @@ from lowmem_load.hf.model_folder import check_name, check_weights, refuse_foreig
 from lowmem_load.hf.names import (
     PROCESSOR_FILES,
     TOKENIZER_FILES,
-    enable_checkpointing,
     load_processor,
     model_class,
     model_config,
@@ -52,17 +51,14 @@ def test_a_name_that_is_meant_as_a_folder_never_reaches_the_hub(
 ) -> None:
     (tmp_path / "model" / "empty").mkdir(parents=True)
     (tmp_path / "model" / "config.json").write_text("{}")
+    check_name("someone/some-model", "")
+    check_weights("someone/some-model", "", None)
     full = name if name == "a/b/c" else str(tmp_path / name)
     if text is None:
         check_name(full, subfolder)
         return
     with pytest.raises(CheckpointError, match=text):
         check_name(full, subfolder)
-
-
-def test_a_hub_id_is_left_to_transformers() -> None:
-    check_name("someone/some-model", "")
-    check_weights("someone/some-model", "", None)
 
 
 @pytest.mark.parametrize(
@@ -98,20 +94,17 @@ def test_a_plan_that_parts_gates_from_what_they_gate_is_refused(tp_size: int, st
     ("files", "use_safetensors", "text"),
     [
         (["model.safetensors"], None, None),
-        (["pytorch_model.bin"], None, None),
         (["pytorch_model.bin"], False, None),
         (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], None, None),
         (["model.safetensors.index.json"], None, None),  # its files may be in subfolders
         (["pytorch_model.bin.index.fp16.json"], False, None),
         (["model.safetensors.index.json"], False, "use_safetensors=False, but it holds only safetensors"),
         (["model.safetensors", "pytorch_model.bin", "tf_model.h5"], None, None),
-        (["model.safetensors", "pytorch_model.bin"], False, None),
         (["model.safetensors"], False, "use_safetensors=False, but it holds only safetensors"),
         (["pytorch_model.bin"], True, "use_safetensors=True, but it holds only pytorch_model"),
         (["config.json", "training_args.bin"], None, "holds the state of a training run"),
         (["x-q4.gguf"], None, 'it holds x-q4.gguf. Convert once with .*gguf_file="x-q4.gguf"'),
         (["tf_model.h5"], None, "it holds tf_model.h5. Convert once with .*from_tf=True"),
-        (["model.ckpt.index"], None, "from_tf=True"),
         (["flax_model.msgpack"], None, "from_flax=True"),
         (["consolidated.00.pth"], None, "the script that came with the model"),
         (["optimizer.pt", "scheduler.pt", "rng_state_0.pth"], None, "state of a training run .*name the folder of the"),
@@ -208,33 +201,19 @@ def test_a_configuration_of_wrong_values_is_an_error_of_ours(
     shutil.copytree(builders.tiny_llama(checkpoints), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **odd}))
-    with pytest.raises((CheckpointError, ConfigError), match=str(folder)):
+    with pytest.raises((CheckpointError, ConfigError), match=str(folder)) as caught:
         plan(folder, {"zero_optimization": {"stage": 3}}, rank=0, world_size=2)
-
-
-def test_the_cause_stays(checkpoints: Path, tmp_path: Path) -> None:
-    """So that a fault of ours, or of transformers, is not hidden by the file being blamed."""
-    folder = tmp_path / "model"
-    shutil.copytree(builders.tiny_llama(checkpoints), folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "nope"}))
-    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM cannot be built from its config.*KeyError") as caught:
-        plan(folder, {"zero_optimization": {"stage": 3}}, rank=0, world_size=2)
-    assert isinstance(caught.value.__cause__, KeyError)
-    with pytest.raises(KeyError):  # outside of a load it is named as ever
-        LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    if "hidden_act" in odd:  # a fault of ours, or of transformers, is not hidden by the file being blamed
+        assert "LlamaForCausalLM cannot be built from its config" in str(caught.value)
+        assert isinstance(caught.value.__cause__, KeyError)
+        with pytest.raises(KeyError):  # outside of a load it is named as ever
+            LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
 
 
 def test_a_model_of_too_many_modules_is_stopped(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "MAX_MODULES", 20)
     with pytest.raises(CheckpointError, match="asks for more than 20 modules; correct the number of layers"):
         plan(builders.tiny_llama(checkpoints), {"zero_optimization": {"stage": 3}}, rank=0, world_size=2)
-
-
-@pytest.mark.parametrize("architectures", ["LlamaForCausalLM", [7], [""], {"a": 1}])
-def test_odd_architectures_of_a_configuration_in_memory(architectures: Any) -> None:
-    with pytest.raises(ConfigError, match="architectures: expected a list of class names"):
-        model_class(None, SimpleNamespace(architectures=architectures), trust_remote_code=False)
 
 
 # -- classes ---------------------------------------------------------------------------------------------------------
@@ -247,6 +226,8 @@ def test_odd_architectures_of_a_configuration_in_memory(architectures: Any) -> N
         ("LlamaForNothing", {}, "auto_class: transformers .* has no model class 'LlamaForNothing'"),
         ("LlamaConfig", {}, "has no model class 'LlamaConfig'"),
         (None, {}, "names no architectures; pass auto_class"),
+        (None, {"architectures": "MyModel"}, "architectures: expected a list of class names"),
+        (None, {"architectures": [7]}, "architectures: expected a list of class names"),
         (None, {"architectures": ["MyModel"]}, "architectures of the model's config: .* no model class 'MyModel'"),
         (
             None,
@@ -285,19 +266,20 @@ def cached(checkpoints: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_configuration_in_the_cache_is_checked_before_transformers_reads_it(cached: Path) -> None:
+def test_files_in_the_cache_are_checked_before_transformers_reads_them(cached: Path) -> None:
     hub = {"cache_dir": str(cached)}
     assert model_config("someone/llama", hub).architectures == ["LlamaForCausalLM"]
+    expected = f"someone/other: no such folder in {Path.cwd()}; as a model on the Hub: the Hub's cache does not have"
+    with pytest.raises(CheckpointError, match=re.escape(expected)):
+        model_config("someone/other", hub)
+    assert load_processor("someone/llama", hub) is None
     (config,) = cached.rglob("config.json")
+    (config.parent / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="its tokenizer cannot be loaded"):
+        load_processor("someone/llama", hub)
     config.write_text("[" * 5000)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         model_config("someone/llama", hub)
-
-
-def test_a_configuration_that_is_in_no_cache_is_named(cached: Path) -> None:
-    expected = f"someone/other: no such folder in {Path.cwd()}; as a model on the Hub: the Hub's cache does not have"
-    with pytest.raises(CheckpointError, match=re.escape(expected)):
-        model_config("someone/other", {"cache_dir": str(cached)})
 
 
 def test_a_configuration_may_be_given(checkpoints: Path, tmp_path: Path) -> None:
@@ -323,15 +305,9 @@ def test_a_name_is_asked_for_once(tmp_path: Path) -> None:
         assert commit_of("org/absent", cache) == ""
     assert commit_of("org/model", cache) == COMMIT, "offline it is what the cache says"
     assert commit_of(str(model), {}) == ""
-
-
-def test_an_adapter_has_no_commit_for_its_base_model(tmp_path: Path) -> None:
-    model, cache = tmp_path / "adapter", {"cache_dir": str(tmp_path / "cache")}
-    model.mkdir()
-    for file in ("config.json", "adapter_config.json"):
-        (model / file).write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
     with hub(model, "org/adapter"):
-        assert commit_of("org/adapter", cache) == ""
+        assert commit_of("org/adapter", cache) == "", "of the base model nothing is known"
 
 
 def test_adapters_are_looked_for_where_their_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,23 +350,3 @@ def test_a_broken_processor_is_an_error_and_none_is_none(
     (folder / file).write_text("{")
     with pytest.raises(CheckpointError, match=f"its {kind} cannot be loaded: .*; repair its files, or remove all"):
         load_processor(str(folder), {})
-
-
-def test_a_model_of_the_cache_without_a_processor_has_none(cached: Path) -> None:
-    assert load_processor("someone/llama", {"cache_dir": str(cached)}) is None
-
-
-def test_a_broken_tokenizer_in_the_cache_is_an_error(cached: Path) -> None:
-    (config,) = cached.rglob("config.json")
-    (config.parent / "tokenizer.json").write_text("{")
-    with pytest.raises(CheckpointError, match="its tokenizer cannot be loaded"):
-        load_processor("someone/llama", {"cache_dir": str(cached)})
-
-
-def test_a_model_that_cannot_checkpoint_says_so() -> None:
-    class Plain(PreTrainedModel):  # type: ignore[misc]
-        config_class = LlamaConfig
-        supports_gradient_checkpointing = False
-
-    with pytest.raises(UnsupportedError, match="Plain: no gradient checkpointing"):
-        enable_checkpointing(Plain(LlamaConfig()), {})
