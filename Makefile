@@ -53,7 +53,7 @@ help:
 	@echo "make compat  six sets of releases, each in an environment of its own (hours, 31 GB)"
 	@echo "make compat-here  the oldest of them over the torch of .venv, fewer tests (4 minutes)"
 	@echo "make zoo     compare all model types with ordinary and stock loads (about an hour)"
-	@echo "make fuzz    mutated inputs of every kind (10 minutes each; FUZZ_SECONDS=60; guided by coverage with atheris)"
+	@echo "make fuzz    mutated inputs of every kind (10 minutes each; FUZZ_SECONDS=60)"
 	@echo "make faults  every fault at every moment of a load (12 minutes)"
 	@echo "make bench   the same comparison on a 1.5 B parameter model (3 GB)"
 	@echo "make modes   compare each ZeRO-3 mode with stock"
@@ -173,7 +173,6 @@ zoo: export HF_HUB_OFFLINE := 1
 zoo: $(SHM_COMM)
 	cd $(ROOT) && $(RUN) -m tests.zoo.walk --world-sizes 2 3 --precision fp32 bf16 --methods lowmem stock --saves $(ARGS)
 
-# Without atheris (.venv/bin/python -m pip install atheris) inputs are mutated at random.
 FUZZ_SECONDS ?= 600
 fuzz: export HF_HUB_OFFLINE := 1
 fuzz: $(STAMP)

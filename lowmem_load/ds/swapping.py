@@ -76,8 +76,9 @@ class Swapping:
     _live: ClassVar[weakref.WeakValueDictionary[Folder, Any]] = weakref.WeakValueDictionary()
 
     def __init__(self, swapper: Any, folder: Folder | None) -> None:
-        names = ("elements_per_buffer", "param_buffer_count", "swap_element_size", "swap_folder")
-        require_attributes(DEEPSPEED, swapper, names)
+        require_attributes(
+            DEEPSPEED, swapper, ("elements_per_buffer", "param_buffer_count", "swap_element_size", "swap_folder")
+        )
         self._swapper = swapper
         self._filling: list[nn.Parameter] = []
         self._writing: list[tuple[str, int]] = []  # path and final length in bytes of each file

@@ -13,6 +13,7 @@ import io
 import json
 import math
 import os
+import random
 import shutil
 import struct
 import sys
@@ -43,6 +44,7 @@ from lowmem_load.planning.expression import Computed, Source, leaves
 from lowmem_load.training_checkpoints.dcp import read_metadata
 from lowmem_load.training_checkpoints.rank_files import put_together
 from lowmem_load.training_checkpoints.saved_state import Tile, assemble
+from tests.fuzz.mutate import mutated
 
 SECONDS, MAX_WAIT_S = 1.0, 10.0
 """That an input may take of a processor, and in all; most take a tenth of a millisecond."""
@@ -76,6 +78,15 @@ class Target:
     words: Sequence[bytes]
     share: float = 1.0
     memory: bool = True
+
+
+def fresh_inputs(name: str, seed: int, seconds: float) -> Iterator[bytes]:
+    """Yield mutations of the corpus of a target until the time is over; the same ones for the same seed."""
+    rng, target = random.Random(seed), TARGETS[name]
+    corpus = [file.read_bytes() for file in sorted((CORPUS / name).iterdir())]
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield mutated(rng.choice(corpus), target.kind, target.words, corpus, rng)[:MAX_NBYTES]
 
 
 def check(name: str, data: bytes) -> None:

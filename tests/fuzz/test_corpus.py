@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.fuzz.mutate import mutated
-from tests.fuzz.targets import CORPUS, MAX_NBYTES, TARGETS, check
+from tests.fuzz.targets import CORPUS, TARGETS, check, fresh_inputs
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "4"))
 """For all targets together."""
@@ -38,13 +36,9 @@ def test_the_corpus_is_small() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_fresh_inputs(name: str, tmp_path: Path) -> None:
-    target = TARGETS[name]
-    rng = random.Random(SEED)
-    corpus = [file.read_bytes() for file in sorted((CORPUS / name).iterdir())]
-    end = time.monotonic() + SECONDS * target.share / sum(each.share for each in TARGETS.values())
     count = 0
-    while time.monotonic() < end:
-        data = mutated(rng.choice(corpus), target.kind, target.words, corpus, rng)[:MAX_NBYTES]
+    seconds = SECONDS * TARGETS[name].share / sum(each.share for each in TARGETS.values())
+    for data in fresh_inputs(name, SEED, seconds):
         count += 1
         try:
             check(name, data)

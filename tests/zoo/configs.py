@@ -53,13 +53,6 @@ _MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_
 _RESNET: Override = {"use_timm_backbone": False, "backbone": None, "backbone_config": TINY_RESNET}
 _FORECAST: Override = {"prediction_length": 4}
 _FOUR_STAGES: Override = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}
-_HIERA_DET: dict[str, Any] = {
-    "hidden_size": 8,
-    "embed_dim_per_stage": [8, 16, 32, 64],
-    "num_attention_heads_per_stage": [1, 2, 4, 8],
-    "blocks_per_stage": [1, 1, 1, 1],
-    "global_attention_blocks": [2],
-}
 _OCR_DET: Override = {
     "intraclass_block_config": {
         "reduce_channel": [1, 1, 0],
@@ -79,10 +72,6 @@ _OCR_DET: Override = {
 }
 
 
-def _under(prefix: str, fields: Override) -> dict[str, Any]:
-    return {f"{prefix}.{name}": value for name, value in fields.items()}
-
-
 OVERRIDES: dict[str, Override] = {
     "apertus1p5": {
         "text_config.vocab_size": 3 * VOCAB,
@@ -94,12 +83,8 @@ OVERRIDES: dict[str, Override] = {
     "autoformer": _FORECAST,
     "beit": _FOUR_STAGES,
     "chameleon": {"vocabulary_map": {"<image>": 5}},
-    "cohere_compass": {
-        "text_config.rope_parameters": {"full_attention": _MROPE, "sliding_attention": _MROPE},
-    },
     "cohere_compass_text": {"rope_parameters": {"full_attention": _MROPE, "sliding_attention": _MROPE}},
     "conditional_detr": _RESNET,
-    "cosmos3_edge": {"text_config.rope_parameters": _MROPE},
     "cosmos3_edge_text": {"rope_parameters": _MROPE},
     "cvt": {"depth": [1, 2, 3]},
     "dab-detr": _RESNET,
@@ -127,19 +112,12 @@ OVERRIDES: dict[str, Override] = {
         "moe_intermediate_size": 16,
         "n_shared_experts": 1,
     },
-    "dots3_note": {
-        "text_config.num_key_value_heads": HEADS,
-        "text_config.n_group": 1,
-        "text_config.topk_group": 1,
-        "audio_config.adapter_input_size": WIDTH,
-    },
+    "dots3_note": {"audio_config.adapter_input_size": WIDTH},
     "dots3_note_text": {"num_key_value_heads": HEADS, "n_group": 1, "topk_group": 1},
-    "edgetam_video": _under("vision_config.backbone_config", _HIERA_DET)
-    | {"vision_config.backbone_channel_list": [64, 32, 16, 8]},
+    "edgetam_video": {"vision_config.backbone_channel_list": [64, 32, 16, 8]},
     "emu3": {"vocabulary_map": {"<image>": 5}},
     "ernie4_5_vl_moe": {"text_config.rope_parameters": {**_MROPE, "mrope_section": [1, 1, 2]}},
     "esm": {"vocab_size": 33},
-    "glm5_next": {"text_config.num_key_value_heads": HEADS},
     "glm5_next_text": {"num_key_value_heads": HEADS},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
     "gradium_phonon_tts": {"num_key_value_heads": HEADS},  # its converter splits q, k and v evenly
@@ -152,15 +130,12 @@ OVERRIDES: dict[str, Override] = {
         "deepstack_layer_map": [[0, 0], [1, 1]],
         "spatial_target_layers": [0, 1, 0, 1],
     },
-    "granite_speech5_ctc": {"encoder_config.max_position_embeddings": 256},
     "granite_speech5_encoder": {"max_position_embeddings": 256},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
     "hiera": {"decoder_hidden_size": 16, "decoder_depth": 1, "decoder_num_heads": 2},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "num_experts": EXPERTS, "moe_topk": 2},
-    "hunyuan_vl": {"text_config.head_dim": HEAD_DIM},
     "hunyuan_vl_text": {"head_dim": HEAD_DIM},
-    "hy_v4_vl": {"text_config.qk_rope_head_dim": HEAD_DIM, "text_config.rope_parameters": _MROPE},
     "hy_v4_vl_text": {"qk_rope_head_dim": HEAD_DIM, "rope_parameters": _MROPE},
     "informer": _FORECAST,
     "inkling_mm_model": {"vision_config.patch_size": 8, "vision_config.n_layers": 4},
@@ -190,20 +165,15 @@ OVERRIDES: dict[str, Override] = {
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
     },
-    "qwen4_exp": {
-        "text_config.indexer_n_heads": 2,
-        "text_config.indexer_kv_heads": 1,
-        "text_config.indexer_head_dim": 8,
-        "text_config.indexer_budget": 16,
-        "text_config.indexer_compress_ratio": 4,
-    },
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
-    "sam2": _under("vision_config.backbone_config", _HIERA_DET)
-    | {"vision_config.backbone_channel_list": [64, 32, 16, 8]},
-    "sam2_hiera_det_model": _HIERA_DET,
-    "sam2_video": _under("vision_config.backbone_config", _HIERA_DET)
-    | {"vision_config.backbone_channel_list": [64, 32, 16, 8]},
-    "sam2_vision_model": _under("backbone_config", _HIERA_DET) | {"backbone_channel_list": [64, 32, 16, 8]},
+    "sam2_hiera_det_model": {
+        "hidden_size": 8,
+        "embed_dim_per_stage": [8, 16, 32, 64],
+        "num_attention_heads_per_stage": [1, 2, 4, 8],
+        "blocks_per_stage": [1, 1, 1, 1],
+        "global_attention_blocks": [2],
+    },
+    "sam2_vision_model": {"backbone_channel_list": [64, 32, 16, 8]},
     "sapiens2": {
         "head_config": {
             "upsample_out_channels": [16, 16],
@@ -223,7 +193,13 @@ OVERRIDES: dict[str, Override] = {
     "wavtokenizer_encoder": {"codebook_dim": WIDTH, "decoder_attention_num_groups": 4},
     "zamba": {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2},
 }
-"""Fields to set, by model type; a dotted name reaches into a sub-config. They win over the rules."""
+"""Fields to set, by model type; a dotted name reaches into a sub-config. They win over the rules.
+
+Those of a type also hold where it is the sub-config of another.
+"""
+
+_AS_WHOLE_MODELS = ("beit", "detr", "wav2vec2-bert")
+"""Types whose overrides are not for sub-configs of others."""
 
 _NO_SIZE = re.compile(
     r"image_size|img_size|patch|crop|kernel|window|block_size|chunk|pool|bucket|type_vocab|stride|group_size|tile|"
@@ -341,7 +317,8 @@ def _tiny(
             continue
         if isinstance(value, PreTrainedConfig):
             inner = overrides.get(name, {})
-            kwargs[name] = _tiny(type(value), profile, inner if isinstance(inner, dict) else {}, value)
+            own_type = {} if value.model_type in _AS_WHOLE_MODELS else _nested(value.model_type)
+            kwargs[name] = _tiny(type(value), profile, {**own_type, **inner}, value)
         else:
             small = _small(name, value, profile)
             if small is not value and small != value:

@@ -41,7 +41,7 @@ def _failures(
     outcomes = walk.compare(cases, world_size=world_size, precision=precision, method=method, saves=saves)
     assert len(outcomes) == len(cases)
     if saves:
-        assert [outcome.name for outcome in outcomes if not outcome.total("saved")] == []
+        assert [outcome.name for outcome in outcomes if not outcome.found("saved")] == []
     return {
         outcome.name: outcome.error or outcome.status
         for outcome in outcomes

@@ -82,22 +82,18 @@ class Outcome:
             return "raises" if self.crash or any("error" in result for result in self.results) else "differs"
         return "unsteady" if any(result.get("unsteady") for result in self.results) else "exact"
 
-    def total(self, key: str) -> int:
-        """A figure of the first rank."""
-        return int(self.results[0].get(key, 0)) if self.results else 0
-
     def found(self, key: str) -> Any:
         """What the first rank says; None if nothing."""
         return self.results[0].get(key) if self.results else None
 
 
-def build(types: Sequence[str], root: Path, log: Callable[[str], None] = print) -> dict[str, dict[str, Any]]:
+def build(types: Sequence[str], root: Path) -> dict[str, dict[str, Any]]:
     """Returns, by type, what was built or the error; checkpoints that `root` holds are kept."""
     index = root / "index.json"
     known: dict[str, dict[str, Any]] = json.loads(index.read_text()) if index.exists() else {}
     todo = [name for name in types if "error" in known.get(name, {"error": ""}) or not (root / name).is_dir()]
     root.mkdir(parents=True, exist_ok=True)
-    for outcome in run_sets(checks.build_all, todo, (str(root),), world_size=1, limit_s=BUILD_LIMIT_S, log=log):
+    for outcome in run_sets(checks.build_all, todo, (str(root),), world_size=1, limit_s=BUILD_LIMIT_S):
         known[outcome.name] = outcome.results[0] if outcome.results else {"error": outcome.crash}
         if outcome.error:
             known[outcome.name]["error"] = outcome.error
@@ -116,18 +112,11 @@ def cases_of(built: dict[str, dict[str, Any]], root: Path, *, cross: bool = True
 
 
 def compare(
-    cases: Sequence[Case],
-    *,
-    world_size: int,
-    precision: str,
-    method: str,
-    saves: bool = False,
-    limit_s: float = LIMIT_S,
-    log: Callable[[str], None] = print,
+    cases: Sequence[Case], *, world_size: int, precision: str, method: str, saves: bool = False
 ) -> list[Outcome]:
     """Returns what came of each case; with `saves`, of saving it again as well."""
     args, set_size = (method, precision, saves), MESH_SET_SIZE if method in meshes.LOADS else SET_SIZE
-    return run_sets(checks.compare_all, cases, args, world_size=world_size, set_size=set_size, limit_s=limit_s, log=log)
+    return run_sets(checks.compare_all, cases, args, world_size=world_size, set_size=set_size)
 
 
 def run_sets(
@@ -138,7 +127,6 @@ def run_sets(
     world_size: int,
     set_size: int = SET_SIZE,
     limit_s: float = LIMIT_S,
-    log: Callable[[str], None] = print,
 ) -> list[Outcome]:
     """Calls fn(items, *args, journal folder, limit) on sets of ranks until every item has an outcome."""
     outcomes: list[Outcome] = []
@@ -164,9 +152,9 @@ def run_sets(
                 outcome.crash = _essence(failure)
             outcomes.append(outcome)
             if outcome.error:
-                log(f"{name}: {outcome.error[:200]}")
+                print(f"{name}: {outcome.error[:200]}")
         rest = rest[begun:]
-        log(f"... {len(outcomes)} of {len(outcomes) + len(rest)}")
+        print(f"... {len(outcomes)} of {len(outcomes) + len(rest)}")
     return outcomes
 
 
@@ -202,20 +190,14 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "cases": len(outcomes),
         **{status: counts[status] for status in STATUSES},
         "failed": counts["differs"] + counts["raises"],
-        "types_exact": len({o.name.split("/")[0] for o in outcomes})
-        - len({o.name.split("/")[0] for o in outcomes if o.status not in ("exact", "unsteady")}),
-        "recast": sum(1 for outcome in outcomes if outcome.total("recast")),
-        "with_missing_keys": sum(1 for outcome in outcomes if outcome.total("missing")),
-        "saved": sum(1 for outcome in outcomes if outcome.total("saved")),
+        **{key: sum(1 for outcome in outcomes if outcome.found(key)) for key in ("recast", "missing", "saved")},
         "saved_as_stock": {o.name: names for o in outcomes if (names := o.found("as_stock"))},
         "refused": {o.name: reason for o in outcomes if (reason := o.found("refused"))},
         "failing": {o.name: f"{o.status}: {o.error}" for o in outcomes if o.status in ("differs", "raises")},
         "unshardable_because": dict(
             Counter(_NAMES.sub("...", reason) for o in outcomes if (reason := o.found("unshardable")))
         ),
-        "slow_paths": dict(
-            Counter(reason for o in outcomes for reason in (o.results[0].get("slow_paths", []) if o.results else []))
-        ),
+        "slow_paths": dict(Counter(reason for o in outcomes for reason in o.found("slow_paths") or [])),
     }
 
 
