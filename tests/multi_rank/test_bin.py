@@ -54,20 +54,6 @@ def test_partitions_equal_the_ordinary_load(checkpoints: Path, world_size: int) 
     run_ranks(load_all, _cases(checkpoints), world_size=world_size, timeout_s=180)
 
 
-def count_reads(sharded: str, tied: str) -> None:
-    """Rank function."""
-    report = assert_loads_alike(sharded, BF16, None, torch.bfloat16)
-    assert report.contents.startswith(f"{report.num_reads} tensors, ")
-    report = assert_loads_alike(tied, BF16, None, torch.bfloat16)
-    assert report.read_bytes == report.needed_bytes
-
-
-def test_sharded_bin_is_one_read_per_parameter_and_ties_that_are_cast_are_read_once(checkpoints: Path) -> None:
-    sharded = builders.as_torch_bin(builders.tiny_llama(checkpoints), 3)
-    tied = builders.as_torch_bin(builders.tiny_qwen2_tied(checkpoints, torch.float32), ties=QWEN2_TIES)
-    run_ranks(count_reads, str(sharded), str(tied))
-
-
 def find_dtype(path: str) -> None:
     """Rank function: dtype="auto" of a config that names none reads the dtype off the first file."""
     from transformers import AutoModelForCausalLM

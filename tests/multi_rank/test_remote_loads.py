@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import itertools
 import json
 import logging
 import os
@@ -29,8 +28,7 @@ from lowmem_load.errors import CheckpointError
 from tests import builders
 from tests.parity import BF16, FP32, differences
 from tests.ranks import run_ranks
-from tests.remote import stores
-from tests.remote.behaviour import CHANCES, Behaviour
+from tests.remote.behaviour import CHANCES
 from tests.remote.hub_front import HubServer, hub_front
 from tests.remote.range_server import FarServer, RangeServer, range_server
 
@@ -101,11 +99,6 @@ def place(server: RangeServer, tmp_path: Path) -> Iterator[Place]:
     server.behaviour = before
 
 
-@pytest.fixture
-def environment(server: RangeServer) -> dict[str, str]:
-    return {**S3, "AWS_ENDPOINT_URL": server.url}
-
-
 def run(function: Callable[..., Any], place: Place, *args: Any, world_size: int = 2) -> list[Any]:
     """As `run_ranks`, with the environment of an owner of the store."""
     env = {**S3, "AWS_ENDPOINT_URL": place.url}
@@ -171,7 +164,7 @@ def assert_loads_alike_locally(case: Case) -> Any:
 
 
 def load_shards(place: Place, paths: list[str]) -> None:
-    """Rank function: FSDP2 by a mesh, by a DistributedConfig, and into a model that is there."""
+    """Rank function: FSDP2 by a mesh, and into a model that is there."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from lowmem_load import load_into, load_model, load_report
@@ -180,18 +173,12 @@ def load_shards(place: Place, paths: list[str]) -> None:
     place.start()
     world_size = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
-    meshes: list[Any] = [mesh]
-    with contextlib.suppress(TypeError):  # before transformers 5.13
-        from transformers.distributed import DistributedConfig
-
-        meshes.append(DistributedConfig(fsdp_size=world_size))
     for path, scheme in zip(paths, ("http", "s3"), strict=True):
         url, reference = place(path, scheme), transformers.AutoModelForCausalLM.from_pretrained(path)
-        for sharding in meshes:
-            model = load_model(url, sharding, dtype=torch.bfloat16)
-            assert differing(model, reference) == [], (url, sharding)
-            assert model.config.name_or_path == url
-            assert load_report(model).requests.num_requests > 0
+        model = load_model(url, mesh, dtype=torch.bfloat16)
+        assert differing(model, reference) == [], url
+        assert model.config.name_or_path == url
+        assert load_report(model).requests.num_requests > 0
         model = built(path, torch.bfloat16)
         shard_fully(model, mesh=mesh)
         model.to_empty(device="cpu")
@@ -200,40 +187,12 @@ def load_shards(place: Place, paths: list[str]) -> None:
         assert report.name == url
 
 
-def load_quantized(place: Place, path: str) -> None:
-    """Rank function: eight-bit codes and their scales, which every rank of a block needs."""
-    from transformers import FineGrainedFP8Config
-
-    from lowmem_load import load_model
-
-    place.start()
-    given = json.loads((Path(path) / "config.json").read_text())["quantization_config"]
-    fields = {key: value for key, value in given.items() if key != "quant_method"}
-    config = FineGrainedFP8Config(**fields, dequantize=True)
-    here, there = (load_model(name, BF16, quantization_config=config) for name in (path, place(path, "http")))
-    for name, parameter in here.named_parameters():
-        assert torch.equal(parameter.ds_tensor, dict(there.named_parameters())[name].ds_tensor), name
-
-
 # -- scripts -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def with_tokenizer(checkpoints: Path) -> Path:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    folder = checkpoints / "remote-with-tokenizer"
-    if not folder.exists():
-        shutil.copytree(builders.tiny_llama(checkpoints), folder)
-        Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return folder
 
 
 def run_script(place: Place, path: str) -> None:
     """Rank function: what a script does with the folder of a URL, in a block and installed."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
     import lowmem_load
@@ -245,7 +204,7 @@ def run_script(place: Place, path: str) -> None:
         url = place(path, scheme)
         folder = local_folder(url)
         with streaming(BF16):
-            config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+            config = AutoConfig.from_pretrained(folder)
             model = AutoModelForCausalLM.from_pretrained(folder, config=config)
             exact, info = LlamaForCausalLM.from_pretrained(url, output_loading_info=True)
             from_config = AutoModelForCausalLM.from_config(config)
@@ -253,7 +212,6 @@ def run_script(place: Place, path: str) -> None:
         assert not info["missing_keys"]
         assert from_config.config.hidden_size == config.hidden_size
         assert {each.name_or_path for each in (model.config, exact.config, model, exact)} == {url}
-        assert tokenizer("b")["input_ids"] == [1]
         assert load_report(model).name == load_report(exact).name == url
         reports: list[Any] = []
         lowmem_load.install(on_load=reports.append)
@@ -382,7 +340,7 @@ def large_llama(checkpoints: Path) -> Path:
 
 def load_all(place: Place, arguments: dict[str, Any]) -> dict[str, Any]:
     """Rank function: all that loads from a folder, one after the other: a launch takes longer than any of them."""
-    functions = (load_partitions, load_layouts, load_shards, load_quantized, run_script, count_requests, read_once)
+    functions = (load_partitions, load_layouts, load_shards, run_script, count_requests, read_once)
     return {
         function.__name__: function(place, arguments[function.__name__])
         for function in functions
@@ -391,20 +349,14 @@ def load_all(place: Place, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(ranks, marks=pytest.mark.release) for ranks in (1, 3))])
-def test_what_loads_from_a_folder_loads_from_a_url(
-    checkpoints: Path, place: Place, with_tokenizer: Path, tmp_path: Path, world_size: int
-) -> None:
-    from tests.multi_rank.test_formats import with_fp8
-
+def test_what_loads_from_a_folder_loads_from_a_url(checkpoints: Path, place: Place, world_size: int) -> None:
     arguments: dict[str, Any] = {"load_partitions": cases(checkpoints)}
     large = large_llama(checkpoints)
     if world_size == 2:
         mixtral, llama = builders.tiny_mixtral(checkpoints), builders.tiny_llama(checkpoints, max_shard_size="50KB")
-        quantized = shutil.copytree(with_fp8(checkpoints, tmp_path)[0], checkpoints / "remote-fp8", dirs_exist_ok=True)
         arguments["load_layouts"] = with_layouts(builders.tiny_llama(checkpoints))
         arguments["load_shards"] = [str(mixtral), str(llama)]
-        arguments["load_quantized"] = str(quantized)
-        arguments["run_script"] = str(with_tokenizer)
+        arguments["run_script"] = str(llama)
         arguments["count_requests"] = [str(builders.tiny_llama(checkpoints)), str(llama)]
         arguments["read_once"] = str(large)
     answers = run(load_all, place, arguments, world_size=world_size)
@@ -510,48 +462,28 @@ def test_models_on_the_hub_are_read_without_a_download(checkpoints: Path, place:
 # -- failures that pass ------------------------------------------------------------------------------------------------
 
 
-WAYS = [dict.fromkeys(CHANCES[first::3], 0.05) for first in range(3)]
-"""Shares of requests that fail in three ways each."""
-
-
-def seed_of(shares: dict[str, float], num_before: int) -> int:
-    """The first one by which each fault befalls one or two of twenty requests, of which there are some before."""
-    for seed in itertools.count():
-        behaviour = Behaviour().changed({"seed": seed, **shares})
-        found = Counter(behaviour.fault(number) for number in range(num_before, num_before + 20))
-        if all(found[fault] in (1, 2) for fault in shares):
-            return seed
-    raise AssertionError
-
-
-def load_in_spite_of(place: Place, case: Case) -> list[dict[str, int]]:
-    """Rank function: how many requests have failed in each way, by HTTP and in S3."""
+def load_in_spite_of(place: Place, case: Case) -> None:
+    """Rank function: one request fails in each way, by HTTP and in S3."""
     from lowmem_load import load_report
-    from lowmem_load.io import object_store, remote_file
+    from lowmem_load.io import object_store
 
     place.start()
     object_store.TIMEOUT_S = 1
-    remote_file.REQUEST_BYTES = 1024  # so that there are some
-    failed = []
     for scheme in ("http", "s3"):
         url, found = place(case[0], scheme), Counter[str]()
         assert_loads_alike(url, case)  # fetches small files and headers
-        num_before = 2 * len(list(Path(case[0]).glob("*.safetensors"))) if scheme == "http" else 0
-        for shares in WAYS:
-            place.set(**shares, seed=seed_of(shares, num_before), only=r"\.safetensors$", stall_s=2)
+        for fault in CHANCES:
+            place.set(**{fault: 1}, at_most=1, only=r"\.safetensors$", stall_s=2)
             report = load_report(assert_loads_alike(url, case))
             found.update(place.stats()["faults"])
-            place.set(**dict.fromkeys(CHANCES, 0))
+            place.set(**{fault: 0})
             assert (" of them again after " in str(report)) is (report.requests.num_retries > 0)
             assert any(note.startswith("made again: ") for note in report.notes) is (report.requests.num_retries > 0)
-        failed.append(dict(found))
-    return failed
+        assert found == dict.fromkeys(CHANCES, 1)
 
 
 def test_failures_that_pass_change_nothing(checkpoints: Path, place: Place) -> None:
-    first, second = run(load_in_spite_of, place, cases(checkpoints)[1])
-    assert first == second
-    assert [set(found) for found in first] == [set(CHANCES), set(CHANCES)]
+    run(load_in_spite_of, place, cases(checkpoints)[1])
 
 
 # -- failures that do not ----------------------------------------------------------------------------------------------
@@ -720,24 +652,3 @@ def keep_secrets(place: Place, path: str) -> None:
 
 def test_secrets_are_kept(checkpoints: Path, place: Place) -> None:
     run(keep_secrets, place, str(builders.tiny_llama(checkpoints)))
-
-
-# -- servers of others -------------------------------------------------------------------------------------------------
-
-
-def load_from(url: str, case: Case) -> None:
-    """Rank function."""
-    assert_loads_alike(url, case)
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("store", [stores.s3, stores.gcs, stores.azure])
-def test_real_stores(store: Callable[[], Any], checkpoints: Path, tmp_path: Path) -> None:
-    with contextlib.ExitStack() as stack:
-        try:
-            server = stack.enter_context(store())
-        except stores.StoreMissing as error:
-            pytest.skip(str(error))
-        for number, case in enumerate(cases(checkpoints)[1:4]):
-            url = server.upload(Path(case[0]), f"models/{number}")
-            run_ranks(load_from, url, case, env={**server.environment, "TMPDIR": str(tmp_path)})

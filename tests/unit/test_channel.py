@@ -116,25 +116,6 @@ def test_payloads_of_many_megabytes_come_in_parts() -> None:
     assert [[len(text) for text in verdict.payloads] for verdict in found] == [[5_000_000] * 2] * 2
 
 
-class OutOfMemory:
-    """A connection to the store that has no memory for an answer."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "compare_set":
-            raise MemoryError("no memory")
-        return getattr(self._client, name)
-
-
-def test_an_error_of_the_thread_is_the_step_s_error() -> None:
-    store = dist.HashStore()
-    channel = StoreChannel(lambda: OutOfMemory(store.clone()), 1, LIMITS, BEAT_S)
-    verdict = step(channel, channel.group("group", (0, 1)))
-    assert "cannot be reached or used: MemoryError: no memory" in failed(verdict)[0]
-
-
 def test_the_store_does_not_grow(store: Any) -> None:
     ranks = Ranks(3, store)
 
@@ -147,20 +128,6 @@ def test_the_store_does_not_grow(store: Any) -> None:
     before = store.num_keys()
     steps(50)
     assert store.num_keys() == before
-
-
-def test_one_idle_thread_stays_until_the_group_ends() -> None:
-    before, ranks = set(threading.enumerate()), Ranks(3)
-
-    def names() -> list[str]:
-        found = set(threading.enumerate()) - before
-        return [thread.name for thread in found if thread.name.startswith("lowmem_load")]
-
-    ranks.step()
-    assert names() == ["lowmem_load-store"] * 3
-    for channel in ranks.channels:
-        channel.end()
-    wait_for(lambda: not names())
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -190,16 +157,6 @@ def test_ten_steps_take_at_most_25_round_trips(world_size: int) -> None:
         assert all(0 < count.total() <= limit for count, limit in zip(counts, limits, strict=True)), counts
 
 
-def test_a_slow_rank_that_makes_progress_is_waited_for() -> None:
-    def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
-        with channel.doing(group, "reading", busy()):
-            if rank == 1:
-                time.sleep(3 * LIMITS.silence_s)
-            return step(channel, group)
-
-    assert all(not failed(verdict) for verdict in Ranks(3).all(work))
-
-
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_rank_that_makes_no_progress_is_named_by_all_and_hears_of_it(late: int) -> None:
     ranks, times = Ranks(3, first=4), dict[int, float]()
@@ -223,13 +180,6 @@ def test_a_rank_that_makes_no_progress_is_named_by_all_and_hears_of_it(late: int
     assert "while reading, 7 bytes read" in message
     assert all(seconds < 2.5 * LIMITS.silence_s + FAREWELL_S for rank, seconds in times.items() if rank != late), times
     assert all(not failed(verdict) for verdict in ranks.step())
-
-
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_rank_that_never_comes_is_named(missing: int) -> None:
-    found = Ranks(3).all(lambda channel, group, rank: None if rank == missing else step(channel, group))
-    assert found[2] == found[1 - missing]
-    assert "has not come to this point in 2 s" in failed(found[2])[missing]
 
 
 @pytest.mark.parametrize("leaver", [0, 2])
@@ -264,49 +214,12 @@ def test_ranks_that_all_leave_a_loop_lose_nothing() -> None:
     assert all(not failed(verdict) for verdict in ranks.all(work))
 
 
-def test_a_rank_whose_progress_cannot_be_told_goes_on() -> None:
-    def broken() -> Progress:
-        raise KeyError("file")
-
-    def work(channel: StoreChannel, group: Group, rank: int) -> Any:
-        with channel.doing(group, "reading", broken if rank == 0 else busy()):
-            time.sleep(5 * BEAT_S)
-            return step(channel, group)
-
-    assert all(not failed(verdict) for verdict in Ranks(2).all(work))
-
-
 def test_ranks_that_left_together_are_in_line_again() -> None:
     ranks = Ranks(3)
     found = ranks.all(
         lambda channel, group, rank: step(channel, group) if rank == 2 else channel.abort(group, f"left: {rank}")
     )
     assert failed(found[2]).items() <= {0: "left: 0", 1: "left: 1"}.items(), "the first one counts"
-    assert all(not failed(verdict) for verdict in ranks.step())
-
-
-@pytest.mark.parametrize("aborts", [False, True])
-def test_busy_ranks_hear_of_a_failure(aborts: bool) -> None:
-    def work(channel: StoreChannel, group: Group, rank: int) -> Any:
-        if rank == 1 and aborts:
-            channel.abort(group, "the disk is gone")
-            return Outcome([(1, "the disk is gone")], [])
-        with channel.doing(group, "reading", busy()):
-            if rank != 1:
-                wait_for(lambda: stopped(channel))
-            found = step(channel, group, error="the disk is gone" if rank == 1 else "stopped", is_stopped=rank != 1)
-            assert not stopped(channel)
-        return found
-
-    ranks = Ranks(3)
-    assert [failed(verdict) for verdict in ranks.all(work)] == [{1: "the disk is gone"}] * 3
-    assert all(not failed(verdict) for verdict in ranks.step())
-
-
-def test_ranks_at_different_steps_are_named_with_what_each_does() -> None:
-    ranks = Ranks(3)
-    found = ranks.all(lambda channel, group, rank: step(channel, group, "saving" if rank == 1 else "loading"))
-    assert [failed(verdict) for verdict in found] == [{1: "is at 'saving', where rank(s) 0, 2 are at 'loading'"}] * 3
     assert all(not failed(verdict) for verdict in ranks.step())
 
 
@@ -426,36 +339,12 @@ def test_a_rank_that_leaves_a_loop_comes_to_another_step(leavers: list[int], pau
         assert all(not failed(verdict) for verdict in ranks.all(work))
 
 
-def test_a_rank_gives_up_a_step_within_one_that_fails() -> None:
-    """Rank 1 waits for rank 2, which waits for it in the outer step."""
-    ranks = Ranks(3)
-
-    def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
-        error = "no" if rank == 2 else None
-        with channel.doing(group, "outer"):
-            if rank == 1:
-                inner = step(channel, channel.group("inner", (1, 2)), "inner")
-                assert failed(inner) == {1: "stopped because outer has failed"}
-                error = "inner failed"
-            return step(channel, group, error=error)
-
-    assert [failed(found) for found in ranks.all(work)] == [{1: "inner failed", 2: "no"}] * 3
-    assert all(not failed(verdict) for verdict in ranks.step())
-
-
 def test_a_store_that_another_group_has_used_is_refused(store: Any) -> None:
     first = Ranks(2, store)
     first.step()
     for channel in first.channels:
         channel.end()
     assert all("has been used by an earlier one" in failed(verdict)[0] for verdict in Ranks(2, store).step())
-
-
-def test_a_heartbeat_is_short() -> None:
-    """A rank writes one a second, and rank 0 reads those of all."""
-    ranks = Ranks(2)
-    ranks.all(lambda channel, group, _: step(channel, group, "tiny: describing the model", digest="0" * 16))
-    assert len(ranks.store.get("rank/1")) < 300
 
 
 def test_what_ranks_do_can_be_seen_from_outside() -> None:

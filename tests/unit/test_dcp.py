@@ -15,13 +15,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from typer.testing import CliRunner
 
@@ -30,8 +25,6 @@ from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
 from lowmem_load.io.executor import Executor
 from lowmem_load.io.fill import read_whole
-from lowmem_load.io.source import LocalFile
-from lowmem_load.training_checkpoints.dcp import read_metadata
 from lowmem_load.training_checkpoints.names import Weights, weights_in, without_wrappers
 from lowmem_load.training_checkpoints.open_model import open_state
 
@@ -64,16 +57,6 @@ def values_in(folder: Path) -> dict[str, torch.Tensor]:
     with Executor() as executor:
         tensors = weights_in(str(folder), open_state(str(folder), executor).tensors, None).model
         return {name: read_whole(executor, tensor.whole) for name, tensor in tensors.items()}
-
-
-def test_a_tensor_may_have_many_chunks(tmp_path: Path) -> None:
-    offsets = [torch.Size((number,)) for number in range(2_000)]
-    chunks = [ChunkStorageMetadata(first, torch.Size((1,))) for first in offsets]
-    entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((2_000,)), chunks)
-    places = {MetadataIndex("a", first): _StorageInfo("__0_0.distcp", first[0] * 1000, 1000) for first in offsets}
-    path = tmp_path / ".metadata"
-    path.write_bytes(pickle.dumps(Metadata({"a": entry}, storage_data=places)))
-    assert len(read_metadata(LocalFile(str(path)))[0]["a"].chunks) == 2_000
 
 
 def test_all_values_are_read(once: Path) -> None:

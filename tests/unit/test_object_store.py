@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import ssl
@@ -22,7 +21,6 @@ from lowmem_load.io.object_store import HubObject, StoreObject, aws_settings, li
 from lowmem_load.io.remote_checkpoint import folder_of_url
 from lowmem_load.io.remote_file import RemoteFile, Traffic
 from lowmem_load.io.source import read_bytes
-from lowmem_load.io.stand_ins import open_file
 from tests.hub import pointed_at
 from tests.remote import stores
 from tests.remote.answering import answering, asked, assert_no_secrets, in_child, with_login
@@ -62,29 +60,6 @@ def test_the_files_of_a_folder_and_of_a_subfolder_are_listed(store: RangeServer,
     assert read_bytes(RemoteFile(list_files(URL, "")["ümläut & <b>.json"]), 0, 2) == b"{}"
 
 
-def test_shards_in_subfolders_that_the_index_names_are_there(store: RangeServer, stored_file: Path) -> None:
-    names = {"layers.0/a.safetensors": 1, "layers.1/ü b.safetensors": 2, "absent/c.safetensors": 3, "../d": 4}
-    content = stored_file.read_bytes()
-    for name in (*names, "layers.0/unnamed.safetensors"):
-        (stored_file.parent / name).parent.mkdir(exist_ok=True)
-        (stored_file.parent / name).write_bytes(content)
-    (stored_file.parent / "absent/c.safetensors").unlink()
-    (stored_file.parent / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {n: n for n in names}}))
-    folder = Path(folder_of_url(URL))
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert {name for name in there if "/" in name and ".heads" not in name} == {*list(names)[:2]}
-    for name in list(names)[:2]:
-        found = open_file(str(folder / name))
-        assert (found.path, found.nbytes) == (str(folder / name), 1 << 20)
-        assert read_bytes(found, 1000, 1000) == content[1000:2000]
-
-
-def test_a_bucket_that_is_not_there_is_an_error(store: RangeServer) -> None:
-    with pytest.raises(CheckpointError, match="s3://other/models: is not there"):
-        folder_of_url("s3://other/models")
-    assert store.stats()["requests"] == 1
-
-
 def test_a_folder_that_is_not_there_is_an_error(store: RangeServer) -> None:
     with pytest.raises(CheckpointError, match="s3://bucket/nothing: no files are there; name the folder that holds"):
         folder_of_url("s3://bucket/nothing")
@@ -96,15 +71,6 @@ def test_a_list_is_asked_for_again(fault: str, store: RangeServer, traffic: Traf
     folder_of_url(URL)
     assert store.stats()["faults"] == {fault: 2}
     assert traffic.counts.num_retries == 2
-
-
-def test_a_list_that_may_not_be_had_is_one_error(store: RangeServer) -> None:
-    store.set(gone=True, repeats=True)
-    with pytest.raises(CheckpointError, match="s3://bucket/models/one: the store refuses access") as caught:
-        folder_of_url(URL)
-    assert "check the credentials, and that they may list and read it" in str(caught.value)
-    assert_no_secrets(str(caught.value))
-    assert store.stats()["requests"] == 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import contextlib
 import os
 import resource
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io import source
 from lowmem_load.io.executor import Executor
-from lowmem_load.io.source import ByteSource, LocalFile, OpenSources, read_bytes
+from lowmem_load.io.source import LocalFile, OpenSources, read_bytes
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
@@ -25,17 +24,6 @@ from lowmem_load.planning.regions import FlatRange
 
 NUM_FILES = 1500
 CHANGED = r"a: was replaced or written to after its header was read; load again"
-
-
-class Opening:
-    """Opens local files, and counts."""
-
-    def __init__(self) -> None:
-        self.times: Counter[str] = Counter()
-
-    def __call__(self, path: str) -> ByteSource:
-        self.times[os.path.basename(path)] += 1
-        return LocalFile(path)
 
 
 @pytest.fixture
@@ -92,15 +80,6 @@ def test_more_files_than_descriptors(tmp_path: Path, num_threads: int) -> None:
         assert 0 < num_open(tmp_path) <= source.MAX_OPEN_SOURCES + num_threads
     assert destination.tolist() == 2 * list(range(NUM_FILES))
     assert num_open(tmp_path) == 0
-
-
-@pytest.mark.usefixtures("two_idle")
-def test_those_read_last_stay_open(folder: Path) -> None:
-    opening = Opening()
-    sources = OpenSources(opening)
-    read(sources, folder, "abababcab")
-    assert opening.times == {"a": 2, "b": 2, "c": 1}  # c takes the place of a, a that of b, b that of c
-    sources.close()
 
 
 @pytest.mark.usefixtures("two_idle")

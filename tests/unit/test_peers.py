@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -33,11 +32,6 @@ def seen(*heartbeats: tuple[float, Heartbeat]) -> Peer:
 
 def changed(**changes: Any) -> Heartbeat:
     return HERE._replace(**changes)
-
-
-@pytest.mark.parametrize("heartbeat", [HERE, changed(entry=ENTRY)])
-def test_a_heartbeat_survives_the_store(heartbeat: Heartbeat) -> None:
-    assert Heartbeat.decoded(json.dumps(heartbeat)) == heartbeat
 
 
 @pytest.mark.parametrize("is_measured", [False, True])
@@ -107,13 +101,3 @@ def test_computing_counts_as_progress_and_sleeping_does_not() -> None:
     while time.thread_time() < until:
         pass
     assert progress().amount >= slept + 2
-
-
-def test_of_a_rank_that_is_not_in_the_step_it_is_known_what_it_does() -> None:
-    assert (Peer().is_at("world", 4), Peer().absence) == (False, "has not called lowmem_load")
-    assert seen((0.0, HERE)).is_at("world", 4)
-    assert seen((0.0, changed(entry=ENTRY))).entry_at("world", 4) == ENTRY
-    idle = seen((0.0, changed(title="")))
-    assert (idle.is_at("world", 4), idle.absence) == (False, "was last seen between loads (pid 4711 on node1)")
-    assert seen((0.0, changed(entry=ENTRY))).entry_at("other", 4) is None
-    assert seen((0.0, HERE)).absence.startswith("was last seen while model: reading, 3.0 of")

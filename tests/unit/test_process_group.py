@@ -109,17 +109,6 @@ def _lone_process() -> dict[str, Any]:
     return {**found, "inits": (inits, len(calls))}
 
 
-def _error_on_one_rank() -> None:
-    error = CheckpointError("config.json: absent")
-    with pytest.raises(CheckpointError) as caught, DistributedInterface().step("reading"):
-        raise error
-    assert caught.value is error
-
-
-def test_a_step_on_one_rank_raises_the_error_itself() -> None:
-    alone(_error_on_one_rank)
-
-
 def test_lone_process_needs_no_launcher_and_initializes_once() -> None:
     found = alone(_lone_process)
     assert found["place"] == (0, 1, 0, "cpu", "gloo")
@@ -155,22 +144,6 @@ def test_destroy_leaves_nothing_and_the_next_group_trains() -> None:
     assert "was destroyed" in found["stale"]
 
 
-def _destroyed_behind_our_back() -> tuple[int, dict[str, str]]:
-    import torch.distributed as dist
-
-    DistributedInterface()
-    train_one_step()
-    dist.destroy_process_group()
-    interface = DistributedInterface()
-    train_one_step()
-    interface.destroy()
-    return len(launcher_env()), launcher_env()
-
-
-def test_group_destroyed_through_torch_is_noticed() -> None:
-    assert alone(_destroyed_behind_our_back) == (0, {})
-
-
 def _contradictions() -> tuple[str, str]:
     DistributedInterface(timeout=timedelta(minutes=7))
     everything: dict[str, Any] = {"backend": "nccl", "timeout": timedelta(minutes=9), "world_size": 2, "rank": 1}
@@ -187,17 +160,6 @@ def test_contradicting_arguments_are_all_named_with_both_values() -> None:
     ]
     assert "; ".join(parts) in everything
     assert parts[-1] in of_rank and of_rank.count("asked for") == 1
-
-
-def _failed_init() -> tuple[dict[str, str], int]:
-    with pytest.raises(Exception, match="no-such"):
-        DistributedInterface(backend="no-such")
-    left = launcher_env()
-    return left, DistributedInterface().world_size
-
-
-def test_failed_init_leaves_nothing_behind() -> None:
-    assert alone(_failed_init) == ({}, 1)
 
 
 def _adopt_torch() -> dict[str, Any]:
@@ -227,20 +189,6 @@ def test_adopts_a_group_of_torch_and_destroys_it_only_by_force() -> None:
     assert found["alive"] == (True, False)
     assert found["left"] == {}
     assert found["inits"] == 0
-
-
-def _adopt_default_backend() -> tuple[str, str, list[str]]:
-    import torch.distributed as dist
-
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    fitting = [DistributedInterface(backend=name).backend for name in ("gloo", "cpu:gloo")]
-    return dist.get_backend(), error_text(lambda: DistributedInterface(backend="nccl")), fitting
-
-
-def test_adopts_a_group_whose_backend_torch_chose() -> None:
-    backend, text, fitting = alone(_adopt_default_backend)
-    assert "live group has gloo" in text, backend
-    assert fitting == ["gloo", "gloo"]
 
 
 def _fake_rank(adopted: bool) -> dict[str, Any]:
@@ -346,11 +294,6 @@ def test_a_rank_without_its_device_is_named_by_all(monkeypatch: pytest.MonkeyPat
     assert first == second
     assert list(first) == [1]
     assert "this process sees 0 cuda device(s), CUDA_VISIBLE_DEVICES=7" in first[1]
-
-
-def test_rank_outside_the_world_is_refused(no_launcher: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="rank: asked for 1, expected 0 <= rank < world_size = 1"):
-        DistributedInterface(rank=1)
 
 
 def test_rank_of_a_foreign_launcher_is_not_taken_for_a_lone_process(no_launcher: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -109,22 +109,6 @@ def test_a_folder_has_the_small_files_and_stands_for_the_large_ones(server: Rang
     assert isinstance(open_file(os.path.join(folder, "config.json")), LocalFile)
 
 
-def test_each_file_is_looked_up_once_and_small_ones_fetched_once(server: RangeServer) -> None:
-    def asked() -> Counter[str]:
-        lines = [line.split(" ") for line in server.stats()["asked"]]
-        return Counter(f"{line[1].rpartition('/')[2]} {line[2] if line[2:] == ['bytes=0-0'] else ''}" for line in lines)
-
-    folder = folder_of_url(url_of(server))
-    listed = ["config.json", "model-0.safetensors", "model-1.safetensors", "model.safetensors.index.json"]
-    looked_up = {"SHA256SUMS ": 1, " ": 1, **{f"{name} bytes=0-0": 1 for name in listed}}
-    # An index and a configuration are read before, to know what else there is.
-    both = {"config.json ": 2, "model.safetensors.index.json ": 2}
-    assert asked() == {"model-0.safetensors ": 1, "model-1.safetensors ": 1, **both, **looked_up}
-    server.reset()
-    assert folder_of_url(url_of(server)) == folder_of_url(url_of(server) + "/") == folder
-    assert asked() == dict.fromkeys({**both, **looked_up}, 2)
-
-
 def test_another_process_opens_the_files(server: RangeServer, checkpoint: Path, temporary: Path) -> None:
     """By the manifest: a worker that was spawned, a script that was told the folder."""
     path = os.path.join(folder_of_url(url_of(server)), "model-1.safetensors")
@@ -135,12 +119,6 @@ def test_another_process_opens_the_files(server: RangeServer, checkpoint: Path, 
     env = {**os.environ, "TMPDIR": str(temporary)}
     found = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, timeout=60).stdout
     assert found == (checkpoint / "model-1.safetensors").read_bytes()[HEAD_BYTES : HEAD_BYTES + 1000]
-    (manifest,) = temporary.glob("*/*/manifest.json")
-    files = json.loads(manifest.read_text())["files"]
-    size = (checkpoint / "model-1.safetensors").stat().st_size
-    assert files["model-1.safetensors"]["size"] == size and files["model-1.safetensors"]["etag"].startswith('"')
-    assert files["model-1.safetensors"]["url"] == url_of(server)
-    assert files["model-1.safetensors"]["key"] == "model-1.safetensors"
 
 
 def test_a_manifest_that_is_not_in_the_own_folder_says_nothing(server: RangeServer, tmp_path: Path) -> None:
@@ -213,34 +191,6 @@ def test_code_that_a_configuration_names_and_what_it_imports_is_fetched(server: 
     assert {name for name in found if name.endswith(".py")} == {"configuring.py", "modeling.py", "layers.py"}
 
 
-def in_subfolders(checkpoint: Path, names: dict[str, str], index: str = "model.safetensors.index.json") -> None:
-    """Move shards of a checkpoint to other paths, which its index then names."""
-    for old, new in names.items():
-        (checkpoint / new).parent.mkdir(parents=True, exist_ok=True)
-        (checkpoint / old).rename(checkpoint / new)
-    weight_map = {f"w{number}": name for number, name in enumerate(names.values())}
-    (checkpoint / "model.safetensors.index.json").unlink()
-    (checkpoint / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-SUBFOLDERS = {"model-0.safetensors": "layers.0/a.safetensors", "model-1.safetensors": "layers.1/deep/b.safetensors"}
-
-
-def assert_has_shards(folder: str, checkpoint: Path, names: Iterable[str]) -> None:
-    for name in names:
-        source, content = open_file(os.path.join(folder, name)), (checkpoint / name).read_bytes()
-        assert read_bytes(source, HEAD_BYTES, 1000) == content[HEAD_BYTES : HEAD_BYTES + 1000]
-        assert files_in(folder)[f"{os.path.dirname(name)}/.heads/{os.path.basename(name)}"] == HEAD_BYTES
-
-
-def test_shards_in_subfolders_that_the_index_names_are_there(server: RangeServer, checkpoint: Path) -> None:
-    in_subfolders(checkpoint, SUBFOLDERS)
-    (checkpoint / "layers.0" / "unnamed.safetensors").write_bytes(b"")
-    folder = folder_of_url(url_of(server))
-    assert_has_shards(folder, checkpoint, SUBFOLDERS.values())
-    assert "layers.0/unnamed.safetensors" not in files_in(folder)
-
-
 def test_weights_that_a_configuration_names_are_there(server: RangeServer, checkpoint: Path) -> None:
     (checkpoint / "other.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "sub/own.safetensors"}}))
     (checkpoint / "sub").mkdir()
@@ -272,11 +222,6 @@ def test_names_are_escaped(name: str, server: RangeServer, checkpoint: Path) -> 
     assert read_bytes(item, HEAD_BYTES, 8) == (checkpoint / name).read_bytes()[HEAD_BYTES : HEAD_BYTES + 8]
 
 
-def test_a_place_without_files_is_an_error(server: RangeServer) -> None:
-    with pytest.raises(CheckpointError, match="/models/two: the server does not list its files"):
-        folder_of_url(f"{server.url}/models/two")
-
-
 def test_a_server_that_names_no_version_is_refused() -> None:
     said, headers = (
         "the server sends no ETag and no Last-Modified, without which a file",
@@ -284,30 +229,6 @@ def test_a_server_that_names_no_version_is_refused() -> None:
     )
     with answering(headers, status=206, content=b"{") as url, pytest.raises(CheckpointError, match=said):
         object_store.find(url, "config.json")
-
-
-@pytest.mark.parametrize("behaviour", [{"weak_etags": True}, {"no_etags": True}])
-def test_where_no_etag_is_strong_the_date_counts(
-    behaviour: dict[str, bool], server: RangeServer, checkpoint: Path
-) -> None:
-    server.set(**behaviour)
-    source = open_file(os.path.join(folder_of_url(url_of(server)), "model-0.safetensors"))
-    assert source.version.startswith("20")
-    content = (checkpoint / "model-0.safetensors").read_bytes()
-    assert read_bytes(source, HEAD_BYTES, 1000) == content[HEAD_BYTES : HEAD_BYTES + 1000]
-    os.utime(checkpoint / "model-0.safetensors", (1, 1))
-    with pytest.raises(CheckpointError, match="was replaced after its header was read"):
-        read_bytes(source, HEAD_BYTES, 1000)
-
-
-def test_who_may_not_read_is_told_at_once(server: RangeServer) -> None:
-    server.set(token="another")
-    with pytest.raises(CheckpointError, match=r"refuses access \(status 401\)"):
-        folder_of_url(url_of(server))
-    server.set(token="", gone=True)
-    with pytest.raises(CheckpointError, match=r"SHA256SUMS: the store refuses access \(status 403\)"):
-        folder_of_url(url_of(server))
-    assert server.stats()["requests"] == 2
 
 
 @pytest.mark.parametrize(
@@ -579,15 +500,3 @@ def test_nothing_that_is_kept_has_secrets(
         assert_no_secrets(str(path), path.read_bytes().decode(errors="replace") if path.is_file() else "")
     assert_no_secrets(caplog.text, open_file(os.path.join(folder, "model-0.safetensors")).path)
     assert server.stats()["authorized"] > 0
-
-
-@pytest.mark.parametrize("behaviour", [{"gone": True}, {"token": "x"}, {"error_500": 1}, {"no_etags": True}])
-def test_no_message_has_secrets(
-    behaviour: dict[str, Any], server: RangeServer, impatient: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.set(**behaviour)
-    if "no_etags" in behaviour:
-        monkeypatch.setattr(remote_checkpoint, "MAX_SMALL_NBYTES", 1)
-    with pytest.raises(CheckpointError) as caught:
-        folder_of_url(with_login(url_of(server)))
-    assert_no_secrets(str(caught.value), repr(caught.value))

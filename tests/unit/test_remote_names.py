@@ -14,7 +14,6 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 import lowmem_load
-from lowmem_load.errors import CheckpointError
 from lowmem_load.hf.remote_names import find_checkpoint, find_folder, local_folder
 from lowmem_load.io.stand_ins import is_stand_in, is_url, open_file, origin
 from tests import builders
@@ -49,16 +48,10 @@ def hub(llama: Path, checkpoints: Path, tmp_path: Path) -> Iterator[HubServer]:
 # -- which names are meant ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["s3://b", "gs://b/c", "abfss://c@a/b", "HTTPS://host/a", "https://u:p@host:8/a"])
-def test_urls(name: str) -> None:
-    assert is_url(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["", "org/model", "/a/folder", "s3:/b", "ftp://host/a", "folder/s3://b", "//host/a", 7, Path("s3://b")]
-)
-def test_other_names(name: Any) -> None:
-    assert not is_url(name)
+def test_which_names_are_urls() -> None:
+    urls = ["s3://b", "gs://b/c", "abfss://c@a/b", "HTTPS://host/a", "https://u:p@host:8/a"]
+    others = ["", "org/model", "/a/folder", "s3:/b", "ftp://host/a", "folder/s3://b", "//host/a", 7, Path("s3://b")]
+    assert [name for name in [*urls, *others] if is_url(name)] == urls
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -128,13 +121,6 @@ def test_who_may_not_ask_the_hub_does_not(hub: HubServer) -> None:
     with pytest.MonkeyPatch.context() as changed:  # `hub` puts back what was there before it
         changed.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         assert find_folder("org/model", {}, stream=True) == ("org/model", {})
-    assert hub.stats()["requests"] == 0
-
-
-@pytest.mark.parametrize("name", ["a/b/c", "./nothing", "org/model!", "-"])
-def test_a_streamed_name_that_is_none_is_an_error(name: str, hub: HubServer) -> None:
-    with pytest.raises(CheckpointError, match="neither"):
-        find_folder(name, {}, stream=True)
     assert hub.stats()["requests"] == 0
 
 

@@ -74,11 +74,6 @@ def test_ranks_have_one_digest_for_what_they_share() -> None:
     assert digest(first) != digest(plan_of({"run": source("a", (300, 401))}, range(2)))
 
 
-def test_what_is_computed_of_whole_tensors_is_not_shared() -> None:
-    held = ex.hold(torch.zeros(8))
-    assert plan_replicas(plan_of({"held": held}, range(2)), lambda _: True) == []
-
-
 @pytest.mark.parametrize(
     ("share", "cost", "nodes", "expected"),
     [

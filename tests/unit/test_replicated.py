@@ -35,17 +35,6 @@ def two_layers(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}).to(dtype)
 
 
-def test_gradients_leave_the_parameters_at_once_and_add_up() -> None:
-    model = two_layers()
-    part = part_of(model)
-    for factor in (1.0, 2.0):
-        (factor * model["a"](torch.ones(1, 3)).sum()).backward()
-        part.end_micro_batch()
-        assert model["a"].weight.grad is None
-    # each weight's gradient is 1 + 2, the biases' too: 6 weights, 2 biases
-    assert part.reduce() == pytest.approx((8 * 3.0**2) ** 0.5)
-
-
 def test_what_nobody_used_is_not_stepped() -> None:
     model = two_layers()
     part = part_of(model)
@@ -84,11 +73,6 @@ def test_state_goes_into_another_part() -> None:
     state["whole"]["masters"].pop("b.bias")
     with pytest.raises(ConfigError, match=r"other parameters: b\.bias"):
         other.check(state, strict=True, num_groups=1)
-
-
-def test_dtypes_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"a\.weight \(torch\.float64\)"):
-        part_of(two_layers(torch.float64))
 
 
 def test_an_optimizer_is_split_and_its_groups_stay_the_ones_that_count() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -70,11 +69,3 @@ def test_a_fragment_may_be_empty() -> None:
     saved = place_fragments("empty", (0, 4), [source])
     assert saved.numel == 0
     assert evaluated(saved.pieces[FP32].part(FlatRange(0, 0)), 0, {}).numel() == 0
-
-
-def test_only_the_ranks_that_hold_something_are_read() -> None:
-    flats = [[{FP32: Source(f"r{rank}", "flat", 0, (25,), torch.float32)}] for rank in range(4)]
-    groups = [OrderedDict(a=torch.Size((10, 10)))]
-    pieces = place_groups(groups, flats, [{}])["a"].pieces[FP32]
-    paths = [copy.leaf.path for copy in plan_copies(pieces.part(FlatRange(30, 60)), FlatRange(0, 30))]
-    assert paths == ["r1", "r2"]

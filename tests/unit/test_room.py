@@ -28,13 +28,6 @@ def test_a_rank_s_use_is_that_of_its_folder(tmp_path: Path) -> None:
     assert 0 < use.free_bytes <= shutil.disk_usage(tmp_path).total
 
 
-def test_what_fits_passes() -> None:
-    check(use(5, 10), use(5, 10))
-    check(use(8, 10, "node0"), use(8, 10, "node1"))
-    check([], use(10, 10))
-    check([])
-
-
 def test_ranks_that_share_a_file_system_add_up() -> None:
     with pytest.raises(ConfigError) as caught:
         check(use(6, 11), use(8, 10, "node1"), use(6, 12, folder="/nvme/2"), [], use(4, 3, "node2", "/other"))

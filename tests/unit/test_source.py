@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.io import source as source_module
-from lowmem_load.io.source import OPENING_BYTES, LocalFile, read_bytes, read_small
+from lowmem_load.io.source import OPENING_BYTES, LocalFile, read_small
 
 DATA = bytes(range(256))
 
@@ -57,16 +56,6 @@ def test_what_is_no_file_is_refused(make: Callable[[str], str], message: str, tm
     with pytest.raises(CheckpointError, match=message):
         LocalFile(make(str(tmp_path / "thing")))  # of a FIFO: without waiting for a writer
     assert os.listdir("/proc/self/fd") == before
-
-
-def test_it_holds_one_descriptor_until_it_is_closed(file: str) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    source = LocalFile(file)
-    assert len(os.listdir("/proc/self/fd")) == before + 1
-    source.close()
-    assert len(os.listdir("/proc/self/fd")) == before
-    with pytest.raises(CheckpointError, match="Bad file descriptor"):
-        source.read_into(0, memoryview(bytearray(1)))
 
 
 def test_the_system_may_return_less_than_was_asked_for(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,17 +153,6 @@ def test_errors_that_persist_are_ours(file: str, monkeypatch: pytest.MonkeyPatch
     assert len(faults.descriptors) == attempts
 
 
-def test_attempts_lie_further_and_further_apart(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    source = LocalFile(file)
-    monkeypatch.setattr(os, "preadv", Faults("preadv", errno.EIO, times=100))
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        read(source, 0, 1)
-    assert slept == sorted(slept) == list(source_module.RETRY_DELAYS_S)
-    assert sum(slept) < 5, "seconds for which a broken file keeps all ranks waiting"
-
-
 @pytest.mark.usefixtures("no_delays")
 def test_a_stale_file_is_opened_again(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The descriptor is what no longer works: only one that was opened later does."""
@@ -203,15 +181,6 @@ def test_another_file_is_not_read_in_place_of_a_stale_one(file: str, monkeypatch
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.usefixtures("no_delays")
-def test_a_stale_file_that_is_gone_says_so(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = LocalFile(file)
-    os.unlink(file)
-    monkeypatch.setattr(os, "preadv", Faults("preadv", errno.ESTALE, 100))
-    with pytest.raises(CheckpointError, match="data: cannot be read: Stale file handle"):
-        read(source, 0, 1)
-
-
 def test_a_file_that_is_written_to_has_another_version(file: str) -> None:
     before = LocalFile(file).version
     os.utime(file, ns=(0, 0))
@@ -219,13 +188,6 @@ def test_a_file_that_is_written_to_has_another_version(file: str) -> None:
     with open(file, "ab") as opened:
         opened.write(b"x")
     assert len({before, changed, LocalFile(file).version}) == 3
-
-
-def test_read_bytes_ends_with_the_source(file: str) -> None:
-    source = LocalFile(file)
-    assert read_bytes(source, 250, 100) == DATA[250:]
-    assert read_bytes(source, 0, 3) == DATA[:3]
-    assert read_bytes(source, 256, 3) == read_bytes(source, 1000, 3) == b""
 
 
 def test_a_small_file_is_read_whole_and_a_larger_one_refused(file: str) -> None:
