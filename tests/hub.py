@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.remote.behaviour import Behaviour
-from tests.remote.http11 import Request
 from tests.remote.hub_front import COMMIT, HubServer
-from tests.remote.range_server import Answer
+from tests.remote.range_server import Answer, Request
 
 
 class NotingHub(HubServer):

@@ -37,12 +37,11 @@ silence; the faulty one raises when it can go on.
 
 @dataclass(frozen=True)
 class Scene:
-    """What an act may touch: the faulty rank's process, its files, a model of the same shapes, and its small disk."""
+    """What an act may touch: the faulty rank's process, its files, and a model of the same shapes."""
 
     pid: int
     shard: Path
     other_shard: Path
-    disk: Path
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,6 @@ class Case:
         job: see `worker.JOBS`.
         arguments: of the job.
         checkpoint: which one.
-        on_small_disk: whether the faulty rank's swap files go to the small file system.
     """
 
     fault: Fault
@@ -119,7 +117,6 @@ class Case:
     job: str = "load"
     arguments: dict[str, Any] = field(default_factory=dict)
     checkpoint: str = "small"
-    on_small_disk: bool = False
 
     @property
     def name(self) -> str:
@@ -322,20 +319,6 @@ SHORT_WRITE = Fault("writes end after 64 KiB", "raises", Action.SHORT, 65536, -1
 FAILED_WRITE = replace(_errno(errno.EIO, "once", "dies", Call.SUBMIT), limit_s=SILENCE_S + LIMIT_S)
 
 
-def _fill(scene: Scene) -> None:
-    folder = Path(f"/proc/{scene.pid}/root") / scene.disk.relative_to("/")  # as the rank sees it
-    with (folder / "filler").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(folder).free - (1 << 20))
-
-
-def _empty(scene: Scene) -> None:
-    (Path(f"/proc/{scene.pid}/root") / scene.disk.relative_to("/") / "filler").unlink()
-
-
-DISK_FULL = Fault("a full disk", "raises", act=_fill, undo=_empty, match=r"nvme_path: .*rank\(s\) {rank} will write")
-DISK_FILLS = Fault("a disk that fills up", "raises", act=_fill, undo=_empty, match=r"rank {rank}\b.*nvme_path")
-
-
 def _quota(scene: Scene) -> None:
     resource.prlimit(scene.pid, resource.RLIMIT_FSIZE, (512 << 10, resource.RLIM_INFINITY))
 
@@ -352,8 +335,6 @@ SWAP_FAULTS = (
     (SHORT_WRITE, SWAP_WRITE),
     (FAILED_WRITE, SWAP_WRITE),
     (QUOTA, SWAP_OPEN),
-    (DISK_FULL, SWAP_FOLDER),
-    (DISK_FILLS, SWAP_OPEN),
 )
 
 # -- the rest --------------------------------------------------------------------------------------------------------
@@ -391,7 +372,7 @@ def subset() -> list[Case]:
     few = {
         "load": (
             *(READ_FAULTS[3], READ_FAULTS[7], NO_MEMORY, SLOW, CRAWLING, CHANGES[0], CHANGES[3], CHANGES[7]),
-            *(INTERRUPT, DEATHS[0], STOP, HANG, HANG_UNMEASURED, FAILED_WRITE, DISK_FULL),
+            *(INTERRUPT, DEATHS[0], STOP, HANG, HANG_UNMEASURED, FAILED_WRITE, QUOTA),
         ),
         "stream": (READ_FAULTS[1], USERS_ERROR),
         "once": (READ_FAULTS[1], INTERRUPT_ANYWHERE, DEATHS[0]),
@@ -434,7 +415,7 @@ def _cases() -> Iterator[Case]:
     yield from at(HANG, *(moment for moment in HELD if moment not in UNMEASURED))
     yield from at(HANG_UNMEASURED, *UNMEASURED)
     for fault, moment in SWAP_FAULTS:
-        yield from at(fault, moment, checkpoint="swapped", on_small_disk=fault in (DISK_FULL, DISK_FILLS))
+        yield from at(fault, moment, checkpoint="swapped")
     for fault in (READ_FAULTS[1], INTERRUPT, DEATHS[0], STOP):
         yield from at(fault, DESCRIBING, MIDDLE, job="stream")
     yield from at(READ_FAULTS[1], FIRST, MIDDLE, LAST, job="once")

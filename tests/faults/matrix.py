@@ -98,8 +98,6 @@ class Matrix:
 
     def run(self, case: Case) -> Verdict:
         """Runs one row."""
-        if case.on_small_disk and not self._zygote.has_small_disks:
-            return Verdict(case, "skipped", skipped="neither root nor user namespaces: no small file system")
         if case.checkpoint == "swapped" and not AsyncIOBuilder().is_compatible():
             return Verdict(case, "skipped", skipped="no libaio")
         verdict, team = Verdict(case), self._team_for(case)
@@ -167,7 +165,7 @@ class Matrix:
         return True
 
     def _retry(self, team: Team, case: Case, reference: _Reference, verdict: Verdict) -> None:
-        answers = self._clean(team, replace(case, on_small_disk=False))
+        answers = self._clean(team, case)
         found = {rank: answer.digest for rank, answer in answers.items() if answer is not None}
         if found != dict(reference.digests):
             texts = {answer.text[:300] if answer else "died" for answer in answers.values()}
@@ -196,8 +194,7 @@ class Matrix:
         shards = list((folders[case.rank] / "checkpoint").glob(f"*{SHARD}*"))
         others = list(self._folders["other"].glob(f"*{SHARD}*"))
         none = Path("/nonexistent")
-        disk = self._zygote.swap_folder(case.rank)
-        return Scene(team.pids[case.rank], shards[0] if shards else none, others[0] if others else none, disk)
+        return Scene(team.pids[case.rank], shards[0] if shards else none, others[0] if others else none)
 
     def _send(self, team: Team, case: Case, folders: dict[int, Path], arguments: Mapping[str, Any]) -> None:
         config = self._ds_config(case)
@@ -210,7 +207,7 @@ class Matrix:
     def _ds_config(self, case: Case) -> dict[str, Any]:
         if case.checkpoint != "swapped":
             return DS_CONFIG
-        path = self._zygote.folder / (f"small{case.rank}" if case.on_small_disk else f"swap{self._num_runs}")
+        path = self._zygote.folder / f"swap{self._num_runs}"
         offload = {"device": "nvme", "nvme_path": str(path), "buffer_size": 2_000_000, "pin_memory": False}
         return {**DS_CONFIG, "zero_optimization": {"stage": 3, "offload_param": offload}}
 
@@ -233,7 +230,7 @@ class Matrix:
         key = (case.world_size, checkpoint, case.job)
         if key in team.warm:
             return self._references[key]
-        clean = replace(case, checkpoint=checkpoint, on_small_disk=False)
+        clean = replace(case, checkpoint=checkpoint)
         wanted = (Call.READ, Call.FSTAT)
         for control in team.controls:
             control.set(Rule(calls, ANY_SHARD, mark=f"{MARK}execute") for calls in wanted)

@@ -21,15 +21,12 @@ from pathlib import Path
 
 from tests.faults.shim import Control, build
 from tests.faults.worker import Answer, Command
-from tests.faults.zygote import SMALL_BYTES
 from tests.ranks import REPO, reserved_port, set_environment
 
 START_S = 300
 """Until the ranks are there: imports, and the first time DeepSpeed's extension is compiled."""
 SILENCE_S = 6
 """After which the ranks of a set name one that makes no progress; a read that is tried again sleeps up to 2 s."""
-MOST_RANKS = 3
-DTYPE_FOLDER = "bfloat16params"
 
 
 class Zygote:
@@ -37,29 +34,19 @@ class Zygote:
 
     Attributes:
         folder: for all that the ranks and the faults need.
-        has_small_disks: whether there are small file systems: one for the swap files of each rank.
     """
 
     def __init__(self) -> None:
         set_environment()
         library = build(REPO / ".cache" / "faults")
         self.folder = Path(tempfile.mkdtemp(prefix="faults-"))
-        small = [self.swap_folder(rank) for rank in range(MOST_RANKS)]
-        for folder in small:
-            folder.mkdir(parents=True)
-        unshare = _unshare()
-        self.has_small_disks = bool(unshare)
-        command = [*unshare, sys.executable, "-m", "tests.faults.zygote", *(map(str, small) if unshare else ())]
+        command = [sys.executable, "-m", "tests.faults.zygote"]
         paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": os.pathsep.join(paths)}
         self._log = (self.folder / "zygote.log").open("wb")
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=self._log, stderr=subprocess.STDOUT, env=env, cwd=REPO
         )
-
-    def swap_folder(self, rank: int) -> Path:
-        """Where DeepSpeed puts the swap files of a rank under the nvme_path `small<rank>`; see `zygote.py`."""
-        return self.folder / f"small{rank}" / "zero_stage_3" / DTYPE_FOLDER / f"rank{rank}"
 
     def fork(self, arguments: Mapping[str, object]) -> None:
         assert self._process.stdin is not None
@@ -83,17 +70,6 @@ class Zygote:
         self._process.wait()
         self._log.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _unshare() -> list[str]:
-    """Returns the command under which a process may mount for itself; empty if none may."""
-    for command in (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"]):
-        with tempfile.TemporaryDirectory() as folder:
-            probe = [*command, "mount", "-t", "tmpfs", "-o", f"size={SMALL_BYTES}", "faults", folder]
-            with contextlib.suppress(OSError):
-                if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
-                    return command
-    return []
 
 
 class Team:

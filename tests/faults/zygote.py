@@ -1,7 +1,6 @@
 """The process that ranks of the fault rig are forked from: it has the fault library and all imports in memory.
 
-Started as `python -m tests.faults.zygote SMALL...`: on each folder that is named it mounts a small file system, which
-nobody outside sees and which ends with it. Each line of its input is the JSON of a rank's arguments; at the end of the
+Started as `python -m tests.faults.zygote`. Each line of its input is the JSON of a rank's arguments; at the end of the
 input it ends, and the ranks with it.
 """
 
@@ -10,16 +9,10 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
 import sys
-
-SMALL_BYTES = 32 << 20
-"""Of each small file system: the swap files of the tests fit, until something else fills it."""
 
 
 def main() -> None:
-    for folder in sys.argv[1:]:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SMALL_BYTES}", "faults", folder], check=True)
     import tests.rank_preload  # noqa: F401
 
     _load_async_io()

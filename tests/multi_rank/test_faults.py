@@ -14,7 +14,6 @@ from tests import builders
 from tests.parity import BF16
 from tests.ranks import run_ranks
 
-STAGE_2 = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
 LIMIT_S = 10.0
 
 
@@ -55,11 +54,6 @@ def fail_on_the_last_rank(path: str) -> None:
         ),
         "name": (lambda: load_model(None if last else path, BF16), RankError, "name: expected a local folder"),
         "device_map": (lambda: streamed(BF16, **({"device_map": "cpu"} if last else {})), RankError, "device_map"),
-        "device_map, stage 2": (
-            lambda: streamed(STAGE_2, **({"device_map": "cpu"} if last else {})),
-            RankError,
-            "checking the call",
-        ),
         "an error without text": (
             lambda: partitioned(Unspeakable()),
             RankError,
@@ -69,11 +63,6 @@ def fail_on_the_last_rank(path: str) -> None:
             lambda: partitioned(KeyboardInterrupt()),
             KeyboardInterrupt if last else RankError,
             "" if last else "KeyboardInterrupt",
-        ),
-        "an exit": (
-            lambda: partitioned(SystemExit(3)),
-            SystemExit if last else RankError,
-            "3" if last else "SystemExit",
         ),
     }
     for name, (load, kind, text) in faults.items():
@@ -107,15 +96,6 @@ def leave_alone(path: str) -> None:
             time.sleep(2.5)
         load_model(path, BF16, data_parallel_group=everyone)
         load_model(path, BF16)
-
-    def streamed() -> None:
-        with streaming(BF16):
-            AutoModelForCausalLM.from_pretrained(path)
-            if last:
-                raise LookupError("of the caller's code")
-            AutoModelForCausalLM.from_pretrained(path)
-
-    expect(LookupError if last else RankError, "of the caller's code", streamed)
 
     def between_loads() -> None:
         if last:

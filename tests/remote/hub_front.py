@@ -12,8 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote
 
 from tests.remote.behaviour import Behaviour
-from tests.remote.http11 import Request
-from tests.remote.range_server import Answer, RangeServer, file_answer
+from tests.remote.range_server import Answer, RangeServer, Request, file_answer
 
 COMMIT = "c" * 40
 LFS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

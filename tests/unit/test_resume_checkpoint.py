@@ -73,15 +73,6 @@ def deep() -> Any:
     return value
 
 
-def test_counters_that_are_no_numbers_are_left_out_at_once(tmp_path: Path) -> None:
-    def edit(state: Any) -> None:
-        state["global_steps"] = deep()
-
-    edited(place := save_zero3(tmp_path, VALUES, world_size=2), "model", edit)
-    with Executor() as executor:
-        assert "global_steps" not in open_checkpoint(str(place), executor).counters
-
-
 def test_what_is_no_weight_is_read(tmp_path: Path) -> None:
     state = {"epoch": 3, "rng": torch.arange(7, dtype=torch.uint8), "best": np.float64(0.5)}
     place = save_zero3(tmp_path, VALUES, world_size=3, client_state=state, moments={"exp_avg": VALUES})
