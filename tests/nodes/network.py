@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
 import pickle
 import shutil
 import signal
 import subprocess
-import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -75,9 +73,6 @@ class Cable:
         """No packet passes any more; no connection is told."""
         self._ip(1, "link", "set", INTERFACE, "down")
 
-    def mend(self) -> None:
-        self._ip(1, "link", "set", INTERFACE, "up")
-
     def _ip(self, number: int, *arguments: str) -> None:
         _call("nsenter", "--target", str(self.pids[number]), "--net", "ip", *arguments)
 
@@ -111,32 +106,3 @@ def in_node(pid: int, work: Callable[..., Any], *arguments: Any) -> Any:
     is_good, value = pickle.loads(content) if content else (False, "died")
     assert is_good, value
     return value
-
-
-class DelayedPort(threading.Thread):
-    """Passes on what connects to a port of the second node to the same port of the first, later."""
-
-    def __init__(self, cable: Cable, port: int, delay_s: float) -> None:
-        super().__init__(daemon=True)
-        self._pid, self._port, self._delay_s, self._is_ready = cable.pids[1], port, delay_s, threading.Event()
-        self.start()
-        assert self._is_ready.wait(10)
-
-    def run(self) -> None:
-        _enter(self._pid, "net")
-        asyncio.run(self._serve())
-
-    async def _serve(self) -> None:
-        server = await asyncio.start_server(self._connect, ADDRESSES[1], self._port)
-        self._is_ready.set()
-        await server.serve_forever()
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(ADDRESSES[0], self._port)
-        await asyncio.gather(self._pass_on(reader, back), self._pass_on(there, writer))
-
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        loop = asyncio.get_running_loop()
-        while data := await reader.read(1 << 16):
-            loop.call_later(self._delay_s, writer.write, data)
-        loop.call_later(self._delay_s, writer.close)

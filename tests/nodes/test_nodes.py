@@ -1,12 +1,11 @@
 """Loads and saves of two nodes with two ranks each: `make test-nodes`.
 
-What one machine cannot show with ordinary ranks: a cable that is cut, a store that is far away, process numbers that
-mean nothing elsewhere, and files that differ under one path. Skipped where namespaces cannot be made.
+What one machine cannot show with ordinary ranks: a cable that is cut, process numbers that mean nothing elsewhere, and
+files that differ under one path. Skipped where namespaces cannot be made.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -20,14 +19,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests import builders
-from tests.nodes.network import ADDRESSES, INTERFACE, Cable, DelayedPort, Unavailable, in_node
+from tests.nodes.network import ADDRESSES, INTERFACE, Cable, Unavailable, in_node
 from tests.parity import BF16
 from tests.ranks import run_ranks
 from tests.storage import on_network
 
 pytestmark = pytest.mark.release
 
-RANKS_PER_NODE, PORT = 2, 29_400
+RANKS_PER_NODE = 2
 LIMIT_S = 30.0
 """Seconds from a cut until all ranks have raised: the first node misses heartbeats, the second one the store."""
 
@@ -41,24 +40,18 @@ def cable() -> Iterator[Cable]:
         pytest.skip(str(reason))
 
 
-def on_node(pids: list[int], work: Callable[..., Any], addresses: tuple[str, str], *arguments: Any) -> Any:
+def on_node(pids: list[int], work: Callable[..., Any], *arguments: Any) -> Any:
     """Rank function: runs `work(node, ...)` on this rank's node."""
     rank = int(os.environ["RANK"])
     node = rank // RANKS_PER_NODE
     os.environ |= {"LOCAL_RANK": str(rank % RANKS_PER_NODE), "LOCAL_WORLD_SIZE": str(RANKS_PER_NODE)}
-    os.environ |= {"MASTER_ADDR": addresses[node], "GLOO_SOCKET_IFNAME": INTERFACE}
+    os.environ |= {"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": INTERFACE}
     return in_node(pids[node], work, node, *arguments)
 
 
-def run(
-    cable: Cable,
-    work: Callable[..., Any],
-    *arguments: Any,
-    addresses: tuple[str, str] = (ADDRESSES[0],) * 2,
-    port: int = PORT,
-) -> list[Any]:
-    env = {"MASTER_PORT": str(port)}
-    return run_ranks(on_node, cable.pids, work, addresses, *arguments, world_size=4, timeout_s=120, env=env)
+def run(cable: Cable, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    env = {"MASTER_PORT": "29400"}
+    return run_ranks(on_node, cable.pids, work, *arguments, world_size=4, timeout_s=120, env=env)
 
 
 def mount(source: str, place: str) -> None:
@@ -92,24 +85,12 @@ def changed_norm(path: Path, copy: Path) -> None:
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
 
 
-def changed_generation(path: Path, copy: Path) -> None:
-    shutil.copytree(path, copy)
-    generation = json.loads((copy / "generation_config.json").read_text())
-    (copy / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": 7}))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [(changed_norm, "model.safetensors"), (changed_generation, "generation_config.json eos_token_id 7")],
-)
-def test_nodes_whose_files_differ_under_one_path_do_not_load(
-    cable: Cable, checkpoints: Path, tmp_path: Path, change: Callable[[Path, Path], None], words: str
-) -> None:
+def test_nodes_whose_files_differ_under_one_path_do_not_load(cable: Cable, checkpoints: Path, tmp_path: Path) -> None:
     path = builders.tiny_llama(checkpoints, hidden_size=1024, num_key_value_heads=1, head_dim=8)
-    change(path, tmp_path / "other")
+    changed_norm(path, tmp_path / "other")
     texts = run(cable, load_error, str(path), str(tmp_path / "other"))
     assert len(set(texts)) == 1
-    assert words in texts[0]
+    assert "model.safetensors" in texts[0]
 
 
 def save_under_two_paths(node: int, path: str, folders: list[str]) -> list[str]:
@@ -196,29 +177,3 @@ def test_ranks_that_read_notice_a_cut(cable: Cable, checkpoints: Path, tmp_path:
         node = rank // RANKS_PER_NODE
         assert seconds[rank] < LIMIT_S
         assert ("the store of the process group" if node else "rank 2: has sent no heartbeat") in text
-
-
-def time_loads(node: int, path: str) -> list[float]:
-    """Returns the seconds of loads, the first one left out."""
-    from lowmem_load import load_model
-
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
-        load_model(path, BF16)
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
-
-
-def test_a_store_that_is_far_away_costs_at_most_25_round_trips(cable: Cable, checkpoints: Path) -> None:
-    path, best = str(builders.tiny_llama(checkpoints)), dict[float, float]()
-    for number, round_trip_s in enumerate((0.0, 0.05, 0.1)):
-        port = PORT + number  # each delay has its own
-        if round_trip_s:
-            DelayedPort(cable, port, round_trip_s / 2)
-        addresses = ADDRESSES if round_trip_s else (ADDRESSES[0],) * 2
-        found = run(cable, time_loads, path, addresses=addresses, port=port)
-        best[round_trip_s] = min(map(max, zip(*found, strict=True)))
-    print({f"{trip} s": f"{seconds:.2f} s" for trip, seconds in best.items()})
-    for round_trip_s in (0.05, 0.1):
-        assert best[round_trip_s] - best[0.0] < 25 * round_trip_s
