@@ -24,17 +24,6 @@ from tests.steps import payloads
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def alone(fn: Callable[[], Any]) -> Any:
-    """What `fn` returns in a fresh process that no launcher started."""
-    return run_ranks(_without_launcher, fn, world_size=1)[0]
-
-
-def _without_launcher(fn: Callable[[], Any]) -> Any:
-    for name in LAUNCHER:
-        os.environ.pop(name, None)
-    return fn()
-
-
 def test_without_a_group_the_error_says_how_to_make_one() -> None:
     with pytest.raises(ConfigError, match=r"^there is no process group: .*init_process_group .* on every rank before"):
         load_into(torch.nn.Linear(1, 1), "model")
@@ -93,76 +82,50 @@ def error_text(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def _lone_process() -> dict[str, Any]:
+# -- what happens in a fresh process that no launcher started ----------------------------------------------------------
+
+
+def lone_process_needs_no_launcher_and_initializes_once() -> None:
     calls = init_counter()
     interface = DistributedInterface()
     again = DistributedInterface(backend="gloo", world_size=1, rank=0, timeout=timedelta(minutes=30))
-    inits = len(calls)
-    found = {
-        "place": (interface.rank, again.world_size, interface.local_rank, str(interface.device), interface.backend),
-        "env": launcher_env(),
-        "payloads": payloads(interface, "a"),
-        "partition": partition_numel(),
-    }
+    place = (interface.rank, again.world_size, interface.local_rank, str(interface.device), interface.backend)
+    assert place == (0, 1, 0, "cpu", "gloo")
+    numbers = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert launcher_env() == {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert payloads(interface, "a") == ["a"]
+    assert partition_numel() == 64
     interface.barrier()
     train_one_step()
-    return {**found, "inits": (inits, len(calls))}
+    assert len(calls) == 1, "zero.Init or deepspeed.initialize made a group"
 
 
-def test_lone_process_needs_no_launcher_and_initializes_once() -> None:
-    found = alone(_lone_process)
-    assert found["place"] == (0, 1, 0, "cpu", "gloo")
-    assert found["env"] == {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
-    assert found["payloads"] == ["a"]
-    assert found["partition"] == 64
-    assert found["inits"] == (1, 1), "zero.Init or deepspeed.initialize made a group"
-
-
-def _destroy_and_init_again() -> dict[str, Any]:
+def destroy_leaves_nothing_and_the_next_group_trains() -> None:
     import deepspeed
     import torch.distributed as dist
 
-    seen = []
     for _ in range(2):
         interface = DistributedInterface()
         train_one_step()
         interface.destroy()
         interface.destroy()
-        seen.append((dist.is_initialized(), deepspeed.comm.is_initialized(), launcher_env()))
-    return {"seen": seen, "stale": error_text(lambda: interface.rank)}
+        assert (dist.is_initialized(), deepspeed.comm.is_initialized(), launcher_env()) == (False, False, {})
+    assert "was destroyed" in error_text(lambda: interface.rank)
 
 
-def test_destroy_leaves_nothing_and_the_next_group_trains() -> None:
-    found = alone(_destroy_and_init_again)
-    assert found["seen"] == [(False, False, {})] * 2
-    assert "was destroyed" in found["stale"]
-
-
-def _contradictions() -> tuple[str, str]:
+def contradicting_arguments_are_all_named_with_both_values() -> None:
     DistributedInterface(timeout=timedelta(minutes=7))
     everything: dict[str, Any] = {"backend": "nccl", "timeout": timedelta(minutes=9), "world_size": 2, "rank": 1}
-    return error_text(lambda: DistributedInterface(**everything)), error_text(lambda: DistributedInterface(rank=1))
-
-
-def test_contradicting_arguments_are_all_named_with_both_values() -> None:
-    everything, of_rank = alone(_contradictions)
     parts = [
         "backend: asked for nccl, live group has gloo",
         "timeout: asked for 0:09:00, live group has 0:07:00",
         "world_size: asked for 2, live group has 1",
         "rank: asked for 1, live group has 0",
     ]
-    assert "; ".join(parts) in everything
-    assert parts[-1] in of_rank and of_rank.count("asked for") == 1
+    assert "; ".join(parts) in error_text(lambda: DistributedInterface(**everything))
 
 
-def _adopt_torch() -> dict[str, Any]:
+def a_group_of_torch_is_adopted_and_destroyed_only_by_force() -> None:
     import deepspeed
     import torch.distributed as dist
 
@@ -170,28 +133,16 @@ def _adopt_torch() -> dict[str, Any]:
     calls = init_counter()
     interface = DistributedInterface(timeout=timedelta(minutes=3), backend="gloo")
     train_one_step()
-    found = {
-        "env": launcher_env(),
-        "timeout": error_text(lambda: DistributedInterface(timeout=timedelta(minutes=4))),
-        "comm": deepspeed.comm.is_initialized(),
-    }
+    assert launcher_env() == {"LOCAL_RANK": "0"}
+    assert "live group has 0:03:00" in error_text(lambda: DistributedInterface(timeout=timedelta(minutes=4)))
+    assert deepspeed.comm.is_initialized()
     interface.destroy()
-    alive = dist.is_initialized()
+    assert dist.is_initialized()
     interface.destroy(force=True)
-    return {**found, "alive": (alive, dist.is_initialized()), "left": launcher_env(), "inits": len(calls)}
+    assert (dist.is_initialized(), launcher_env(), len(calls)) == (False, {}, 0)
 
 
-def test_adopts_a_group_of_torch_and_destroys_it_only_by_force() -> None:
-    found = alone(_adopt_torch)
-    assert found["env"] == {"LOCAL_RANK": "0"}
-    assert "live group has 0:03:00" in found["timeout"]
-    assert found["comm"] is True
-    assert found["alive"] == (True, False)
-    assert found["left"] == {}
-    assert found["inits"] == 0
-
-
-def _fake_rank(adopted: bool) -> dict[str, Any]:
+def fake_backend_is_one_rank_of_many(adopted: bool) -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -203,21 +154,36 @@ def _fake_rank(adopted: bool) -> dict[str, Any]:
     with pytest.raises(CheckpointError, match="gone"), interface.step("planning"):
         raise CheckpointError("model.safetensors: gone")
     interface.barrier()
-    return {
-        "place": (interface.rank, interface.world_size, interface.local_rank, interface.backend),
-        "payloads": payloads(interface, "x") == ["x"] * 1024,
-        "partition": partition_numel(),
-        "env": sorted(launcher_env()),
-    }
+    place = (interface.rank, interface.world_size, interface.local_rank, interface.backend)
+    assert place == (517, 1024, 0, "fake")
+    assert payloads(interface, "x") == ["x"] * 1024
+    assert partition_numel() == 1  # ceil(64 / 1024)
+    assert sorted(launcher_env()) == (["LOCAL_RANK"] if adopted else sorted(LAUNCHER))
 
 
-@pytest.mark.parametrize(("adopted", "env"), [(True, ["LOCAL_RANK"]), (False, sorted(LAUNCHER))])
-def test_fake_backend_is_one_rank_of_many(adopted: bool, env: list[str]) -> None:
-    found = alone(functools.partial(_fake_rank, adopted))
-    assert found["place"] == (517, 1024, 0, "fake")
-    assert found["payloads"] is True
-    assert found["partition"] == 1  # ceil(64 / 1024)
-    assert found["env"] == env
+def without_launcher(act: Callable[[], None]) -> None:
+    """Rank function."""
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    act()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lone_process_needs_no_launcher_and_initializes_once,
+        destroy_leaves_nothing_and_the_next_group_trains,
+        contradicting_arguments_are_all_named_with_both_values,
+        a_group_of_torch_is_adopted_and_destroyed_only_by_force,
+        functools.partial(fake_backend_is_one_rank_of_many, True),
+        functools.partial(fake_backend_is_one_rank_of_many, False),
+    ],
+)
+def test_in_a_fresh_process(act: Callable[[], None]) -> None:
+    run_ranks(without_launcher, act, world_size=1)
+
+
+# -- what the environment and the arguments say ------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -88,15 +88,6 @@ def wait(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 # -- again -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_may_pass_is_asked_for_again(traffic: Traffic) -> None:
-    item = Memory(TransientError("one"), TransientError("two"), TransientError("three"))
-    assert read_bytes(RemoteFile(item), 0, 8) == CONTENT[:8]
-    assert item.asked == [(0, 8)] * 4
-    assert traffic.counts[:3] == (4, 3, 8)
-    assert traffic.counts.waited_s > 0
-    assert traffic.limit == MAX_IN_FLIGHT
-
-
 @pytest.mark.parametrize("error", [CheckpointError("was replaced"), RuntimeError("a defect")])
 def test_what_does_not_pass_is_asked_for_once(error: Exception, traffic: Traffic) -> None:
     item = Memory(error)
@@ -173,23 +164,6 @@ def test_closing_a_file_ends_the_wait_of_another_thread(monkeypatch: pytest.Monk
     source.close()  # again
     with pytest.raises(CheckpointError, match="was closed"):
         read_bytes(source, 0, 8)
-
-
-def test_a_check_may_end_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait(monkeypatch, 15)
-
-    class StoppedError(Exception):
-        pass
-
-    def check() -> None:
-        if time.monotonic() - began_s > 0.2:
-            raise StoppedError
-
-    source = RemoteFile(Memory(TransientError("x")))
-    source.on_wait, began_s = check, time.monotonic()
-    with pytest.raises(StoppedError):
-        read_bytes(source, 0, 8)
-    assert time.monotonic() - began_s < 5
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 15.0])
