@@ -179,7 +179,7 @@ fuzz: $(STAMP)
 
 faults: export HF_HUB_OFFLINE := 1
 faults: $(STAMP)
-	cd $(ROOT) && $(RUN) -m tests.faults $(ARGS)
+	cd $(ROOT) && $(RUN) -m pytest -q -m "release or not release" tests/faults $(ARGS)
 
 # The environments of tests/compat/environments.yaml, each in .cache/compat: ARGS="--environments oldest --groups parity".
 # Their Pythons: PYTHON_3_12=/path/to/python3.12 and so on, where they are not on the PATH under their names.

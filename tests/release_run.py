@@ -35,7 +35,7 @@ COMPAT = "make compat ARGS='--environments {}'"
 
 PARTS = {
     "test": "make test",
-    "more-tests": "python -m pytest -n 2 --dist loadfile -m release",
+    "more-tests": "python -m pytest -n 2 --dist loadfile -m release --ignore tests/faults",
     "device": "make test-device",
     "main-table": "make bench ARGS='--repeats 3 --once stock --also-cold --docs'",
     "scale": "python -m benchmarks.scale --all --docs",

@@ -60,10 +60,6 @@ class Verdict:
     text: str = ""
     skipped: str = ""
 
-    @property
-    def is_clean(self) -> bool:
-        return not self.problems and not self.left
-
 
 class _NoReference(RuntimeError):
     """There is nothing to compare a row with."""
@@ -335,16 +331,3 @@ def _outcome(answers: Mapping[int, Answer | None]) -> str:
 
 def _spelled(answer: Answer) -> str:
     return f"[{answer.kind}: {answer.text[:300]} ({answer.where})]" if answer.kind else answer.digest
-
-
-def line(verdict: Verdict) -> str:
-    """Returns the row of the table."""
-    case = verdict.case
-    seconds = "" if verdict.seconds is None else f"{verdict.seconds:6.2f}"
-    word = "skipped" if verdict.skipped else "clean" if verdict.is_clean else "UNCLEAN"
-    resources = "back" if not verdict.left else f"{len(verdict.left)} left"
-    place = f"{case.moment.phase} ({case.job})"
-    return (
-        f"{case.fault.name:34} {case.rank}/{case.world_size} {place:40} {verdict.outcome:28} {seconds:>6} "
-        f"{resources:8} {word}"
-    )

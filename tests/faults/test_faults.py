@@ -1,4 +1,7 @@
-"""A row of each kind of outcome; `make faults` runs every fault."""
+"""A row of each kind of outcome; `make faults` runs every fault.
+
+Each fault strikes at each moment once, on the first or the last of 2 or 3 ranks in turn.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from pathlib import Path
 import pytest
 
 import lowmem_load
-from tests.faults.faults import Case, subset
+from tests.faults.faults import Case, cases, subset
 from tests.faults.matrix import MARKS, Matrix
 from tests.faults.shim import Unavailable
+
+FEW = subset()
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +34,10 @@ def test_moments_are_marked_by_functions_that_there_are() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", subset(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case in FEW else pytest.mark.release) for case in cases()],
+)
 def test_a_fault_has_one_clean_outcome(matrix: Matrix, case: Case) -> None:
     verdict = matrix.run(case)
     if verdict.skipped:

@@ -105,6 +105,15 @@ def test_a_wait_beyond_patience_is_not_begun(monkeypatch: pytest.MonkeyPatch) ->
     assert time.monotonic() - began_s < 5
 
 
+def test_who_is_told_to_slow_down_has_more_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_file, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(remote_file, "THROTTLED_PATIENCE_S", 5)
+    wait(monkeypatch, 0.2)
+    assert read_bytes(RemoteFile(Memory(TransientError("x", is_throttled=True))), 0, 8) == CONTENT[:8]
+    with pytest.raises(CheckpointError):
+        read_bytes(RemoteFile(Memory(TransientError("x"))), 0, 8)
+
+
 # -- at a time ---------------------------------------------------------------------------------------------------------
 
 

@@ -75,6 +75,11 @@ def test_state_goes_into_another_part() -> None:
         other.check(state, strict=True, num_groups=1)
 
 
+def test_dtypes_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"a\.weight \(torch\.float64\)"):
+        part_of(two_layers(torch.float64))
+
+
 def test_an_optimizer_is_split_and_its_groups_stay_the_ones_that_count() -> None:
     model = two_layers()
     a, b = model["a"], model["b"]
