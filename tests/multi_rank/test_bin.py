@@ -49,9 +49,8 @@ def load_all(cases: dict[str, tuple[str, dict[str, Any], str | None, torch.dtype
         assert sorted(path.name for path in report.slow_paths) == report.loading_info["missing_keys"], name
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.release), 3])
-def test_partitions_equal_the_ordinary_load(checkpoints: Path, world_size: int) -> None:
-    run_ranks(load_all, _cases(checkpoints), world_size=world_size, timeout_s=180)
+def test_partitions_equal_the_ordinary_load(checkpoints: Path) -> None:
+    run_ranks(load_all, _cases(checkpoints), world_size=3, timeout_s=180)
 
 
 def find_dtype(path: str) -> None:

@@ -127,6 +127,5 @@ def test_who_goes_away_is_named_by_the_others(checkpoints: Path) -> None:
     run_ranks(leave_alone, str(builders.tiny_llama(checkpoints)), world_size=3)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.release), 3])
-def test_what_fails_on_one_rank_fails_on_all(checkpoints: Path, world_size: int) -> None:
-    run_ranks(fail_on_the_last_rank, str(builders.tiny_llama(checkpoints)), world_size=world_size)
+def test_what_fails_on_one_rank_fails_on_all(checkpoints: Path) -> None:
+    run_ranks(fail_on_the_last_rank, str(builders.tiny_llama(checkpoints)), world_size=3)

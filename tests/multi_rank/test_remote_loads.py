@@ -99,10 +99,10 @@ def place(server: RangeServer, tmp_path: Path) -> Iterator[Place]:
     server.behaviour = before
 
 
-def run(function: Callable[..., Any], place: Place, *args: Any, world_size: int = 2) -> list[Any]:
+def run(function: Callable[..., Any], place: Place, *args: Any) -> list[Any]:
     """As `run_ranks`, with the environment of an owner of the store."""
     env = {**S3, "AWS_ENDPOINT_URL": place.url}
-    return run_ranks(function, place, *args, world_size=world_size, timeout_s=240, env=env)
+    return run_ranks(function, place, *args, timeout_s=240, env=env)
 
 
 def assert_loads_alike(url: str, case: Case, **kwargs: Any) -> Any:
@@ -338,34 +338,27 @@ def large_llama(checkpoints: Path) -> Path:
     return path
 
 
-def load_all(place: Place, arguments: dict[str, Any]) -> dict[str, Any]:
+def load_all(place: Place, arguments: dict[Callable[..., Any], Any]) -> list[Any]:
     """Rank function: all that loads from a folder, one after the other: a launch takes longer than any of them."""
-    functions = (load_partitions, load_layouts, load_shards, run_script, count_requests, read_once)
-    return {
-        function.__name__: function(place, arguments[function.__name__])
-        for function in functions
-        if function.__name__ in arguments
+    return [function(place, argument) for function, argument in arguments.items()]
+
+
+def test_what_loads_from_a_folder_loads_from_a_url(checkpoints: Path, place: Place) -> None:
+    large, small = large_llama(checkpoints), builders.tiny_llama(checkpoints)
+    mixtral, llama = builders.tiny_mixtral(checkpoints), builders.tiny_llama(checkpoints, max_shard_size="50KB")
+    arguments: dict[Callable[..., Any], Any] = {
+        load_partitions: cases(checkpoints),
+        load_layouts: with_layouts(small),
+        load_shards: [str(mixtral), str(llama)],
+        run_script: str(llama),
+        count_requests: [str(small), str(llama)],
+        read_once: str(large),
     }
-
-
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(ranks, marks=pytest.mark.release) for ranks in (1, 3))])
-def test_what_loads_from_a_folder_loads_from_a_url(checkpoints: Path, place: Place, world_size: int) -> None:
-    arguments: dict[str, Any] = {"load_partitions": cases(checkpoints)}
-    large = large_llama(checkpoints)
-    if world_size == 2:
-        mixtral, llama = builders.tiny_mixtral(checkpoints), builders.tiny_llama(checkpoints, max_shard_size="50KB")
-        arguments["load_layouts"] = with_layouts(builders.tiny_llama(checkpoints))
-        arguments["load_shards"] = [str(mixtral), str(llama)]
-        arguments["run_script"] = str(llama)
-        arguments["count_requests"] = [str(builders.tiny_llama(checkpoints)), str(llama)]
-        arguments["read_once"] = str(large)
-    answers = run(load_all, place, arguments, world_size=world_size)
-    if world_size == 2:
-        check_requests(*(answer["count_requests"] for answer in answers))
-        total = sum(file.stat().st_size for file in large.iterdir())
-        for answer in answers:
-            sent = answer["read_once"]
-            assert {way: nbytes for way, nbytes in sent.items() if not total * 0.95 < nbytes <= total * 1.05} == {}
+    answers = run(load_all, place, arguments)
+    check_requests(*(counted for *_, counted, _ in answers))
+    total = sum(file.stat().st_size for file in large.iterdir())
+    for *_, sent in answers:
+        assert {way: nbytes for way, nbytes in sent.items() if not total * 0.95 < nbytes <= total * 1.05} == {}
 
 
 # -- the Hub -----------------------------------------------------------------------------------------------------------
