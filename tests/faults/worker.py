@@ -164,6 +164,8 @@ JOBS: dict[str, Callable[..., Any]] = {
 
 def digest_of(model: Any) -> str:
     """Returns a digest of all that this rank holds of a model, or of the model of an engine."""
+    import torch
+
     found = hashlib.sha256()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         found.update(name.encode())
@@ -173,14 +175,8 @@ def digest_of(model: Any) -> str:
             nbytes = held.ds_numel * held.element_size()
             found.update(Path(swapper.get_path(tensor, must_exist=True)).read_bytes()[:nbytes])
         else:
-            found.update(held.detach().cpu().contiguous().flatten().view(dtype=_bytes()).numpy())
+            found.update(held.detach().cpu().contiguous().flatten().view(dtype=torch.uint8).numpy())
     return found.hexdigest()[:16]
-
-
-def _bytes() -> Any:
-    import torch
-
-    return torch.uint8
 
 
 # -- what is left behind ---------------------------------------------------------------------------------------------

@@ -15,9 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 from typer.testing import CliRunner
 
 from lowmem_load import consolidate
