@@ -1,38 +1,9 @@
-"""Sizes, counts, ranks and digests as text; names of modules.
-
-Imports nothing heavy, because the command line starts with it.
-"""
+"""Sizes, counts, ranks and digests as text; names of modules."""
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Collection, Iterable, Sequence
-
-from lowmem_load.errors import ConfigError
-
-_UNITS = {
-    **{f"{prefix}{end}": 1000**power for power, prefix in enumerate("kmgt", 1) for end in ("", "b")},
-    **{f"{prefix}i{end}": 1024**power for power, prefix in enumerate("kmgt", 1) for end in ("", "b")},
-    "b": 1,
-}
-MAX_NBYTES = 1 << 63
-"""Limit of a size: the bytes that a file or a memory can have."""
-
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)(?:/s)?\s*\Z")
-
-
-def parse_size(text: str, what: str) -> int:
-    """Return the bytes that a text such as "80GiB", "2 GB", "512M" (10**6) or, for a rate, "1GB/s" stands for.
-
-    Raises:
-        ConfigError: it is no size, or has no unit: 80 may mean bytes or GiB.
-    """
-    match = _SIZE.match(text)
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None or not 1 <= float(match[1]) * unit < MAX_NBYTES:
-        raise ConfigError(f"{what}: expected a size with its unit, such as 80GiB, 2GB or 512M, got {text!r}")
-    return int(float(match[1]) * unit)
 
 
 def size(nbytes: float) -> str:

@@ -7,15 +7,10 @@ import os
 import shlex
 import subprocess
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Annotated
-
-import typer
+from dataclasses import dataclass
 
 from lowmem_load import foreign_names
-from lowmem_load.cli.common import NO, Json, answer, table, working
 from lowmem_load.ds.ops import old_locks
-from lowmem_load.errors import ConfigError
 from lowmem_load.foreign_names import Releases, is_release_between
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -34,60 +29,9 @@ class Finding:
     advice: str = ""
 
 
-Store = Annotated[
-    str,
-    typer.Option("--store", help="HOST:PORT of a running job (its MASTER_ADDR and MASTER_PORT): what each rank does."),
-]
-
-
-def doctor(store: Store = "", as_json: Json = False) -> None:
-    """Check this machine and say what to do, or say which rank of a running job is at which step, and since when.
-
-    Exits with 1 if there is a problem.
-
-    Checks releases against the supported ones, the compiler that DeepSpeed needs on CPUs, and locks of killed builds.
-    Runs no load and starts no ranks. Run it where the job will run.
-
-    \b
-    lowmem-load doctor --json
-    lowmem-load doctor --store node1:29500
-    srun --nodes 2 --ntasks-per-node 1 lowmem-load doctor
-    """
-    if store:
-        _show_steps(store, as_json)
-        return
-    with working():
-        findings = [*check_versions(), *check_compiler(), *check_locks()]
-    num_problems = sum(finding.level == PROBLEM for finding in findings)
-    rows = [(finding.level, finding.area, finding.text, finding.advice) for finding in findings]
-    summary = f"{num_problems} problem{'s' * (num_problems > 1)}" if num_problems else "No problem in what was checked."
-    answer(
-        as_json,
-        [asdict(finding) for finding in findings],
-        lambda: [table("", ("", "about", "found", "what to do"), rows), summary],
-    )
-    if num_problems:
-        raise typer.Exit(NO)
-
-
-def _show_steps(store: str, as_json: bool) -> None:
-    """Print what the ranks that meet in a store wrote last about themselves."""
-    host, _, port = store.rpartition(":")
-    with working():
-        if not host or not port.isdigit():
-            raise ConfigError(f"--store: {store!r} is not HOST:PORT, such as node1:29500")
-        from lowmem_load.distributed.channel import look_into
-
-        seen = look_into(host, int(port))
-    rows = []
-    for group, rank, beat, is_silent in seen:
-        does = beat.last_seen + (" (no heartbeat)" if beat.title and is_silent else "")
-        rows.append((group.rstrip("/"), str(rank), f"{beat.group} {beat.number}", does, f"{beat.seconds} s", beat.who))
-    answer(
-        as_json,
-        [{"prefix": one.group, "rank": one.rank, "silent": one.is_silent, **one.heartbeat._asdict()} for one in seen],
-        lambda: [table("", ("prefix", "rank", "step", "does", "since", "process"), rows), f"{len(rows)} ranks"],
-    )
+def check_machine() -> list[Finding]:
+    """Return the findings of all checks."""
+    return [*check_versions(), *check_compiler(), *check_locks()]
 
 
 def check_versions() -> Iterator[Finding]:

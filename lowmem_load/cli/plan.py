@@ -1,134 +1,234 @@
-"""`lowmem-load plan`: what a job reads and needs, and whether it fits."""
+"""What each rank of a load reads and needs: the answer of `lowmem-load plan`. Reads headers only.
+
+docs/howto/plan.md explains the rows.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
+import torch
+from torch import nn
 
-from lowmem_load.cli import common
-from lowmem_load.cli.common import NO, Json, Name, Revision, Subfolder, answer, facts, table, working
-from lowmem_load.text import parse_size, size
+from lowmem_load.api.plan_model import plan_sharded, plan_zero3_rank
+from lowmem_load.config.settings import read_settings
+from lowmem_load.ds.partition import check_by_deepspeed
+from lowmem_load.errors import UnsupportedError, listed
+from lowmem_load.families import diffusion
+from lowmem_load.hf.names import class_and_config, model_config
+from lowmem_load.hf.quantizers import dequantizing, four_bit_config, stays_packed
+from lowmem_load.hf.remote_names import Checkpoint, find_checkpoint
+from lowmem_load.hf.skeleton import distributed_config
+from lowmem_load.io.uploads import NUM_STREAMS, SLOTS_PER_THREAD
+from lowmem_load.pipeline.load import MAX_THREADS
+from lowmem_load.planning.load_plan import Costs, LoadPlan
+from lowmem_load.planning.reads import Apply, ReadLimits
+from lowmem_load.planning.replicas import once_bytes
+from lowmem_load.text import count, size
+from lowmem_load.weights_out.file_layout import lay_out
 
-if TYPE_CHECKING:
-    from lowmem_load.api.forecast import Row
-    from lowmem_load.hf.remote_names import Checkpoint
+OVERHEAD_BYTES = 32 << 20
+"""Host memory of a load besides its buffers: the plan, threads, page tables. `make bench` measured 14 to 15 MiB."""
+
+DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+"""The ds_config of a plan that names none."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 """Ends of the names of files that have weights, or say where they are."""
 
-COLUMNS = ("method", "offload", "GPU load", "GPU train", "node's host", "node's nvme", "fits from", "verdict")
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The ranks of a job, and of a full node; the sizes of its mesh, for FSDP2, or its ds_config, for ZeRO."""
+
+    world_size: int
+    gpus_per_node: int
+    mesh: Mapping[str, int] | None = None
+    ds_config: str | None = None
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of the fullest node."""
+        return min(self.gpus_per_node, self.world_size)
+
+    def __str__(self) -> str:
+        num_nodes = -(-self.world_size // self.node_size)
+        nodes = f"{num_nodes} nodes of {self.node_size}" if num_nodes > 1 else "one node"
+        return f"{self.world_size} rank{'s' * (self.world_size > 1)} on {nodes}"
 
 
-DsConfig = Annotated[
-    Path | None, typer.Option(help="JSON file, for ZeRO-3. Default: stage 3 in bf16.", exists=True, dir_okay=False)
-]
-WorldSize = Annotated[int | None, typer.Option(min=1, help="Number of ranks of a ZeRO-3 job.")]
-Fsdp = Annotated[int | None, typer.Option(min=1, help="Number of ranks that share a parameter under FSDP2.")]
-Tp = Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism, with --fsdp.")]
-Ep = Annotated[int, typer.Option(min=1, help="Ranks of expert parallelism, with --fsdp.")]
-DpReplicate = Annotated[int, typer.Option(min=1, help="Number of replicas (HSDP), with --fsdp.")]
-Method = Annotated[str | None, typer.Option(help="What is trained: full, lora or qlora. Default: a row for each.")]
-LoraRank = Annotated[int, typer.Option(min=1, help="Rank of LoRA adapters on every Linear layer.")]
-Offload = Annotated[
-    str | None,
-    typer.Option(help="What goes to the CPU: none, optimizer or all. Default: as in the ds_config, or a row for each."),
-]
-GpusPerNode = Annotated[int | None, typer.Option(min=1, help="Ranks on a node. Default: 8, or all if there are fewer.")]
-HostMemory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Host memory per node, e.g. 512GiB. Default: no limit.")
-]
-DeviceMemory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Memory per GPU, e.g. 80GiB. Default: no limit.")
-]
-Dequantize = Annotated[bool, typer.Option(help="Dequantize an fp8 or mxfp4 checkpoint.")]
+@dataclass(slots=True)
+class Needs:
+    """What a load reads and needs on rank 0, which holds the most: in words by topic, and in figures.
 
-
-def plan(
-    name: Name,
-    ds_config: DsConfig = None,
-    world_size: WorldSize = None,
-    fsdp: Fsdp = None,
-    tp: Tp = 1,
-    ep: Ep = 1,
-    dp_replicate: DpReplicate = 1,
-    method: Method = None,
-    lora_rank: LoraRank = 16,
-    offload: Offload = None,
-    gpus_per_node: GpusPerNode = None,
-    host_memory: HostMemory = None,
-    device_memory: DeviceMemory = None,
-    dequantize: Dequantize = False,
-    subfolder: Subfolder = "",
-    revision: Revision = None,
-    auto_class: common.AutoClass = None,
-    trust_remote_code: common.TrustRemoteCode = False,
-    as_json: Json = False,
-) -> None:
-    """Show what a job reads and needs, and whether it fits.
-
-    It covers loading and training on GPUs. It reads headers only, also on the Hub. Sizes need a unit: GB (10**9) or GiB
-    (2**30). Exits with 1 if no row of the table fits.
-
-    \b
-    lowmem-load plan /models/Llama-3.1-70B --world-size 8 --device-memory 80GiB --host-memory 512GiB
-    lowmem-load plan /models/Llama-3.1-70B --fsdp 64 --tp 8 --device-memory 80GiB --method full
+    `host_bytes` and `device_bytes` are the peaks while loading, partitions included, beside the process itself.
     """
-    if fsdp is None and max(tp, ep, dp_replicate) > 1:
-        raise typer.BadParameter("--tp, --ep and --dp-replicate go with --fsdp")
-    if (fsdp is None) == (world_size is None) or (fsdp and ds_config):
-        raise typer.BadParameter("name --world-size for ZeRO-3 (and --ds-config), or --fsdp for FSDP2")
-    mesh = {"fsdp_size": fsdp, "tp_size": tp, "ep_size": ep, "dp_replicate_size": dp_replicate} if fsdp else None
-    num_ranks = world_size or (fsdp or 1) * tp * dp_replicate
-    host_bytes = None if host_memory is None else parse_size(host_memory, "--host-memory")
-    device_bytes = None if device_memory is None else parse_size(device_memory, "--device-memory")
-    common.check_revision(name, revision)
-    keywords = dict[str, Any](subfolder=subfolder, auto_class=auto_class, trust_remote_code=trust_remote_code)
-    how: dict[str, Any] = {"method": method, "lora_rank": lora_rank, "offload": offload, "mesh": mesh}
-    how["ds_config"] = str(ds_config) if ds_config else None
-    with working(), _checkpoint(name, revision, dequantize, keywords) as checkpoint:
-        from lowmem_load.api.forecast import Job, forecast
 
-        job = Job(num_ranks, gpus_per_node or min(8, num_ranks), host_bytes, device_bytes)
-        found = forecast(checkpoint, job, **how, **keywords)
-    rows = table("", COLUMNS, _cells(found.rows), right=COLUMNS[2:7])
-    answer(as_json, asdict(found), lambda: [facts(found.name, found.about), rows])
-    if not any(row.fits for row in found.rows):
-        raise typer.Exit(NO)
+    name: str
+    about: dict[str, str]
+    costs: Costs
+    partition_bytes: int
+    host_bytes: int
+    device_bytes: int
+    missing_keys: tuple[str, ...] = field(default=())
+    unexpected_keys: tuple[str, ...] = field(default=())
+
+
+def needs_of(name: str, job: Job, *, revision: str | None, four_bit: bool, dequantize: bool, **keywords: Any) -> Needs:
+    """Return what a load by name will need. `keywords` are those of `lowmem_load.plan`.
+
+    Raises:
+        CheckpointError: the files cannot be used.
+        ConfigError: the ds_config cannot be used.
+        UnsupportedError: this model cannot be loaded so.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"  # of this process; the plan is for the job's
+    checkpoint = find_checkpoint(name, subfolder=keywords["subfolder"], revision=revision)
+    if dequantize:
+        keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
+    with _with_weights(checkpoint, keywords) as found:
+        if job.mesh is None:
+            plan, about, where = _plan_zero(found, job, keywords, four_bit=four_bit)
+        else:
+            plan, about = _plan_fsdp2(found, job.world_size, job.mesh, keywords, four_bit=four_bit)
+            where = "none"
+    host_bytes, device_bytes = load_bytes(plan)
+    host_bytes += plan.partition_bytes if where == "cpu" else 0
+    device_bytes += plan.partition_bytes if where == "none" else 0
+    about |= _about(plan, job, where)
+    about["memory while loading"] = f"GPU {size(device_bytes)}, host {size(host_bytes)} beside the process, by a rank"
+    shown = {topic: text for topic, text in about.items() if text}
+    figures = plan.costs, plan.partition_bytes, host_bytes, device_bytes, plan.missing_keys, plan.unexpected_keys
+    return Needs(found.name, shown, *figures)
+
+
+def _plan_zero(
+    checkpoint: Checkpoint, job: Job, keywords: dict[str, Any], *, four_bit: bool
+) -> tuple[LoadPlan, dict[str, str], str]:
+    """Return the plan of rank 0, what it was made for, and the device of its partitions."""
+    config, ds_config = _config_of(checkpoint, keywords), job.ds_config or DS_CONFIG
+    settings = read_settings(ds_config, world_size=job.world_size).for_model(config)
+    check_by_deepspeed(settings.ds_config, job.world_size)
+    if four_bit:
+        keywords["quantization_config"] = _four_bits(config, settings.dtype)
+    device = torch.device("cuda")  # any other accelerator is planned for alike
+    plan = plan_zero3_rank(checkpoint.folder, ds_config, rank=0, world_size=job.world_size, device=device, **keywords)
+    about = {
+        "planned for": f"ZeRO-{settings.stage}, on GPUs",
+        "ds_config": "" if job.ds_config else "none given: stage 3, bf16",
+    }
+    return plan, about, settings.offload_device
+
+
+def _plan_fsdp2(
+    checkpoint: Checkpoint, world_size: int, sizes: Mapping[str, int], keywords: dict[str, Any], *, four_bit: bool
+) -> tuple[LoadPlan, dict[str, str]]:
+    """Return the plan of the first rank, which uneven shards make the largest, and what it was made for."""
+    config, dtype = _config_of(checkpoint, keywords), "bfloat16" if four_bit else "auto"
+    is_fsdp_alone = sizes["tp_size"] == sizes["ep_size"] == 1
+    if not is_fsdp_alone and (config is None or four_bit):
+        what = "a model of diffusers is" if config is None else "4-bit weights are"
+        raise UnsupportedError(f"{what} sharded by FSDP2 alone; drop --tp and --ep")
+    if four_bit:
+        keywords["quantization_config"] = _four_bits(config, torch.bfloat16)
+    is_packed = four_bit or stays_packed(getattr(config, "quantization_config", None))
+    sharding: Any = [size for size in (sizes["dp_replicate_size"], sizes["fsdp_size"]) if size > 1] or [1]
+    if not (is_fsdp_alone and (is_packed or config is None)):
+        sharding = distributed_config(sizes)  # which refuses packed weights
+    plan = plan_sharded(checkpoint.folder, sharding, rank=0, world_size=world_size, dtype=dtype, **keywords)
+    mesh = ", ".join(f"{axis} {ranks}" for axis, ranks in sizes.items() if ranks > 1)
+    return plan, {"planned for": "FSDP2, on GPUs", "mesh": mesh}
+
+
+def _four_bits(config: Any, dtype: torch.dtype) -> Any:
+    if config is None:
+        raise UnsupportedError("--four-bit: diffusers itself quantizes its models")
+    if find_spec("bitsandbytes") is None:
+        raise UnsupportedError("--four-bit: needs bitsandbytes (pip install 'lowmem-load[qlora]')")
+    return four_bit_config(dtype)
+
+
+def _whole_bytes(plan: LoadPlan) -> int:
+    """Return the bytes that every rank holds in full: replicated parameters, buffers, scales."""
+    buffers = sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in plan.buffers)
+    return plan.replicated_bytes + plan.companion_bytes + buffers
+
+
+def load_bytes(plan: LoadPlan) -> tuple[int, int]:
+    """Return the peaks of host and device memory of a load without partitions, with a core for every thread."""
+    steps = [step for target in plan.targets for fill in target.fills for step in fill.steps]
+    num_temporary = MAX_THREADS if any(isinstance(step, Apply) for step in steps) else 1
+    slot_bytes = ReadLimits().staging_bytes
+    host = OVERHEAD_BYTES + plan.costs.largest_temporary_bytes * num_temporary
+    return host + SLOTS_PER_THREAD * MAX_THREADS * slot_bytes, NUM_STREAMS * slot_bytes + _whole_bytes(plan)
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def _about(plan: LoadPlan, job: Job, where: str) -> dict[str, str]:
+    """Return what a plan of rank 0 says, by topic; "" for a topic that does not concern it."""
+    costs, once, num_files = plan.costs, once_bytes(plan), len(plan.files)
+    memory = {"none": "GPU memory", "cpu": "host memory"}.get(where, where)
+    stored = f"{size(sum(file.nbytes for file in plan.files))} in {num_files} file{'s' * (num_files > 1)}"
+    missing = f"{len(plan.missing_keys)} of {len(plan.targets)} tensors: {listed(plan.missing_keys, 3)}"
+    ratio = costs.read_bytes / max(costs.needed_bytes, 1)
+    return {
+        "model": _model_text(plan),
+        "checkpoint": stored,
+        "job": str(job),
+        "rank 0 holds": f"{size(plan.partition_bytes)} of the parameters in {memory}, and {size(_whole_bytes(plan))} "
+        "that all hold",
+        "rank 0 reads": f"{size(costs.read_bytes)} in {costs.num_reads:,} reads",
+        "a node reads": size(job.node_size * costs.read_bytes),
+        "read / needed": f"{ratio:.2f}: what lies apart in the files is read with the gaps between"
+        if ratio > 1
+        else "",
+        "replicas read once": f"{size(once * job.node_size)} by a node; {size(once * job.world_size)} by all ranks"
+        if once < costs.read_bytes
+        else "",
+        "requests to the store": f"{costs.num_reads * job.node_size:,} by a node, besides those for small files"
+        if plan.read_cost.request_bytes
+        else "",
+        "staging": f"{size(costs.staging_bytes)} for each reading thread" if costs.staging_bytes else "",
+        "in no file": f"{missing}. Is the model's class right (--auto-class)?" if plan.missing_keys else "",
+        "not in the model": listed(plan.unexpected_keys, 3),
+    }
+
+
+def _model_text(plan: LoadPlan) -> str:
+    """Return the number of parameters, and the dtype of most; of packed ones those that they stand for."""
+    numels = [2 * each.numel * each.dtype.itemsize if each.companions else each.numel for each in plan.targets]
+    largest = plan.targets[numels.index(max(numels))]
+    dtype = "4 bits" if plan.num_quantized else str(largest.dtype).removeprefix("torch.")
+    return f"{count(sum(numels))} parameters in {dtype}"
+
+
+# -- from the configuration alone --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _checkpoint(name: str, revision: str | None, dequantize: bool, keywords: dict[str, Any]) -> Iterator[Checkpoint]:
-    """Inside, there is a checkpoint that can be planned, with what `dequantize` adds to the keywords.
+def _with_weights(checkpoint: Checkpoint, keywords: Mapping[str, Any]) -> Iterator[Checkpoint]:
+    """Inside, there is a checkpoint that can be planned.
 
     If it has a configuration and no weights, a file with a header and a hole stands for them, which takes no space on
     the disk. Its tensors have the names and shapes of the model's parameters, and the dtype of the configuration.
     """
-    os.environ["DS_ACCELERATOR"] = "cpu"  # of this process; the plan is for the job's
-    import torch
-
-    from lowmem_load.api.forecast import config_of, without_values
-    from lowmem_load.families import diffusion
-    from lowmem_load.hf.quantizers import dequantizing
-    from lowmem_load.hf.remote_names import find_checkpoint
-    from lowmem_load.weights_out.file_layout import lay_out
-
-    checkpoint = find_checkpoint(name, subfolder=keywords["subfolder"], revision=revision)
-    if dequantize:
-        keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
     folder = Path(checkpoint.folder, keywords["subfolder"])
     names = os.listdir(folder) if folder.is_dir() else []
     if "config.json" not in names or any(name.endswith(WEIGHTS) for name in names):
         yield checkpoint
         return
-    dtype = getattr(config_of(checkpoint, keywords), "dtype", None) or torch.float32
-    model = without_values(checkpoint, keywords)
+    dtype = getattr(_config_of(checkpoint, keywords), "dtype", None) or torch.float32
+    model = _without_values(checkpoint, keywords)
     stored = model.state_dict()
     saved = dict(model.named_parameters())  # a tied one once
     saved |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
@@ -149,11 +249,17 @@ def _checkpoint(name: str, revision: str | None, dequantize: bool, keywords: dic
         yield checkpoint._replace(name=alone, folder=temporary)
 
 
-def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    for row in rows:
-        needs, smallest = row.needs, row.fits_from
-        fits_from = "never" if smallest is None else f"{smallest} rank{'s' * (smallest > 1)}"
-        host = max(needs["host_load"], needs["host_training"])
-        nvme = size(needs["nvme"]) if needs["nvme"] else ""
-        memory = (size(needs["gpu_load"]), size(needs["gpu_training"]), size(host), nvme)
-        yield row.method, row.offload, *memory, fits_from if row.verdict else "", row.verdict
+def _config_of(checkpoint: Checkpoint, keywords: Mapping[str, Any]) -> Any:
+    """Return transformers' configuration of a model, given keywords of `plan`; None for a model of diffusers."""
+    if diffusion.model_class(checkpoint.folder, keywords.get("auto_class"), keywords) is not None:
+        return None
+    return model_config(checkpoint.folder, keywords)
+
+
+def _without_values(checkpoint: Checkpoint, keywords: Mapping[str, Any]) -> Any:
+    """Return the model of a checkpoint on the meta device; `keywords` are those of `plan`."""
+    if (of_diffusers := diffusion.model_class(checkpoint.folder, keywords.get("auto_class"), keywords)) is not None:
+        return diffusion.skeleton(of_diffusers, checkpoint.folder, keywords, torch.device("meta"))
+    cls, config = class_and_config(checkpoint.folder, keywords.get("auto_class"), keywords)
+    with torch.device("meta"):
+        return cls(config) if isinstance(cls, type) and issubclass(cls, nn.Module) else cls.from_config(config)

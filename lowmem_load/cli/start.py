@@ -1,26 +1,43 @@
-"""The command `lowmem-load`: its subcommands, which import heavy modules when they run, and its exit codes."""
+"""The command `lowmem-load`: its subcommands, their answers as tables or JSON, and its exit codes.
+
+Heavy modules are imported by the subcommands that need them, when they run.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version as distribution_version
+from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowmem_load.cli.commands import consolidate
-from lowmem_load.cli.common import FAILED, exit_code, printable
-from lowmem_load.cli.doctor import doctor
-from lowmem_load.cli.plan import plan
-from lowmem_load.errors import LowMemLoadError
+from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, LowMemLoadError, UnsupportedError
 from lowmem_load.integrations.startup_hook import switched_on
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+
+YES, NO, USAGE, CHECKPOINT, UNSUPPORTED, FAILED = 0, 1, 2, 3, 4, 5
+"""Exit codes: done, and the answer is yes; something was found; unusable arguments or ds_config; an unusable
+checkpoint; an unsupported combination or release; any other error."""
 
 NOT_FOUND, NOT_EXECUTABLE, INTERRUPTED = 127, 126, 128 + signal.SIGINT
 """Exit codes of `run`, and after Ctrl-C, as in shells."""
+
+PIPE_WIDTH = 100
+"""Columns of tables that do not go to a terminal."""
+
+DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 app = typer.Typer(
     name="lowmem-load",
@@ -28,6 +45,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help text: rich is slow to import
 )
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -44,10 +63,191 @@ def lowmem_load(
 ) -> None:
     """Load Hugging Face models straight into DeepSpeed ZeRO-3 partitions and FSDP2 shards.
 
-    Exit codes: 0 done, or yes; 1 no (it does not fit, or there is a problem); 2 wrong arguments or ds_config; 3 the
-    checkpoint cannot be used; 4 not supported; 5 another error; 130 interrupted. `run` exits with the code of its
-    command.
+    Exit codes: 0 done; 1 there is a problem; 2 wrong arguments or ds_config; 3 the checkpoint cannot be used; 4 not
+    supported; 5 another error; 130 interrupted. `run` exits with the code of its command.
     """
+
+
+# -- subcommands -------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def plan(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A folder, a Hub id or a URL.", show_default=False)],
+    ds_config: Annotated[
+        Path | None, typer.Option(help="JSON file, for ZeRO. Default: stage 3 in bf16.", exists=True, dir_okay=False)
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks of a ZeRO job.")] = None,
+    fsdp: Annotated[int | None, typer.Option(min=1, help="Number of ranks that share a parameter under FSDP2.")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of tensor parallelism, with --fsdp.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Ranks of expert parallelism, with --fsdp.")] = 1,
+    dp_replicate: Annotated[int, typer.Option(min=1, help="Number of replicas (HSDP), with --fsdp.")] = 1,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on a node. Default: 8, or all if there are fewer.")
+    ] = None,
+    four_bit: Annotated[bool, typer.Option("--four-bit", help="Quantize to 4 bits, for QLoRA.")] = False,
+    dequantize: Annotated[bool, typer.Option("--dequantize", help="Dequantize an fp8 or mxfp4 checkpoint.")] = False,
+    subfolder: Annotated[str, typer.Option(help="Subfolder that holds the weights.")] = "",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    auto_class: Annotated[
+        str | None, typer.Option(help="Class of transformers to load with. Default: the one that config.json names.")
+    ] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the checkpoint.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a load reads and needs on each rank.
+
+    It reads headers only, also on the Hub. A folder with config.json alone is enough.
+
+    \b
+    lowmem-load plan /models/Llama-3.1-70B --world-size 8
+    lowmem-load plan /models/Llama-3.1-70B --fsdp 64 --tp 8
+    """
+    if fsdp is None and max(tp, ep, dp_replicate) > 1:
+        raise typer.BadParameter("--tp, --ep and --dp-replicate go with --fsdp")
+    if (fsdp is None) == (world_size is None) or (fsdp and ds_config):
+        raise typer.BadParameter("name --world-size for ZeRO (and --ds-config), or --fsdp for FSDP2")
+    if four_bit and dequantize:
+        raise typer.BadParameter("pass --four-bit or --dequantize, not both")
+    if revision is not None and ("://" in name or os.path.isdir(name)):
+        kind = "URL" if "://" in name else "local folder"
+        raise ConfigError(f"--revision {revision}: {name} is a {kind}, which has no revisions; drop the option")
+    mesh = {"fsdp_size": fsdp, "tp_size": tp, "ep_size": ep, "dp_replicate_size": dp_replicate} if fsdp else None
+    num_ranks = world_size or (fsdp or 1) * tp * dp_replicate
+    with working():
+        from lowmem_load.cli.plan import Job, needs_of
+
+        job = Job(num_ranks, gpus_per_node or min(8, num_ranks), mesh, str(ds_config) if ds_config else None)
+        found = needs_of(
+            name,
+            job,
+            revision=revision,
+            four_bit=four_bit,
+            dequantize=dequantize,
+            subfolder=subfolder,
+            auto_class=auto_class,
+            trust_remote_code=trust_remote_code,
+        )
+    answer(as_json, asdict(found), lambda: [facts(found.name, found.about)])
+
+
+@app.command()
+def doctor(
+    store: Annotated[
+        str, typer.Option(help="HOST:PORT of a running job (its MASTER_ADDR and MASTER_PORT): what each rank does.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Check this machine and say what to do, or say which rank of a running job is at which step, and since when.
+
+    Exits with 1 if there is a problem.
+
+    Checks releases against the supported ones, the compiler that DeepSpeed needs on CPUs, and locks of killed builds.
+    Runs no load and starts no ranks. Run it where the job will run.
+
+    \b
+    lowmem-load doctor --json
+    lowmem-load doctor --store node1:29500
+    srun --nodes 2 --ntasks-per-node 1 lowmem-load doctor
+    """
+    if store:
+        _show_steps(store, as_json)
+        return
+    with working():
+        from lowmem_load.cli.doctor import PROBLEM, check_machine
+
+        findings = check_machine()
+    num_problems = sum(finding.level == PROBLEM for finding in findings)
+    rows = [(finding.level, finding.area, finding.text, finding.advice) for finding in findings]
+    summary = f"{num_problems} problem{'s' * (num_problems > 1)}" if num_problems else "No problem in what was checked."
+    answer(
+        as_json,
+        [asdict(finding) for finding in findings],
+        lambda: [table("", ("", "about", "found", "what to do"), rows), summary],
+    )
+    if num_problems:
+        raise typer.Exit(NO)
+
+
+def _show_steps(store: str, as_json: bool) -> None:
+    """Print what the ranks that meet in a store wrote last about themselves."""
+    host, _, port = store.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"--store: {store!r} is not HOST:PORT, such as node1:29500")
+    with working():
+        from lowmem_load.distributed.channel import look_into
+
+        seen = look_into(host, int(port))
+    rows = []
+    for group, rank, beat, is_silent in seen:
+        does = beat.last_seen + (" (no heartbeat)" if beat.title and is_silent else "")
+        rows.append((group.rstrip("/"), str(rank), f"{beat.group} {beat.number}", does, f"{beat.seconds} s", beat.who))
+    answer(
+        as_json,
+        [{"prefix": one.group, "rank": one.rank, "silent": one.is_silent, **one.heartbeat._asdict()} for one in seen],
+        lambda: [table("", ("prefix", "rank", "step", "does", "since", "process"), rows), f"{len(rows)} ranks"],
+    )
+
+
+@app.command()
+def consolidate(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder that the trainer saved to.", show_default=False)],
+    output: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
+    tag: Annotated[
+        str | None, typer.Option(help="Tag of a DeepSpeed checkpoint. Default: the one in its file `latest`.")
+    ] = None,
+    part: Annotated[
+        str | None, typer.Option(help="Part of the state dict to convert, e.g. ema. Default: the model.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Dtype of the weights, e.g. bfloat16. Default: as saved (float32 for ZeRO checkpoints)."),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or Hub id of the model, or none to keep the names. Default: the checkpoint's config.json."
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that is not empty.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Convert a training checkpoint to a Hugging Face folder.
+
+    It accepts checkpoints of DeepSpeed's ZeRO, of torch DCP (accelerate, Trainer, TRL, axolotl, LLaMA-Factory,
+    torchtitan) and of verl. It does not need a GPU. Processes that torchrun starts share the work.
+
+    \b
+    lowmem-load consolidate out/checkpoint-500 out/model --dtype bfloat16 --config meta-llama/Llama-3.1-8B
+    torchrun --nproc-per-node 8 -m lowmem_load consolidate out/checkpoint-500 out/model
+    """
+    if dtype not in (None, *DTYPES):
+        raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if not overwrite and output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"{output}: is not empty; name another folder, or pass --overwrite")
+    with working():
+        import torch
+
+        from lowmem_load.distributed.process_group import DistributedInterface
+        from lowmem_load.resume.consolidate import consolidate
+
+        report = consolidate(
+            checkpoint,
+            output,
+            tag=tag,
+            part=part,
+            dtype=None if dtype is None else getattr(torch, dtype),
+            max_shard_size=max_shard_size,
+            config=False if config == "none" else config,
+            # Not by WORLD_SIZE, which pods export without ranks.
+            ranks=DistributedInterface() if "TORCHELASTIC_RUN_ID" in os.environ else None,
+        )
+    if report.rank:
+        return
+    has_config = (output / "config.json").is_file()
+    note = "" if has_config else "No config.json was written: --config names the model whose config.json to take."
+    answer(as_json, asdict(report), lambda: [str(report), *([note] if note else [])])
 
 
 # Options after the command's name belong to that command.
@@ -87,8 +287,79 @@ def run(
         raise typer.Exit(NOT_FOUND if is_missing else NOT_EXECUTABLE) from None
 
 
-for command in (plan, doctor, consolidate):
-    app.command()(command)
+# -- answers and errors ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def working() -> Iterator[None]:
+    """Send what libraries print inside the block to stderr, and quieten transformers: stdout is for the answer."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def answer(as_json: bool, value: Any, tables: Callable[[], Sequence[RenderableType]]) -> None:
+    """Print the answer of a command: `value` as JSON, or the tables and lines one below the other."""
+    if as_json:
+        sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+        return
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+    console = Console(highlight=False, soft_wrap=False, width=width)
+    for part in tables():
+        is_line = isinstance(part, str)
+        console.print(printable(part) if isinstance(part, str) else part, markup=False, soft_wrap=is_line)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> Group:
+    """Return a table below a title; "" for no title. Columns named in `right` are flush right and never wrapped.
+
+    A column without any value is left out.
+    """
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = list(rows)
+    if columns and rows:
+        kept = [any(cells) for cells in zip(*rows, strict=True)]
+        columns = list(itertools.compress(columns, kept))
+        rows = [list(itertools.compress(row, kept)) for row in rows]
+
+    made = Table(box=box.SIMPLE_HEAD if columns else None, pad_edge=False, show_header=bool(columns))
+    if not columns:  # names and values
+        made.add_column(style="dim", no_wrap=True)
+        made.add_column(overflow="fold")
+    for column in columns:
+        is_right = column in right
+        made.add_column(
+            column, justify="right" if is_right else "left", no_wrap=is_right or column == "file", overflow="fold"
+        )
+    for row in rows:
+        made.add_row(*(Text(printable(cell)) for cell in row))
+    # The title has a line of its own: rich would wrap it to the width of the table.
+    return Group(Text(printable(title), style="bold"), made) if title else Group(made)
+
+
+def facts(title: str, values: Mapping[str, str]) -> Group:
+    """Return a table of names and values without headings. Empty values are left out."""
+    return table(title, (), [item for item in values.items() if item[1]])
+
+
+def printable(text: str) -> str:
+    """Return text without characters that control a terminal: names in file headers are untrusted."""
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+
+
+def exit_code(error: LowMemLoadError) -> int:
+    """Return the exit code for an error that ends a command."""
+    if isinstance(error, ConfigError):
+        return USAGE
+    if isinstance(error, CheckpointError):
+        return CHECKPOINT
+    return UNSUPPORTED if isinstance(error, UnsupportedError | IncompatibleVersionError) else FAILED
 
 
 def main() -> None:
