@@ -12,7 +12,7 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 
 from lowmem_load.foreign_names import ForeignName
-from lowmem_load.integrations.startup_hook import after_import
+from lowmem_load.integrations.imports import after_import
 from lowmem_load.replaced import Handlers, replaced, usable_names, warn_of_loss, warn_of_missing
 
 Block = Callable[[Sequence[ForeignName]], AbstractContextManager[object]]
