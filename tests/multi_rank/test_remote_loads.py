@@ -29,7 +29,7 @@ from tests import builders
 from tests.parity import BF16, FP32, differences
 from tests.ranks import run_ranks
 from tests.remote.behaviour import CHANCES
-from tests.remote.hub_front import hub_front
+from tests.remote.hub_front import HubServer, hub_front
 from tests.remote.range_server import FarServer, RangeServer, range_server
 
 BUCKET = "bucket"
@@ -380,10 +380,10 @@ class Hub:
 
 
 @contextlib.contextmanager
-def hub_of(folders: dict[str, Path], **behaviour: Any) -> Iterator[Hub]:
+def hub_of(folders: dict[str, Path], **behaviour: Any) -> Iterator[tuple[Hub, HubServer]]:
     with hub_front(folders, **behaviour) as server:
         assert server.files is not None
-        yield Hub(server.url, server.files.url)
+        yield Hub(server.url, server.files.url), server
 
 
 def load_from_the_hub(place: Place, hub: Hub, case: Case) -> list[str]:
@@ -420,12 +420,36 @@ def load_from_the_hub(place: Place, hub: Hub, case: Case) -> list[str]:
         return now_at_hub["asked"][len(at_hub["asked"]) :]
 
 
+def load_with_expired_urls(place: Place, hub: Hub, case: Case) -> int:
+    """Rank function: URLs to which the Hub redirected before are refused when weights are read."""
+    from lowmem_load import load_report
+    from tests.hub import pointed_at
+
+    place.start()
+    other_host = FarServer(hub.files)
+    with (
+        pointed_at(hub.url, f"{place.temporary}/expiring"),
+        before_reading(lambda: other_host.set(secret="another")),
+    ):
+        model = assert_loads_alike("org/model", case, stream=True)
+    return load_report(model).requests.num_retries
+
+
+def load_from_hubs(place: Place, hub: Hub, expiring: Hub, case: Case) -> tuple[list[str], int]:
+    """Rank function: what the first Hub was asked for last, and how often a URL of the second had expired."""
+    return load_from_the_hub(place, hub, case), load_with_expired_urls(place, expiring, case)
+
+
 def test_models_on_the_hub_are_read_without_a_download(checkpoints: Path, place: Place) -> None:
     case = cases(checkpoints)[1]
     folders = {"org/model": Path(case[0])}
-    with hub_of(folders, token="hub-token") as hub:
-        asked = run(load_from_the_hub, place, hub, case)
-    assert asked == [["HEAD /org/model/resolve/main/config.json"] * 2] * 2  # by each rank: whether the branch has moved
+    with hub_of(folders, token="hub-token") as (hub, _), hub_of(folders) as (expiring, server):
+        answers = run(load_from_hubs, place, hub, expiring, case)
+        assert server.files is not None
+        statuses = server.files.stats()["statuses"]
+    asked = ["HEAD /org/model/resolve/main/config.json"] * 2  # by each rank: whether the branch has moved on
+    assert [lines for lines, _ in answers] == [asked, asked]
+    assert statuses[403] == sum(num_retries for _, num_retries in answers)
 
 
 # -- failures that pass ------------------------------------------------------------------------------------------------
@@ -559,7 +583,7 @@ def fail(place: Place, case: Case, hub: Hub) -> None:
 def test_what_fails_is_one_error_on_all_ranks(checkpoints: Path, place: Place) -> None:
     source = builders.tiny_llama(checkpoints, max_shard_size="50KB")
     folder = shutil.copytree(source, checkpoints / "remote-failing", dirs_exist_ok=True)
-    with hub_of({"org/model": source}, token="hub-token") as hub:
+    with hub_of({"org/model": source}, token="hub-token") as (hub, _):
         run(fail, place, (str(folder), BF16, None, torch.bfloat16), hub)
 
 
@@ -585,6 +609,10 @@ def keep_secrets(place: Place, path: str) -> None:
     def load(url: str) -> None:
         load_model(url, BF16)
 
+    def stream(url: str) -> None:
+        with streaming(BF16):
+            AutoModelForCausalLM.from_pretrained(local_folder(url))
+
     texts = []
     for scheme in ("http", "s3"):
         url = place(path, scheme)
@@ -596,17 +624,21 @@ def keep_secrets(place: Place, path: str) -> None:
             report = load_report(each)
             assert each.config.name_or_path == each.name_or_path == report.name == url
             texts += [str(report), repr(report), str(each.config), repr(each)]
-        texts.append(error_of(functools.partial(load, names[1])))
-        place.set(gone=True, repeats=True)
-        texts.append(error_of(functools.partial(load, names[0])))
-        place.set(gone=False, error_500=1)
-        with impatient():
-            texts.append(error_of(functools.partial(load, names[0])))
-        place.set(error_500=0)
-    texts.append(error_of(functools.partial(load, "http://user-name:pass/word@host/a")))
-    with pytest.raises((RankError, CheckpointError)) as caught:  # another one on each rank
-        load(secret(f"{place.url}/{torch.distributed.get_rank()}"))
-    texts += [str(caught.value), log.getvalue()]
+        for act in (load, stream):
+            texts.append(error_of(functools.partial(act, names[1])))
+            place.set(gone=True, repeats=True)
+            texts.append(error_of(functools.partial(act, names[0])))
+            place.set(gone=False, error_500=1)
+            with impatient():
+                texts.append(error_of(functools.partial(act, names[0])))
+            place.set(error_500=0)
+    own = secret(f"{place.url}/{torch.distributed.get_rank()}")
+    for act in (load, stream):
+        texts.append(error_of(functools.partial(act, "http://user-name:pass/word@host/a")))
+        with pytest.raises((RankError, CheckpointError)) as caught:  # another one on each rank
+            act(own)
+        texts.append(str(caught.value))
+    texts.append(log.getvalue())
     for text in texts:
         assert [each for each in SECRETS if each in text] == [], text
 

@@ -8,7 +8,8 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from lowmem_load.io.remote_checkpoint import folder_of_url
 from lowmem_load.io.remote_file import RemoteFile, Traffic
 from lowmem_load.io.source import read_bytes
 from tests.hub import pointed_at
+from tests.remote import stores
 from tests.remote.answering import answering, asked, assert_no_secrets, in_child, with_login
-from tests.remote.azurite import ROOT, azurite
 from tests.remote.hub_front import HubServer, hub_front
 from tests.remote.listing import etag
 from tests.remote.range_server import RangeServer, range_server
@@ -334,19 +335,31 @@ def test_files_in_gcs_are_read(store: RangeServer, stored_file: Path, monkeypatc
 
 
 @pytest.mark.release
-def test_files_in_azure_are_read(stored_file: Path) -> None:
-    with azurite() as server, server.environment_set():
-        server.put(stored_file, "models/one/model.safetensors")
-        item = list_files(f"{ROOT}/models/one", "")["model.safetensors"]
-        source = RemoteFile(item)
-        assert (source.path, source.nbytes) == (f"{ROOT}/models/one/model.safetensors", 1 << 20)
-        assert read_bytes(source, 0, 1 << 20) == stored_file.read_bytes()
-        stored_file.write_bytes(os.urandom(1 << 20))
-        server.put(stored_file, "models/one/model.safetensors")
-        with pytest.raises(CheckpointError, match="was replaced after its header was read"):
-            read_bytes(source, 0, 8)
-        again = list_files(f"{ROOT}/models/one", "")["model.safetensors"]
-        assert again.version != item.version
-        assert read_bytes(RemoteFile(again), 0, 8) == stored_file.read_bytes()[:8]
-        with pytest.raises(CheckpointError, match="no files are there"):
-            folder_of_url(f"{ROOT}/nothing")
+@pytest.mark.parametrize("start", [stores.s3, stores.azure])
+def test_real_stores(
+    start: Callable[[], AbstractContextManager[stores.Server]], stored_file: Path, tmp_path: Path
+) -> None:
+    """Servers of others, so that ours is not the only one to agree with obstore."""
+    try:
+        started = start()
+        found = started.__enter__()
+    except stores.StoreMissing as error:
+        pytest.skip(str(error))
+    try:
+        with found.environment_set():
+            url = found.upload(stored_file.parent, "models/one")
+            item = list_files(url, "")["model.safetensors"]
+            source = RemoteFile(item)
+            assert (source.path, source.nbytes) == (f"{url}/model.safetensors", 1 << 20)
+            assert read_bytes(source, 0, 1 << 20) == stored_file.read_bytes()
+            stored_file.write_bytes(os.urandom(1 << 20))
+            found.put(stored_file, "models/one/model.safetensors")
+            with pytest.raises(CheckpointError, match="was replaced after its header was read"):
+                read_bytes(source, 0, 8)
+            again = list_files(url, "")["model.safetensors"]
+            assert again.version != item.version
+            assert read_bytes(RemoteFile(again), 0, 8) == stored_file.read_bytes()[:8]
+            with pytest.raises(CheckpointError, match="no files are there"):
+                folder_of_url(f"{found.root}/nothing")
+    finally:
+        started.__exit__(None, None, None)

@@ -1,0 +1,231 @@
+"""Real servers of object stores, from packages: each a process on a free port of 127.0.0.1 while a block runs.
+
+    with s3() as server:
+        url = server.upload(folder, "models/one")  # s3://bucket/models/one
+        with server.environment_set():
+            load(url)
+
+`s3` is moto, `azure` Azurite's blob service.
+None is a dependency of the tests: what is missing is installed under `.cache/stores` and `.cache/azurite` once, which
+takes a minute (`python -m tests.remote.stores` does it beforehand), or `StoreMissing` is raised, for tests to skip.
+
+Moto believes all signatures. Emulators of GCS are of no use: fake-gcs-server ignores If-Match and knows none of the
+ways that obstore puts by, and gcp-storage-emulator knows no HEAD of the XML API.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+REPO = Path(__file__).resolve().parents[2]
+MOTO, AZURITE = REPO / ".cache" / "stores" / "moto", REPO / ".cache" / "azurite"
+MOTO_PACKAGES = ("moto==5.2.5", "flask==3.1.3", "flask-cors==6.0.5", "py-partiql-parser==0.6.3")
+AZURITE_PACKAGE = "azurite@3.37.0"
+BUCKET = "bucket"
+START_S = 60
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""Azurite's own, that is the same everywhere."""
+
+
+class StoreMissing(Exception):
+    """A server is not installed and cannot be."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running object store."""
+
+    endpoint: str
+    """Where it listens, "http://127.0.0.1:1234"."""
+    root: str
+    """The URL of its bucket, "s3://bucket"."""
+    environment: dict[str, str]
+    """What a process has to have set that reads from it, credentials too."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The same as obstore's configuration."""
+
+    def upload(self, folder: Path, prefix: str) -> str:
+        """Put all files of a folder, and of those in it, under a prefix; returns its URL."""
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.put(path, f"{prefix}/{path.relative_to(folder).as_posix()}")
+        return f"{self.root}/{prefix}"
+
+    def put(self, path: Path, key: str) -> None:
+        """Put a file, in place of what was there."""
+        import obstore
+        from obstore.store import from_url
+
+        store = from_url(self.root, config=self.config, client_options={"allow_http": True})
+        obstore.put(store, key, path)
+
+    @contextlib.contextmanager
+    def environment_set(self) -> Iterator[None]:
+        """This process and those that it starts read from the server."""
+        with mock.patch.dict(os.environ, self.environment):
+            yield
+
+
+@contextlib.contextmanager
+def s3() -> Iterator[Server]:
+    """Moto's S3, in memory, with one bucket; it believes all signatures."""
+    with _started(
+        [str(_python_with_moto()), "-m", "moto.server", "-H", "127.0.0.1", "-p", "{port}"], "/moto-api/"
+    ) as url:
+        _ask("PUT", f"{url}/{BUCKET}")
+        environment = {"AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1"}
+        environment |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+        config = {"endpoint": url, "region": "us-east-1", "access_key_id": "test", "secret_access_key": "test"}
+        yield Server(url, f"s3://{BUCKET}", environment, config)
+
+
+@contextlib.contextmanager
+def azure() -> Iterator[Server]:
+    """Azurite's blob service, in memory, with one container; it checks signatures."""
+    command = ["node", str(_azurite()), "--blobHost", "127.0.0.1", "--blobPort", "{port}", "--inMemoryPersistence"]
+    command += ["--silent", "--skipApiVersionCheck", "--disableProductStyleUrl", "--disableTelemetry"]
+    with _started(command, f"/{AZURE_ACCOUNT}?comp=list") as url:
+        endpoint = f"{url}/{AZURE_ACCOUNT}"
+        config = {"account_name": AZURE_ACCOUNT, "account_key": AZURE_KEY, "endpoint": endpoint}
+        environment = {
+            "AZURE_STORAGE_ACCOUNT_NAME": AZURE_ACCOUNT,
+            "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
+            "AZURE_STORAGE_ENDPOINT": endpoint,
+            "AZURE_ALLOW_HTTP": "true",
+        }
+        _make_container(endpoint)
+        yield Server(url, f"az://{BUCKET}", environment, config)
+
+
+def _make_container(endpoint: str) -> None:
+    """Ask Azurite for the container, which obstore cannot, signed with the account's key."""
+    import base64
+    import hashlib
+    import hmac
+    from email.utils import formatdate
+
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    content_type = "application/octet-stream"
+    signed = ["PUT", "", "", "", "", content_type, "", "", "", "", "", ""]
+    signed += [f"{name}:{value}" for name, value in headers.items()]
+    text = "\n".join([*signed, f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{BUCKET}", "restype:container"])
+    signature = base64.b64encode(hmac.digest(base64.b64decode(AZURE_KEY), text.encode(), hashlib.sha256)).decode()
+    headers |= {"Authorization": f"SharedKey {AZURE_ACCOUNT}:{signature}", "Content-Type": content_type}
+    _ask("PUT", f"{endpoint}/{BUCKET}?restype=container", headers=headers)
+
+
+@contextlib.contextmanager
+def _started(command: Sequence[str], path: str) -> Iterator[str]:
+    """Run a server until the block ends; yields its URL once it answers."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url, began = f"http://127.0.0.1:{port}", time.monotonic()
+    dies_with_us = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*dies_with_us, *(part.replace("{port}", str(port)) for part in command)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=folder,
+                env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            )
+        try:
+            while not _answers(url + path):
+                if process.poll() is not None or time.monotonic() - began > START_S:
+                    raise StoreMissing(f"{' '.join(command)} does not answer:\n{log.read_text()[-2000:]}")
+                time.sleep(0.05)
+            yield url
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urlopen(url, timeout=5):
+            return True
+    except HTTPError as error:
+        error.close()
+        return True
+    except OSError:
+        return False
+
+
+def _ask(method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
+    with urlopen(Request(url, data=body, method=method, headers={**(headers or {})}), timeout=30):
+        pass
+
+
+def _python_with_moto() -> Path:
+    """The Python of an environment of its own that has the server, which is made if it is not there."""
+    python = MOTO / "bin" / "python"
+    with _missing(MOTO, "\n".join(MOTO_PACKAGES)) as missing:
+        if missing:
+            _run([sys.executable, "-m", "venv", str(MOTO)])
+            _run([str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", *MOTO_PACKAGES])
+    return python
+
+
+def _azurite() -> Path:
+    with _missing(AZURITE, AZURITE_PACKAGE) as missing:
+        if missing and not shutil.which("npm"):
+            raise StoreMissing("Azurite takes npm, which is not here")
+        if missing:
+            (AZURITE / "package.json").write_text('{"private": true}\n')
+            options = ["--no-audit", "--no-fund", "--ignore-scripts", "--omit=optional"]
+            _run(["npm", "install", *options, AZURITE_PACKAGE], cwd=AZURITE)
+    return AZURITE / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
+
+
+@contextlib.contextmanager
+def _missing(folder: Path, wanted: str) -> Iterator[bool]:
+    """Whether something is yet to be installed, by this process alone, in the block."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "installed").open("a+") as done:
+        fcntl.flock(done, fcntl.LOCK_EX)
+        done.seek(0)
+        missing = done.read() != wanted
+        yield missing
+        if missing:
+            done.truncate(0)
+            done.write(wanted)
+
+
+def _run(command: Sequence[str], cwd: Path = REPO) -> None:
+    ended = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise StoreMissing(
+            f"{' '.join(command)} ended with {ended.returncode}:\n{(ended.stdout + ended.stderr)[-2000:]}"
+        )
+
+
+def main() -> None:
+    """Install all that is missing, and start each once."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "a").write_bytes(b"a")
+        for name, make in {"s3": s3, "azure": azure}.items():
+            with make() as server:
+                print(f"{name}: {server.upload(Path(folder), 'p')}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
