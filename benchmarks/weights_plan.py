@@ -103,7 +103,7 @@ def measure(model: str, under: str, ranks: Sequence[int]) -> Iterator[list[str]]
             str(len(units)),
             under,
             str(world_size),
-            f"{store / 1024:.0f}",
+            f"{store / 1024:.1f}",
             f"{seconds:.2f}",
             f"{memory.peak_bytes / MIB:.1f}",
         ]

@@ -18,6 +18,7 @@ from lowmem_load import CheckpointError, ConfigError, consolidate
 from tests.zero_checkpoint import save_zero3
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:::{package}") for package in ("peft", "torch")]
+pytestmark.append(pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"))  # PEFT asks for it
 
 Tensors = dict[str, torch.Tensor]
 

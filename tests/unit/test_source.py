@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -132,6 +133,7 @@ def read(source: LocalFile, offset: int, nbytes: int) -> bytes:
 def test_transient_faults_are_tried_again(
     file: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, number: int
 ) -> None:
+    gc.collect()  # of tests before
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, name, Faults(name, number, times=3))
     source = LocalFile(file)
