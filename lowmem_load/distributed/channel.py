@@ -86,7 +86,7 @@ class Verdict(NamedTuple):
     failures: Sequence[tuple[int, str]] = ()  # ranks of the world that failed, and their messages
     is_alike: bool = False  # whether all ranks failed with the same message
     num_parts: int = 0  # of the payloads of all ranks
-    title: str = ""  # of the step, as the leader calls it; "" where no leader has written it
+    title: str = ""  # of the step, as its leader or a rank that is stuck calls it; "" where another rank has written it
     loop: str = ""  # that the step belonged to, where it failed because a rank has left that
     differs: bool = False  # whether the digests of the ranks differ, and nothing else is wrong
 
@@ -372,7 +372,8 @@ class StoreChannel:
         self._still_s += self._beat_s
         if why := self.limits.why_stuck(beat, self._still_s, is_measured=place.progress is not None):
             for group in {id(block.group): block.group for block in [*self._blocks]}.values():
-                self._decide(_Place(group, number=group.number), Verdict([(self._rank, why)]))
+                # With one title: some ranks may raise in the inner step, and some already in the outer one.
+                self._decide(_Place(group, number=group.number), Verdict([(self._rank, why)], title=place.title))
 
     def _look_outside(self, place: _Place) -> None:
         """Give up a step that lies within one of another group, if that fails. See [Note: nested steps]."""
