@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lowmem_load import save_model
 from tests import builders
@@ -52,3 +57,35 @@ def test_files_are_those_of_the_whole_model(checkpoints: Path, tmp_path: Path, w
                 assert json.loads((folder / name).read_text()) == json.loads((expected / name).read_text())
             else:
                 assert (folder / name).read_bytes() == (expected / name).read_bytes(), (folder, name)
+
+
+def with_adapter(path: str) -> Any:
+    """Return a model with an adapter that is not zero."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    adapted = peft.get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    return adapted
+
+
+def save_merged(path: str, folder: str) -> None:
+    """Rank function: a model and its adapter, sharded by FSDP2."""
+    mesh = init_device_mesh("cpu", (start(),))
+    model = with_adapter(path)
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    save_model(model, folder, merge_adapters=True)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+def test_adapters_of_sharded_models_are_merged(checkpoints: Path, tmp_path: Path) -> None:
+    path = str(builders.tiny_llama(checkpoints, torch.float32))
+    run_ranks(save_merged, path, str(tmp_path / "saved"), world_size=2, timeout_s=120)
+    with_adapter(path).merge_and_unload().save_pretrained(tmp_path / "whole")
+    saved, whole = (load_file(tmp_path / folder / "model.safetensors") for folder in ("saved", "whole"))
+    assert saved.keys() == whole.keys()
+    assert all(torch.equal(saved[name], whole[name]) for name in whole)
