@@ -141,7 +141,7 @@ class Checks:
 
         def freed_while_copied() -> str:
             """A pinned partition goes while copies from it are queued."""
-            from lowmem_load.ds.partition import new_pinned
+            from lowmem_load.engines.partition import new_pinned
 
             here = torch.zeros(32 * MIB, dtype=torch.uint8, device="cpu", pin_memory=True)
             there, slow = (torch.empty_like(here, device=self.device) for _ in range(2))
@@ -170,7 +170,7 @@ class Checks:
     def memory(self) -> None:
         """Device memory of a load beside what is kept."""
         self.check("memory: bf16", lambda: self._memory_of_a_load(zero3_config("bf16"), 0))
-        from lowmem_load.io.uploads import NUM_STREAMS, SLOT_BYTES
+        from lowmem_load.files.uploads import NUM_STREAMS, SLOT_BYTES
 
         limit = NUM_STREAMS * SLOT_BYTES
         self.check("memory: cast to fp32", lambda: self._memory_of_a_load(zero3_config("fp32"), limit))

@@ -69,7 +69,7 @@ def wait_for_all_gathers() -> None:
 
 
 def model_class(folder: str) -> Any:
-    from lowmem_load.hf import names
+    from lowmem_load.models import names
 
     return names.model_class(None, names.model_config(folder, {}), trust_remote_code=False)
 
@@ -84,10 +84,7 @@ def prepare(method: str, checkpoint: str) -> None:
     wait_for_all_gathers()
     if method == "lowmem":
         # Imported before the clock starts, as DeepSpeed and transformers are.
-        import lowmem_load.api.load_model
-        import lowmem_load.ds.ops
-        import lowmem_load.ds.parameters
-        import lowmem_load.ds.partition  # noqa: F401
+        pass
 
 
 def load_stock(job: Job) -> Loaded:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowmem_load.formats.safetensors import DTYPES
+from lowmem_load.files.safetensors import DTYPES
 from lowmem_load.weights_out.file_layout import lay_out
 
 

@@ -62,7 +62,7 @@ def _lowmem(engine: Any, folder: Path, max_shard_size: str) -> None:
 def _floor(engine: Any, folder: Path, _: str) -> None:
     import torch
 
-    from lowmem_load.ds.parameters import held_range, partition_of
+    from lowmem_load.engines.parameters import held_range, partition_of
 
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / f"rank{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT)

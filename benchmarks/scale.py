@@ -132,8 +132,8 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
 
     import lowmem_load
     from benchmarks.memory import PeakMemory
-    from lowmem_load.api import plan_model
-    from lowmem_load.pipeline.make_plan import PlannedModel
+    from lowmem_load.load import plan_model
+    from lowmem_load.load.make_plan import PlannedModel
 
     getattr(transformers, MODELS[row.model].config["architectures"][0])  # imports the model's module
     keywords: dict[str, Any] = keywords_of(row.model)

@@ -10,11 +10,6 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
 
     __version__: str
 
-    from lowmem_load.api.lazy import lazy as lazy
-    from lowmem_load.api.load_into import load_into as load_into
-    from lowmem_load.api.load_model import load_model as load_model
-    from lowmem_load.api.load_model import load_report as load_report
-    from lowmem_load.api.plan_model import plan as plan
     from lowmem_load.distributed.process_group import DistributedInterface as DistributedInterface
     from lowmem_load.errors import CheckpointError as CheckpointError
     from lowmem_load.errors import ConfigError as ConfigError
@@ -23,13 +18,18 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.errors import NotStreamedWarning as NotStreamedWarning
     from lowmem_load.errors import RankError as RankError
     from lowmem_load.errors import UnsupportedError as UnsupportedError
-    from lowmem_load.hf.remote_names import local_folder as local_folder
     from lowmem_load.integrations.install import install as install
     from lowmem_load.integrations.install import streaming as streaming
     from lowmem_load.integrations.llamafactory import ModelEngine as ModelEngine
+    from lowmem_load.load.lazy import lazy as lazy
+    from lowmem_load.load.load_into import load_into as load_into
+    from lowmem_load.load.load_model import load_model as load_model
+    from lowmem_load.load.load_model import load_report as load_report
+    from lowmem_load.load.plan_model import plan as plan
+    from lowmem_load.load.report import LoadReport as LoadReport
+    from lowmem_load.models.remote_names import local_folder as local_folder
     from lowmem_load.partial.initialize import initialize as initialize
     from lowmem_load.partial.initialize import partial_zero3 as partial_zero3
-    from lowmem_load.report import LoadReport as LoadReport
     from lowmem_load.resume.consolidate import consolidate as consolidate
     from lowmem_load.resume.load_checkpoint import load_checkpoint as load_checkpoint
     from lowmem_load.weights_out.iter_weights import adapter_config as adapter_config
@@ -43,16 +43,16 @@ _HOMES = {
         *("CheckpointError", "ConfigError", "LoadOrderWarning", "LowMemLoadError"),
         *("NotStreamedWarning", "RankError", "UnsupportedError"),
     ),
-    "api.load_into": ("load_into",),
-    "api.load_model": ("load_model", "load_report"),
-    "api.plan_model": ("plan",),
-    "api.lazy": ("lazy",),
+    "load.load_into": ("load_into",),
+    "load.load_model": ("load_model", "load_report"),
+    "load.plan_model": ("plan",),
+    "load.lazy": ("lazy",),
     "partial.initialize": ("initialize", "partial_zero3"),
     "integrations.install": ("install", "streaming"),
     "integrations.llamafactory": ("ModelEngine",),
     "distributed.process_group": ("DistributedInterface",),
-    "hf.remote_names": ("local_folder",),
-    "report": ("LoadReport",),
+    "models.remote_names": ("local_folder",),
+    "load.report": ("LoadReport",),
     "resume.consolidate": ("consolidate",),
     "resume.load_checkpoint": ("load_checkpoint",),
     "weights_out.iter_weights": ("adapter_config", "iter_weights"),

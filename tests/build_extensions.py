@@ -19,7 +19,7 @@ set_environment()
 
 from deepspeed.ops.op_builder import CPUAdamBuilder  # noqa: E402
 
-from lowmem_load.ds.ops import load_async_io, load_op, load_shm_comm  # noqa: E402
+from lowmem_load.engines.ops import load_async_io, load_op, load_shm_comm  # noqa: E402
 from tests.device.build import build as build_simulated_device  # noqa: E402
 
 LOAD: dict[str, Callable[[], object]] = {

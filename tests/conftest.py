@@ -73,7 +73,7 @@ def answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def traffic(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The requests to remote stores, counted anew, with short delays; returns their `Traffic`."""
-    from lowmem_load.io import object_store, remote_file
+    from lowmem_load.files import object_store, remote_file
 
     monkeypatch.setattr(remote_file, "TRAFFIC", remote_file.Traffic())
     monkeypatch.setattr(remote_file, "FIRST_DELAY_S", 0.001)
@@ -85,7 +85,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets requests to remote stores that fail be made again for a moment only."""
-    from lowmem_load.io import remote_file
+    from lowmem_load.files import remote_file
 
     monkeypatch.setattr(remote_file, "PATIENCE_S", 0.2)
     monkeypatch.setattr(remote_file, "THROTTLED_PATIENCE_S", 0.2)

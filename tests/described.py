@@ -12,15 +12,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lowmem_load.config.settings import read_settings
-from lowmem_load.ds.zero3_target import Zero3
-from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.io.executor import Executor
-from lowmem_load.pipeline.describe import Described, describe
-from lowmem_load.pipeline.make_plan import make_plan
+from lowmem_load.engines.target import Replicated, Target
+from lowmem_load.engines.zero3_target import Zero3
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.safetensors import Safetensors
+from lowmem_load.load.describe import Described, describe
+from lowmem_load.load.make_plan import make_plan
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor
-from lowmem_load.target import Replicated, Target
 
 CPU = torch.device("cpu")
 X = torch.arange(24.0).reshape(4, 6) / 10

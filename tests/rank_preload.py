@@ -25,8 +25,8 @@ from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401  seconds: e
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from benchmarks.methods import wait_for_all_gathers
-from lowmem_load.api.load_model import load_model  # noqa: F401
-from lowmem_load.ds.ops import load_shm_comm
+from lowmem_load.engines.ops import load_shm_comm
+from lowmem_load.load.load_model import load_model  # noqa: F401
 from tests import builders  # noqa: F401
 from tests.own_configs import copy_configs
 

@@ -14,7 +14,7 @@ BLOCK_BYTES = 16 << 10
 @contextlib.contextmanager
 def on_network() -> Iterator[None]:
     """Inside, all files lie on an NFS."""
-    from lowmem_load.io import mounts
+    from lowmem_load.files import mounts
 
     with mock.patch.object(mounts, "mount_of", return_value=mounts.Mount("nfs4", BLOCK_BYTES)):
         yield
@@ -23,7 +23,7 @@ def on_network() -> Iterator[None]:
 @contextlib.contextmanager
 def in_small_batches() -> Iterator[None]:
     """Inside, small models are read once in many pieces and batches."""
-    from lowmem_load.pipeline import read_once
+    from lowmem_load.load import read_once
     from lowmem_load.planning import replicas
 
     with (

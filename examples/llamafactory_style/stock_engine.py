@@ -10,8 +10,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from lowmem_load.config.ds_config import precision_of, read_ds_config
 from lowmem_load.config.settings import hidden_size_of, resolve_auto
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.hf.names import enable_checkpointing, model_config
 from lowmem_load.integrations.llamafactory import read_arguments
+from lowmem_load.models.names import enable_checkpointing, model_config
 
 
 class StockEngine:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowmem_load import foreign_names
-from lowmem_load.ds.ops import old_locks
+from lowmem_load.engines.ops import old_locks
 from lowmem_load.foreign_names import Releases, is_release_between
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"

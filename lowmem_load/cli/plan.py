@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.api.plan_model import plan_sharded, plan_zero3_rank
 from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.ds.partition import check_by_deepspeed
+from lowmem_load.engines.partition import check_by_deepspeed
 from lowmem_load.errors import UnsupportedError, listed
-from lowmem_load.families import diffusion
-from lowmem_load.hf.names import class_and_config, model_config
-from lowmem_load.hf.quantizers import dequantizing, four_bit_config, stays_packed
-from lowmem_load.hf.remote_names import Checkpoint, find_checkpoint
-from lowmem_load.hf.skeleton import distributed_config
-from lowmem_load.io.uploads import NUM_STREAMS, SLOTS_PER_THREAD
-from lowmem_load.pipeline.load import MAX_THREADS
+from lowmem_load.files.uploads import NUM_STREAMS, SLOTS_PER_THREAD
+from lowmem_load.load.load import MAX_THREADS
+from lowmem_load.load.plan_model import plan_sharded, plan_zero3_rank
+from lowmem_load.models import diffusion
+from lowmem_load.models.names import class_and_config, model_config
+from lowmem_load.models.quantizers import dequantizing, four_bit_config, stays_packed
+from lowmem_load.models.remote_names import Checkpoint, find_checkpoint
+from lowmem_load.models.skeleton import distributed_config
 from lowmem_load.planning.load_plan import Costs, LoadPlan
 from lowmem_load.planning.reads import Apply, ReadLimits
 from lowmem_load.planning.replicas import once_bytes

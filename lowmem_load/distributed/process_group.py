@@ -271,7 +271,7 @@ class DistributedInterface(RankGroup):
 
     def _make(self, backend: str, timeout: timedelta, world_size: int | None, rank: int | None) -> None:
         """Make the default group and DeepSpeed's comm on it; leave nothing behind if that fails."""
-        from lowmem_load.ds.ops import bring_up_comm
+        from lowmem_load.engines.ops import bring_up_comm
 
         launched = any(os.environ.get(name) for name in environment.LAUNCHER_NAMES)
         alone = not launched and (world_size in (None, 1) or backend == "fake")
@@ -307,7 +307,7 @@ class DistributedInterface(RankGroup):
 
     def _adopt(self) -> None:
         """Adopt a group that other code made, and set up what it may have left out."""
-        from lowmem_load.ds.ops import bring_up_comm
+        from lowmem_load.engines.ops import bring_up_comm
 
         local_rank = os.environ.get("LOCAL_RANK") or str(self._derive_local_rank())
         env_set = environment.set_missing({"LOCAL_RANK": local_rank})
@@ -367,7 +367,7 @@ def _device_to_bind(world_size: int) -> torch.device | None:
 
 def _undo(env_set: dict[str, str]) -> None:
     """Remove the variables of a group that is gone, and what DeepSpeed keeps about it."""
-    from lowmem_load.ds.ops import reset_comm
+    from lowmem_load.engines.ops import reset_comm
 
     environment.unset(env_set)
     # If a successor is live already, DeepSpeed's state may be the successor's.

@@ -28,25 +28,25 @@ from torch import nn
 from lowmem_load import foreign_names
 from lowmem_load.distributed import environment
 from lowmem_load.distributed.steps import RankGroup, has_group
+from lowmem_load.engines.target import Target
 from lowmem_load.errors import UnsupportedError, error_text
-from lowmem_load.families.call import SHARDS, Call
-from lowmem_load.hf import loader
-from lowmem_load.hf.active import active_zero3_config, draws_no_missing
-from lowmem_load.hf.model_folder import MAX_QUOTED
-from lowmem_load.hf.quantizers import stays_packed
-from lowmem_load.hf.remote_names import rename_loaded
-from lowmem_load.hf.skeleton import ties_kept
+from lowmem_load.files.stand_ins import is_stand_in
 from lowmem_load.integrations.hooks import replaced_once_imported
-from lowmem_load.io.stand_ins import is_stand_in
-from lowmem_load.pipeline.load import Options, find, is_to_be_found, leave_to_stock, make_executor, may_work_in_stock
+from lowmem_load.load.load import Options, find, is_to_be_found, leave_to_stock, make_executor, may_work_in_stock
+from lowmem_load.load.report import LoadReport
+from lowmem_load.models import loader
+from lowmem_load.models.active import active_zero3_config, draws_no_missing
+from lowmem_load.models.call import SHARDS, Call
+from lowmem_load.models.model_folder import MAX_QUOTED
+from lowmem_load.models.quantizers import stays_packed
+from lowmem_load.models.remote_names import rename_loaded
+from lowmem_load.models.skeleton import ties_kept
 from lowmem_load.replaced import Handlers, holding, replaced, warn_of_missing
-from lowmem_load.report import LoadReport
 from lowmem_load.symbolic.lazy import addresses_are_only_compared
-from lowmem_load.target import Target
 
 if TYPE_CHECKING:
-    from lowmem_load.frameworks.peft import Merge
-    from lowmem_load.hf.saver import SavedFile
+    from lowmem_load.models.peft import Merge
+    from lowmem_load.models.saver import SavedFile
     from lowmem_load.planning.expression import Source
 
 _NOT_LAZY = (
@@ -72,7 +72,7 @@ def lazy_loads(options: Options, *, everywhere: bool) -> Iterator[None]:
 
 def load_lazily(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]]:
     """Run a call; return a model that is lazy until accelerate shards it. Local: only then do the ranks agree."""
-    from lowmem_load.api.lazy import describe_lazily  # most jobs have no FSDP2, and need not import all this
+    from lowmem_load.load.lazy import describe_lazily  # most jobs have no FSDP2, and need not import all this
 
     ranks, state, device_map = RankGroup(None), torch.get_rng_state(), call.kwargs.pop("device_map", None)
     if is_to_be_found(call, options):
@@ -161,7 +161,7 @@ def _fsdp_version() -> str:
 
 
 def _lazy_target(_: Any, model: Any) -> Target:
-    from lowmem_load.dtensor.sharded_target import Unfilled
+    from lowmem_load.engines.sharded_target import Unfilled
 
     quantization = getattr(getattr(model, "config", None), "quantization_config", None)
     if quantization is not None and not stays_packed(quantization):
@@ -170,8 +170,8 @@ def _lazy_target(_: Any, model: Any) -> Target:
 
 
 def _fill(ordinary: Any, accelerator: Any, model: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
-    from lowmem_load.dtensor.mesh import offloads
-    from lowmem_load.lazy_weights.fill import are_lazy, fill_sharded
+    from lowmem_load.engines.mesh import offloads
+    from lowmem_load.load.fill_lazy import are_lazy, fill_sharded
 
     while isinstance(ordinary, functools.partial) and ordinary.func is _fill:
         (ordinary,) = ordinary.args  # this rank may be in several blocks, and another one in one
@@ -203,8 +203,8 @@ def _partition(ordinary: Callable[..., None], init: Any, parameters: Iterable[nn
 
     Also of models that are ordinary on this rank: they may be lazy on others.
     """
-    from lowmem_load.ds.partition import Partitioner
-    from lowmem_load.lazy_weights.fill import fill_partitions
+    from lowmem_load.engines.partition import Partitioner
+    from lowmem_load.load.fill_lazy import fill_partitions
 
     if _IS_PARTITIONING.get():  # an outer block's
         ordinary(init, parameters)
@@ -215,7 +215,7 @@ def _partition(ordinary: Callable[..., None], init: Any, parameters: Iterable[nn
 
 def _broadcast_model(ordinary: Callable[..., None], engine: Any) -> None:
     """Leave out what is broadcast again as it is partitioned, and would have a lazy model read whole."""
-    from lowmem_load.ds.hooks import partitions_all
+    from lowmem_load.engines.hooks import partitions_all
 
     if not partitions_all(engine):
         ordinary(engine)
@@ -236,7 +236,7 @@ _HANDLERS: Handlers = {
 
 def _save_model(ordinary: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
     """Do what `Accelerator.save_model` does, without gathering."""
-    from lowmem_load.hf.saver import symbolic_state
+    from lowmem_load.models.saver import symbolic_state
     from lowmem_load.weights_out.local_shards import unwrapped
     from lowmem_load.weights_out.save import save_described
 
@@ -259,7 +259,7 @@ def _save_model(ordinary: Callable[..., None], accelerator: Any, *args: Any, **k
 
 def _describe_save(save: Callable[[], None], cls: type, scratch: Path, state: Mapping[str, Any]) -> list[SavedFile]:
     """Return the files of weights that `save` would write; write all its other files to `scratch`."""
-    from lowmem_load.hf.saver import recorded
+    from lowmem_load.models.saver import recorded
 
     files: list[SavedFile] = []
 
@@ -278,7 +278,7 @@ def _get_state_dict(ordinary: Callable[..., Any], accelerator: Any, model: Any, 
 
     `model` has accelerate's name for it: callers may pass it by that.
     """
-    from lowmem_load.ds.hooks import may_gather
+    from lowmem_load.engines.hooks import may_gather
     from lowmem_load.integrations.saves import IN_STOCK, NotGathered
     from lowmem_load.weights_out.local_shards import unwrapped
 
@@ -288,7 +288,7 @@ def _get_state_dict(ordinary: Callable[..., Any], accelerator: Any, model: Any, 
 
 
 def _is_partitioned(parameter: torch.Tensor) -> bool:
-    from lowmem_load.ds.parameters import is_partitioned  # FSDP2 needs no DeepSpeed, which takes 70 MiB
+    from lowmem_load.engines.parameters import is_partitioned  # FSDP2 needs no DeepSpeed, which takes 70 MiB
 
     return is_partitioned(parameter)
 

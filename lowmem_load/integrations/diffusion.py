@@ -15,12 +15,12 @@ from torch import nn
 
 from lowmem_load import foreign_names
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, outside_level
-from lowmem_load.families import diffusion
-from lowmem_load.families.call import Call
-from lowmem_load.hf.active import active_zero3_config, inside_load
 from lowmem_load.integrations.accelerate import load_lazily, may_be_lazy, uses_fsdp2
 from lowmem_load.integrations.hooks import replaced_once_imported
-from lowmem_load.pipeline.load import Options
+from lowmem_load.load.load import Options
+from lowmem_load.models import diffusion
+from lowmem_load.models.active import active_zero3_config, inside_load
+from lowmem_load.models.call import Call
 from lowmem_load.replaced import Handlers
 
 

@@ -10,15 +10,15 @@ from typing import Any
 from torch import nn
 
 from lowmem_load import foreign_names
-from lowmem_load.api.load_model import why_left_to_stock
 from lowmem_load.config.ds_config import Precision
 from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.ds.engine_states import is_plain_zero3
-from lowmem_load.ds.hooks import engine_hooked, hooked, is_shell
-from lowmem_load.ds.parameters import is_partitioned
+from lowmem_load.engines.engine_states import is_plain_zero3
+from lowmem_load.engines.hooks import engine_hooked, hooked, is_shell
+from lowmem_load.engines.parameters import is_partitioned
 from lowmem_load.errors import ConfigError, LoadOrderWarning, outside_level
-from lowmem_load.hf.active import transformers_models
-from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
+from lowmem_load.load.load import REPORT_ATTRIBUTE
+from lowmem_load.load.load_model import why_left_to_stock
+from lowmem_load.models.active import transformers_models
 from lowmem_load.resume.load_checkpoint import load_checkpoint
 from lowmem_load.training_checkpoints.zero_checkpoint import saved_by
 from lowmem_load.weights_out.local_shards import ranks_of, unwrapped

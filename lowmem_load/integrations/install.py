@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowmem_load import foreign_names
-from lowmem_load.api.load_model import streaming_by_active_config, streaming_by_config
 from lowmem_load.config.settings import Partition
 from lowmem_load.errors import ConfigError
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations.hooks import enter_if_usable, entered_once_imported, replaced_once_imported
+from lowmem_load.load.load import Options
+from lowmem_load.load.load_model import streaming_by_active_config, streaming_by_config
+from lowmem_load.load.report import OnLoad
 from lowmem_load.phases import without_progress
-from lowmem_load.pipeline.load import Options
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.replaced import Handlers
-from lowmem_load.report import OnLoad
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def install(
 def _warn_of_locks() -> None:
     """Warn of old locks of builds, where DeepSpeed may wait before anything of ours runs."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        from lowmem_load.ds.ops import old_locks
+        from lowmem_load.engines.ops import old_locks
 
         for text in old_locks():
             logger.warning("%s: delete it if nobody builds there", text)

@@ -25,18 +25,18 @@ import yaml
 from torch import nn
 
 from lowmem_load import foreign_names
-from lowmem_load.api.load_into import load_into
-from lowmem_load.api.load_model import load_model, load_request
-from lowmem_load.api.request import Request
 from lowmem_load.config.ds_config import Precision
 from lowmem_load.config.settings import read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.dtensor.mesh import fsdp_over_all_ranks
+from lowmem_load.engines.mesh import fsdp_over_all_ranks
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf import active, names
-from lowmem_load.hf.active import load_lock
-from lowmem_load.hf.remote_names import find_folder
-from lowmem_load.pipeline.load import Options
+from lowmem_load.load.load import Options
+from lowmem_load.load.load_into import load_into
+from lowmem_load.load.load_model import load_model, load_request
+from lowmem_load.load.request import Request
+from lowmem_load.models import active, names
+from lowmem_load.models.active import load_lock
+from lowmem_load.models.remote_names import find_folder
 from lowmem_load.replaced import Handlers
 
 T = TypeVar("T")

@@ -20,10 +20,10 @@ from typing import Any, NoReturn
 from torch import nn
 
 from lowmem_load import foreign_names
-from lowmem_load.ds.hooks import consolidates_to
-from lowmem_load.ds.parameters import full_numel, is_partitioned
+from lowmem_load.engines.hooks import consolidates_to
+from lowmem_load.engines.parameters import full_numel, is_partitioned
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.hf.saver import OURS, default_shard_size
+from lowmem_load.models.saver import OURS, default_shard_size
 from lowmem_load.replaced import Handlers, holding
 from lowmem_load.weights_out.local_shards import ranks_of, unwrapped
 from lowmem_load.weights_out.save import save_model

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-    from lowmem_load.report import LoadReport
+    from lowmem_load.load.report import LoadReport
 
 SWITCH = "LOWMEM_LOAD_INSTALL"
 """The variable: OFF, ON, or STRICT and STREAM with a comma for `install` with these keywords."""

@@ -85,7 +85,7 @@ def mix(ordinary: Callable[[Any, Any, float], None], model: Any, target_model: A
     """Do what `SyncRefModelCallback.sync_target_model` does, each rank with its own partitions. Local if it can be."""
     is_done = False
     if "deepspeed" in sys.modules:
-        from lowmem_load.ds.parameters import mix_partitions
+        from lowmem_load.engines.parameters import mix_partitions
 
         is_done = mix_partitions([*target_model.parameters()], [*model.parameters()], alpha)
     if not is_done:
@@ -125,6 +125,6 @@ def _is_in_pieces(parameter: torch.Tensor) -> bool:
         return True
     if "deepspeed" not in sys.modules:
         return False
-    from lowmem_load.ds.parameters import is_partitioned
+    from lowmem_load.engines.parameters import is_partitioned
 
     return is_partitioned(parameter)

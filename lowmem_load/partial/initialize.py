@@ -12,10 +12,10 @@ from torch import nn
 from lowmem_load.config.ds_config import AUTO, comparable
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.ds.engine import scheduler_class
-from lowmem_load.ds.hooks import hooked, is_shell
-from lowmem_load.ds.parameters import full_numel, group_size_of, is_partitioned
-from lowmem_load.ds.zero3_target import check_ties, choose, chosen_parameters, partitioned_modules
+from lowmem_load.engines.engine import scheduler_class
+from lowmem_load.engines.hooks import hooked, is_shell
+from lowmem_load.engines.parameters import full_numel, group_size_of, is_partitioned
+from lowmem_load.engines.zero3_target import check_ties, choose, chosen_parameters, partitioned_modules
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.partial.partial_engine import PartialEngine
 from lowmem_load.partial.replicated import SplitOptimizer, options_of

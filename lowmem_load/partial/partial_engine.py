@@ -14,8 +14,8 @@ from torch import nn
 
 from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.ds.engine import PartitionedPart, optimizer_over, scheduler_class, whole_state_dict
-from lowmem_load.ds.zero3_target import mark
+from lowmem_load.engines.engine import PartitionedPart, optimizer_over, scheduler_class, whole_state_dict
+from lowmem_load.engines.zero3_target import mark
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.partial.replicated import (
     PartialOptimizer,

@@ -21,8 +21,8 @@ import torch
 from deepspeed import comm
 from torch import nn
 
-from lowmem_load.ds.engine import PartitionedPart
-from lowmem_load.ds.zero3_target import chosen_parameters
+from lowmem_load.engines.engine import PartitionedPart
+from lowmem_load.engines.zero3_target import chosen_parameters
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.training_checkpoints.zero_checkpoint import REPLICATED_FILE
 

@@ -17,14 +17,13 @@ from torch import nn
 
 from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.frameworks import peft
-from lowmem_load.hf import saver
-from lowmem_load.hf.active import load_lock
-from lowmem_load.hf.remote_names import files_beside
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import Part, fill
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import Part, fill
+from lowmem_load.load.same_bytes import agree_on_bytes, identify_files
+from lowmem_load.models import peft, saver
+from lowmem_load.models.active import load_lock
+from lowmem_load.models.remote_names import files_beside
 from lowmem_load.phases import without_progress
-from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.planning.expression import Source, leaves
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.text import fingerprint

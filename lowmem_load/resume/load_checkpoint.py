@@ -13,17 +13,17 @@ import torch
 from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import Part, PlannedPart, fill_planned, plan_parts, read_whole
-from lowmem_load.io.memory import naming_shortage
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import Part, PlannedPart, fill_planned, plan_parts, read_whole
+from lowmem_load.files.memory import naming_shortage
+from lowmem_load.load.load import REPORT_ATTRIBUTE
+from lowmem_load.load.read_step import reading
+from lowmem_load.load.report import Attempts, LoadReport
+from lowmem_load.load.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.phases import without_progress
-from lowmem_load.pipeline.load import REPORT_ATTRIBUTE
-from lowmem_load.pipeline.read_step import reading
-from lowmem_load.pipeline.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.planning.expression import Expression, Source, leaves
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.report import Attempts, LoadReport
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.zero_checkpoint import (
     FP32,
@@ -36,7 +36,7 @@ from lowmem_load.training_checkpoints.zero_checkpoint import (
 from lowmem_load.weights_out.local_shards import Wrapper, ranks_of
 
 if TYPE_CHECKING:
-    from lowmem_load.ds.engine_states import HeldParameter, Zero3State
+    from lowmem_load.engines.engine_states import HeldParameter, Zero3State
 
 NUM_THREADS = 4
 """Reads in flight at most, on each rank."""
@@ -149,7 +149,7 @@ def load_checkpoint(
 
 
 def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dict[str, Any]]:
-    from lowmem_load.ds.engine_states import Zero3State, mark_unusable, mark_usable
+    from lowmem_load.engines.engine_states import Zero3State, mark_unusable, mark_usable
 
     ranks, attempts = ranks_of(engine), Attempts()
     with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, cores(1))) as executor:

@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from lowmem_load.errors import UnsupportedError, listed
-from lowmem_load.formats.format import CheckpointFile, CheckpointFormat
-from lowmem_load.io.source import ByteSource
+from lowmem_load.files.format import CheckpointFile, CheckpointFormat
+from lowmem_load.files.source import ByteSource
 from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.attributes import is_computed_in_forward, replaced_in, tensor_attributes, tensors_in

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from lowmem_load.io.memory import map_memory
+from lowmem_load.files.memory import map_memory
 from lowmem_load.planning.expression import Computed, Expression, Held, numel
 from lowmem_load.planning.regions import FlatRange
 

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.formats.index import read_json
+from lowmem_load.files.index import read_json
 from lowmem_load.training_checkpoints.names import MAGNITUDE, place_in
 from lowmem_load.training_checkpoints.open_model import SavedModel, own_files
 

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError, UnsupportedError, listed
-from lowmem_load.formats.inert_pickle import Foreign, is_shape, objects
-from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.formats.torch_zip import ZippedTensors
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.source import ByteSource, read_bytes
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.inert_pickle import Foreign, is_shape, objects
+from lowmem_load.files.safetensors import Safetensors
+from lowmem_load.files.source import ByteSource, read_bytes
+from lowmem_load.files.torch_zip import ZippedTensors
 from lowmem_load.planning.expression import Expression, Shape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.text import fingerprint

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
-from lowmem_load.formats.format import NESTS
+from lowmem_load.files.format import NESTS
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.text import outer_prefix
 

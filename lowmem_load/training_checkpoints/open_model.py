@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from lowmem_load.errors import CheckpointError, ConfigError, listed
-from lowmem_load.io.executor import Executor
+from lowmem_load.files.executor import Executor
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.training_checkpoints.dcp import METADATA, open_dcp, open_shards, shard_files
 from lowmem_load.training_checkpoints.names import Adapted, place_in, weights_in, without_wrappers

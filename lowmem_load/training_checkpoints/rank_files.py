@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
-from lowmem_load.formats.inert_pickle import WRAPPER, Foreign, Tensor, is_shape
-from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import read_whole
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import read_whole
+from lowmem_load.files.inert_pickle import WRAPPER, Foreign, Tensor, is_shape
+from lowmem_load.files.torch_zip import TorchObjects, describe_objects
 from lowmem_load.planning.expression import Shape, slice_dim
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.regions import Split, grid_of

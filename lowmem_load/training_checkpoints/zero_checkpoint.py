@@ -1,7 +1,7 @@
 """Opens a ZeRO checkpoint of DeepSpeed: checks its files against each other, and finds the elements of parameters.
 
 `save_checkpoint` writes torch zips on N ranks. Their directories and pickles are read, no pickle is run
-(`formats/inert_pickle.py`), and no weights are read. Under stage 3 each rank saves model states and optimizer states.
+(`files/inert_pickle.py`), and no weights are read. Under stage 3 each rank saves model states and optimizer states.
 Under stages 1 and 2 there is one file of model states for all ranks, with the full 16-bit weights.
 
 [Note: flat groups] Under stage 3 each of N ranks saves one flat tensor per sub-group of the optimizer, in fp32, and one
@@ -37,10 +37,10 @@ from typing import Any
 import torch
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
-from lowmem_load.formats.inert_pickle import Foreign, Tensor, is_shape, member, plain, shown
-from lowmem_load.formats.torch_zip import TorchObjects, describe_objects
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import read_whole
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import read_whole
+from lowmem_load.files.inert_pickle import Foreign, Tensor, is_shape, member, plain, shown
+from lowmem_load.files.torch_zip import TorchObjects, describe_objects
 from lowmem_load.planning.expression import Expression, Shape, Source, concat, numel, reshape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.regions import FlatRange, partition_numel

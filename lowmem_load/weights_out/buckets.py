@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from lowmem_load.errors import PlanError
-from lowmem_load.frameworks.peft import Merge
+from lowmem_load.models.peft import Merge
 from lowmem_load.planning.expression import Shape, Source
 from lowmem_load.planning.nest import Axis, Copy, Nest, extent, nests_within
 from lowmem_load.planning.regions import Distribution

@@ -23,10 +23,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.formats.safetensors import BITS, DTYPES, METADATA, PACKED
-from lowmem_load.formats.torch_zip import TorchZip
-from lowmem_load.hf.saver import SavedFile
-from lowmem_load.io.source import LocalFile, read_bytes
+from lowmem_load.files.safetensors import BITS, DTYPES, METADATA, PACKED
+from lowmem_load.files.source import LocalFile, read_bytes
+from lowmem_load.files.torch_zip import TorchZip
+from lowmem_load.models.saver import SavedFile
 from lowmem_load.planning.expression import Expression, Held, Shape, Source, leaves, numel
 from lowmem_load.planning.nest import Copy, plan_copies
 from lowmem_load.planning.regions import FlatRange

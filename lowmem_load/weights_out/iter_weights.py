@@ -17,10 +17,10 @@ from torch import nn
 
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError
-from lowmem_load.frameworks import peft
-from lowmem_load.frameworks.peft import Merge
-from lowmem_load.hf.active import load_lock
-from lowmem_load.hf.saver import SavedFile, read_adapter_config
+from lowmem_load.models import peft
+from lowmem_load.models.active import load_lock
+from lowmem_load.models.peft import Merge
+from lowmem_load.models.saver import SavedFile, read_adapter_config
 from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.weights_out.buckets import PlannedTensor, Unit, merge_unit

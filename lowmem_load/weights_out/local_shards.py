@@ -64,11 +64,11 @@ class LocalShard:
     def version(self) -> int:
         """Grows when the memory is changed in place, but not by DeepSpeed's optimizers, which torch does not see."""
         if self.is_partitioned:
-            from lowmem_load.ds.parameters import partition_of
+            from lowmem_load.engines.parameters import partition_of
 
             return partition_of(cast("nn.Parameter", self.tensor))._version  # noqa: SLF001  torch documents it
         if is_dtensor(self.tensor):  # operations on it are seen on the DTensor, those of FSDP2 on its memory
-            from lowmem_load.dtensor.mesh import local_shard
+            from lowmem_load.engines.mesh import local_shard
 
             memory = local_shard(self.source.name, self.tensor, needs_memory=True)[1]
             return memory._version + self.tensor._version  # noqa: SLF001
@@ -81,7 +81,7 @@ class LocalShard:
             return 0
         if not self.is_partitioned:
             return self.tensor.data_ptr()
-        from lowmem_load.ds.parameters import may_be_on_nvme, partition_of
+        from lowmem_load.engines.parameters import may_be_on_nvme, partition_of
 
         return 0 if may_be_on_nvme(self.tensor) else partition_of(self.tensor).data_ptr()
 
@@ -97,13 +97,13 @@ class LocalShard:
     def flat(self) -> Iterator[torch.Tensor]:
         """Yield the flat memory: that of `local_region` in order, of a whole tensor on each rank all of it."""
         if is_dtensor(self.tensor):
-            from lowmem_load.dtensor.mesh import local_shard
+            from lowmem_load.engines.mesh import local_shard
 
             yield local_shard(self.source.name, self.tensor, needs_memory=True)[1]
         elif not self.is_partitioned:
             yield self.tensor.detach().reshape(-1)
         else:
-            from lowmem_load.ds.parameters import master_partition, partition_in_memory
+            from lowmem_load.engines.parameters import master_partition, partition_in_memory
 
             is_master, tensor, name = self.is_master, self.tensor, self.source.name
             if is_master:
@@ -128,7 +128,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while (inner := _inside(model)) is not None:
         model = inner
     if "torch.distributed.fsdp" in sys.modules:  # else nothing is sharded by it
-        from lowmem_load.dtensor.mesh import reshard
+        from lowmem_load.engines.mesh import reshard
 
         reshard(model)
     return model
@@ -137,7 +137,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def _inside(model: nn.Module) -> nn.Module | None:
     wrappers: tuple[type, ...] = (Wrapper, nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
     if "deepspeed" in sys.modules:
-        from lowmem_load.ds.parameters import ENGINES
+        from lowmem_load.engines.parameters import ENGINES
 
         wrappers += ENGINES
     if isinstance(model, wrappers):
@@ -157,7 +157,7 @@ def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalSha
     """
     named = list(nn.Module.named_parameters(model))  # one of a class of its own may leave some out
     if "deepspeed" in sys.modules:
-        from lowmem_load.ds.parameters import gathered_by_others
+        from lowmem_load.engines.parameters import gathered_by_others
 
         open_ones = [named[position][0] for position in gathered_by_others([parameter for _, parameter in named])]
         if open_ones:
@@ -181,12 +181,12 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 def group_of(tensor: torch.Tensor) -> Any:
     """Return the group of torch.distributed whose ranks hold the pieces of a tensor; None if each holds it in full."""
     if is_dtensor(tensor):
-        from lowmem_load.dtensor.mesh import all_ranks
+        from lowmem_load.engines.mesh import all_ranks
 
         return all_ranks()
     if "deepspeed" in sys.modules:  # else nothing can be partitioned
-        from lowmem_load.ds.parameters import group_of as group_of_partitions
-        from lowmem_load.ds.parameters import is_partitioned
+        from lowmem_load.engines.parameters import group_of as group_of_partitions
+        from lowmem_load.engines.parameters import is_partitioned
 
         return group_of_partitions(tensor) if is_partitioned(tensor) else None
     return None
@@ -195,7 +195,7 @@ def group_of(tensor: torch.Tensor) -> Any:
 def local_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool) -> LocalShard:
     """Return what this rank holds of a tensor. Of ranks that hold the same, the first one writes it."""
     if isinstance(tensor, nn.Parameter) and "deepspeed" in sys.modules:
-        from lowmem_load.ds import parameters
+        from lowmem_load.engines import parameters
 
         parameters.refuse_parallel(name, tensor)
         if parameters.is_partitioned(tensor):
@@ -210,7 +210,7 @@ def local_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool)
             return LocalShard(whole, tensor, region, region, True, is_master)
     source = Source("", name, 0, tuple(tensor.shape), tensor.dtype)
     if is_dtensor(tensor):
-        from lowmem_load.dtensor.mesh import is_first_replica, local_shard
+        from lowmem_load.engines.mesh import is_first_replica, local_shard
 
         grid, _ = local_shard(name, tensor, needs_memory=True)
         return LocalShard(source, tensor, grid, grid if is_first_replica(tensor) else NOTHING, False, False)
@@ -243,12 +243,12 @@ def rules_of(shards: Sequence[LocalShard]) -> list[Rule]:
 def _rule_of(shard: LocalShard, meshes: dict[Any, Any]) -> Rule:
     tensor = shard.tensor
     if is_dtensor(tensor):
-        from lowmem_load.dtensor.mesh import cuts_of
+        from lowmem_load.engines.mesh import cuts_of
 
         return cuts_of(shard.source.name, tensor, meshes)
     if shard.is_partitioned:
         assert "deepspeed" in sys.modules
-        from lowmem_load.ds.parameters import full_numel
+        from lowmem_load.engines.parameters import full_numel
 
         return Partitions(full_numel(tensor))
     return OnFirst(tensor.numel())

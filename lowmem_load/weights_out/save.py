@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.frameworks.peft import Merge
-from lowmem_load.hf import saver
-from lowmem_load.hf.active import load_lock
-from lowmem_load.hf.saver import SavedFile
+from lowmem_load.models import saver
+from lowmem_load.models.active import load_lock
+from lowmem_load.models.peft import Merge
+from lowmem_load.models.saver import SavedFile
 from lowmem_load.phases import without_progress
 from lowmem_load.planning.expression import Source
 from lowmem_load.weights_out.local_shards import ranks_of, unwrapped

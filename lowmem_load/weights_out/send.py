@@ -36,7 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lowmem_load.distributed.side_group import Exchange, SideGroup, device_of
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError
-from lowmem_load.io.memory import SpareMemory, own_memory, scatter_elements, source_elements, trim_heap
+from lowmem_load.files.memory import SpareMemory, own_memory, scatter_elements, source_elements, trim_heap
 from lowmem_load.planning.expression import Held, Source
 from lowmem_load.planning.nest import Nest
 from lowmem_load.text import fingerprint
@@ -319,7 +319,7 @@ class _Changes:
         self._optimizers: set[int] = set()
         self._stepped = ""
         if "deepspeed" in sys.modules:
-            from lowmem_load.ds.parameters import optimizers_of
+            from lowmem_load.engines.parameters import optimizers_of
 
             self._optimizers = {*map(id, optimizers_of(engine, [shard.tensor for shard in shards]))}
         self._hook = register_optimizer_step_post_hook(self._note_step)

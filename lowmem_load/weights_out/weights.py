@@ -16,13 +16,11 @@ from torch import nn
 
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.families import diffusion
-from lowmem_load.families.files import renamed
-from lowmem_load.frameworks import peft
-from lowmem_load.frameworks.peft import Merge
-from lowmem_load.frameworks.wrappers import NamedTensor, named_tensors
-from lowmem_load.hf import saver
-from lowmem_load.hf.saver import SavedFile
+from lowmem_load.models import diffusion, peft, saver
+from lowmem_load.models.files import renamed
+from lowmem_load.models.peft import Merge
+from lowmem_load.models.saver import SavedFile
+from lowmem_load.models.wrappers import NamedTensor, named_tensors
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Leaf, Source, leaves, numel
 from lowmem_load.planning.nest import Copy, plan_copies
 from lowmem_load.planning.proof import prove_coverage, prove_names

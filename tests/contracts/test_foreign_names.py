@@ -23,8 +23,8 @@ from tests.ranks import REPO, run_ranks
 PACKAGE = REPO / "lowmem_load"
 MODULES = [path for path in PACKAGE.rglob("*.py") if path.name != "foreign_names.py"]
 OF_FOREIGN_MODULES = {
-    "ds/partition.py": {"torch.nn.functional.linear", "Init.param_id"},  # the second numbers parameters
-    "ds/ops.py": {"deepspeed.comm.comm.cdb", "groups.name"},  # as they are before DeepSpeed's group is made
+    "engines/partition.py": {"torch.nn.functional.linear", "Init.param_id"},  # the second numbers parameters
+    "engines/ops.py": {"deepspeed.comm.comm.cdb", "groups.name"},  # as they are before DeepSpeed's group is made
     "symbolic/lazy.py": {"nn.Parameter.data"},
 }
 """What modules set of others by themselves."""

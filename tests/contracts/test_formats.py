@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import safetensors.torch
 import torch
 
-from lowmem_load.formats.format import CheckpointFormat
-from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.formats.torch_zip import TorchZip
+from lowmem_load.files.format import CheckpointFormat
+from lowmem_load.files.safetensors import Safetensors
+from lowmem_load.files.torch_zip import TorchZip
 from tests.kits.format import FormatContract
 
 

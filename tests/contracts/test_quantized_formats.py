@@ -14,9 +14,9 @@ import transformers
 import lowmem_load
 from lowmem_load import foreign_names
 from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import read_whole
 from lowmem_load.foreign_names import ForeignName
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import read_whole
 from lowmem_load.planning.expression import hold
 from lowmem_load.quantized.bitsandbytes import BitsAndBytes4Bit
 from lowmem_load.quantized.compressed_tensors import CompressedTensors

@@ -29,12 +29,12 @@ from transformers import modeling_utils
 from transformers.integrations import deepspeed as integration
 
 from lowmem_load import DistributedInterface
-from lowmem_load.ds import engine as zero3_engine
-from lowmem_load.ds import hooks, ops, parameters, swapping
-from lowmem_load.ds import partition as zero3
+from lowmem_load.engines import engine as zero3_engine
+from lowmem_load.engines import hooks, ops, parameters, swapping
+from lowmem_load.engines import partition as zero3
 from lowmem_load.errors import IncompatibleVersionError
-from lowmem_load.hf import loader as hf
-from lowmem_load.hf import saver
+from lowmem_load.models import loader as hf
+from lowmem_load.models import saver
 from lowmem_load.partial import partial_engine
 
 OF_DEEPSPEED = r"deepspeed \d\S* lacks .*{}.*; lowmem_load works with deepspeed 0\.18\.4 to \S+: install deepspeed==0\."

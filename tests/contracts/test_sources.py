@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_load.io.source import ByteSource, LocalFile
+from lowmem_load.files.source import ByteSource, LocalFile
 from tests.kits.source import SourceContract
 
 

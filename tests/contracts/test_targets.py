@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.ds.zero3_target import Zero3
-from lowmem_load.target import Replicated, Target
+from lowmem_load.engines.target import Replicated, Target
+from lowmem_load.engines.zero3_target import Zero3
 from tests.kits.target import TargetContract
 
 pytestmark = pytest.mark.usefixtures("lone_process")

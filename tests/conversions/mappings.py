@@ -29,10 +29,10 @@ from transformers.core_model_loading import (
     spawn_materialize,
 )
 
-from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.hf.loader import SymbolicFile
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.source import LocalFile
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.safetensors import Safetensors
+from lowmem_load.files.source import LocalFile
+from lowmem_load.models.loader import SymbolicFile
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.nest import Copy, extent, plan_copies
 from lowmem_load.planning.planner import Planner

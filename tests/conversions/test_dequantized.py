@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from lowmem_load import foreign_names
 from lowmem_load.errors import IncompatibleVersionError
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import read_whole
 from lowmem_load.foreign_names import ForeignName
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import read_whole
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.reads import ReadLimits
 from lowmem_load.quantized.fp8 import FineGrainedFp8

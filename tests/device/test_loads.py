@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.ds.partition import MIN_REGISTERED_BYTES
+from lowmem_load.engines.partition import MIN_REGISTERED_BYTES
 from lowmem_load.errors import RankError
-from lowmem_load.io.uploads import NUM_STREAMS, SLOT_BYTES
+from lowmem_load.files.uploads import NUM_STREAMS, SLOT_BYTES
 from tests import builders
 from tests.multi_rank.test_modes import compare_modes
 from tests.multi_rank.test_parity import cases, load_all

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowmem_load.io.source import LocalFile
+from lowmem_load.files.source import LocalFile
 from tests import builders
 from tests.parity import BF16
 from tests.ranks import SIMULATED, run_ranks

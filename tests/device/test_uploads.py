@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.io import uploads
-from lowmem_load.io.executor import Executor
+from lowmem_load.files import uploads
+from lowmem_load.files.executor import Executor
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.reads import ReadLimits

@@ -132,7 +132,7 @@ def fill_changed(ds_config: Any = "ds.json") -> Any:
     from torch.distributed.fsdp import fully_shard
 
     from lowmem_load import lazy
-    from lowmem_load.lazy_weights.fill import fill_sharded
+    from lowmem_load.load.fill_lazy import fill_sharded
 
     model = lazy("checkpoint")
     model.lm_head.weight.data.mul_(2)

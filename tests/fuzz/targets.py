@@ -33,13 +33,13 @@ import torch
 from torch._weights_only_unpickler import Unpickler
 
 from lowmem_load.config.settings import read_settings
-from lowmem_load.ds.zero3_target import Zero3
+from lowmem_load.engines.zero3_target import Zero3
 from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError
-from lowmem_load.formats import inert_pickle
-from lowmem_load.formats.index import base_of_adapter, check_index
-from lowmem_load.formats.safetensors import METADATA, PREFIX_NBYTES, Safetensors, parse_header
-from lowmem_load.formats.torch_zip import TorchObjects, TorchZip, state_dict
-from lowmem_load.io.executor import Executor
+from lowmem_load.files import inert_pickle
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.index import base_of_adapter, check_index
+from lowmem_load.files.safetensors import METADATA, PREFIX_NBYTES, Safetensors, parse_header
+from lowmem_load.files.torch_zip import TorchObjects, TorchZip, state_dict
 from lowmem_load.planning.expression import Computed, Source, leaves
 from lowmem_load.training_checkpoints.dcp import read_metadata
 from lowmem_load.training_checkpoints.rank_files import put_together
@@ -395,8 +395,8 @@ def ds_config(data: bytes) -> None:
 
 def model_config(data: bytes) -> None:
     """A config.json, and which class it asks for."""
-    from lowmem_load.hf.names import model_class
-    from lowmem_load.hf.names import model_config as read
+    from lowmem_load.models.names import model_class
+    from lowmem_load.models.names import model_config as read
 
     folder = os.path.dirname(_as_file(data, "config.json"))
     model_class(None, read(folder, {}), trust_remote_code=False)

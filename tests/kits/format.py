@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.formats.format import CheckpointFile, CheckpointFormat
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import read_whole
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import read_whole
+from lowmem_load.files.format import CheckpointFile, CheckpointFormat
 from lowmem_load.planning.expression import Source, leaves, numel
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import partition_range

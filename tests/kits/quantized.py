@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import lowmem_load
-from lowmem_load.api import plan_model
-from lowmem_load.hf.quantizers import FORMATS, format_of
-from lowmem_load.io.executor import Executor
-from lowmem_load.pipeline.make_plan import PlannedModel
+from lowmem_load.files.executor import Executor
+from lowmem_load.load import plan_model
+from lowmem_load.load.make_plan import PlannedModel
+from lowmem_load.models.quantizers import FORMATS, format_of
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.quantized.format import QuantizedFormat
 from tests.parity import BF16

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.io.source import ByteSource
+from lowmem_load.files.source import ByteSource
 
 DATA = random.Random(20240229).randbytes(300_001)
 """More than one page or packet, and no round number of them."""

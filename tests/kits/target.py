@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lowmem_load.io.executor import Executor
+from lowmem_load.engines.target import Layout, Target
+from lowmem_load.files.executor import Executor
 from lowmem_load.planning.expression import cast, hold
 from lowmem_load.planning.load_plan import REPLICATED, Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import FlatRange, Region
-from lowmem_load.target import Layout, Target
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "odd": (5, 7),

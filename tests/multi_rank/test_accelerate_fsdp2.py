@@ -26,8 +26,8 @@ from torch import nn
 
 import lowmem_load
 from lowmem_load import CheckpointError, NotStreamedWarning, RankError, UnsupportedError
-from lowmem_load.dtensor.mesh import local_tensor
-from lowmem_load.hf.active import inside_load
+from lowmem_load.engines.mesh import local_tensor
+from lowmem_load.models.active import inside_load
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread
 from tests import builders
 from tests.multi_rank.test_load_into import losses, start
@@ -503,7 +503,7 @@ def test_ranks_need_not_load_alike(checkpoints: Path, tmp_path: Path) -> None:
 
 def fail_to_send(path: str) -> None:
     """Rank function: the first rank cannot read a weight that the script has changed, or another cannot receive it."""
-    import lowmem_load.lazy_weights.fill as fill
+    import lowmem_load.load.fill_lazy as fill
     from lowmem_load.distributed.side_group import SideGroup
 
     start()

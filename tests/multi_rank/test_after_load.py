@@ -132,7 +132,7 @@ def from_config() -> list[float]:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from lowmem_load import DistributedInterface, load_report, streaming
-    from lowmem_load.ds.parameters import is_partitioned
+    from lowmem_load.engines.parameters import is_partitioned
 
     DistributedInterface()
     config = LlamaConfig(

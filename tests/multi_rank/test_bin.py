@@ -58,7 +58,7 @@ def find_dtype(path: str) -> None:
     from transformers import AutoModelForCausalLM
 
     from lowmem_load import load_report, streaming
-    from lowmem_load.hf.loader import modeling_utils
+    from lowmem_load.models.loader import modeling_utils
 
     with streaming({"zero_optimization": {"stage": 2}}):
         model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")

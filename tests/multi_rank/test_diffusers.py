@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lowmem_load import NotStreamedWarning, UnsupportedError, install
-from lowmem_load.api.plan_model import plan_sharded
 from lowmem_load.integrations.install import uninstall
+from lowmem_load.load.plan_model import plan_sharded
 from tests.multi_rank.test_own_modules import Z3, assert_sent_as_saved, differing
 from tests.ranks import run_ranks
 
@@ -418,7 +418,7 @@ def assert_failure_is_known(folder: Path) -> None:
     import deepspeed
 
     from lowmem_load import RankError
-    from lowmem_load.lazy_weights.lazy_model import LazyReader
+    from lowmem_load.load.lazy_model import LazyReader
 
     def fail(*_: Any) -> None:
         raise OSError("the disk is gone")

@@ -152,7 +152,7 @@ def make_several(path: str) -> None:
     from transformers.integrations.deepspeed import deepspeed_config
 
     from lowmem_load import ModelEngine
-    from lowmem_load.ds.parameters import is_partitioned
+    from lowmem_load.engines.parameters import is_partitioned
 
     assert deepspeed_config() is None
     first = ModelEngine({"model": path, "bf16": True}, {"config_file": ZERO3})

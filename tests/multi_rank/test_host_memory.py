@@ -52,7 +52,7 @@ def mapped_bytes() -> int:
 def load_with_a_limit(small: str, large: str) -> None:
     """Rank function: rank 1 has a limit."""
     from lowmem_load import LowMemLoadError, RankError, load_model
-    from lowmem_load.pipeline import room
+    from lowmem_load.load import room
 
     is_limited = os.environ["RANK"] == "1"
     fp32 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}

@@ -269,7 +269,7 @@ def change_between(path: str) -> None:
     """Rank function: a step or a change between two buckets is refused, a forward is none."""
     import deepspeed
 
-    from lowmem_load.ds.parameters import mix_partitions
+    from lowmem_load.engines.parameters import mix_partitions
 
     tokens = torch.arange(8).view(1, 8)
 

@@ -63,7 +63,7 @@ def go_both_ways(folder: Path, llama: str) -> None:
     from safetensors.torch import load_file, save_file
     from torch.distributed.device_mesh import DeviceMesh
 
-    from lowmem_load.dtensor.mesh import local_shard, part_of
+    from lowmem_load.engines.mesh import local_shard, part_of
 
     def cut(model: nn.Module) -> None:
         """As values that a script has changed are cut."""

@@ -127,7 +127,7 @@ def load_in_several_ways(llm: str, bert: str) -> None:
     from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
     from lowmem_load import DistributedInterface, initialize, load_model, load_report, streaming
-    from lowmem_load.ds.parameters import is_partitioned
+    from lowmem_load.engines.parameters import is_partitioned
 
     DistributedInterface()
 

@@ -139,7 +139,7 @@ def train(engine: Any, first: int, last: int, accumulate: int = 1, dtype: torch.
 def train_as_in_one_process(path: str, steps: int, cases: list[str], loaded: bool = True) -> None:
     """Rank function: trains each case; rank 0 compares the weights with the reference."""
     from lowmem_load import DistributedInterface
-    from lowmem_load.ds.parameters import is_partitioned
+    from lowmem_load.engines.parameters import is_partitioned
 
     ranks = DistributedInterface()
     for case in cases:

@@ -78,7 +78,7 @@ def train_vision_language(path: str, kind: str, only_projector: bool, checkpoint
     from transformers import AutoModelForImageTextToText
 
     from lowmem_load import DistributedInterface, initialize, load_model, load_report
-    from lowmem_load.ds.parameters import is_partitioned
+    from lowmem_load.engines.parameters import is_partitioned
 
     ranks = DistributedInterface()
     model = load_model(path, CONFIG, partition=PARTITION)

@@ -85,7 +85,7 @@ def fill(paths: dict[str, str], folder: str) -> None:
     import torch.distributed as dist
 
     from lowmem_load import DistributedInterface
-    from lowmem_load.ds.parameters import is_partitioned
+    from lowmem_load.engines.parameters import is_partitioned
 
     rank = DistributedInterface().rank
     expected = stock(paths)

@@ -91,7 +91,7 @@ def cases(checkpoints: Path, tmp_path: Path, world_size: int) -> dict[str, Case]
 def executed_plans(loads: dict[str, Case]) -> dict[str, LoadPlan]:
     """Rank function: the plans that loads executed, each of which read what its plan says."""
     from lowmem_load import load_model, load_report
-    from lowmem_load.pipeline import load as stages
+    from lowmem_load.load import load as stages
 
     executed: list[LoadPlan] = []
     ordinary = stages.execute

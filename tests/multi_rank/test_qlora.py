@@ -151,7 +151,7 @@ def fail_and_compare(path: str, packed: str) -> None:
     import torch.distributed as dist
 
     from lowmem_load import DistributedInterface, RankError, load_model
-    from lowmem_load.pipeline import companions
+    from lowmem_load.load import companions
 
     def fail(*args: Any, **keywords: Any) -> None:
         raise MemoryError("there is no memory")

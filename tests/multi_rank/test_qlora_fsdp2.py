@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import nn
 
-from lowmem_load.api.plan_model import plan_sharded
+from lowmem_load.load.plan_model import plan_sharded
 from lowmem_load.symbolic.lazy import is_unread
 from tests import builders
 from tests.multi_rank.test_accelerate_fsdp2 import ENVIRONMENT, prepare
@@ -112,7 +112,7 @@ def compare(path: str, packed: str) -> dict[str, int]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from lowmem_load import DistributedInterface, load_model, load_report
-    from lowmem_load.pipeline import companions
+    from lowmem_load.load import companions
 
     world_size = DistributedInterface().world_size
     mesh = init_device_mesh("cpu", (world_size,))

@@ -62,7 +62,7 @@ class Place:
     def start(self) -> int:
         """Make this process ready, a rank; returns its number."""
         from lowmem_load import DistributedInterface
-        from lowmem_load.io import remote_file, stand_ins
+        from lowmem_load.files import remote_file, stand_ins
 
         stand_ins.HEAD_BYTES = 2048  # of files that are small themselves
         tempfile.tempdir = self.temporary
@@ -308,7 +308,7 @@ def check_requests(*counted: list[tuple[Any, dict[str, Any], int]]) -> None:
 def read_once(place: Place, path: str) -> dict[str, int]:
     """Rank function: bytes that the server has sent for a load, by how it was loaded."""
     from lowmem_load import load_model, load_report
-    from lowmem_load.pipeline import read_once as module
+    from lowmem_load.load import read_once as module
 
     place.start()
     module.LEAST_BYTES, least_bytes = 0, module.LEAST_BYTES
@@ -458,7 +458,7 @@ def test_models_on_the_hub_are_read_without_a_download(checkpoints: Path, place:
 def load_in_spite_of(place: Place, case: Case) -> None:
     """Rank function: one request fails in each way, by HTTP and in S3."""
     from lowmem_load import load_report
-    from lowmem_load.io import object_store
+    from lowmem_load.files import object_store
 
     place.start()
     object_store.TIMEOUT_S = 1
@@ -500,7 +500,7 @@ def error_of(act: Callable[[], object]) -> str:
 @contextlib.contextmanager
 def impatient() -> Iterator[None]:
     """Inside, requests that fail are not made again for long, nor waited for."""
-    from lowmem_load.io import object_store, remote_file
+    from lowmem_load.files import object_store, remote_file
 
     with (
         mock.patch.multiple(remote_file, PATIENCE_S=0.2, THROTTLED_PATIENCE_S=0.2),
@@ -512,7 +512,7 @@ def impatient() -> Iterator[None]:
 @contextlib.contextmanager
 def before_reading(act: Callable[[], object]) -> Iterator[None]:
     """Inside, rank 0 does something between planning and reading."""
-    from lowmem_load.pipeline import load as loading
+    from lowmem_load.load import load as loading
 
     ordinary = loading.agree_on_bytes
 

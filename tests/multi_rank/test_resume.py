@@ -380,7 +380,7 @@ def refuse(path: str, folder: str) -> None:
         victim.write_bytes(content)
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        from lowmem_load.io.source import LocalFile
+        from lowmem_load.files.source import LocalFile
 
         patch.setattr(LocalFile, "read_into", failing_on_rank_1(LocalFile.read_into))
         with pytest.raises(RankError, match="reading the checkpoint"):

@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 def load_own(same: list[str], copied: list[str], different: list[list[str]]) -> list[tuple[str, float]]:
     """Rank function: loads what its node has; returns the error of each that differs, and seconds until it came."""
     from lowmem_load import load_model, load_report
-    from lowmem_load.pipeline import same_bytes
+    from lowmem_load.load import same_bytes
 
     sampled: list[int] = []
     ordinary = same_bytes.sample_digests

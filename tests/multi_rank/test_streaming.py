@@ -49,7 +49,7 @@ def stream_and_restore(llama: str, bert: str) -> None:
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     from lowmem_load import load_report, streaming
-    from lowmem_load.ds.parameters import is_partitioned
+    from lowmem_load.engines.parameters import is_partitioned
 
     before = global_state(), functions()
     with streaming(BF16):
@@ -229,7 +229,7 @@ def load_corner_cases(llama: str, half: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
 
     from lowmem_load import DistributedInterface, load_model, load_report, streaming
-    from lowmem_load.ds.parameters import partition_of
+    from lowmem_load.engines.parameters import partition_of
     from lowmem_load.errors import ConfigError, RankError
 
     rank = DistributedInterface().rank

@@ -117,7 +117,7 @@ def test_a_folder_may_have_two_paths(cable: Cable, checkpoints: Path, tmp_path: 
 def load_whole(_: int, path: str) -> tuple[int, int, float]:
     """Loads from a network file system under ZeRO-2; returns bytes read and received, and a sum of all values."""
     from lowmem_load import load_model, load_report
-    from lowmem_load.pipeline import read_once
+    from lowmem_load.load import read_once
 
     read_once.LEAST_BYTES = 0
     with on_network():
@@ -137,8 +137,8 @@ def test_nodes_read_once_what_all_ranks_hold(cable: Cable, checkpoints: Path) ->
 
 def read_slowly(node: int, path: str, marker: str) -> tuple[float, str]:
     """Loads, a second for each read; returns when and how that failed."""
-    from lowmem_load.io.source import LocalFile
-    from lowmem_load.pipeline import load
+    from lowmem_load.files.source import LocalFile
+    from lowmem_load.load import load
 
     ordinary_read, ordinary_execute = LocalFile.read_into, load.execute
 

@@ -40,7 +40,7 @@ def follow(path: str) -> None:
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     import lowmem_load
-    from lowmem_load.ds.parameters import is_partitioned
+    from lowmem_load.engines.parameters import is_partitioned
     from lowmem_load.integrations.install import uninstall
 
     def load(**kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.models.hubert import modeling_hubert
 
-from lowmem_load.hf.active import (
+from lowmem_load.models.active import (
     active_zero3_config,
     ordinary_path,
     transformers_models,

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lowmem_load import load_model, load_report, plan
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.io import memory
+from lowmem_load.files import memory
 from lowmem_load.quantized.bitsandbytes import BitsAndBytes4Bit
 from tests import builders
 from tests.parity import BF16

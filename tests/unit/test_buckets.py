@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowmem_load.errors import PlanError
-from lowmem_load.io.memory import scatter_elements, source_elements
+from lowmem_load.files.memory import scatter_elements, source_elements
 from lowmem_load.planning.expression import Expression, Source, cast, concat, numel, permute, slice_dim
 from lowmem_load.planning.nest import Nest, plan_copies
 from lowmem_load.planning.regions import (

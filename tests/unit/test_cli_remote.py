@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lowmem_load.cli.start import main
-from lowmem_load.io import remote_file
-from lowmem_load.io.remote_file import HEAD_BYTES
+from lowmem_load.files import remote_file
+from lowmem_load.files.remote_file import HEAD_BYTES
 from tests import builders
 from tests.ranks import reserved_port, run_command
 from tests.remote.hub_front import hub_front

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from lowmem_load import consolidate
 from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import read_whole
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import read_whole
 from lowmem_load.training_checkpoints.names import Weights, weights_in, without_wrappers
 from lowmem_load.training_checkpoints.open_model import open_state
 

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from lowmem_load.config.ds_config import KINDS, check_kinds, read_ds_config, zero_stage
 from lowmem_load.config.settings import read_settings
-from lowmem_load.ds.partition import check_by_deepspeed
+from lowmem_load.engines.partition import check_by_deepspeed
 from lowmem_load.errors import ConfigError
 
 # The ZeRO-3 example of the Hugging Face documentation.

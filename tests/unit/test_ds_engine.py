@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from lowmem_load.ds.engine import PartitionedPart, arguments_with_gradient, optimizer_over, with_gradient
+from lowmem_load.engines.engine import PartitionedPart, arguments_with_gradient, optimizer_over, with_gradient
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import deepspeed
 import pytest
 
-from lowmem_load.ds.hooks import Handler, hooked
+from lowmem_load.engines.hooks import Handler, hooked
 
 
 @pytest.fixture

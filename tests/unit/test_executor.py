@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.io import executor as executor_module
-from lowmem_load.io import memory as memory_module
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import read_whole
-from lowmem_load.io.memory import Take, Temporaries
-from lowmem_load.io.source import LocalFile
+from lowmem_load.files import executor as executor_module
+from lowmem_load.files import memory as memory_module
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import read_whole
+from lowmem_load.files.memory import Take, Temporaries
+from lowmem_load.files.source import LocalFile
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.reads import BLOCK_NUMEL, ReadLimits
@@ -115,7 +115,7 @@ def test_bytes_are_counted_while_a_read_goes_on(
             counted.append(executor.stats.read_bytes)
             super().read_into(offset, memory)
 
-    monkeypatch.setattr("lowmem_load.io.executor.PART_BYTES", 1000)
+    monkeypatch.setattr("lowmem_load.files.executor.PART_BYTES", 1000)
     planner = Planner()
     fill = planner.plan_fill("w", ex.cast(leaf(file), dtype), FlatRange(5, 720))
     destination = torch.empty(715, dtype=dtype)

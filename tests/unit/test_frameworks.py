@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from lowmem_load.report import LoadReport
+from lowmem_load.load.report import LoadReport
 from tests.frameworks import page
 from tests.frameworks.cases import read_cases
 from tests.frameworks.compare import (

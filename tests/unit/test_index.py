@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_load import load_model
 from lowmem_load.errors import CheckpointError
-from lowmem_load.formats.index import MAX_JSON_NBYTES, base_of_adapter, check_index, check_model_config
+from lowmem_load.files.index import MAX_JSON_NBYTES, base_of_adapter, check_index, check_model_config
 from tests import builders
 
 INDEX = "model.safetensors.index.json"

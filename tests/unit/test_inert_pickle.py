@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.formats.inert_pickle import Storage, Tensor
-from lowmem_load.formats.torch_zip import state_dict
+from lowmem_load.files.inert_pickle import Storage, Tensor
+from lowmem_load.files.torch_zip import state_dict
 from tests.pickles import NAMED, STORAGE, Call, assembled, saved, with_tensor
 
 

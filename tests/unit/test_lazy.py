@@ -28,11 +28,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lowmem_load import CheckpointError, ConfigError, lazy, load_report
-from lowmem_load.api.lazy import describe_lazily
 from lowmem_load.distributed import environment
-from lowmem_load.hf import loader
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.source import MAX_OPEN_SOURCES, SPARE_FILES, LocalFile
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.source import MAX_OPEN_SOURCES, SPARE_FILES, LocalFile
+from lowmem_load.load.lazy import describe_lazily
+from lowmem_load.models import loader
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread
 from tests import builders, ranks
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.hf import active as lock
-from lowmem_load.hf.active import constructors, load_lock
+from lowmem_load.models import active as lock
+from lowmem_load.models.active import constructors, load_lock
 
 
 @contextlib.contextmanager

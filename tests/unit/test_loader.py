@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lowmem_load.errors import HeaderError
-from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.hf.loader import SymbolicFile, TransformersCall, collecting_handlers
-from lowmem_load.io.source import LocalFile, OpenSources
+from lowmem_load.files.safetensors import Safetensors
+from lowmem_load.files.source import LocalFile, OpenSources
+from lowmem_load.models.loader import SymbolicFile, TransformersCall, collecting_handlers
 from lowmem_load.planning.expression import Expression, hold
 from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.constructor import Context

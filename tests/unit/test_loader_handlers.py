@@ -20,8 +20,8 @@ from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging as hf_logging
 
 from lowmem_load import DistributedInterface, ModelEngine, install, load_model, load_report, streaming
-from lowmem_load.hf import loader
 from lowmem_load.integrations.install import uninstall
+from lowmem_load.models import loader
 from tests import builders
 
 STAGE_0 = {"zero_optimization": {"stage": 0}}

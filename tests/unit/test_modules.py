@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import weight_norm
 
-from lowmem_load.api.request import stage_3
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
-from lowmem_load.families.files import files_of
-from lowmem_load.families.modules import ModuleCall
-from lowmem_load.io.executor import Executor
-from lowmem_load.pipeline.describe import check_described, describe
-from lowmem_load.pipeline.execute import execute
-from lowmem_load.pipeline.make_plan import make_plan
+from lowmem_load.files.executor import Executor
+from lowmem_load.load.describe import check_described, describe
+from lowmem_load.load.execute import execute
+from lowmem_load.load.make_plan import make_plan
+from lowmem_load.load.request import stage_3
+from lowmem_load.models.files import files_of
+from lowmem_load.models.modules import ModuleCall
 from tests.described import whole
 from tests.hub import hub
 

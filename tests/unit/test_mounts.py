@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lowmem_load import plan
-from lowmem_load.io import mounts
-from lowmem_load.io.mounts import Mount, has_caches_apart, mount_of, read_cost
+from lowmem_load.files import mounts
+from lowmem_load.files.mounts import Mount, has_caches_apart, mount_of, read_cost
 from lowmem_load.planning.reads import ReadCost
 from tests import builders
 from tests.parity import BF16

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowmem_load.errors import PlanError
-from lowmem_load.io.memory import scatter_elements, source_elements
+from lowmem_load.files.memory import scatter_elements, source_elements
 from lowmem_load.planning.nest import Axis, Nest, Side
 
 SOURCE = torch.arange(100, dtype=torch.float32)

@@ -13,7 +13,7 @@ import torch
 
 from lowmem_load.distributed import nodes
 from lowmem_load.distributed.nodes import Room, free_heap_bytes, node_name, rooms
-from lowmem_load.io.memory import map_memory, untouched_bytes
+from lowmem_load.files.memory import map_memory, untouched_bytes
 
 MEMINFO = (
     "MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable: 2000 kB\nCached: 4000 kB\nSwapFree: 500 kB\nHugePages_Total: 0\n"

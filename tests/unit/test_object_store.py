@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.io import remote_file
-from lowmem_load.io.object_store import HubObject, StoreObject, aws_settings, list_files, read_list
-from lowmem_load.io.remote_checkpoint import folder_of_url
-from lowmem_load.io.remote_file import RemoteFile, Traffic
-from lowmem_load.io.source import read_bytes
+from lowmem_load.files import remote_file
+from lowmem_load.files.object_store import HubObject, StoreObject, aws_settings, list_files, read_list
+from lowmem_load.files.remote_checkpoint import folder_of_url
+from lowmem_load.files.remote_file import RemoteFile, Traffic
+from lowmem_load.files.source import read_bytes
 from tests.hub import pointed_at
 from tests.remote import stores
 from tests.remote.answering import answering, asked, assert_no_secrets, in_child, with_login

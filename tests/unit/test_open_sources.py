@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.io import source
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.source import LocalFile, OpenSources, read_bytes
+from lowmem_load.files import source
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.source import LocalFile, OpenSources, read_bytes
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from lowmem_load.ds import ops
-from lowmem_load.ds.ops import load_op, old_locks
+from lowmem_load.engines import ops
+from lowmem_load.engines.ops import load_op, old_locks
 from lowmem_load.errors import ConfigError
 
 

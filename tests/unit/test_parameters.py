@@ -9,11 +9,11 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import nn
 
-from lowmem_load.ds import partition
-from lowmem_load.ds.parameters import (
+from lowmem_load.engines import partition
+from lowmem_load.engines.parameters import (
     partition_in_memory,
 )
-from lowmem_load.ds.partition import (
+from lowmem_load.engines.partition import (
     HAS_AUTOEP,
     KEEPS_FP32,
     fp32_buffers,

@@ -11,9 +11,9 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
-from lowmem_load.ds import partition, swapping
-from lowmem_load.ds.partition import KEEPS_FP32, Partitioner, has
-from lowmem_load.ds.swapping import Swapping
+from lowmem_load.engines import partition, swapping
+from lowmem_load.engines.partition import KEEPS_FP32, Partitioner, has
+from lowmem_load.engines.swapping import Swapping
 from lowmem_load.errors import ConfigError
 
 

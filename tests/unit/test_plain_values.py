@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.formats import inert_pickle
-from lowmem_load.formats.inert_pickle import Foreign, Tensor, member, objects, plain, shown
+from lowmem_load.files import inert_pickle
+from lowmem_load.files.inert_pickle import Foreign, Tensor, member, objects, plain, shown
 from tests.pickles import Call, saved
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_load.errors import PlanError
-from lowmem_load.io.executor import Executor
+from lowmem_load.files.executor import Executor
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning import nest, planner
 from lowmem_load.planning.load_plan import ComputedValue, Costs, HeldValue

@@ -13,11 +13,11 @@ from torch import nn
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.ds.zero3_target import check_packed
+from lowmem_load.engines.zero3_target import check_packed
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.hf.quantizers import described_quantizers
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import read_whole
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import read_whole
+from lowmem_load.models.quantizers import described_quantizers
 from lowmem_load.planning import expression as ex
 from lowmem_load.quantized.format import Companion, Packing, Patterns, QuantizedTensor
 from lowmem_load.symbolic.constructor import Context

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from benchmarks import weights_plan
-from lowmem_load.dtensor.mesh import CUTS_AS_HERE
+from lowmem_load.engines.mesh import CUTS_AS_HERE
 from lowmem_load.planning.regions import (
     NOTHING,
     Cuts,

@@ -22,12 +22,12 @@ import torch
 from safetensors.torch import save_file
 
 from lowmem_load.errors import CheckpointError, HeaderError
-from lowmem_load.formats.safetensors import Safetensors
-from lowmem_load.io import object_store, remote_checkpoint, stand_ins
-from lowmem_load.io.remote_checkpoint import _listed, folder_of_model, folder_of_url
-from lowmem_load.io.remote_file import HEAD_BYTES
-from lowmem_load.io.source import LocalFile, read_bytes
-from lowmem_load.io.stand_ins import is_stand_in, open_file, origin
+from lowmem_load.files import object_store, remote_checkpoint, stand_ins
+from lowmem_load.files.remote_checkpoint import _listed, folder_of_model, folder_of_url
+from lowmem_load.files.remote_file import HEAD_BYTES
+from lowmem_load.files.safetensors import Safetensors
+from lowmem_load.files.source import LocalFile, read_bytes
+from lowmem_load.files.stand_ins import is_stand_in, open_file, origin
 from tests import ranks
 from tests.hub import pointed_at
 from tests.remote.answering import answering, assert_no_secrets, with_login
@@ -113,7 +113,8 @@ def test_another_process_opens_the_files(server: RangeServer, checkpoint: Path, 
     """By the manifest: a worker that was spawned, a script that was told the folder."""
     path = os.path.join(folder_of_url(url_of(server)), "model-1.safetensors")
     code = (
-        "import sys; from lowmem_load.io.stand_ins import open_file; from lowmem_load.io.source import read_bytes; "
+        "import sys; from lowmem_load.files.source import read_bytes; "
+        "from lowmem_load.files.stand_ins import open_file; "
         f"sys.stdout.buffer.write(read_bytes(open_file({path!r}), {HEAD_BYTES}, 1000))"
     )
     env = {**os.environ, "TMPDIR": str(temporary)}

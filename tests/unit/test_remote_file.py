@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.io import remote_file
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.remote_file import (
+from lowmem_load.files import remote_file
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.remote_file import (
     MAX_IN_FLIGHT,
     MIN_IN_FLIGHT,
     Counts,
@@ -24,7 +24,7 @@ from lowmem_load.io.remote_file import (
     TransientError,
     requests_in_flight,
 )
-from lowmem_load.io.source import read_bytes
+from lowmem_load.files.source import read_bytes
 
 CONTENT = bytes(range(256)) * 16
 

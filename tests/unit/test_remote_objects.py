@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.io.object_store import StoreObject, list_files
-from lowmem_load.io.remote_file import RemoteFile, Traffic
-from lowmem_load.io.source import read_bytes
+from lowmem_load.files.object_store import StoreObject, list_files
+from lowmem_load.files.remote_file import RemoteFile, Traffic
+from lowmem_load.files.source import read_bytes
 from tests.remote.answering import assert_no_secrets, with_login
 from tests.remote.behaviour import CHANCES
 from tests.remote.listing import etag

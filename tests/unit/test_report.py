@@ -15,11 +15,11 @@ import torch
 
 import lowmem_load
 from lowmem_load import phases as phases_module
-from lowmem_load import report as report_module
 from lowmem_load.errors import ConfigError
+from lowmem_load.load import report as report_module
+from lowmem_load.load.report import DeviceMemory, LoadReport, device_memory
 from lowmem_load.phases import Memory, host_memory, progress_bar, without_progress
 from lowmem_load.planning.load_plan import SlowPath
-from lowmem_load.report import DeviceMemory, LoadReport, device_memory
 from tests.unit.test_load_plan import made_plan
 
 MIB = 1 << 20

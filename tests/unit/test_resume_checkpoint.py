@@ -13,8 +13,8 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import read_whole
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import read_whole
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.training_checkpoints.open_model import open_model
 from lowmem_load.training_checkpoints.zero_checkpoint import FP32, open_checkpoint, saved_by

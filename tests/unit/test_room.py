@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lowmem_load.errors import ConfigError, MemoryShortageError
-from lowmem_load.pipeline.room import Use, check_memory, check_room, disk_uses
+from lowmem_load.load.room import Use, check_memory, check_room, disk_uses
 
 
 def use(needed: int, free: int, file_system: str = "node0", folder: str = "/nvme") -> list[Use]:

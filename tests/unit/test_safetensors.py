@@ -16,8 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from lowmem_load.errors import CheckpointError, HeaderError, TruncatedFileError, UnsupportedError
-from lowmem_load.formats.format import CheckpointFile
-from lowmem_load.formats.safetensors import (
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import read_whole
+from lowmem_load.files.format import CheckpointFile
+from lowmem_load.files.safetensors import (
     BITS,
     DTYPES,
     MAX_HEADER_NBYTES,
@@ -26,9 +28,7 @@ from lowmem_load.formats.safetensors import (
     header_nbytes,
     parse_header,
 )
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import read_whole
-from lowmem_load.io.source import LocalFile
+from lowmem_load.files.source import LocalFile
 
 GOOD: dict[str, Any] = {
     "__metadata__": {"format": "pt"},

@@ -11,7 +11,7 @@ import pytest
 import safetensors
 
 from lowmem_load.errors import CheckpointError, HeaderError
-from lowmem_load.formats.safetensors import PREFIX_NBYTES, parse_header
+from lowmem_load.files.safetensors import PREFIX_NBYTES, parse_header
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.io.source import LocalFile, OpenSources
-from lowmem_load.pipeline.same_bytes import (
+from lowmem_load.files.source import LocalFile, OpenSources
+from lowmem_load.load.same_bytes import (
     BLOCK_BYTES,
     MAX_BLOCKS,
     MAX_BLOCKS_IN_ALL,

@@ -14,7 +14,7 @@ from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging as hf_logging
 
 from lowmem_load import ConfigError, DistributedInterface, UnsupportedError, save_model
-from lowmem_load.hf.saver import describe_save_pretrained
+from lowmem_load.models.saver import describe_save_pretrained
 from tests import builders
 
 

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lowmem_load import save_model
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.frameworks.peft import unloaded
+from lowmem_load.models.peft import unloaded
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but")
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.formats.safetensors import DTYPES, PACKED
-from lowmem_load.hf.saver import SavedFile
+from lowmem_load.files.safetensors import DTYPES, PACKED
+from lowmem_load.models.saver import SavedFile
 from lowmem_load.planning.expression import Computed, Expression, Source
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.symbolic.tensor import SymbolicTensor

@@ -14,10 +14,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lowmem_load.dtensor.mesh import is_first_replica, local_shard, shard_fully
-from lowmem_load.dtensor.sharded_target import Sharded, ShardedModel
+from lowmem_load.engines.mesh import is_first_replica, local_shard, shard_fully
+from lowmem_load.engines.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.hf.skeleton import blocks
+from lowmem_load.models.skeleton import blocks
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
 from lowmem_load.planning.planner import Planner
@@ -113,7 +113,7 @@ def test_a_stride_that_does_not_divide_a_dim_is_refused_where_torch_cuts_otherwi
     rank: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch 2.8 gives rank 0 of 3 the elements 0 and 3 of 4, torch 2.11 the elements 0 and 2."""
-    monkeypatch.setattr("lowmem_load.dtensor.mesh.CUTS_AS_HERE", False)
+    monkeypatch.setattr("lowmem_load.engines.mesh.CUTS_AS_HERE", False)
     mesh = init_device_mesh("cpu", (4,))
     local = torch.zeros(2 if size == 8 else 1)
     tensor = DTensor(local, _spec(mesh, size), requires_grad=False)

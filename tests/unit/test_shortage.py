@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowmem_load.errors import CheckpointError, MemoryShortageError
-from lowmem_load.io.memory import naming_shortage
+from lowmem_load.files.memory import naming_shortage
 
 
 def of_torch() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.io import source as source_module
-from lowmem_load.io.source import OPENING_BYTES, LocalFile, read_small
+from lowmem_load.files import source as source_module
+from lowmem_load.files.source import OPENING_BYTES, LocalFile, read_small
 
 DATA = bytes(range(256))
 

@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Settings, read_settings
-from lowmem_load.ds.zero3_target import Zero3
+from lowmem_load.engines.target import Layout, Replicated, Target
+from lowmem_load.engines.zero3_target import Zero3
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.source import LocalFile
-from lowmem_load.pipeline.describe import Described, describe
-from lowmem_load.pipeline.execute import execute
-from lowmem_load.pipeline.make_plan import PlannedModel, make_plan
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.source import LocalFile
+from lowmem_load.load.describe import Described, describe
+from lowmem_load.load.execute import execute
+from lowmem_load.load.make_plan import PlannedModel, make_plan
 from lowmem_load.planning.load_plan import LoadPlan, PlannedFile, SlowPath, TargetPlan
 from lowmem_load.planning.reads import Read
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
-from lowmem_load.target import Layout, Replicated, Target
 from tests.described import CPU, Build, Call, X, Y, described, module, of_rank, planned, write_file
 
 

@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetMode
 from lowmem_load import load_into, load_model, load_report, phases, plan
 from lowmem_load.distributed.nodes import Room
 from lowmem_load.errors import CheckpointError, MemoryShortageError
-from lowmem_load.io import source
-from lowmem_load.pipeline import load as stages
-from lowmem_load.pipeline import room
+from lowmem_load.files import source
+from lowmem_load.load import load as stages
+from lowmem_load.load import room
 
 pytestmark = pytest.mark.usefixtures("lone_process")
 

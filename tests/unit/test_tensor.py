@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import read_whole
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import read_whole
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.reads import ReadLimits

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import read_whole
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import read_whole
 from lowmem_load.planning.expression import hold
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.training_checkpoints.saved_state import Tile, assemble

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.formats import torch_zip
-from lowmem_load.formats.inert_pickle import DTYPES, Tensor
-from lowmem_load.formats.torch_zip import TorchZip
-from lowmem_load.io.executor import Executor
-from lowmem_load.io.fill import read_whole
-from lowmem_load.io.source import LocalFile
+from lowmem_load.files import torch_zip
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import read_whole
+from lowmem_load.files.inert_pickle import DTYPES, Tensor
+from lowmem_load.files.source import LocalFile
+from lowmem_load.files.torch_zip import TorchZip
 from lowmem_load.planning.expression import Computed, Expression, Source, leaves
 from tests.pickles import FIRST, STORAGE, Call, with_tensor
 

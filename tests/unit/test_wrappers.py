@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.families.modules import tensors_of
-from lowmem_load.frameworks.wrappers import named_tensors, plain_modules, plain_name
+from lowmem_load.models.modules import tensors_of
+from lowmem_load.models.wrappers import named_tensors, plain_modules, plain_name
 from lowmem_load.planning.expression import Source
 from lowmem_load.weights_out.file_layout import lay_out_saved
 from lowmem_load.weights_out.local_shards import local_shards

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Partition, Settings, read_settings
-from lowmem_load.ds.engine import entry_modules
-from lowmem_load.ds.zero3_target import (
+from lowmem_load.engines.engine import entry_modules
+from lowmem_load.engines.target import HostBytes, Target
+from lowmem_load.engines.zero3_target import (
     KIND,
     MARK,
     Zero3,
@@ -27,7 +28,6 @@ from lowmem_load.planning.expression import hold
 from lowmem_load.planning.load_plan import REPLICATED, Destination, TargetPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.target import HostBytes, Target
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 

@@ -10,8 +10,8 @@ import torch
 from deepspeed.runtime.zero import partition_parameters as zero
 from torch import nn
 
-from lowmem_load.ds.parameters import is_partitioned
-from lowmem_load.ds.zero3_target import refuse_other_zero_init, refuse_partitioned, zero_init_disabled
+from lowmem_load.engines.parameters import is_partitioned
+from lowmem_load.engines.zero3_target import refuse_other_zero_init, refuse_partitioned, zero_init_disabled
 from lowmem_load.errors import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("lone_process")

@@ -49,8 +49,8 @@ def _over_mesh(shape: Callable[[int], tuple[int, ...]], *, columns: bool = False
         from torch.distributed.tensor import Shard
 
         from lowmem_load import load_model, load_report
-        from lowmem_load.dtensor.mesh import shard_fully
-        from lowmem_load.hf.skeleton import blocks
+        from lowmem_load.engines.mesh import shard_fully
+        from lowmem_load.models.skeleton import blocks
 
         sizes = shape(dist.get_world_size())
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])

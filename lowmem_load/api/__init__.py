@@ -1,1 +1,0 @@
-"""What users call to load, stream and plan."""

@@ -1,0 +1,383 @@
+"""Makes ZeRO-3 parameters whose partitions are allocated but not filled, with DeepSpeed's own code.
+
+Stock `zero.Init` allocates a parameter in full, broadcasts it from rank 0, attaches the ZeRO methods
+(`_convert_to_deepspeed_param`), allocates `ds_tensor` (this rank's partition, padded to the same size on all ranks),
+copies the partition and frees the rest. Here the parameter starts with no elements, gets the same methods, and
+`ds_tensor` is allocated for the caller to fill. `zero.Init` is constructed for its settings but never entered.
+
+Glossary: `ds_numel` of a parameter is its unpadded count, `ds_numel_aligned` the padded one. `ds_tensor.ds_numel` is
+the padded count of the partition. `ds_status` says whether the full parameter is available on this rank,
+`ds_tensor.status` whether the partition is.
+
+Written for deepspeed 0.18.4 to 0.19.8, `runtime/zero/partition_parameters.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.util
+import logging
+import mmap
+import re
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed import DeepSpeedConfig
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import constants
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.utils import groups
+from pydantic import ValidationError
+from torch import nn
+
+from lowmem_load.engines import swapping
+from lowmem_load.engines.parameters import is_partitioned
+from lowmem_load.engines.swapping import Folder, Swapping
+from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
+from lowmem_load.planning.regions import FlatRange, partition_range, secondary_range
+
+logger = logging.getLogger(__name__)
+
+_ZERO = "deepspeed.runtime.zero.partition_parameters"
+
+
+require(
+    DEEPSPEED,
+    {
+        f"{_ZERO}:Init": (
+            *("_aligned_size", "_convert_to_deepspeed_param", "get_partition_rank", "num_partitions", "param_id"),
+        ),
+        _ZERO: ("ZeroParamStatus.NOT_AVAILABLE", "PartitionedParamStatus.AVAILABLE"),
+        "deepspeed.runtime.zero.linear": ("zero3_linear_wrap",),
+        "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.cpu", "OffloadDeviceEnum.nvme"),
+        "deepspeed.utils.groups": ("_get_zero_param_intra_parallel_group",),
+    },
+    arguments={
+        f"{_ZERO}:Init.__init__": (
+            *("config_dict_or_path", "data_parallel_group", "module", "mpu", "zero_param_parallel_group"),
+        ),
+    },
+)
+
+from deepspeed.runtime.zero.linear import zero3_linear_wrap  # noqa: E402  the contract gives the better error
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
+from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus, ZeroParamStatus  # noqa: E402
+
+with contextlib.suppress(ImportError):  # since 0.19 DeepSpeedConfig imports it, in the first load
+    import deepspeed.module_inject.auto_ep_config
+
+
+MIN_REGISTERED_BYTES = 1 << 20
+"""From this size on, memory is mapped and registered with the device. torch rounds a pinned block up to a power of two,
+and never gives it back."""
+
+# Modules of DeepSpeed that keep buffers in fp32 and read expert_parallel.
+KEEPS_FP32 = "deepspeed.runtime.keep_in_fp32"
+HAS_AUTOEP = "deepspeed.module_inject.auto_ep_config"
+
+
+class Partitioner:
+    """Makes ZeRO-3 parameters among the ranks of `group`, None for all. Needs DeepSpeed's `comm` and `LOCAL_RANK`.
+
+    `rank` and `world_size` are those of the group; `secondary` those of the group that
+    shares hpZ's secondary partitions, (0, 0) without hpZ.
+    """
+
+    def __init__(self, ds_config: Mapping[str, Any], group: Any = None) -> None:
+        refuse_what_is_absent(ds_config)
+        mpu = None
+        if group is not None:
+            mpu = _unit_of(dist.get_world_size(group) // ds_config.get("sequence_parallel_size", 1))
+        _check_by_deepspeed(ds_config, mpu)
+        swap_folder = swapping.folder_of(ds_config)
+        if swap_folder is not None:
+            swapping.prepare(swap_folder, ds_config)
+        self._take(_zero_init(ds_config, group, mpu), swap_folder)
+        if self._init.mem_efficient_linear:  # zero.Init does this when it is entered
+            enable = getattr(self._init, "_enable_mem_efficient_linear", None)  # since deepspeed 0.19.4
+            if enable is not None:
+                enable()
+            else:
+                torch.nn.functional.linear = zero3_linear_wrap
+
+    @classmethod
+    def of(cls, init: Any) -> Partitioner:
+        """Return one that makes parameters for a zero.Init of DeepSpeed's own, which is converting a module."""
+        partitioner = cls.__new__(cls)
+        partitioner._take(init, None)
+        return partitioner
+
+    def _take(self, init: Any, swap_folder: Folder | None) -> None:
+        require_attributes(
+            DEEPSPEED,
+            init,
+            (
+                *("ds_process_group", "dtype", "local_device", "mem_efficient_linear", "module"),
+                *("num_ranks_in_param_group", "param_swapper", "pin_memory"),
+                *("quantized_nontrainable_weights", "rank_in_group", "remote_device", "zero_param_process_group"),
+            ),
+        )
+        self._init = init
+        self.swapping = None if init.param_swapper is None else Swapping(init.param_swapper, swap_folder)
+        self.group, self.module = init.ds_process_group, init.module
+        self.dtype: torch.dtype = self._init.dtype
+        self.device: torch.device = self._init.local_device
+        self.rank: int = self._init.get_partition_rank()
+        self.world_size: int = self._init.num_partitions
+        self.secondary: tuple[int, int] = (0, 0)
+        if self._init.zero_param_process_group is not None:
+            self.secondary = self._init.rank_in_group, self._init.num_ranks_in_param_group
+
+    def reserve_ids(self, module: nn.Module) -> dict[int, int]:
+        """Return the `ds_id` of each parameter by `id(parameter)`, in the order in which zero.Init would give them."""
+        ids: dict[int, int] = {}
+        # zero.Init converts the parameters of a module when its __init__ returns, so children come first.
+        for owner in _children_first(module, set()):
+            for parameter in owner.parameters(recurse=False):
+                if id(parameter) not in ids and not is_partitioned(parameter):
+                    ids[id(parameter)] = Init.param_id
+                    Init.param_id += 1
+        return ids
+
+    def new_parameter(self, shape: torch.Size, dtype: torch.dtype, requires_grad: bool, ds_id: int) -> nn.Parameter:
+        """Return a ZeRO-3 parameter of `shape` whose partition is not allocated yet."""
+        # Without elements: DeepSpeed would partition what is there. Its true shape is set below.
+        parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=requires_grad)
+        next_id = Init.param_id
+        self.convert(parameter)
+        Init.param_id = next_id  # ids were reserved in zero.Init's order; this one is not new
+        parameter.ds_id = ds_id
+        parameter.ds_shape = shape
+        parameter.ds_numel = shape.numel()
+        return parameter
+
+    def takes(self, parameter: torch.Tensor) -> bool:
+        """Return whether `convert` and `allocate` do all that DeepSpeed does with a parameter that it partitions.
+
+        It cuts some for groups of their own (AutoEP), and quantizes frozen ones.
+        """
+        is_quantized = self._init.quantized_nontrainable_weights and not parameter.requires_grad
+        return not (is_partitioned(parameter) or is_quantized or hasattr(parameter, "ds_zero_partition_process_group"))
+
+    def convert(self, parameter: nn.Parameter) -> None:
+        """Give a parameter what makes it one of ZeRO-3. It keeps its elements, and has no partition yet."""
+        self._init._convert_to_deepspeed_param(parameter)
+        # What it sets under another name would keep the value of the empty parameter.
+        require_attributes(
+            DEEPSPEED,
+            parameter,
+            ("ds_id", "ds_numel", "ds_process_group", "ds_secondary_tensor", "ds_shape", "ds_status", "ds_tensor"),
+        )
+        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+    def regions(self, numel: int) -> list[FlatRange]:
+        """Return which elements of a parameter this rank's partition holds, and under hpZ its secondary partition."""
+        regions = [partition_range(numel, self.rank, self.world_size)]
+        if self.secondary[1]:
+            regions.append(secondary_range(numel, self.secondary[0], self.world_size, self.secondary[1])[0])
+        return regions
+
+    def allocate(self, parameter: nn.Parameter, numels: Sequence[int]) -> list[torch.Tensor]:
+        """Allocate the partition of `parameter` and, under hpZ, its secondary partition; the caller fills them.
+
+        `numels` are the elements of the parameter in each of them. Under offload_param to nvme the partition lies in
+        one of the swapper's buffers. `Swapping.swap_out` must follow, at the latest when `is_swap_due`.
+        """
+        init = self._init
+        if not parameter.requires_grad and init.quantized_nontrainable_weights:
+            raise UnsupportedError(
+                "zero_quantized_nontrainable_weights: this model has frozen parameters when it is loaded, for which "
+                f"deepspeed {deepspeed.__version__} copies weights into int8 memory without quantizing them "
+                "(partition_parameters.py, _partition_param); freeze them after the load, or remove the setting"
+            )
+        aligned = init._aligned_size(parameter)
+        padded_numel = aligned // self.world_size
+        if self.swapping is not None and self.swapping.swaps(padded_numel):
+            partition = _as_partition(self.swapping.buffer(parameter, padded_numel), OffloadDeviceEnum.nvme)
+        else:
+            partition = self._new_partition(padded_numel, parameter.dtype)
+        parameter.ds_tensor = partition
+        parameter.ds_numel_aligned = aligned
+        tensors = [partition]
+        if init.zero_param_process_group is not None:
+            secondary = self._new_partition(aligned // init.num_ranks_in_param_group, parameter.dtype)
+            parameter.ds_secondary_tensor = secondary
+            tensors.append(secondary)
+        for tensor, numel in zip(tensors, numels, strict=True):
+            tensor[numel:].zero_()  # stock leaves padding uninitialised, so its hashes differ from run to run
+        return tensors
+
+    def _new_partition(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        remote = self._init.remote_device  # nvme takes only partitions that are large enough
+        device = "cpu" if remote == OffloadDeviceEnum.nvme else str(getattr(remote, "value", remote))
+        if device == "cpu" and self._init.pin_memory:
+            return _as_partition(new_pinned(numel, dtype))
+        return _as_partition(torch.empty(numel, dtype=dtype, device=device))
+
+
+def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """Yield the distinct modules, each after its children."""
+    seen.add(id(module))
+    for child in module.children():
+        if id(child) not in seen:
+            yield from _children_first(child, seen)
+    yield module
+
+
+def check_by_deepspeed(ds_config: Mapping[str, Any], world_size: int) -> None:
+    """Refuse, without ranks, what DeepSpeed would refuse in a job of this many."""
+    _check_by_deepspeed(ds_config, _unit_of(world_size))
+
+
+def _unit_of(world_size: int) -> Any:
+    """Return all that DeepSpeedConfig asks of a model-parallel unit."""
+    return SimpleNamespace(get_data_parallel_world_size=lambda: world_size)
+
+
+def _check_by_deepspeed(ds_config: Mapping[str, Any], mpu: Any) -> None:
+    # DeepSpeed ignores sections and values that it does not know. Those of other programs resemble none of its own.
+    known = {"zero_optimization", *(value for value in vars(constants).values() if isinstance(value, str))}
+    for key in ds_config.keys() - known:
+        if near := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
+            logger.warning("ds_config: DeepSpeed has no key %s, and ignores it; did you mean %s?", key, near[0])
+    try:
+        DeepSpeedConfig(dict(ds_config), mpu)
+    except Exception as error:  # of any class, since it does not check types
+        problem = _unknown_keys(error, ds_config) or f"{type(error).__name__}: {error}"
+        problem = re.sub(r"\n *For further information visit .*", "", problem)
+        raise ConfigError(f"deepspeed {deepspeed.__version__} refuses the ds_config: {problem}") from error
+
+
+def _unknown_keys(error: Exception, ds_config: Mapping[str, Any]) -> str:
+    """Return which keys DeepSpeed does not have, with the nearest that it has; "" if that is not what is wrong."""
+    if not isinstance(error, ValidationError):
+        return ""
+    problems = error.errors()
+    if any(problem["type"] != "extra_forbidden" or len(problem["loc"]) != 1 for problem in problems):
+        return ""
+    texts = []
+    for problem in problems:
+        key = str(problem["loc"][0])
+        section = next(
+            (name for name, values in ds_config.items() if isinstance(values, Mapping) and key in values), ""
+        )
+        known = DeepSpeedZeroConfig.model_fields if section == "zero_optimization" else ()
+        near = difflib.get_close_matches(key, known, n=1)
+        texts.append(f"{section}.{key} is no key of DeepSpeed" + (f"; did you mean {near[0]}?" if near else ""))
+    return "\n".join(texts)
+
+
+def _zero_init(ds_config: Mapping[str, Any], group: Any, mpu: Any) -> Any:
+    section = ds_config["zero_optimization"]
+    return Init(
+        module=None,
+        config_dict_or_path=dict(ds_config),
+        data_parallel_group=group,
+        zero_param_parallel_group=_secondary_group(section.get("zero_hpz_partition_size", 1)),
+        mpu=mpu,
+    )
+
+
+def _secondary_group(size: int) -> Any:
+    """Return the hpZ group that an earlier model has made, if any: DeepSpeed cannot make another."""
+    group = groups._get_zero_param_intra_parallel_group() if size > 1 else None
+    if group is not None and dist.get_world_size(group) != min(size, dist.get_world_size()):
+        raise ConfigError(
+            f"zero_hpz_partition_size {size}: an earlier model in this process has {dist.get_world_size(group)}, and "
+            "DeepSpeed knows one size per process; use the same"
+        )
+    return group
+
+
+def _as_partition(memory: torch.Tensor, final_location: OffloadDeviceEnum | None = None) -> torch.Tensor:
+    """Set the attributes that DeepSpeed reads on a partition, and return it."""
+    partition = memory.requires_grad_(False)
+    partition.ds_numel = partition.numel()
+    partition.status = PartitionedParamStatus.AVAILABLE
+    partition.final_location = final_location
+    return partition
+
+
+def new_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return flat page-locked memory, uninitialised; ordinary memory if the accelerator is the CPU."""
+    accelerator = get_accelerator()
+    nbytes = numel * dtype.itemsize
+    if nbytes >= MIN_REGISTERED_BYTES and accelerator.device_name() != "cpu":
+        registered = _registered(accelerator, nbytes)
+        if registered is not None:
+            return registered.view(dtype)
+    if hasattr(accelerator, "pin_empty"):  # which older releases lack, like register_host_memory
+        return accelerator.pin_empty(numel, dtype=dtype)
+    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=accelerator.device_name() != "cpu")
+
+
+def _registered(accelerator: Any, nbytes: int) -> torch.Tensor | None:
+    """Return bytes that are registered with the device until their last view is gone; None if it registers none."""
+    if not hasattr(accelerator, "register_host_memory"):
+        return None
+    # Pages of their own, since a page is registered once, at the start of a storage, where torch looks for pinned ones.
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    whole_pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        is_registered = accelerator.register_host_memory(memory.data_ptr(), whole_pages)
+    except RuntimeError:  # CUDA's raises where others return False
+        is_registered = False
+    if not is_registered:
+        return None
+    device, address = accelerator.current_device(), memory.data_ptr()
+    weakref.finalize(memory.untyped_storage(), _unregister, accelerator, device, address).atexit = False
+    return memory
+
+
+def _unregister(accelerator: Any, device: int, address: int) -> None:
+    with contextlib.suppress(RuntimeError):  # an error of earlier work on the device, which its caller gets as well
+        accelerator.synchronize(device)  # copies may still read it
+    accelerator.unregister_host_memory(address)
+
+
+# -- what the installed release lacks, most of which it would ignore without a word ----------------------------------
+
+
+def has(module: str) -> bool:
+    """Return whether the installed DeepSpeed has a module, without importing it."""
+    return importlib.util.find_spec(module) is not None
+
+
+def refuse_what_is_absent(ds_config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for the first setting that the installed DeepSpeed or this accelerator does not have."""
+    section = ds_config["zero_optimization"]
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if section.get(name) and get_accelerator().device_name() == "cpu":
+            raise UnsupportedError(f"{name}: DeepSpeed's quantizer is a CUDA kernel; remove it on CPU")
+    if (ds_config.get("expert_parallel") or {}).get("enabled") and not has(HAS_AUTOEP):
+        raise _absent("expert_parallel", "would ignore it", "0.19.8 does not")
+
+
+def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the buffers that DeepSpeed keeps in fp32 when it trains `module` in `dtype`.
+
+    `setting` is data_types.keep_in_fp32_modules of the ds_config; None if it is absent.
+    """
+    if not has(KEEPS_FP32):
+        if isinstance(setting, list) and setting:
+            raise _absent("data_types.keep_in_fp32_modules", "would ignore it", "0.19.8 is the first that does not")
+        return []
+    require(DEEPSPEED, {KEEPS_FP32: ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern")})
+    from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern
+
+    pattern = keep_in_fp32_pattern(module, setting, dtype)
+    return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
+
+
+def _absent(setting: str, lack: str, releases: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{setting}: deepspeed {deepspeed.__version__} {lack} ({releases}); remove it, or install another release"
+    )

@@ -1,0 +1,191 @@
+"""The swapper of offload_param to nvme: its folder, its buffers and its files.
+
+zero.Init makes it (`runtime/swap_tensor/partitioned_param_swapper.py` of deepspeed 0.18.4 to 0.19.8). It allocates all
+buffers at once, empties its folder, and does not check that a file has all bytes that were written to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import shutil
+import weakref
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from lowmem_load.engines.ops import load_async_io
+from lowmem_load.errors import ConfigError
+from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
+from lowmem_load.text import size
+
+_SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
+
+
+require(
+    DEEPSPEED,
+    {
+        "deepspeed.ops.op_builder": ("AsyncIOBuilder",),
+        "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.nvme",),
+        _SWAPPER: (
+            *("_io_aligned_numel", "available_swap_in_buffers", "get_buffer", "get_path", "swap_out_and_release"),
+            *("swappable_tensor", "synchronize_writes"),
+        ),
+    },
+    arguments={
+        f"{_SWAPPER}.swappable_tensor": ("numel",),
+        f"{_SWAPPER}.swap_out_and_release": ("async_op", "force_buffer_release"),
+    },
+)
+
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402  the contract gives the better error
+
+Folder = tuple[str, str]
+"""The nvme_path and the precision of a swapper: DeepSpeed has a folder for each of these."""
+
+
+def folder_of(ds_config: Mapping[str, Any]) -> Folder | None:
+    """Return the folder of the swapper that zero.Init will make; None if it will make none."""
+    offload = ds_config["zero_optimization"].get("offload_param") or {}
+    if offload.get("device") != OffloadDeviceEnum.nvme:
+        return None
+    enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
+    return os.path.realpath(offload["nvme_path"]), " ".join(enabled)
+
+
+def prepare(folder: Folder, ds_config: Mapping[str, Any]) -> None:
+    """Check what zero.Init does not check, or reports badly."""
+    Swapping.refuse_held(folder)
+    if (ds_config.get("aio") or {}).get("use_gds"):
+        return  # another op, which needs no libaio
+    try:
+        load_async_io()  # zero.Init loads it too, but raises RuntimeError for other reasons as well
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"offload_param.device 'nvme': DeepSpeed cannot build or load its async_io op: {error}; install libaio "
+            "(libaio-dev on Debian) and what else it names, or use device 'cpu'"
+        ) from error
+
+
+class Swapping:
+    """Partitions in the buffers of a swapper: half of the buffers are written to files while the others are filled."""
+
+    # Live swappers by folder. One table per process, as DeepSpeed empties such a folder whenever it makes a swapper.
+    _live: ClassVar[weakref.WeakValueDictionary[Folder, Any]] = weakref.WeakValueDictionary()
+
+    def __init__(self, swapper: Any, folder: Folder | None) -> None:
+        require_attributes(
+            DEEPSPEED,
+            swapper,
+            (
+                *("aio_read_handle", "aio_write_handle", "buffers", "elements_per_buffer", "param_buffer_count"),
+                *("swap_element_size", "swap_folder", "use_gds"),
+            ),
+        )
+        self._swapper = swapper
+        self._filling: list[nn.Parameter] = []
+        self._writing: list[tuple[str, int]] = []  # path and final length in bytes of each file
+        if folder is not None:  # else it is an engine's own
+            Swapping._live[folder] = swapper
+            _free_with_last_view(swapper, self._writing)
+
+    @classmethod
+    def refuse_held(cls, folder: Folder) -> None:
+        """Raise ConfigError if a live model's weights lie in the folder: DeepSpeed empties it for each swapper."""
+        if folder in cls._live:
+            gc.collect()  # parameters and their methods refer to each other
+        if folder in cls._live:
+            raise ConfigError(
+                f"offload_param.nvme_path {folder[0]} holds the weights of another model of this "
+                "process, and DeepSpeed would delete them; give each model a folder of its own"
+            )
+
+    def swaps(self, numel: int) -> bool:
+        """Return whether partitions of `numel` elements are large enough for files."""
+        return bool(self._swapper.swappable_tensor(numel=numel))
+
+    def buffer(self, parameter: nn.Parameter, numel: int) -> torch.Tensor:
+        """Return memory for a partition of `parameter` in one of the buffers. `swap_out` must follow."""
+        swapper = self._swapper
+        if numel > swapper.elements_per_buffer:
+            raise ConfigError(
+                f"offload_param.buffer_size is {swapper.elements_per_buffer} elements, but a partition of a parameter "
+                f"of shape {tuple(parameter.ds_shape)} has {numel}; raise it to at least that"
+            )
+        partition = torch.empty(0, dtype=parameter.dtype, device="cpu")
+        partition.data = swapper.get_buffer(parameter, numel).data
+        self._filling.append(parameter)
+        return partition
+
+    def files(self, numels: Iterable[int]) -> dict[str, int]:
+        """Return how many bytes partitions of `numels` elements will take in files, by folder."""
+        # Source: deepspeed 0.19.8 partitioned_param_swapper.py, get_buffer: a file is as long as the aligned buffer.
+        swapper = self._swapper
+        swapped = [numel for numel in numels if self.swaps(numel)]
+        return {swapper.swap_folder: sum(map(swapper._io_aligned_numel, swapped)) * swapper.swap_element_size}
+
+    @property
+    def is_swap_due(self) -> bool:
+        """Whether `swap_out` is due: half of the buffers are filled, or none is free."""
+        is_half = 2 * len(self._filling) >= self._swapper.param_buffer_count
+        return is_half or bool(self._swapper.available_swap_in_buffers() == 0)
+
+    def swap_out(self) -> None:
+        """Start to write the filled buffers to files; return when a buffer is free."""
+        self._await_writes()
+        if self._filling:
+            parameters, self._filling = self._filling, []
+            # DeepSpeed releases the buffers only after the writes, whatever the argument says.
+            self._swapper.swap_out_and_release(parameters, async_op=True, force_buffer_release=True)
+            for parameter in parameters:
+                partition = parameter.ds_tensor
+                nbytes = partition.ds_numel * partition.element_size()
+                self._writing.append((self._swapper.get_path(parameter, must_exist=True), nbytes))
+        if self._swapper.available_swap_in_buffers() == 0:
+            self._await_writes()
+
+    def finish(self) -> None:
+        """Write all filled buffers to files, and free them."""
+        self.swap_out()
+        self._await_writes()
+
+    def _await_writes(self) -> None:
+        if not self._writing:
+            return
+        self._swapper.synchronize_writes()
+        files = list(self._writing)
+        self._writing.clear()
+        for path, written in files:
+            nbytes = os.stat(path).st_size if os.path.exists(path) else 0
+            if nbytes < written:  # DeepSpeed would train on zeros
+                free = shutil.disk_usage(os.path.dirname(path)).free
+                raise ConfigError(
+                    f"offload_param.nvme_path: {path} has {nbytes} bytes after {written} were written to it "
+                    f"({size(free)} are free there); free space, or name another folder"
+                )
+
+
+def _free_with_last_view(swapper: Any, writing: Sized) -> None:
+    """Free the swapper's page-locked buffers, GBs by default, with the last tensor in them. DeepSpeed never does."""
+    # Source: deepspeed 0.19.8 deepspeed_pin_tensor.cpp, alloc: a process-wide table owns the memory.
+    if swapper.use_gds:
+        return  # memory of the device, which torch owns
+    storage = swapper.buffers.untyped_storage()
+    free = weakref.finalize(
+        storage,
+        _free_locked,
+        address=storage.data_ptr(),
+        read_handle=swapper.aio_read_handle,
+        write_handle=swapper.aio_write_handle,
+        writing=writing,
+    )
+    free.atexit = False
+
+
+def _free_locked(address: int, read_handle: Any, write_handle: Any, writing: Sized) -> None:
+    if writing:  # the kernel still reads the buffers
+        write_handle.wait()
+    read_handle.free_cpu_locked_tensor(torch.frombuffer((ctypes.c_char * 1).from_address(address), dtype=torch.uint8))

@@ -1,1 +1,0 @@
-"""Families of models: what a load needs of each. transformers' family is in hf/."""

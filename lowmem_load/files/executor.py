@@ -1,0 +1,432 @@
+"""Executes plans: reads byte ranges into memory. Plans nothing; knows neither names of models nor ZeRO.
+
+Bytes are read straight into their final memory where the plan says so. All others pass through temporary memory of the
+reading thread or, on their way to a device, through the pinned slots of `uploads.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+
+import torch
+
+from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.files.memory import Take, Temporaries, compute_into, make_pages, naming_shortage, scatter_elements
+from lowmem_load.files.source import Opener, OpenSources
+from lowmem_load.files.stand_ins import open_file
+from lowmem_load.files.uploads import Put, Uploads, move_tasks
+from lowmem_load.locks import ForkedLock
+from lowmem_load.phases import no_callback
+from lowmem_load.planning.expression import Expression, Source, leaves
+from lowmem_load.planning.load_plan import ComputedValue, Value
+from lowmem_load.planning.nest import Axis, Nest
+from lowmem_load.planning.planner import Constants
+from lowmem_load.planning.reads import Apply, ApplyPiece, Fill, Read, Step
+
+PART_BYTES = 16 << 20
+"""Bytes of a read after which they are counted: from slow storage a whole read may take minutes."""
+
+MAX_WAITING = 64
+"""Most tasks that wait for the threads: enough that no thread waits for the calling one."""
+
+MAX_DELAYED = 512
+"""Most tasks that the calling thread puts off, to run them together. A read of MBs empties the processor's caches. If
+one ran between each two parameters, loading 1.5 billion parameters would take 15 % more processor time."""
+
+Task = Callable[[], None]
+
+LEAVE_S = 0.5
+"""Seconds to wait for requests to a remote store when a load fails: a server may not answer for longer."""
+
+CHECK_S = 0.05
+"""Seconds between two checks while a batch is waited for."""
+
+MIN_DEVICE_THREADS = 2
+"""Fewest threads that read for a device. Most of the time they wait, for storage or for a copy to the device."""
+
+
+class Tasks:
+    """Runs tasks in any order. With one thread, the calling one runs them, unless `have_threads` is called."""
+
+    def __init__(self, num_threads: int, *, starts_late: bool = False) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._delayed: list[Task] = []  # for the calling thread
+        self._changed = threading.Condition()  # guards what follows
+        self._num_given = 0  # tasks that threads have, and have not ended
+        self._num_enough = 0  # the calling thread goes on when only so many of them are left
+        self._failed: Future[None] | None = None
+        self._late_threads = num_threads if starts_late else 0
+        if num_threads > 1 and not starts_late:
+            self.have_threads(num_threads)
+
+    def have_threads(self, num_threads: int) -> None:
+        """Leave further tasks to so many threads; to the threads that there are, if any."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(max(num_threads, self._late_threads), "lowmem_load-read")
+
+    def run(self, task: Task) -> None:
+        """Run a task now or later; `finish` waits for it. Raises what an earlier task raised, once it is known."""
+        if self._pool is None:
+            self._delayed.append(task)
+            if len(self._delayed) >= MAX_DELAYED:
+                self._run_delayed()
+            return
+        if self._num_given >= MAX_WAITING or self._failed is not None:
+            self._wait(MAX_WAITING // 2)  # for several, so that the calling thread, too, gets much done at a time
+        with self._changed:
+            self._num_given += 1
+        self._pool.submit(task).add_done_callback(self._note)
+
+    def finish(self) -> None:
+        """Wait until all tasks have ended. Raises what one of them raised."""
+        self._run_delayed()
+        self._wait(0)
+
+    def close(self, patience_s: float | None = None) -> None:
+        """End the threads. Tasks that have not begun are dropped; those that take longer than `patience_s` are left."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=patience_s is None, cancel_futures=True)
+            if patience_s is not None:  # an interrupt of `run` may have left a count of a task that never was
+                with self._changed:
+                    self._num_enough = 0
+                    self._changed.wait_for(lambda: not self._num_given, patience_s)
+
+    def _run_delayed(self) -> None:
+        tasks, self._delayed = self._delayed, []
+        if tasks and self._late_threads > 1:
+            self.have_threads(self._late_threads)
+        for task in tasks:
+            if self._late_threads > 1:
+                self.run(task)
+            else:
+                task()
+
+    def _wait(self, num_enough: int) -> None:
+        with self._changed:
+            self._num_enough = num_enough
+            self._changed.wait_for(lambda: self._failed is not None or self._num_given <= num_enough)
+        if self._failed is not None:
+            self._failed.result()
+
+    def _note(self, done: Future[None]) -> None:
+        with self._changed:
+            self._num_given -= 1
+            if self._failed is None and not done.cancelled() and done.exception() is not None:
+                self._failed = done
+            if self._failed is not None or self._num_given <= self._num_enough:
+                self._changed.notify()
+
+
+class Batch:
+    """Tasks that are waited for together."""
+
+    def __init__(self) -> None:
+        self._num_left, self._error, self._lock = 1, list[BaseException](), threading.Lock()
+        self._ended = threading.Event()
+
+    def counted(self, task: Task) -> Task:
+        """Return a task that belongs to the batch."""
+        with self._lock:
+            self._num_left += 1
+
+        def run() -> None:
+            try:
+                task()
+            except BaseException as error:
+                self._error.append(error)
+                self._ended.set()
+                raise
+            self.end_one()
+
+        return run
+
+    def end_one(self) -> None:
+        """Note that a task has ended, or that no further task comes."""
+        with self._lock:
+            self._num_left -= 1
+            if not self._num_left:
+                self._ended.set()
+
+    def wait(self, check: Callable[[], None]) -> None:
+        """Wait until all tasks have ended. Raises what one of them raised. `check` is called now and then."""
+        while not self._ended.wait(CHECK_S):
+            check()
+        if self._error:
+            raise self._error[0]
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """What was read so far: bytes (gaps included; they grow while a read goes on), ended reads, the latest file."""
+
+    read_bytes: int = 0
+    num_reads: int = 0
+    path: str = ""
+
+
+class Executor:
+    """Fills memory as plans say. A context manager: leaving it waits for all reads, and closes the files.
+
+    Memory: for each reading thread a buffer as large as the plan's largest staged read (two to four times that if
+    values are cast more than once), and what the plan states as its largest temporary.
+
+    [Note: another heap] Operations run in threads of the pool, even where a single thread reads. What torch allocates
+    while it computes comes from the heap of its thread. In the calling thread, which makes parameters meanwhile, small
+    objects that stay would fill the holes that are freed, so that its heap would grow with each operation (by 80 MiB
+    for a partition of 1250 MiB). The C library gives other threads heaps of their own, where nothing stays.
+
+    There are `num_threads` reads at a time. With 1, the calling thread reads, and one thread computes operations. For a
+    device there are at least `MIN_DEVICE_THREADS`.
+    """
+
+    def __init__(self, *, num_threads: int = 1, open_source: Opener = open_file, starts_late: bool = False) -> None:
+        self.sources = OpenSources(open_source)
+        self.stats = ReadStats()
+        self.on_bytes: Callable[[int], object] = no_callback  # called with needed bytes that arrived, from any thread
+        self.num_threads = num_threads
+        self.tasks = Tasks(num_threads, starts_late=starts_late)
+        self._starts_late = starts_late
+        self._lock = ForkedLock()
+        self._temporaries = Temporaries()
+        self._uploads: Uploads | None = None
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """A block of reads. If it raises, what it has begun is left to itself, and later reads are as if it never was.
+
+        Tasks that have not begun are dropped. Those at work write into memory that nobody uses.
+        """
+        try:
+            yield
+        except BaseException:
+            self.tasks.close(patience_s=0)
+            self.renew_tasks(self.num_threads)
+            raise
+
+    def renew_tasks(self, num_threads: int) -> None:
+        """Leave further reads to other threads, without a look at those that there were."""
+        self.tasks, self._uploads = Tasks(num_threads, starts_late=self._starts_late), None
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.finish()
+        finally:
+            self.tasks.close(LEAVE_S if error is not None and self.sources.interrupt() else None)
+            if self._uploads is not None:
+                with contextlib.suppress(RuntimeError):  # of the device: the load has failed already
+                    self._uploads.finish()  # copies may still use the memory; after `finish` there are none
+            self.sources.close()
+
+    def fill(
+        self,
+        fill: Fill,
+        destination: torch.Tensor,
+        values: Sequence[Value],
+        constants: Constants,
+        name: str = "",
+    ) -> None:
+        """Start to fill flat, contiguous memory. Call `finish` before it is used. Errors of reads name `name`."""
+        tensors = {number: self._value(number, values, constants) for number in fill.needs}
+        if destination.is_cpu and any(isinstance(step, Apply) for step in fill.steps):
+            self.tasks.have_threads(1)  # see [Note: another heap]
+        for task in self._tasks_of(fill.steps, destination, Constants(tensors, constants.functions)):
+            self.tasks.run(partial(_naming, name, task) if name else task)
+
+    def fill_parts(self, parts: Iterable[tuple[Fill, torch.Tensor]], constants: Constants) -> Batch:
+        """Start to fill parts of memory by steps that need no values, in threads; return what waits for all of them."""
+        batch = Batch()
+        self.tasks.have_threads(1)
+        for fill, destination in parts:
+            for task in self._tasks_of(fill.steps, destination, constants):
+                self.tasks.run(batch.counted(task))
+        batch.end_one()
+        return batch
+
+    def order_after_copies(self) -> None:
+        """Have this thread's stream wait for the copies to the device that have been begun."""
+        if self._uploads is not None:
+            self._uploads.order_after()
+
+    def move(self, values: torch.Tensor, destination: torch.Tensor) -> None:
+        """Start to copy a host tensor, cast, to flat device memory. Call `finish` before that is used."""
+        casts = () if values.dtype == destination.dtype else (destination.dtype,)  # a cast takes memory of the device
+        nest = Nest(0, 0, (Axis(values.numel(), 1, 1),), casts)
+        for task in move_tasks(nest, values.detach().contiguous().view(-1), self._put_into(destination)):
+            self.tasks.run(task)
+
+    def read_range(
+        self,
+        path: str,
+        start: int,
+        memory: torch.Tensor,
+        what: str,
+        needed_bytes: int = 0,
+        sources: OpenSources | None = None,
+    ) -> None:
+        """Fill host memory with the bytes of a file from `start` on. Raises as `finish`, naming `what`."""
+        self.stats.path, content = path, memory.view(torch.uint8).numpy().data
+        try:
+            with (sources or self.sources).reading(path) as source:
+                for done in range(0, content.nbytes, PART_BYTES):
+                    part = content[done : done + PART_BYTES]
+                    if needed_bytes:
+                        make_pages(part)
+                    source.read_into(start + done, part)
+                    with self._lock:
+                        self.stats.read_bytes += part.nbytes
+        except TruncatedFileError as error:
+            raise TruncatedFileError(
+                f"{error} while {what} was read; the file changed after its header was read"
+            ) from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} (while {what} was read)") from error
+        with self._lock:
+            self.stats.num_reads += 1
+        if needed_bytes:
+            self.on_bytes(needed_bytes)
+
+    def finish(self) -> None:
+        """Wait until all memory is filled. Raises CheckpointError, or RuntimeError of the device."""
+        self.tasks.finish()
+        if self._uploads is not None:
+            self._uploads.finish()
+
+    def _value(self, number: int, values: Sequence[Value], constants: Constants) -> torch.Tensor:
+        # The calling thread computes it: a task must not wait for other tasks.
+        value = values[number]
+        if not isinstance(value, ComputedValue):
+            return constants.tensors[number]
+        inputs = []
+        for fill, shape in zip(value.inputs, value.input_shapes, strict=True):
+            with naming_shortage(f"input of {value.operation}", fill.numel * fill.dtype.itemsize):
+                whole = torch.empty(fill.numel, dtype=fill.dtype, device="cpu")
+            self.fill(fill, whole, values, constants)
+            inputs.append(whole.view(shape))
+        self.tasks.finish()
+        # The function may compute elsewhere, on a stream of this thread. So this thread copies the result to the host.
+        return constants.functions[value.function](inputs).detach().cpu().contiguous().view(-1)
+
+    def _tasks_of(self, steps: Sequence[Step], destination: torch.Tensor, known: Constants) -> Iterator[Task]:
+        # To host memory, values are moved at once.
+        put = partial(self._put_on_host, destination) if destination.is_cpu else self._put_into(destination)
+        for step in steps:
+            if isinstance(step, Read):
+                for first, shift in step.iterations():
+                    if step.is_direct:
+                        yield self._direct_read(step, first, shift, destination)
+                    else:
+                        yield partial(self._staged_read, step, first, step.nest.shifted(destination=shift), put)
+            elif isinstance(step, Apply):
+                apply = partial(self._apply_on_host, destination) if destination.is_cpu else partial(self._apply, put)
+                index = _device_in_use()
+                for piece in step.pieces:
+                    yield partial(_on_device, index, partial(apply, step, piece, known))
+            elif destination.is_cpu:
+                scatter_elements(step.nest, known.tensors[step.value], destination)
+            else:
+                yield from move_tasks(step.nest, known.tensors[step.value], put)
+
+    def _direct_read(self, step: Read, first: int, shift: int, destination: torch.Tensor) -> Task:
+        memory = destination.narrow(0, step.nest.destination + shift, step.numel)
+        return partial(self._read_elements, step.tensor, first, memory, step.needed_bytes_each)
+
+    def _staged_read(self, step: Read, first: int, nest: Nest, put: Put) -> None:
+        with naming_shortage(f"tensor {step.tensor.name!r}", step.numel * step.tensor.dtype.itemsize):
+            put(nest, step.numel, step.tensor.dtype, partial(self._read_elements, step.tensor, first))
+        self.on_bytes(step.needed_bytes_each)
+
+    def _read_elements(self, tensor: Source, first: int, memory: torch.Tensor, needed_bytes: int = 0) -> None:
+        start = tensor.start + first * tensor.dtype.itemsize
+        self.read_range(tensor.path, start, memory, repr(tensor.name), needed_bytes, tensor.files)
+
+    def _apply(self, put: Put, step: Apply, piece: ApplyPiece, known: Constants) -> None:
+        def write(memory: torch.Tensor) -> None:
+            with self._temporaries.frame() as take:
+                inputs = self._inputs(piece, known, take)
+                compute_into(memory, known.functions[step.function], inputs, step.group, step.part_group)
+
+        put(piece.nest, piece.numel, step.dtype, write)
+
+    def _apply_on_host(self, destination: torch.Tensor, step: Apply, piece: ApplyPiece, known: Constants) -> None:
+        with self._temporaries.frame() as take:
+            inputs = self._inputs(piece, known, take)
+            if step.overwrites:
+                result = next(memory for memory in inputs if memory.dtype == step.dtype)
+            else:
+                result = take(piece.numel, step.dtype)
+            compute_into(result, known.functions[step.function], inputs, step.group, step.part_group)
+            scatter_elements(piece.nest, result, destination)
+
+    def _inputs(self, piece: ApplyPiece, known: Constants, take: Take) -> list[torch.Tensor]:
+        inputs = []
+        for fill in piece.inputs:
+            inputs.append(take(fill.numel, fill.dtype))
+            for task in self._tasks_of(fill.steps, inputs[-1], known):
+                task()
+        return inputs
+
+    def _put_on_host(
+        self,
+        destination: torch.Tensor,
+        nest: Nest,
+        numel: int,
+        dtype: torch.dtype,
+        write: Callable[[torch.Tensor], object],
+    ) -> None:
+        with self._temporaries.frame() as take:
+            memory = take(numel, dtype)
+            write(memory)
+            scatter_elements(nest, memory, destination)
+
+    def _put_into(self, destination: torch.Tensor) -> Put:
+        if self._uploads is None:
+            num_threads = max(MIN_DEVICE_THREADS, self.num_threads)
+            self._uploads = Uploads(destination.device, num_threads)
+            self.tasks.have_threads(num_threads)  # uploads change the current stream of the threads that make them
+        return self._uploads.into(destination)
+
+    def check_unchanged(self, expressions: Iterable[Expression]) -> None:
+        """Raise CheckpointError if a file has changed that expressions have elements of."""
+        paths: dict[OpenSources, set[str]] = {}
+        for leaf in (leaf for expression in expressions for leaf in leaves(expression)):
+            if isinstance(leaf, Source):
+                paths.setdefault(leaf.files or self.sources, set()).add(leaf.path)
+        for sources, of_them in paths.items():
+            sources.check_unchanged(of_them)
+
+
+def _device_in_use() -> int | None:
+    """Return the index of this thread's device; None if the process uses none, which the question would change."""
+    if not torch.accelerator.is_available():
+        return None
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return torch.accelerator.current_device_index() if getattr(module, "is_initialized", bool)() else None
+
+
+def _naming(name: str, task: Task) -> None:
+    """Run a task; an error of its files names what is filled, unless it does."""
+    try:
+        task()
+    except CheckpointError as error:
+        if repr(name) in str(error):
+            raise
+        raise type(error)(f"{error}, which fills {name!r}") from error
+
+
+def _on_device(index: int | None, task: Task) -> None:
+    """Run a task, whose function may compute on a device, on that of its maker: a new thread has the first one."""
+    if index is not None:
+        torch.accelerator.set_device_index(index)
+    task()

@@ -1,0 +1,139 @@
+"""The verb `fill`: parts of expressions into this rank's memory, proved as a whole before the first byte is read.
+
+Lazy reads, resumes and values that are needed at once come here, and loads, which begin as memory is made.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from lowmem_load.errors import PlanError
+from lowmem_load.files.executor import Executor
+from lowmem_load.phases import no_callback
+from lowmem_load.planning.expression import Expression, Source, cast, leaves, numel
+from lowmem_load.planning.load_plan import Costs, Value, reading_order
+from lowmem_load.planning.planner import Constants, Planner
+from lowmem_load.planning.reads import Fill
+from lowmem_load.planning.regions import FlatRange, Region
+
+
+class Part(NamedTuple):
+    """A region of an expression, and the flat memory that is to hold it, row-major, in the dtype of the memory."""
+
+    name: str
+    expression: Expression
+    region: Region
+    memory: torch.Tensor
+
+
+class PlannedPart(NamedTuple):
+    """A part that was planned before, perhaps while its memory was not there yet."""
+
+    name: str
+    fill: Fill
+    memory: torch.Tensor
+
+
+class Known(Protocol):
+    """What fills refer to by number: what has planned them."""
+
+    @property
+    def values(self) -> Sequence[Value]:
+        """The values that a plan needs."""
+
+    @property
+    def constants(self) -> Constants:
+        """What of them is in memory, and functions."""
+
+
+def fill(parts: Sequence[Part], executor: Executor, on_part: Callable[[], object] = no_callback) -> Costs:
+    """Plan, prove and fill parts; return what that took. For `on_part`, see `fill_planned`.
+
+    Raises PlanError before anything is read, and CheckpointError if a file cannot be read or has changed.
+    """
+    planned, planner = plan_parts(parts)
+    with executor.undone_on_error():
+        fill_planned(planned, planner, executor, on_part)
+        executor.check_unchanged(part.expression for part in parts)
+    return planner.costs(part.fill for part in planned)
+
+
+def plan_parts(parts: Sequence[Part]) -> tuple[list[PlannedPart], Planner]:
+    """Return the parts as `fill_planned` takes them, and what has planned them."""
+    planner = Planner()
+    planned = []
+    for name, expression, region, memory in parts:
+        values = cast(expression, memory.dtype)
+        planned.append(PlannedPart(name, planner.plan_fill(name, values, region, on_host=memory.is_cpu), memory))
+    return planned, planner
+
+
+def fill_planned(
+    parts: Sequence[PlannedPart], known: Known, executor: Executor, on_part: Callable[[], object] = no_callback
+) -> None:
+    """Fill parts that are planned, in the order of the files.
+
+    `on_part` is called as each is begun; it may raise, and so end the reading.
+    """
+    filling = Filling(known, executor)
+    for part in parts:
+        filling.prove(part)
+    for part in sorted(parts, key=lambda part: reading_order([part.fill], part.name)):
+        filling.start(part)
+        on_part()
+    filling.finish()
+
+
+class Filling:
+    """Fills parts that are planned, of which each may begin as soon as it has memory.
+
+    The parts that begin before a `finish` have no memory in common. After it their memory may be given to others.
+    """
+
+    def __init__(self, known: Known, executor: Executor) -> None:
+        self.executor, self._known = executor, known
+        self._taken: list[tuple[str, int, int, str]] = []  # device, first and last byte, name; sorted, none overlap
+
+    def prove(self, part: PlannedPart) -> None:
+        """Raise PlanError unless the memory has the size and dtype of the fill, and no other part has any of it."""
+        name, planned, memory = part
+        if (memory.numel(), memory.dtype) != (planned.numel, planned.dtype) or not memory.is_contiguous():
+            raise PlanError(
+                f"{name}: {planned.numel} elements of {planned.dtype} do not fit memory of {memory.numel()} of "
+                f"{memory.dtype}"
+            )
+        if not memory.nbytes:
+            return
+        span = str(memory.device), memory.data_ptr(), memory.data_ptr() + memory.nbytes, name
+        place = bisect.bisect(self._taken, span)
+        beside = self._taken[max(0, place - 1) : place + 1]
+        for one, other in itertools.pairwise(sorted([*beside, span])):
+            if one[0] == other[0] and other[1] < one[2]:
+                raise PlanError(f"{one[3]} and {other[3]}: would be filled into the same memory")
+        self._taken.insert(place, span)
+
+    def start(self, part: PlannedPart) -> None:
+        """Start to fill a part that is proved."""
+        self.executor.fill(part.fill, part.memory, self._known.values, self._known.constants, part.name)
+
+    def finish(self) -> None:
+        """Return once all that was started is filled."""
+        self.executor.finish()
+        self._taken.clear()
+
+
+def read_whole(executor: Executor, expression: Expression) -> torch.Tensor:
+    """Return the value of an expression as a host tensor. Raises CheckpointError if its files have changed."""
+    whole = torch.empty(numel(expression), dtype=expression.dtype, device="cpu")
+    fill([Part(name_in_files(expression), expression, FlatRange(0, whole.numel()), whole)], executor)
+    return whole.reshape(expression.shape)
+
+
+def name_in_files(expression: Expression) -> str:
+    """Return the first name in files of what an expression is made of."""
+    return next((leaf.name for leaf in leaves(expression) if isinstance(leaf, Source)), "a value")

@@ -1,0 +1,441 @@
+"""Files in S3, GCS and Azure, on HTTP servers and on the Hub, through obstore (Rust's object_store).
+
+Checked with obstore 0.12. Each file is pinned to the ETag, or the date, that it had when it was found. Only pages that
+list the files of an HTTP server are fetched otherwise: obstore needs their length, which servers do not send.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import os
+import re
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote, unquote, urlsplit
+from urllib.request import Request, urlopen
+
+import huggingface_hub
+from huggingface_hub.utils import build_hf_headers
+
+from lowmem_load.errors import CheckpointError, ConfigError
+from lowmem_load.files.remote_file import (
+    TIMEOUT_S,
+    RemoteObject,
+    TransientError,
+    is_http,
+    plain_url,
+    replaced_error,
+    without_secrets,
+)
+
+PART_BYTES = 1 << 20
+"""Bytes of a body that arrive before they are copied."""
+
+MAX_LIST_NBYTES = 16 << 20
+"""Most bytes of a list of files."""
+
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
+"""Environment variables that name another server than the provider's."""
+
+TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+THROTTLED = frozenset({429, 503})
+"""Answers after which a request may be made again; those that mean "slow down"."""
+
+DENIED = frozenset({401, 403})
+EXPIRED = frozenset({400, 401, 403, 404, 410})
+"""Answers of stores to a signed URL that has expired."""
+
+USE_ANOTHER = "use a server that serves ranges, or download the checkpoint and name its folder"
+
+REGION = "incorrectly configured region"
+"""In obstore's error where S3 redirects to another region."""
+
+METADATA_HOST = "169.254.169.254"
+"""Where machines of the providers have their credentials."""
+
+_used_by: list[int] = []  # the process that has used obstore
+
+
+class RefusedError(CheckpointError):
+    """The store answers with a status that does not pass."""
+
+    def __init__(self, text: str, status: int = 0) -> None:  # pickle passes the text alone
+        super().__init__(text)
+        self.status = status
+
+
+class StoreObject:
+    """A `RemoteObject` in an object store or on an HTTP server.
+
+    Args:
+        url: of the folder; of an HTTP server with the login and the query that requests need.
+        key: path in the folder.
+        nbytes: its size.
+        version: its ETag or date, as `_version` returns it.
+        unsigned: whether the store is asked without credentials.
+    """
+
+    def __init__(self, url: str, key: str, nbytes: int, version: str, *, unsigned: bool = False) -> None:
+        self.name, self.nbytes, self.version = _name(url, key), nbytes, version
+        self._url, self._key, self._unsigned = url, key, unsigned
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """See `RemoteObject`."""
+        place = {"url": plain_url(self._url), "key": self._key, "unsigned": self._unsigned}
+        return {**place, "size": self.nbytes, "etag": self.version, "hub": False}
+
+    def fetch(self, offset: int, memory: memoryview, check: Callable[[], object]) -> None:
+        """See `RemoteObject`."""
+        if self.version.startswith('"'):
+            condition: dict[str, Any] = {"if_match": self.version}
+        else:
+            condition = {"if_unmodified_since": datetime.fromisoformat(self.version)}
+        store = open_store(self._url, unsigned=self._unsigned)
+        found = _get(self.name, store, self._key, offset, memory, check, condition)
+        # Some servers ignore conditions, so what they say of the version is compared as well.
+        if found not in ("", self.version):
+            raise replaced_error(self.name)
+
+
+class HubObject:
+    """A `RemoteObject` of one commit on the Hub, which cannot change.
+
+    The URL to which the Hub redirects is looked up once, and used until it has expired: the Hub limits requests.
+    """
+
+    def __init__(self, url: str, nbytes: int, version: str, token: str | bool | None) -> None:
+        self.name, self.nbytes, self.version = url, nbytes, version
+        self._token, self._location = token, ""
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """See `RemoteObject`."""
+        return {"url": self.name, "size": self.nbytes, "etag": self.version, "hub": True}
+
+    def fetch(self, offset: int, memory: memoryview, check: Callable[[], object]) -> None:
+        """See `RemoteObject`."""
+        location, is_known = self._location or self._look_up(), bool(self._location)
+        is_redirect = urlsplit(location).netloc != urlsplit(self.name).netloc
+        headers = {} if is_redirect else build_hf_headers(token=self._token)
+        folder, _, key = urlsplit(location).path.rpartition("/")
+        store = open_store(urlsplit(location)._replace(path=folder).geturl(), headers)
+        try:
+            _get(self.name, store, unquote(key), offset, memory, check, {})
+        except RefusedError as error:
+            if is_known and error.status in EXPIRED:
+                self._location = ""
+                raise TransientError(f"the URL to which it redirects has expired (status {error.status})") from None
+            raise
+        self._location = location
+
+    def _look_up(self) -> str:
+        try:
+            location: str = huggingface_hub.get_hf_file_metadata(self.name, token=self._token).location
+        except huggingface_hub.errors.HfHubHTTPError as error:
+            raise _status_error(self.name, error.response.status_code) from None
+        except Exception as error:  # noqa: BLE001  of the client that huggingface_hub uses
+            raise TransientError(without_secrets(f"{type(error).__name__}: {error}")) from None
+        if urlsplit(location).scheme != urlsplit(self.name).scheme == "https":
+            raise _redirect_error(self.name)
+        return location
+
+
+def _get(
+    name: str,
+    store: Any,
+    key: str,
+    offset: int,
+    memory: memoryview,
+    check: Callable[[], object],
+    condition: Mapping[str, Any],
+) -> str:
+    """Fill memory with the bytes of a file from `offset` on; return the version that the answer has."""
+    import obstore
+
+    _check_process(name)
+    with _translate_errors(name):
+        options: Any = {"range": (offset, offset + memory.nbytes), **condition}
+        result = obstore.get(store, key, options=options)
+        encoding: Any = result.attributes.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            raise CheckpointError(f"{name}: the server sends compressed bytes ({encoding:.20})")
+        filled = 0
+        for part in result.stream(min_chunk_size=PART_BYTES):
+            view = memoryview(part)
+            if filled + view.nbytes > memory.nbytes:
+                raise CheckpointError(f"{name}: the store sent more than {memory.nbytes} bytes; {USE_ANOTHER}")
+            memory[filled : filled + view.nbytes] = view
+            filled += view.nbytes
+            check()
+    if filled < memory.nbytes:
+        raise TransientError(f"the store sent {filled} bytes, expected {memory.nbytes}")
+    return _version(result.meta)
+
+
+# -- finding files -----------------------------------------------------------------------------------------------------
+
+
+def list_files(url: str, subfolder: str) -> dict[str, RemoteObject]:
+    """Return the files in a folder of an object store, and in one subfolder of it, by path inside the folder.
+
+    Where S3 needs credentials and the environment names none, it is asked without a signature first: the bucket may be
+    public, and to ask the machine for its role takes long where it has none.
+    """
+    if not url.startswith("s3") or has_credentials():
+        return _list(url, subfolder, unsigned=False)
+    try:
+        return _list(url, subfolder, unsigned=True)
+    except CheckpointError:
+        if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+            raise
+        return _list(url, subfolder, unsigned=False)
+
+
+def _list(url: str, subfolder: str, *, unsigned: bool) -> dict[str, RemoteObject]:
+    store = open_store(url, unsigned=unsigned)
+    import obstore
+
+    with _translate_errors(plain_url(url)):
+        files: dict[str, RemoteObject] = {}
+        for prefix in dict.fromkeys(("", subfolder.strip("/"))):
+            for meta in obstore.list_with_delimiter(store, prefix or None)["objects"]:
+                if meta["path"] not in ("", prefix):  # an empty object that marks a folder
+                    files[meta["path"]] = _object(url, meta, unsigned=unsigned)
+        return files
+
+
+def find(url: str, file: str, *, unsigned: bool = False) -> RemoteObject | None:
+    """Return a file in the folder at a URL; None if it is not there.
+
+    It is found by GET of its first byte: what HTTP servers answer to HEAD is often refused, or says another size.
+    """
+    store = open_store(url, unsigned=unsigned)
+    import obstore
+
+    _check_process(_name(url, file))
+    with _translate_errors(_name(url, file)):
+        try:
+            return _object(url, obstore.get(store, file, options={"range": (0, 1)}).meta, unsigned=unsigned)
+        except FileNotFoundError:
+            return None
+        except obstore.exceptions.BaseError as error:
+            if "416" not in _summary(error):  # the file is empty
+                raise
+            return _object(url, obstore.get(store, file).meta, unsigned=unsigned)
+
+
+def _object(url: str, meta: Any, *, unsigned: bool) -> StoreObject:
+    version = _version(meta)
+    if not version:
+        raise CheckpointError(
+            f"{_name(url, meta['path'])}: the server sends no ETag and no Last-Modified, without which a file that is "
+            "replaced goes unnoticed; use another server, or download the checkpoint"
+        )
+    return StoreObject(url, meta["path"], meta["size"], version, unsigned=unsigned)
+
+
+def _version(meta: Any) -> str:
+    """Return the ETag as HTTP has it, with quotes that lists of Azure and GCS leave out; else the date; else ""."""
+    tag, changed = meta["e_tag"], meta["last_modified"]
+    if tag is not None and not tag.startswith("W/"):  # a weak tag is no condition
+        return f'"{tag.strip(chr(34))}"'
+    return changed.isoformat() if changed.timestamp() > 0 else ""  # obstore's default is 1970
+
+
+def read_list(folder: str, file: str) -> bytes | None:
+    """Return a file of an HTTP server that lists others, or the page of the folder for ""; None if there is none."""
+    parts = urlsplit(folder)
+    path = f"{parts.path.rstrip('/')}/{quote(file)}"
+    plain, headers = _split_login(parts._replace(path=quote(path, safe="/%")).geturl())
+    name, request = plain_url(plain), Request(plain)
+    for key, value in headers.items():
+        request.add_unredirected_header(key, value)
+    try:
+        with urlopen(request, timeout=TIMEOUT_S, context=ssl.create_default_context(cafile=_own_roots())) as response:
+            if urlsplit(response.geturl()).scheme != parts.scheme == "https":
+                raise _redirect_error(name)
+            content = response.read(MAX_LIST_NBYTES + 1)
+    except HTTPError as error:
+        error.close()
+        if error.code in (404, 410):
+            return None
+        raise _status_error(name, error.code) from None
+    except (OSError, HTTPException) as error:
+        raise TransientError(without_secrets(f"{type(error).__name__}: {error}")) from None
+    if len(content) > MAX_LIST_NBYTES:
+        raise CheckpointError(f"{name}: has more than {MAX_LIST_NBYTES} bytes, which is no list of files")
+    return bytes(content)
+
+
+def _name(url: str, key: str) -> str:
+    return f"{plain_url(url).rstrip('/')}/{key}"
+
+
+# -- stores ------------------------------------------------------------------------------------------------------------
+
+
+def open_store(url: str, headers: Mapping[str, str] | None = None, *, unsigned: bool = False) -> Any:
+    """Return obstore's store of a URL, which has asked nobody yet. `headers` go with each request."""
+    prefixes = ("AWS_", "AZURE_", "GOOGLE_", "HOME", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+    environment = (item for item in os.environ.items() if item[0].startswith(prefixes))
+    return _store(url, tuple((headers or {}).items()), unsigned, TIMEOUT_S, (*environment, os.getpid()))
+
+
+@functools.lru_cache(maxsize=64)
+def _store(url: str, headers: tuple[tuple[str, str], ...], unsigned: bool, timeout_s: float, _: object) -> Any:
+    """Return the store by settings and the environment. It is kept, with its connections."""
+    from obstore import exceptions
+    from obstore.store import HTTPStore, from_url
+
+    plain, login = _split_login(url)
+    options: Any = {"timeout": f"{10 * timeout_s:g}s", "read_timeout": f"{timeout_s:g}s", "connect_timeout": "5s"}
+    options["default_headers"] = {"Accept-Encoding": "identity", **dict(headers), **login}
+    if (roots := _own_roots()) is not None:
+        options["root_certificate"] = Path(roots).read_bytes()
+    config: dict[str, Any] = aws_settings() if url.startswith("s3") else {}
+    if unsigned:
+        config["skip_signature"] = "true"
+    endpoints = [url, config.get("endpoint", ""), *(os.environ.get(name, "") for name in ENDPOINTS)]
+    if any(endpoint.startswith("http://") for endpoint in endpoints):
+        options["allow_http"] = True  # as the owner of the environment says; else a redirect from https is refused
+    retries: Any = {"max_retries": 0}
+    try:
+        if is_http(url):
+            store: Any = HTTPStore.from_url(plain, client_options=options, retry_config=retries)
+        else:
+            store = from_url(plain_url(url), client_options=options, retry_config=retries, **config)
+    except (exceptions.BaseError, ValueError) as error:
+        reason = without_secrets(str(error).partition("\n")[0])[:200]
+        raise CheckpointError(f"{plain_url(url)}: is no URL of a store, or one that lacks settings: {reason}") from None
+    _check_process(plain_url(url))
+    return store
+
+
+def _split_login(url: str) -> tuple[str, dict[str, str]]:
+    """Return a URL without its login, and the header that has it."""
+    parts = urlsplit(url)
+    if parts.username is None:
+        return url, {}
+    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
+    plain = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return plain, {"Authorization": f"Basic {base64.b64encode(login).decode()}"}
+
+
+def _own_roots() -> str | None:
+    return os.environ.get("SSL_CERT_FILE") or os.environ.get("REQUESTS_CA_BUNDLE") or None
+
+
+_IN_ENVIRONMENT = (
+    *("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+    *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
+)
+"""Variables of which each one says who asks, or that nobody does; obstore takes them."""
+
+
+def has_credentials() -> bool:
+    """Return whether the environment, or the files of AWS, say who asks."""
+    return any(name in os.environ for name in _IN_ENVIRONMENT) or "credential_provider" in aws_settings()
+
+
+def aws_settings() -> dict[str, Any]:
+    """Return the settings of obstore by the profile in `~/.aws`, read by boto3, unless the environment says who asks.
+
+    Raises ConfigError without boto3, and for a profile that is not there.
+    """
+    files = (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config"))
+    has_files = any(os.path.isfile(os.path.expanduser(os.environ.get(name) or path)) for name, path in files)
+    if any(name in os.environ for name in _IN_ENVIRONMENT) or not (has_files or os.environ.get("AWS_PROFILE")):
+        return {}
+    try:
+        import boto3  # type: ignore[import-untyped]
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        raise ConfigError("the profile of AWS (AWS_PROFILE, ~/.aws) is read by boto3: pip install boto3") from error
+    settings: dict[str, Any] = {}
+    try:
+        client = (session := boto3.Session()).client("s3", region_name=None if session.region_name else "us-east-1")
+        if session.get_credentials() is not None:
+            settings["credential_provider"] = Boto3CredentialProvider(session)
+    except Exception as error:  # of botocore, whose classes have no common base
+        raise ConfigError(f"the profile of AWS (AWS_PROFILE, ~/.aws) cannot be used: {error}") from error
+    if "AWS_REGION" not in os.environ and session.region_name:
+        settings["region"] = session.region_name
+    if ".amazonaws.com" not in client.meta.endpoint_url:
+        settings["endpoint"] = client.meta.endpoint_url
+    return settings
+
+
+def _check_process(name: str) -> None:
+    """Refuse a process that was forked from one that has used obstore: its threads are not there, and it would hang."""
+    if _used_by and _used_by[0] != os.getpid():
+        raise ConfigError(f"{name}: this process was forked from one that has read from a store; start it by spawn")
+    _used_by[:] = [os.getpid()]
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _translate_errors(name: str) -> Iterator[None]:
+    from obstore import exceptions
+
+    try:
+        yield
+    except exceptions.PreconditionError:
+        raise replaced_error(name) from None
+    except (exceptions.NotFoundError, FileNotFoundError):
+        raise _status_error(name, 404) from None
+    except exceptions.BaseError as error:
+        what = _summary(error)
+        if "non-partial" in str(error) or isinstance(error, exceptions.NotSupportedError):
+            raise CheckpointError(f"{name}: the store does not serve ranges; {USE_ANOTHER}") from None
+        if "builder error" in what or "error following redirect" in what:
+            raise _redirect_error(name) from None
+        status = int(code[0]) if (code := re.search(r"\b[345]\d\d\b", what)) is not None else 0
+        if REGION in what or (status and status not in TRANSIENT):
+            raise _status_error(name, status, what) from None
+        raise TransientError(what, is_throttled=status in THROTTLED or "SlowDown" in what) from None
+
+
+def _status_error(name: str, status: int, what: str = "") -> Exception:
+    """Return the error for an answer with this status."""
+    if status in TRANSIENT:
+        return TransientError(f"the server answers with status {status}", is_throttled=status in THROTTLED)
+    if status == 416:
+        return replaced_error(name)
+    text = f"the store does not answer as it should: {what or f'status {status}'}"
+    if status in DENIED:
+        reason = what or f"status {status}"
+        text = f"the store refuses access ({reason}); check the credentials, and that they may list and read it"
+    elif status in (404, 410):
+        text = "is not there"
+    return RefusedError(f"{name}: {text}", status)
+
+
+def _redirect_error(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name}: redirects from https to what is not https, or without an end; name the URL that it leads to"
+    )
+
+
+def _summary(error: Exception) -> str:
+    """Return what an error of obstore says, without its text: that quotes answers, which may hold session tokens."""
+    text = str(error)
+    patterns = r"status: (\d{3})", r"\b(\d{3}) [A-Z][a-z]+", r"<Code>(\w{1,64})</Code>", r"kind: (\w{1,32})"
+    matches = (re.search(pattern, text) for pattern in patterns)
+    causes = (
+        *("request or response body error", "error sending request", "builder error", "error following redirect"),
+        *("Requested", REGION),
+    )
+    details = [match[1] for match in matches if match] + [cause for cause in causes if cause in text][:1]
+    if METADATA_HOST in text:
+        details.append("asked this machine for credentials, as the environment has none")
+    return ", ".join(dict.fromkeys([type(error).__name__, *details]))

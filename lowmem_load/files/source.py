@@ -1,0 +1,347 @@
+"""Byte sources: what formats and the executor know of a file. `LocalFile` is the source for files on disk.
+
+Another kind of storage (HTTP, an object store) is one more class with the methods of `ByteSource`; see `RemoteFile`.
+Errors of the operating system become errors of this package here.
+
+[Note: one descriptor] Header, sample and data of a file are read from one open source. If another file is renamed over
+it, the load reads the old one to its end, whose bytes exist while it is open. Only if more than `MAX_OPEN_SOURCES` are
+in use are some closed and opened again by their path; if another file is there then, that is an error. So is a file
+that is written to in place, at any time. Files of a lazy model, which its folder may outlive or not, all stay open as
+long as the process may open `SPARE_FILES` others; the limit of open files is raised for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import stat
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.files.remote_file import RemoteFile
+from lowmem_load.locks import ForkedLock
+from lowmem_load.phases import no_callback
+from lowmem_load.planning.load_plan import PlannedFile
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE})
+"""Errors of network file systems while a server is busy or restarts. The same read may succeed a moment later."""
+
+RETRY_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
+"""Seconds before each further attempt: 3 s in all, as the other ranks wait meanwhile. Mounts that wait for their server
+by themselves (NFS with `hard`) show no error."""
+
+_retries: Counter[str] = Counter()  # of this process, by file and fault
+_retries_lock = ForkedLock()
+
+OPENING_BYTES = 128 << 10
+"""Bytes of each of the first two calls of a large read from a disk.
+
+Where a read does not continue the last one, Linux starts its readahead anew: what the first call asks for is read in
+single pages, in small disk requests, and only then do pages and requests grow. So the first calls ask for little.
+Source: Linux 6.18 `mm/readahead.c`, `page_cache_sync_ra`, `page_cache_async_ra`."""
+
+
+class ByteSource(Protocol):
+    """Bytes that several threads can read at a time, by position.
+
+    One member is optional: `is_remote` says that each read takes a request.
+    """
+
+    @property
+    def path(self) -> str:
+        """Name of the source in messages. The opener opens it again by this name."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size when it was opened."""
+
+    @property
+    def version(self) -> str:
+        """Text that changes when the bytes change. Looked up anew each time."""
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Fill `memory` with the bytes from `offset` on.
+
+        Raises:
+            TruncatedFileError: the source ends before the memory is full.
+            CheckpointError: the bytes cannot be read.
+        """
+
+    def close(self) -> None:
+        """Close the source. Closing it again does nothing."""
+
+
+Opener = Callable[[str], ByteSource]
+"""Opens the source at a path. Raises CheckpointError if it cannot."""
+
+
+class LocalFile:
+    """A regular file, read with `preadv`. After a transient fault it is opened again, if it is still the same file.
+
+    It is closed when nobody refers to it.
+
+    Files are not mapped: mapped memory does not count as the process's own, is read page by page on network file
+    systems, and raises SIGBUS if the file is lost.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._descriptor = -1
+        with _translate_errors(path):
+            self._descriptor, status = self._call(_open_regular, path)
+        self.nbytes, self._opened_version = status.st_size, _version(status)
+        self._is_on_disk = os.major(status.st_dev) != 0  # file systems in memory and on the network have major number 0
+
+    @property
+    def version(self) -> str:
+        """Device, inode, size and time of change of the open file."""
+        with _translate_errors(self.path):
+            return _version(self._call(os.fstat, self._descriptor))
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """See `ByteSource`."""
+        opens_until = offset + 2 * OPENING_BYTES * self._is_on_disk
+        with _translate_errors(self.path):
+            while memory:
+                part = memory[:OPENING_BYTES] if offset < opens_until else memory
+                num_bytes = self._call(os.preadv, self._descriptor, [part], offset)
+                if num_bytes == 0:
+                    raise TruncatedFileError(f"{self.path}: ended at byte {offset} ({memory.nbytes} bytes short)")
+                offset += num_bytes
+                memory = memory[num_bytes:]
+
+    def close(self) -> None:
+        """See `ByteSource`."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):  # it is closed anyway, and nothing was written to it
+                os.close(descriptor)
+
+    __del__ = close
+
+    def leaves_room(self) -> bool:
+        """Return whether this process may open `SPARE_FILES` others beside; raise its limit for that if need be."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = self._descriptor + SPARE_FILES
+        if wanted <= soft or soft == resource.RLIM_INFINITY:
+            return True
+        with contextlib.suppress(ValueError, OSError):  # more than the hard limit, or than the system allows
+            resource.setrlimit(resource.RLIMIT_NOFILE, (2 * wanted if 2 * wanted <= hard else wanted, hard))
+            return True
+        return False
+
+    def _call(self, call: Callable[..., T], *args: object) -> T:
+        delays = iter(RETRY_DELAYS_S)
+        while True:
+            try:
+                return call(*args)
+            except OSError as error:
+                delay_s = next(delays, None)
+                if error.errno not in TRANSIENT or delay_s is None:
+                    raise
+                with _retries_lock:
+                    _retries[f"{self.path}: {error.strerror}"] += 1
+                logger.warning("%s: %s; trying again in %.2f s", self.path, error.strerror, delay_s)
+            time.sleep(delay_s)
+            with contextlib.suppress(OSError):  # the call itself then says what is wrong
+                self._reopen()
+
+    def _reopen(self) -> None:
+        """Open the file again under the same descriptor: a stale descriptor never recovers."""
+        if self._descriptor < 0:
+            return
+        descriptor, status = _open_regular(self.path)
+        try:
+            if _version(status) != self._opened_version:
+                raise CheckpointError(
+                    f"{self.path}: was replaced or written to while it was read; load again once nobody writes to it"
+                )
+            os.dup2(descriptor, self._descriptor, inheritable=False)  # other threads use this number
+        finally:
+            os.close(descriptor)
+
+
+def _open_regular(path: str) -> tuple[int, os.stat_result]:
+    # O_NONBLOCK: opening a FIFO would wait for a writer. With it, reads of a file that is on tape would not wait.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path}: is not a regular file")
+        os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, status
+
+
+def _version(status: os.stat_result) -> str:
+    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
+
+
+def retries() -> Counter[str]:
+    """Return how often this process has repeated a call of a local file, by file and fault."""
+    with _retries_lock:
+        return _retries.copy()
+
+
+def read_bytes(source: ByteSource, offset: int, nbytes: int) -> bytes:
+    """Return `nbytes` bytes of a source from `offset` on; fewer if the source ends."""
+    content = bytearray(max(0, min(nbytes, source.nbytes - offset)))
+    source.read_into(offset, memoryview(content))
+    return bytes(content)
+
+
+def read_small(path: str, max_nbytes: int) -> bytes:
+    """Return the bytes of a regular file. Raises CheckpointError if there are more than `max_nbytes`."""
+    with contextlib.closing(LocalFile(path)) as source:
+        if source.nbytes > max_nbytes:
+            raise CheckpointError(f"{path}: has {source.nbytes} bytes, expected at most {max_nbytes}")
+        return read_bytes(source, 0, source.nbytes)
+
+
+@contextlib.contextmanager
+def _translate_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # a NUL in the path
+        raise CheckpointError(f"{path!r}: cannot be opened: {error}") from error
+
+
+# -- the open files of a load -----------------------------------------------------------------------------------------
+
+MAX_OPEN_SOURCES = 96
+"""Sources that stay open when nobody reads them. A process may open 256 files (macOS) or 1024 (most Linux), and the job
+opens others. Few checkpoints have more files, but a ZeRO checkpoint has some for each rank that wrote it."""
+
+SPARE_FILES = 256
+"""Files that a process may open beside those of lazy models."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One path: how many threads read it, and its source, which the first of them opens under `lock`."""
+
+    num_readers: int = 0
+    source: ByteSource | None = None
+    lock: ForkedLock = field(default_factory=ForkedLock)
+
+
+class OpenSources:
+    """Opens sources when they are read. Any number of threads may use it.
+
+    A source must keep the version that was planned against, or that it had when it was first opened. The version is
+    compared after opening and before closing, so everything that is read in between has that version.
+    """
+
+    def __init__(self, open_source: Opener) -> None:
+        self._opener = open_source
+        self.on_wait: Callable[[], object] = no_callback  # called while a remote source waits; may raise to end it
+        self.keeps_all = False  # whether more than `MAX_OPEN_SOURCES` stay open, where the process may open so many
+        self.files: dict[str, PlannedFile] = {}  # that were planned against, by path
+        self._versions: dict[str, str] = {}
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently read first
+        self._lock = ForkedLock()
+
+    def expect(self, files: Iterable[PlannedFile]) -> None:
+        """Refuse files that have another version than was planned against. Raises CheckpointError if one had before."""
+        for file in files:
+            self._check(file.path, file.version)
+            self.files[file.path] = file
+
+    @contextlib.contextmanager
+    def reading(self, path: str) -> Iterator[ByteSource]:
+        """Yield the open source of a path. It stays open afterwards unless there are too many.
+
+        Raises CheckpointError if it cannot be opened or has changed, or if another has that is closed to make room.
+        """
+        with self._lock:
+            entry = self._entries.setdefault(path, _Entry())
+            self._entries.move_to_end(path)
+            entry.num_readers += 1
+        try:
+            with entry.lock:
+                if entry.source is None:
+                    entry.source = self._open_checked(path)
+            yield entry.source
+        finally:
+            with self._lock:
+                entry.num_readers -= 1
+        if not self.keeps_all or (isinstance(entry.source, LocalFile) and not entry.source.leaves_room()):
+            self._close_idle()
+
+    def check_unchanged(self, paths: Iterable[str] | None = None) -> None:
+        """Raise CheckpointError if an open source, of these paths or of all, has changed."""
+        entries = dict(self._entries)  # others may open some meanwhile
+        self._check_all(entries.values() if paths is None else [entries[path] for path in paths if path in entries])
+
+    def interrupt(self) -> bool:
+        """End requests to remote stores, which then raise; return whether there are such sources."""
+        remote = [entry.source for entry in list(self._entries.values()) if isinstance(entry.source, RemoteFile)]
+        for source in remote:
+            source.close()
+        return bool(remote)
+
+    def close(self) -> None:
+        """Close all sources without a check. Nobody may read them any more."""
+        _close(self._entries.values())
+        self._entries.clear()
+
+    def _close_idle(self) -> None:
+        with self._lock:
+            num_surplus = len(self._entries) - MAX_OPEN_SOURCES
+            if num_surplus <= 0:
+                return
+            idle = [path for path, entry in self._entries.items() if not entry.num_readers][:num_surplus]
+            surplus = [self._entries.pop(path) for path in idle]
+        try:
+            self._check_all(surplus)
+        finally:
+            _close(surplus)
+
+    def _open_checked(self, path: str) -> ByteSource:
+        source = self._opener(path)
+        if isinstance(source, RemoteFile):
+            source.on_wait = self._wait
+        try:
+            self._check(path, source.version)
+        except CheckpointError:
+            source.close()
+            raise
+        return source
+
+    def _wait(self) -> None:
+        self.on_wait()  # which may be another one than when the source was opened
+
+    def _check_all(self, entries: Iterable[_Entry]) -> None:
+        for entry in entries:
+            if entry.source is not None:
+                self._check(entry.source.path, entry.source.version)
+
+    def _check(self, path: str, version: str) -> None:
+        if self._versions.setdefault(path, version) != version:
+            raise CheckpointError(
+                f"{path}: was replaced or written to after its header was read; load again once nobody writes to it"
+            )
+
+
+def _close(entries: Iterable[_Entry]) -> None:
+    with contextlib.ExitStack() as closing:  # if one cannot be closed, the others are
+        for entry in entries:
+            if entry.source is not None:
+                closing.callback(entry.source.close)

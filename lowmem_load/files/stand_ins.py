@@ -1,0 +1,254 @@
+"""Local folders that stand for checkpoints in remote stores.
+
+A stand-in is a folder `lowmem_load-UID/NAME-DIGEST/NAME` of the temporary one, which only this user may enter. It has
+the small files, and an empty file for each other one. The manifest beside it says where those are, so any process
+opens them. Credentials are not in it: those of a URL, and a `token=`, are known to the process that was given them.
+The digest is of the names and versions of the files: the ranks of a node share the folder, and the first one fills it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Container, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lowmem_load.errors import CheckpointError
+from lowmem_load.files.remote_file import HEAD_BYTES, Check, RemoteFile, RemoteObject, map_in_threads, plain_url
+from lowmem_load.files.source import ByteSource, LocalFile, read_bytes
+from lowmem_load.text import fingerprint
+
+URL_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "https")
+
+HEADS, MANIFEST = ".heads", "manifest.json"
+"""Folder beside the empty files that has the first bytes of the remote ones; file beside the stand-in."""
+
+LOCK_LOOK_S = 0.05
+"""Between two tries to take a lock that another process has."""
+
+MAX_FILES = 4096
+"""Most files of a checkpoint: twenty times as many as the largest published ones have."""
+
+MAX_SMALL_NBYTES = 64 << 20
+"""Most bytes of a file that is fetched whole, such as an index."""
+
+MAX_SMALL_NBYTES_IN_ALL = 256 << 20
+"""Most bytes of all files that are fetched whole."""
+
+SMALL = (".json", ".py", ".sha256", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe", "SHA256SUMS")
+"""Ends of names of files that are fetched whole: configurations, tokenizers, code, checksums."""
+
+MAX_NAME_NBYTES = 255
+"""Most bytes of a file name, as on most file systems."""
+
+Listing: TypeAlias = Mapping[str, RemoteObject]
+"""Files by their path in the checkpoint: "config.json", "subfolder/config.json"."""
+
+Fetch: TypeAlias = Callable[[str, RemoteObject, Check], bytes]
+"""Returns the content of a small file, given its path in the checkpoint."""
+
+_secrets: dict[str, str] = {}  # a URL with credentials, or a token, by the URL without them or the Hub id
+
+
+def is_url(name: object) -> bool:
+    """Return whether a name is a URL in a remote store."""
+    return isinstance(name, str) and "://" in name and name.partition("://")[0].lower() in URL_SCHEMES
+
+
+def note_secret(origin: str, secret: str | None) -> None:
+    """Keep what this process needs to open the files of a URL or Hub id; None: nothing."""
+    if secret is None:
+        _secrets.pop(origin, None)
+    else:
+        _secrets[origin] = secret
+
+
+def cache_folder() -> str:
+    """Return the path of this user's folder of stand-ins."""
+    return os.path.join(tempfile.gettempdir(), f"lowmem_load-{os.getuid()}")
+
+
+def manifest_of(path: str) -> tuple[dict[str, Any], str] | None:
+    """Return the manifest of the stand-in that a path is in, and the path inside of it; None if it is in none."""
+    base = cache_folder()
+    inside = os.path.relpath(os.path.abspath(path), base).split(os.sep)
+    if len(inside) < 2 or inside[0] == os.pardir:
+        return None
+    try:
+        status = os.lstat(base)
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            return None  # what others may write there says nothing
+        return json.loads(Path(base, inside[0], MANIFEST).read_text(encoding="utf-8")), "/".join(inside[2:])
+    except (OSError, ValueError):
+        return None
+
+
+def is_stand_in(path: str) -> bool:
+    """Return whether a folder, or a file in it, stands for a remote one."""
+    return manifest_of(path) is not None
+
+
+def origin(path: str) -> str:
+    """Return the URL or Hub id that a folder, or a file in it, stands for; any other path, or a plain URL, as it is."""
+    if is_url(path):
+        return plain_url(path)
+    found = manifest_of(path)
+    return path if found is None else "/".join(filter(None, (found[0]["origin"], found[1])))
+
+
+# -- its files ---------------------------------------------------------------------------------------------------------
+
+
+def open_file(path: str) -> ByteSource:
+    """Open a local file, or the remote one that an empty file stands for."""
+    manifest, file = manifest_of(path) or ({"origin": "", "files": {}}, "")
+    entry = manifest["files"].get(file)
+    if entry is None:
+        return LocalFile(path)
+    head = _head_of(os.path.abspath(path))
+    first = Path(head).read_bytes() if os.path.isfile(head) else b""
+    return RemoteFile(_object_of(entry, _secrets.get(manifest["origin"])), first, path)
+
+
+def _object_of(entry: Mapping[str, Any], secret: str | None) -> RemoteObject:
+    from lowmem_load.files.object_store import HubObject, StoreObject
+
+    url, nbytes, version = str(entry["url"]), int(entry["size"]), str(entry["etag"])
+    if entry["hub"]:
+        return HubObject(url, nbytes, version, secret)
+    return StoreObject(secret or url, str(entry["key"]), nbytes, version, unsigned=bool(entry["unsigned"]))
+
+
+def read_front(item: RemoteObject, nbytes: int, check: Check) -> bytes:
+    """Return the first bytes of a remote file."""
+    file = RemoteFile(item)
+    file.on_wait = check
+    return read_bytes(file, 0, nbytes)
+
+
+def _head_of(path: str) -> str:
+    """Return the path of a file with the first bytes of the remote file that an empty one stands for."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, HEADS, name)
+
+
+def is_plain_path(path: str) -> bool:
+    """Return whether this may be the path of a file in a checkpoint: it leads neither out nor into `HEADS`."""
+    return all(map(_is_plain, path.split("/")))
+
+
+def _is_plain(name: str) -> bool:
+    """Return whether this may be the name of a file: names are untrusted."""
+    try:
+        nbytes = len(name.encode())
+    except UnicodeEncodeError:  # half of a surrogate pair, from JSON
+        return False
+    is_name = name not in ("", ".", "..", HEADS) and nbytes <= MAX_NAME_NBYTES
+    return is_name and not any(character in name for character in ("/", "\\", "\0", "?", "#"))
+
+
+def lay_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, tokenizers: bool = True) -> str:
+    """Return the folder for a listing, filled by this process or by another one of this user."""
+    small = {file for file, item in listing.items() if _is_small(file, item, tokenizers=tokenizers)}
+    small_nbytes = sum(listing[file].nbytes for file in small)
+    if len(listing) > MAX_FILES or small_nbytes > MAX_SMALL_NBYTES_IN_ALL:
+        raise CheckpointError(
+            f"{origin}: has {len(listing)} files, and {small_nbytes} bytes in small ones; expected at most {MAX_FILES} "
+            f"and {MAX_SMALL_NBYTES_IN_ALL}; name the folder of one checkpoint"
+        )
+    for file in listing:
+        if not is_plain_path(file):  # it would leave the folder
+            raise CheckpointError(f"{origin}: lists a file with the impossible name {file[:80]!r}")
+    lines = [f"{file} {item.name} {item.nbytes} {item.version}" for file, item in sorted(listing.items())]
+    base, last = _own_folder(), origin.rpartition("/")[2]
+    readable = re.sub(r"[^\w.-]+", "-", origin, flags=re.ASCII).strip("-.")[-100:]
+    place = os.path.join(base, f"{readable}-{fingerprint([origin, *lines])}")
+    folder = os.path.join(place, last if _is_plain(last) else "model")
+    entries = {file: item.entry for file, item in listing.items() if file not in small}
+    manifest = json.dumps({"origin": origin, "files": entries}, indent=1)
+    with _locked(f"{place}.lock", check):
+        is_whole = all(_is_there(folder, file, listing[file] if file in small else None) for file in listing)
+        if not is_whole or not os.path.isfile(os.path.join(place, MANIFEST)):
+            _remove(place)  # a cleaner of old files may have been at work
+            _fill_folder(folder, listing, small, fetch, check, manifest)
+    return folder
+
+
+def _remove(folder: str) -> None:
+    """Delete a folder under another name: threads that still write into it find it gone."""
+    with contextlib.suppress(OSError):
+        gone = f"{folder}.gone"
+        os.rename(folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _is_small(file: str, item: RemoteObject, *, tokenizers: bool) -> bool:
+    name = file.rpartition("/")[2]
+    is_wanted = tokenizers or not name.startswith(("tokenizer", "vocab", "merges"))
+    return name.endswith(SMALL) and item.nbytes <= MAX_SMALL_NBYTES and is_wanted
+
+
+def _is_there(folder: str, file: str, small: RemoteObject | None) -> bool:
+    path = os.path.join(folder, file)
+    return os.path.isfile(path) and os.path.getsize(path) == (0 if small is None else small.nbytes)
+
+
+def _fill_folder(
+    folder: str, listing: Listing, small: Container[str], fetch: Fetch, check: Check, manifest: str
+) -> None:
+    target, last = os.path.split(folder)
+    base = os.path.dirname(target)
+    made = tempfile.mkdtemp(dir=base)
+
+    def fill(file: str, check: Check) -> None:
+        path = os.path.join(made, last, file)
+        Path(path).write_bytes(fetch(file, listing[file], check) if file in small else b"")
+        if file.endswith(".safetensors"):
+            Path(_head_of(path)).write_bytes(read_front(listing[file], HEAD_BYTES, check))
+
+    try:
+        for file in listing:
+            os.makedirs(os.path.dirname(_head_of(os.path.join(made, last, file))), exist_ok=True)
+        map_in_threads(fill, listing, check)
+        Path(made, MANIFEST).write_text(manifest, encoding="utf-8")
+        os.rename(made, target)  # there at once and whole, or not at all
+    except OSError as error:
+        _remove(made)
+        raise CheckpointError(f"{base}: small files of a checkpoint cannot be written there: {error}") from error
+    except BaseException:
+        _remove(made)
+        raise
+
+
+def _own_folder() -> str:
+    """Return a folder of this user in the temporary one, which nobody else may write to."""
+    base = cache_folder()
+    os.makedirs(base, mode=0o700, exist_ok=True)
+    status = os.lstat(base)
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise CheckpointError(f"{base}: belongs to somebody else, or others may write to it; remove it")
+    return base
+
+
+@contextlib.contextmanager
+def _locked(path: str, check: Check) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                check()
+                time.sleep(LOCK_LOOK_S)
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also of copies in processes that were forked meanwhile
+        os.close(descriptor)

@@ -1,0 +1,346 @@
+"""torch files (`pytorch_model*.bin`): describes tensors as byte ranges of the file, and runs no pickled code.
+
+A file is a zip with plainly stored entries. `<prefix>/data.pkl` pickles the state dict, with a persistent id for each
+storage; `<prefix>/data/<key>` holds the bytes of a storage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import reprlib
+import struct
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.files.format import NESTS, CheckpointFile, refuse_git_lfs_pointer
+from lowmem_load.files.inert_pickle import Tensor, objects
+from lowmem_load.files.source import ByteSource, read_bytes
+from lowmem_load.planning.expression import Computed, Expression, Shape, Source, permute
+
+MAX_PICKLE_NBYTES = 32 << 20
+"""Bytes of `data.pkl`. A tensor takes about 200, so this is 150,000 tensors. More would cost gigabytes of memory."""
+
+MAX_DIRECTORY_NBYTES = 32 << 20
+"""Bytes of the zip directory, for the same reason. A storage takes about 75."""
+
+_CONVERT = (
+    "convert it once: state = torch.load(path, weights_only=True), then "
+    'safetensors.torch.save_file(state, "model.safetensors", metadata={"format": "pt"}), '
+    "or load the model without lowmem_load and call its save_pretrained(new_folder)"
+)
+
+
+class TorchZip:
+    """The format of `pytorch_model*.bin` files, as `torch.save` writes them since torch 1.6."""
+
+    def describe(self, source: ByteSource) -> CheckpointFile:
+        """See `CheckpointFormat`. Equal views of one storage, such as tied weights, give the same expression object."""
+        file = describe_objects(source, self.read)
+        expressions: dict[str, Expression] = {}  # keyed by text: a hostile file can give all tensors one hash
+        named: dict[str, Expression] = {}
+        for name, tensor in file.tree.items():
+            view = repr(tensor)
+            if view not in expressions:
+                expressions[view] = file.expression(tensor, name)
+            named[name] = expressions[view]
+        return CheckpointFile(file.path, file.nbytes, file.digest, file.version, tuple(named), None, named.__getitem__)
+
+    def read(self, pickled: bytes, path: str) -> dict[str, Tensor]:
+        """Return the tensors of `data.pkl` by name."""
+        return state_dict(pickled, path)
+
+
+class NestedTorchZip(TorchZip):
+    """The format of files whose state dict may lie in other dicts, under one of `NESTS`."""
+
+    def read(self, pickled: bytes, path: str) -> dict[str, Tensor]:
+        """Return the tensors of the state dict by name."""
+        tree = objects(pickled, path)
+        while isinstance(tree, dict) and not any(isinstance(value, Tensor) for value in tree.values()):
+            inner = [tree[key] for key in NESTS if isinstance(tree.get(key), dict)]
+            if len(inner) != 1:
+                break
+            tree = inner[0]
+        return tensors_of(tree, path)
+
+
+class _Entry(NamedTuple):
+    start: int
+    nbytes: int
+    checksum: int  # that the zip has of the data; never computed here
+
+
+@dataclass(frozen=True, slots=True)
+class TorchObjects:
+    """A torch file and the tree of its pickle. For the other fields see `CheckpointFile`."""
+
+    path: str
+    nbytes: int
+    digest: str
+    version: str
+    tree: Any
+    prefix: str
+    entries: Mapping[str, _Entry]
+
+    def shifted(self, start: int) -> TorchObjects:
+        """Return this for a zip that begins at byte `start` of its file."""
+        entries = {name: entry._replace(start=start + entry.start) for name, entry in self.entries.items()}
+        return replace(self, entries=entries)
+
+    def checksum(self, tensor: Tensor) -> int | None:
+        """Return the zip's checksum of a tensor's data; None if the data hold more than the tensor."""
+        entry = self.entries.get(f"{self.prefix}/data/{tensor.storage.key}")
+        is_whole = entry is not None and entry.nbytes == math.prod(tensor.size) * tensor.dtype.itemsize
+        return (entry.checksum or None) if entry is not None and is_whole else None  # 0: it was not computed
+
+    def expression(self, tensor: Tensor, name: str) -> Expression:
+        """Return a tensor of the tree, `name` in messages: the bytes that it spans in its storage, permuted."""
+        path, entry = self.path, self.entries.get(f"{self.prefix}/data/{tensor.storage.key}")
+        storage, size, itemsize = tensor.storage, tensor.size, tensor.dtype.itemsize
+        storage_nbytes = storage.numel * storage.dtype.itemsize
+        if entry is None or entry.nbytes != storage_nbytes:
+            state = "is absent" if entry is None else f"has {entry.nbytes} bytes"
+            raise CheckpointError(
+                f"{path}: tensor {name!r} needs data/{storage.key} of {storage_nbytes} bytes, which {state}"
+            )
+        if math.prod(max(1, n) for n in size) * itemsize >= 1 << 63:
+            raise CheckpointError(f"{path}: tensor {name!r} has the impossible shape {size}")
+        span = 1 + sum((n - 1) * stride for n, stride in zip(size, tensor.strides, strict=True)) if 0 not in size else 0
+        if (tensor.offset + span) * itemsize > storage_nbytes:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} ends at element {tensor.offset + span} of data/{storage.key}, "
+                f"which has {storage_nbytes // itemsize}"
+            )
+        start = entry.start + tensor.offset * itemsize
+        order = _dense_order(size, tensor.strides)
+        if order is None:
+            region = Source(path, name, start, (span,), tensor.dtype)
+
+            def strided(values: Sequence[torch.Tensor]) -> torch.Tensor:
+                return values[0].as_strided(size, tensor.strides).contiguous()
+
+            return Computed("as_strided", strided, (region,), size, tensor.dtype)
+        stored = Source(path, name, start, tuple(size[dim] for dim in order), tensor.dtype)
+        return permute(stored, sorted(range(len(size)), key=lambda place: order[place]))
+
+
+def describe_objects(source: ByteSource, read: Callable[[bytes, str], Any] = objects) -> TorchObjects:
+    """Read the directory and `data.pkl` of a torch file, without running it; `read` makes the tree."""
+    version = source.version
+    refuse_git_lfs_pointer(source)
+    entries = _read_directory(source)
+    prefixes = [name[: -len("/data.pkl")] for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(prefixes) != 1:
+        raise CheckpointError(f"{source.path}: a zip with {len(prefixes)} data.pkl, expected one; no torch checkpoint")
+    (prefix,) = prefixes
+    if f"{prefix}/constants.pkl" in entries:
+        raise CheckpointError(f"{source.path}: is a TorchScript program; save its state dict with torch.save instead")
+    byte_order = _read_entry(source, entries.get(f"{prefix}/byteorder"), 16)
+    if byte_order not in (b"", b"little"):
+        raise CheckpointError(f"{source.path}: byte order {byte_order!r}, expected little; save it again on x86 or ARM")
+    pickled = _read_entry(source, entries[f"{prefix}/data.pkl"], MAX_PICKLE_NBYTES)
+    places = repr(sorted((name, entry.start, entry.nbytes) for name, entry in entries.items()))
+    digest = hashlib.sha256(pickled + places.encode()).hexdigest()[:16]
+    tree = read(pickled, source.path)
+    return TorchObjects(source.path, source.nbytes, digest, version, tree, prefix, entries)
+
+
+class _ZipSource:
+    # What `zipfile` needs of a file.
+    def __init__(self, source: ByteSource) -> None:
+        self._source, self._at = source, 0
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (self._source.nbytes if whence == os.SEEK_END else 0)
+        return self._at
+
+    def read(self, nbytes: int = -1) -> bytes:
+        content = read_bytes(self._source, self._at, nbytes if nbytes >= 0 else self._source.nbytes)
+        self._at += len(content)
+        return content
+
+
+def _read_directory(source: ByteSource) -> dict[str, _Entry]:
+    path, directory_start = source.path, _directory_start(source)
+    try:
+        infos = zipfile.ZipFile(_ZipSource(source)).infolist()
+    except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as error:
+        raise CheckpointError(f"{path}: its zip directory is malformed: {error}") from error
+    infos.sort(key=lambda info: info.header_offset)
+    ends = [*(info.header_offset for info in infos[1:]), directory_start]
+    entries: dict[str, _Entry] = {}
+    end = 0
+    for info, next_start in zip(infos, ends, strict=True):
+        name = info.orig_filename
+        if name in entries:
+            raise CheckpointError(f"{path}: two zip entries are named {name!r}")
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or info.flag_bits & 1:
+            raise CheckpointError(
+                f"{path}: zip entry {name!r} is compressed or encrypted, torch stores it plainly; {_CONVERT}"
+            )
+        if info.header_offset < end:
+            raise CheckpointError(f"{path}: zip entry {name!r} overlaps the one before it, which ends at byte {end}")
+        start = _implied_start(info, next_start) if getattr(source, "is_remote", False) else None
+        entries[name] = _Entry(_data_start(source, info) if start is None else start, info.file_size, info.CRC)
+        end = entries[name].start + info.file_size
+        if end > directory_start:
+            raise CheckpointError(f"{path}: zip entry {name!r} ends at byte {end}, the data at {directory_start}")
+    return entries
+
+
+def _directory_start(source: ByteSource) -> int:
+    """Return the first byte of the zip directory. Checks its size first: zipfile would parse a huge forged one."""
+    path, file_nbytes = source.path, source.nbytes
+    head = read_bytes(source, 0, 512)
+    if not head.startswith(b"PK\x03\x04"):
+        if head.startswith(b"\x80") or head[257:262] == b"ustar":  # a pickle, or a tar
+            raise CheckpointError(
+                f"{path}: is in an old torch format (before torch 1.6, not a zip), which cannot be streamed; {_CONVERT}"
+            )
+        raise CheckpointError(f"{path}: is not a torch file: it does not begin as a zip does")
+    last_nbytes, directory_nbytes, start = 22, 0, file_nbytes
+    last = read_bytes(source, max(0, file_nbytes - 98), 98)
+    if len(last) == 98 and last[-22:-18] == b"PK\x05\x06":
+        directory_nbytes, start = struct.unpack_from("<2L", last, 98 - 10)
+        if last[-42:-38] == b"PK\x06\x07" and last[:4] == b"PK\x06\x06":  # zip64
+            directory_nbytes, start = struct.unpack_from("<2Q", last, 40)
+            last_nbytes = 98
+    if start + directory_nbytes + last_nbytes != file_nbytes:
+        raise TruncatedFileError(f"{path}: no zip directory at its end, byte {file_nbytes}; download it again")
+    if directory_nbytes > MAX_DIRECTORY_NBYTES:
+        raise CheckpointError(f"{path}: zip directory of {directory_nbytes} bytes, at most {MAX_DIRECTORY_NBYTES}")
+    return int(start)
+
+
+def _name(info: zipfile.ZipInfo) -> bytes:
+    return info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
+
+
+def _data_start(source: ByteSource, info: zipfile.ZipInfo) -> int:
+    name = _name(info)
+    path, header = source.path, read_bytes(source, info.header_offset, 30 + len(name))
+    if len(header) < 30 + len(name) or header[:4] != b"PK\x03\x04" or header[30:] != name:
+        raise CheckpointError(f"{path}: no header of zip entry {info.orig_filename!r} at byte {info.header_offset}")
+    method, *_, stored, size, name_nbytes, extra_nbytes = struct.unpack("<4x2xxxH2H3L2H", header[:30])
+    follows = bool(info.flag_bits & 8)  # a descriptor after the data may hold the sizes
+    known = {info.file_size, 0xFFFFFFFF} | ({0} if follows else set())
+    if method != zipfile.ZIP_STORED or name_nbytes != len(name) or not {stored, size} <= known:
+        raise CheckpointError(f"{path}: header and directory disagree on zip entry {info.orig_filename!r}")
+    return int(info.header_offset + 30 + name_nbytes + extra_nbytes)
+
+
+def _implied_start(info: zipfile.ZipInfo, end: int) -> int | None:
+    """Return the first byte of an entry's data as torch places it, without reading the entry's header; else None."""
+    alignment = 64  # of the data, in bytes
+    first = info.header_offset + 30 + len(_name(info))
+    for descriptor_nbytes in (16, 24) if info.flag_bits & 8 else (0,):  # 24 beyond 4 GiB
+        start = end - descriptor_nbytes - info.file_size
+        if start % alignment == 0 and first <= start <= first + 24 + alignment:  # 24 for sizes beyond 4 GiB
+            return start
+    return None
+
+
+def _read_entry(source: ByteSource, entry: _Entry | None, max_nbytes: int) -> bytes:
+    if entry is None:
+        return b""
+    if entry.nbytes > max_nbytes:
+        raise CheckpointError(f"{source.path}: a zip entry for metadata has {entry.nbytes} bytes, at most {max_nbytes}")
+    return read_bytes(source, entry.start, entry.nbytes)
+
+
+def _dense_order(size: Shape, strides: Shape) -> list[int] | None:
+    """Return the dims from outermost to innermost if the elements are contiguous in some order, else None."""
+    if 0 in size:
+        return list(range(len(size)))
+    wide = [dim for dim, n in enumerate(size) if n > 1]
+    order = sorted(wide, key=lambda dim: strides[dim], reverse=True)
+    stride = 1
+    for dim in reversed(order):
+        if strides[dim] != stride:
+            return None
+        stride *= size[dim]
+    if order == wide:
+        return list(range(len(size)))
+    return [dim for dim in range(len(size)) if size[dim] == 1] + order
+
+
+def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
+    """Return the tensors of a pickled state dict by name."""
+    return tensors_of(objects(pickled, path, only_tensors=True), path)
+
+
+def tensors_of(tensors: Any, path: str) -> dict[str, Tensor]:
+    """Return a pickled tree if it is a state dict: tensors by name."""
+    if not isinstance(tensors, dict):
+        raise CheckpointError(f"{path}: holds a {type(tensors).__name__}, expected a dict of tensors by name")
+    for name, value in tensors.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{path}: entry {reprlib.repr(name)} is a {type(value).__name__}, expected a tensor under "
+                "a string; save the model's state_dict() alone"
+            )
+    return tensors
+
+
+# -- zips of one tensor inside a larger file, as torch DCP writes them one behind the other ----------------------------
+
+HEAD_NBYTES = 1024
+"""Bytes read of each zip: those before the data, which are 704 in torch 2.13."""
+
+
+class _Window:
+    """A part of a source, as a source."""
+
+    def __init__(self, source: ByteSource, start: int, nbytes: int) -> None:
+        self.path, self.version, self.nbytes = source.path, source.version, nbytes
+        self._source, self._start = source, start
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        self._source.read_into(self._start + offset, memory)
+
+    def close(self) -> None:
+        """Leave the source open."""
+
+
+class ZippedTensors:
+    """Finds tensors in files. Zips of tensors of one shape begin alike, so only the first is read beyond its head."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[tuple[bytes, Source]]] = {}  # by bytes of the zip: its head, and where the data lie
+
+    def find(self, source: ByteSource, start: int, nbytes: int, name: str) -> Expression:
+        """Return the tensor of the zip that lies at `start`, and is of `nbytes` bytes; `name` is for messages.
+
+        Raises:
+            CheckpointError: there is no torch zip of one tensor; another save has written the file, say.
+        """
+        window = _Window(source, start, nbytes)
+        head = read_bytes(window, 0, HEAD_NBYTES)
+        for known, values in self._known.get(nbytes, ()):
+            if head.startswith(known):
+                return replace(values, path=source.path, name=name, start=start + len(known))
+        try:
+            zipped = describe_objects(window)
+            if not isinstance(zipped.tree, Tensor):
+                raise CheckpointError(f"{source.path}: holds no tensor")
+            expression = zipped.expression(zipped.tree, name)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{source.path}: no tensor {name} in the {nbytes} bytes from byte {start} on, where .metadata says it "
+                f"is: another save may have written the file ({error})"
+            ) from error
+        if not isinstance(expression, Source):
+            return zipped.shifted(start).expression(zipped.tree, name)
+        if expression.start <= HEAD_NBYTES:
+            self._known.setdefault(nbytes, []).append((head[: expression.start], expression))
+        return replace(expression, start=start + expression.start)

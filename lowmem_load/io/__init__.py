@@ -1,1 +1,0 @@
-"""Byte sources, the executor of plans, device staging, reads that the ranks of a node share."""

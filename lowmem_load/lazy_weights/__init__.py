@@ -1,1 +1,0 @@
-"""Models whose weights are read when somebody looks at them."""

@@ -1,0 +1,165 @@
+"""First stage: a model whose parameters are expressions. Reads headers, and what transformers must know at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.config.settings import Settings
+from lowmem_load.engines.target import Layout, Target
+from lowmem_load.engines.zero3_target import TargetMaker, refuse_partitioned
+from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import read_whole
+from lowmem_load.files.format import CheckpointFile
+from lowmem_load.models.call import Call
+from lowmem_load.models.quantizers import packed_format
+from lowmem_load.planning.expression import Expression, numel
+from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.planner import Planner
+from lowmem_load.planning.regions import FlatRange, bounding_range
+from lowmem_load.symbolic.constructor import Constructor, Context, Keeps
+from lowmem_load.symbolic.initialise import Initialiser
+from lowmem_load.symbolic.tensor import SymbolicTensor
+
+
+@dataclass(slots=True)
+class Described:
+    """A model whose parameters are expressions.
+
+    Attributes:
+        call: the load that it is described of.
+        info: the loading info: missing, unexpected and mismatched keys.
+        settings: resolved for this model.
+        target: where its parameters go.
+        files: of the checkpoint that were opened.
+        read_to_describe: see `LoadPlan`.
+        constructor: the values that the model's constructor has computed.
+    """
+
+    call: Call
+    model: nn.Module
+    info: dict[str, Any]
+    settings: Settings
+    target: Target
+    files: tuple[PlannedFile, ...]
+    read_to_describe: tuple[tuple[str, int], ...]
+    constructor: Constructor
+
+    @property
+    def name(self) -> str:
+        """Of the checkpoint, for messages."""
+        return self.call.name
+
+
+def describe(
+    call: Call,
+    settings: Settings,
+    make_target: TargetMaker,
+    executor: Executor,
+    *,
+    holds_values: bool,
+    weights: str | None = None,
+    is_quiet: bool = False,
+) -> Described:
+    """Describe what a call would load, with `is_quiet` without the report of its loader. Local.
+
+    Missing parameters are initialised with `holds_values`, else only noted. `weights` is the folder of a training
+    checkpoint, whose weights take the place of those that the call names.
+    """
+    reads = _Reads(executor)
+    prepared: dict[int, tuple[nn.Module, Settings, Target]] = {}
+
+    def prepare(model: nn.Module) -> tuple[nn.Module, Settings, Target]:
+        # Called while the model is built, and again for the result. A model's __init__ may load another model.
+        if id(model) not in prepared:
+            resolved = settings.for_model(getattr(model, "config", None))
+            prepared[id(model)] = model, resolved, make_target(resolved, model)
+        return prepared[id(model)]
+
+    def keeps_of(model: nn.Module) -> Keeps:
+        try:
+            layout = prepare(model)[2].layout
+        except ConfigError:  # another model, which this one's __init__ loads, need not fit the settings
+            return lambda parameter: FlatRange(0, parameter.numel())
+        name_of = {id(parameter): name for name, parameter in nn.Module.named_parameters(model)}
+        return lambda parameter: _kept(layout(name_of[id(parameter)], parameter), parameter)
+
+    initialiser = Initialiser(reads.now, None if holds_values else reads.note)
+    context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading)
+    context.is_partitioned, context.is_quiet = settings.stage == 3, is_quiet
+    context.weights = None if weights is None else _training_weights(weights, executor, context)
+    model, info = call.describe(context)
+    files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
+    _, resolved, target = prepare(model)
+    read = tuple(reads.nbytes.items())
+    return Described(call, model, info, resolved, target, files, read, context.constructor)
+
+
+def check_described(described: Described) -> None:
+    """Raise for what cannot be planned."""
+    refuse_partitioned(described.model)
+    described.constructor.check(described.name, described.model)
+    packed_format(described.model).check(described.name, described.model)
+    described.target.check(described.model)
+
+
+def _training_weights(folder: str, executor: Executor, context: Context) -> dict[str, torch.Tensor]:
+    """Return the weights of a training checkpoint by name; note its files."""
+    from lowmem_load.training_checkpoints.open_model import open_model
+
+    model = open_model(folder, executor).without_wrappers()
+    if model.adapter:
+        raise UnsupportedError(
+            f"{folder}: holds an adapter; make a folder of it by `lowmem-load consolidate`, and load that"
+        )
+    for file in model.files:
+        whole = CheckpointFile(file.path, file.nbytes, file.digest, file.version, (), None, {}.__getitem__)  # type: ignore[arg-type]
+        context.files[file.path] = whole
+    values = {id(tensor): SymbolicTensor(tensor.whole, context.read_now) for tensor in model.tensors.values()}
+    return {name: values[id(tensor)].detach() for name, tensor in model.tensors.items()}  # tied names share a value
+
+
+class _Reads:
+    def __init__(self, executor: Executor) -> None:
+        self.nbytes: dict[str, int] = {}  # that were read, or would be, by reason
+        self._executor = executor
+
+    def now(self, expression: Expression, reason: str) -> torch.Tensor:
+        before = self._executor.stats.read_bytes
+        whole = read_whole(self._executor, expression)
+        self._count(reason, self._executor.stats.read_bytes - before)
+        return whole
+
+    def note(self, expression: Expression, reason: str) -> torch.Tensor:
+        """Count what `now` would read; return a meta tensor."""
+        planner = Planner()
+        fill = planner.plan_fill(reason, expression, FlatRange(0, numel(expression)))
+        self._count(reason, planner.costs([fill]).read_bytes)
+        return torch.empty(expression.shape, dtype=expression.dtype, device="meta")
+
+    def _count(self, reason: str, nbytes: int) -> None:
+        if nbytes > 0:
+            self.nbytes[reason] = self.nbytes.get(reason, 0) + nbytes
+
+
+def _kept(layout: Layout, parameter: torch.Tensor) -> FlatRange:
+    """Return the smallest flat range that holds all regions that this rank has of a parameter."""
+    ranges = [bounding_range(region, tuple(parameter.shape)) for region in layout.regions]
+    return FlatRange(min(part.start for part in ranges), max(part.end for part in ranges))
+
+
+@contextlib.contextmanager
+def random_state_of(common: bytes) -> Iterator[None]:
+    """Give this rank the random state of rank 0, so that missing keys are initialised equally on all ranks."""
+    if not common or torch.get_rng_state().numpy().tobytes() == common:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(torch.frombuffer(bytearray(common), dtype=torch.uint8))
+        yield

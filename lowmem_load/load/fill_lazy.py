@@ -1,0 +1,265 @@
+"""Fills the parts that ranks hold of a model that was lazy: shards on the meta device, and ZeRO-3 partitions.
+
+What comes from files unchanged, or moved and cast, each rank reads for itself: the elements of its part. What a script
+has made or changed comes from rank 0, as in stock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lowmem_load.distributed.peers import computing
+from lowmem_load.distributed.side_group import SideGroup
+from lowmem_load.distributed.steps import RankGroup
+from lowmem_load.engines.mesh import local_shard, local_tensor, part_of
+from lowmem_load.errors import CheckpointError, UnsupportedError, listed
+from lowmem_load.files.fill import Part, name_in_files
+from lowmem_load.files.memory import naming_shortage
+from lowmem_load.files.source import OpenSources
+from lowmem_load.load.lazy_model import LazyReader, leave, reader_of, was_lazy
+from lowmem_load.load.load import MAX_THREADS
+from lowmem_load.load.read_step import reading
+from lowmem_load.load.same_bytes import agree_on_bytes, identify_files
+from lowmem_load.phases import no_callback
+from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children, leaves
+from lowmem_load.planning.load_plan import in_common_order
+from lowmem_load.symbolic.lazy import LazyTensor, become, is_unread, keep, values_of
+from lowmem_load.text import fingerprint
+
+if TYPE_CHECKING:
+    from lowmem_load.engines.partition import Partitioner
+
+
+BATCH_BYTES = 64 << 20
+"""Bytes of changed weights that rank 0 sends at a time. A larger one goes by itself."""
+
+
+def are_lazy(model: nn.Module) -> bool:
+    """Return whether each rank of the default process group has a lazy model to fill, whatever it has read. Collective.
+
+    Programs may give weights to one rank alone, which stock then sends them from.
+    """
+    with RankGroup(None).step("looking for lazy weights", name=type(model).__name__) as step:
+        step.payload = was_lazy(model)
+    return all(step.payloads)
+
+
+def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Give a model that is sharded on meta memory on a device, and the values of a state dict of the same names.
+
+    Collective: all ranks of the default process group. Memory: beside the shards a staging buffer for each reading
+    thread; for what comes from rank 0, up to `BATCH_BYTES` or one tensor.
+
+    Raises:
+        CheckpointError: the state dict lacks a name, or the ranks hold different weights.
+        RankError: another rank failed.
+    """
+    ranks = RankGroup(None)
+    with ranks.session("filling the sharded model"), torch.no_grad():
+        allocate_shards(model, device)
+        shards = model.state_dict()
+        changed = _find_changed(model, shards, state, ranks)
+        unchanged = {name: state[name] for name in sorted(shards.keys() - changed)}
+        _compare(type(model).__name__, unchanged, ranks)
+        parts: dict[LazyReader, dict[int, Part]] = {}
+        for name, tensor in unchanged.items():
+            assert isinstance(tensor, LazyTensor)  # `_is_of_files`
+            region, memory = local_shard(name, shards[name], needs_memory=True)
+            part = Part(name, tensor.expression, region, memory)
+            parts.setdefault(reader_of(tensor), {}).setdefault(memory.data_ptr() or id(memory), part)
+        _read(type(model).__name__, {reader: list(own.values()) for reader, own in parts.items()}, ranks)
+        _send({name: shards[name] for name in sorted(changed)}, state, ranks)
+    leave(model)
+
+
+def _find_changed(
+    model: nn.Module, shards: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], ranks: RankGroup
+) -> set[str]:
+    """Return the names of what some rank does not hold as the files have it. Collective."""
+    with ranks.step("finding what was changed") as step:
+        if missing := sorted(shards.keys() - state.keys()):
+            raise CheckpointError(f"the state dict that the sharded model is filled from lacks {listed(missing)}")
+        others = [name for name in shards if not _is_of_files(state[name])]
+        step.payload = others, [name for name in others if state[name].is_meta]
+    if empty := step.payloads[0][1]:
+        raise UnsupportedError(
+            f"{type(model).__name__}: {listed(empty)} have no values: they are on the meta device on rank 0; make "
+            "them on the CPU"
+        )
+    # What one rank has changed, all take from rank 0: ranks that differ in the way would wait for each other.
+    return {name for names, _ in step.payloads for name in names}
+
+
+def _compare(name: str, unchanged: Mapping[str, torch.Tensor], ranks: RankGroup) -> None:
+    """Raise CheckpointError on all ranks unless they read the same tensors of equal files. Collective."""
+    found = dict.fromkeys(
+        leaf.files
+        for tensor in unchanged.values()
+        for leaf in leaves(tensor.expression)  # type: ignore[attr-defined]  # `_is_of_files`
+        if isinstance(leaf, Source)
+    )
+    sources: list[OpenSources] = list(found)
+    with ranks.step("comparing the weights") as step:
+        lines = (f"{key} {line}" for key, tensor in unchanged.items() for line in _lines(tensor))
+        files = [
+            f"{place} {file.nbytes} {file.digest}"
+            for place, own in enumerate(sources)
+            for file in in_common_order(own.files.values())
+        ]
+        step.digest = {"weights that are not read yet": fingerprint(lines), "files": fingerprint(files)}
+        step.payload = [identify_files(list(own.files.values())) for own in sources]
+    for place, own in enumerate(sources):
+        ids = [of_rank[place] for of_rank in step.payloads]
+        own.on_wait = ranks.check
+        try:
+            agree_on_bytes(ranks, name, list(own.files.values()), sources=own, ids=ids, num_threads=MAX_THREADS)
+        finally:
+            own.on_wait = no_callback
+
+
+def fill_partitions(partitioner: Partitioner, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Partition those of a model's parameters that are still as in the files. DeepSpeed has to partition the others.
+
+    Returns the others, which then have memory: on the first rank with their values. They stay the same objects.
+    Collective: the ranks among which parameters are partitioned. Memory: the partitions, a staging buffer for each
+    reading thread, and the others.
+
+    Raises:
+        CheckpointError: the ranks hold different weights.
+        RankError: another rank failed.
+    """
+    ranks = RankGroup(partitioner.group)
+    lazy = {number: local for number, local in enumerate(parameters) if isinstance(local, LazyTensor)}
+    with ranks.session("partitioning the model"), torch.no_grad():
+        with ranks.step("finding what was changed") as step:
+            step.payload = [number for number in lazy if partitioner.takes(lazy[number]) and _is_of_files(lazy[number])]
+        taken = sorted(set(step.payloads[0]).intersection(*step.payloads))
+        _compare("the model", {str(number): lazy[number] for number in taken}, ranks)
+        parts: dict[LazyReader, list[Part]] = {}
+
+        def read() -> None:
+            _read("the model", parts, ranks)
+            parts.clear()
+
+        for number in taken:
+            if partitioner.swapping is not None and partitioner.swapping.is_swap_due:
+                read()
+                partitioner.swapping.swap_out()
+            parameter, reader = lazy[number], reader_of(lazy[number])
+            parts.setdefault(reader, []).extend(_partition(partitioner, parameter))
+        read()
+        if partitioner.swapping is not None:
+            partitioner.swapping.finish()
+        with ranks.step("reading what was changed"):
+            for number in lazy.keys() - set(taken):
+                _make_ordinary(lazy[number], has_values=ranks.rank == 0)
+    if partitioner.module is not None:
+        leave(partitioner.module)
+    return [parameter for number, parameter in enumerate(parameters) if number not in set(taken)]
+
+
+def _partition(partitioner: Partitioner, parameter: Any) -> list[Part]:
+    """Let a lazy parameter be one of ZeRO-3; return what its partitions are to be filled with."""
+    expression, regions = parameter.expression, partitioner.regions(parameter.numel())
+    partitioner.convert(parameter)
+    become(parameter, torch.empty(0, dtype=parameter.dtype, device=partitioner.device))
+    tensors = partitioner.allocate(parameter, [region.numel for region in regions])
+    name = name_in_files(expression)
+    return [
+        Part(name, expression, region, tensor[: region.numel]) for region, tensor in zip(regions, tensors, strict=True)
+    ]
+
+
+def _make_ordinary(parameter: LazyTensor, *, has_values: bool) -> None:
+    if has_values or not is_unread(parameter):
+        become(parameter, keep(parameter))
+    else:
+        become(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
+
+
+def allocate_shards(model: nn.Module, device: torch.device) -> None:
+    """Do what `to_empty` does, keep ties (it makes several parameters of a tied one), and name a shortage of memory."""
+    first: dict[int, str] = {}
+    ties = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            ties.append((name, first[id(parameter)]))
+    shard_bytes = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
+    with naming_shortage("shards of this rank", shard_bytes), torch.no_grad():
+        model.to_empty(device=device)
+    for name, origin in ties:
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, model.get_parameter(origin))
+
+
+def _read(name: str, parts: Mapping[LazyReader, list[Part]], ranks: RankGroup) -> None:
+    executors, reports = [reader.executor for reader in parts], [reader.report for reader in parts]
+    needed_bytes = sum(part.memory.nbytes for own in parts.values() for part in own)
+    with reading(ranks, name, executors, needed_bytes, reports, bar="Loading shards") as state:
+        for reader, own in parts.items():
+            report = reader.report
+            with report.phase("read"):
+                costs = reader.fill(own, state.on_part)
+            report.needed_bytes, report.partition_bytes = costs.needed_bytes, sum(part.memory.nbytes for part in own)
+
+
+def _send(shards: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], ranks: RankGroup) -> None:
+    """Fill shards with the values that rank 0 has, which go through the host. Collective."""
+    batches: list[list[str]] = []
+    for name, shard in shards.items():
+        if not batches or sum(shards[other].nbytes for other in batches[-1]) + shard.nbytes > BATCH_BYTES:
+            batches.append([])
+        batches[-1].append(name)
+    side = SideGroup(ranks)
+    with contextlib.closing(side):
+        for number, batch in enumerate(batches):
+            with ranks.step("reading what was changed", progress=computing()):
+                if not number:
+                    side.connect()
+                places = [local_shard(name, shards[name], needs_memory=True) for name in batch]
+                with naming_shortage("changed weights", sum(shards[name].nbytes for name in batch)):
+                    whole = [
+                        values_of(state[name]).to("cpu", shards[name].dtype, copy=True).contiguous()
+                        if ranks.rank == 0
+                        else torch.empty(shards[name].shape, dtype=shards[name].dtype, device="cpu")
+                        for name in batch
+                    ]
+            with ranks.step("sending what was changed", progress=side.progress(computing())):
+                for values in whole:
+                    side.broadcast(values, 0)
+                side.finish(ranks.check)
+            for (grid, memory), values in zip(places, whole, strict=True):
+                memory.copy_(part_of(values, grid))
+
+
+def _is_of_files(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is what a load has described, elements perhaps moved or cast since."""
+    if not isinstance(tensor, LazyTensor) or not is_unread(tensor):
+        return False
+    known, nodes = reader_of(tensor).leaves, [tensor.expression]
+    while nodes:
+        node = nodes.pop()
+        if id(node) in known:
+            continue
+        if isinstance(node, Source | Held | Computed | Elementwise):
+            return False
+        nodes.extend(children(node))
+    return True
+
+
+def _lines(tensor: torch.Tensor) -> Iterator[str]:
+    """Yield a line for each step from files to a tensor. Ranks that differ here would give it other values."""
+    assert isinstance(tensor, LazyTensor)
+    nodes: list[Expression] = [tensor.expression]
+    while nodes:
+        node = nodes.pop()
+        text = f"{type(node).__name__} {node.shape} {node.dtype}"
+        if isinstance(node, Source):
+            text += f" {node.path.rpartition('/')[2]} {node.name} {node.start}"
+        yield text
+        nodes.extend(children(node))

@@ -1,0 +1,330 @@
+"""The steps of a load, in the order of the picture in docs/development/architecture.md: see `Load._load`."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from torch import nn
+
+from lowmem_load.config.settings import Settings
+from lowmem_load.distributed.environment import cores
+from lowmem_load.distributed.nodes import node_name
+from lowmem_load.distributed.peers import Progress, computing
+from lowmem_load.distributed.steps import RankGroup
+from lowmem_load.engines.zero3_target import TargetMaker, Zero3, refuse_other_zero_init, zero_init_disabled
+from lowmem_load.errors import (
+    ConfigError,
+    LowMemLoadError,
+    ModelBuildError,
+    NotStreamedWarning,
+    UnsupportedError,
+    error_text,
+    listed,
+    outside_level,
+)
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.memory import naming_shortage
+from lowmem_load.files.mounts import read_cost
+from lowmem_load.files.remote_file import requests_in_flight
+from lowmem_load.files.source import Opener
+from lowmem_load.files.stand_ins import is_stand_in, is_url, open_file, origin
+from lowmem_load.load.companions import combine_companions
+from lowmem_load.load.describe import Described, check_described, describe, random_state_of
+from lowmem_load.load.execute import execute
+from lowmem_load.load.make_plan import PlannedModel, make_plan
+from lowmem_load.load.read_step import reading
+from lowmem_load.load.report import Attempts, LoadReport, OnLoad
+from lowmem_load.load.room import check_memory, check_room, disk_uses, memory_uses
+from lowmem_load.load.same_bytes import agree_on_bytes, identify_files
+from lowmem_load.models import model_folder
+from lowmem_load.models.active import on_host, show_ds_config
+from lowmem_load.models.call import Call, is_left_alone, is_local, refuse_device_map
+from lowmem_load.models.remote_names import commit_in, find_folder, rename_loaded
+from lowmem_load.phases import no_callback
+from lowmem_load.planning.replicas import ShareReads
+from lowmem_load.text import MAX_VALUE, fingerprint
+
+if TYPE_CHECKING:
+    from lowmem_load.load.read_once import ReadOnce
+
+logger = logging.getLogger(__name__)
+
+MAX_THREADS = 4
+"""Reads in flight per rank. More compete for the same disk and page tables."""
+
+REPORT_ATTRIBUTE = "lowmem_load_report"
+"""Attribute of a model: its `LoadReport`."""
+
+LEFT_ATTRIBUTE = "lowmem_load_left_to_stock"
+"""Attribute of a model that was left to stock: to which, and why, as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to load. For `stream`, `weights` and `share_reads`, see `load_model`."""
+
+    stream: bool = False
+    weights: str | None = None
+    share_reads: ShareReads = "auto"
+    is_lenient: bool = False  # transformers does what cannot be streamed, with a warning; see [Note: left to stock]
+    on_load: OnLoad | None = None  # called with the report of each load
+
+    def __post_init__(self) -> None:
+        if self.share_reads not in (known := get_args(ShareReads)):
+            raise ConfigError(f"share_reads: asked for {self.share_reads!r}, expected one of {', '.join(known)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Loads models by one set of settings on one group of ranks.
+
+    Attributes:
+        open_source: opens files of the checkpoint.
+        stock: who does what cannot be streamed, for the warning.
+
+    [Note: left to stock] Describing and planning show whether a load can be streamed. If it cannot, on all ranks alike,
+    nothing has been allocated or read, and the random state is put back. So transformers can start the load afresh.
+    """
+
+    settings: Settings
+    ranks: RankGroup
+    make_target: TargetMaker
+    options: Options = Options()
+    open_source: Opener = open_file
+    stock: str = "stock ZeRO-3"
+
+    def __call__(self, call: Call) -> tuple[nn.Module, dict[str, Any]]:
+        """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
+        with self.ranks.session(f"the load of {call.name}"):
+            if is_to_be_found(call, self.options):
+                with self.ranks.step("finding the files", name=call.name):
+                    find(call, self.options, self.ranks.check)
+            random_state = torch.get_rng_state()
+            try:
+                return rename_loaded(self._load(call) or call.run())
+            except _NotStreamedError as error:
+                reason = str(error)
+            return leave_to_stock(call, self.stock, reason, random_state)
+
+    def _load(self, call: Call) -> tuple[nn.Module, dict[str, Any]] | None:
+        """Run the stages of a load. Return the model and the loading info; None if transformers loads it.
+
+        Whatever may fail is in a step, which succeeds on all ranks or raises on all.
+        """
+        ranks, settings, name = self.ranks, self.settings, call.name
+        report, attempts = LoadReport(name, ranks.rank, ranks.world_size), Attempts()
+        with contextlib.ExitStack() as stack:
+            with ranks.step("checking the call", name=name) as agreed:
+                agreed.digest, agreed.payload = self._check(call), (node_name(ranks.rank), _random_state(ranks))
+            if is_left_alone(call, settings):
+                return None
+            around, executor, once = self._enter(stack, call, agreed.payloads)
+            with self._streamable(call, may_work_in_stock):
+                progress = _progress_of_describing(call, executor)
+                describing = ranks.step("describing the model", name=name, progress=progress)
+                with describing as agreed, report.phase("describe"):
+                    described = self._describe(call, executor)
+                    agreed.digest = _compared(described)
+                # A step of its own. Otherwise a failure here would stop a rank that still describes, before it finds
+                # out by itself that the load must be left to stock.
+                with ranks.step("planning", name=name, progress=computing()) as agreed, report.phase("plan"):
+                    planned = self._plan(described, around)
+                    shared, message_bytes = None, 0
+                    if once is not None:
+                        shared, message_bytes = once.plan(planned.plan, described.target.device, planned.plan.read_cost)
+                    uses = memory_uses(ranks.rank, planned.plan, described, executor.num_threads, message_bytes)
+                    agreed.digest = {"plan": planned.plan.fingerprint, "as share_reads": self.options.share_reads}
+                    agreed.payload = identify_files(described.files), uses, shared
+                file_ids, uses_of_ranks, shared_of_ranks = zip(*agreed.payloads, strict=True)
+                check_memory(name, [uses] if ranks.is_fake else uses_of_ranks)
+                if once is not None:
+                    once.agree(shared_of_ranks)
+            with self._streamable(call, lambda error: isinstance(error, UnsupportedError)):
+                # A step of its own, too: DeepSpeed may make groups here, which all ranks must do or none.
+                with ranks.step("preparing", name=name) as agreed, report.phase("plan"):
+                    with naming_shortage("preparing (swap buffers of offload_param)", described.settings.swap_bytes):
+                        described.target.prepare(described.model)
+                    agreed.payload = disk_uses(described.target.files(planned.plan.targets))
+                check_room(name, agreed.payloads)
+            if described.settings.stage == 3:  # not earlier: a load that is left to stock logs it by itself
+                call.log_zero_init(described.model)
+            report.take_plan(planned.plan, described.settings.ds_config)
+            with report.phase("compare"):
+                sources, threads = executor.sources, executor.num_threads
+                agree_on_bytes(ranks, name, described.files, sources=sources, ids=file_ids, num_threads=threads)
+            reading_step = reading(ranks, name, [executor], report.needed_bytes, [report], bar="Loading partitions")
+            with reading_step as state, report.phase("read"):
+                combine_companions(planned, executor, ranks, state.progress)
+                if once is not None:
+                    once.progress, state.num_exchanges = state.progress, lambda: once.num_exchanges
+                execute(planned, described.target, executor, state.on_part, once)
+                described.constructor.finish(described.model, described.target.device)
+            self._take_counts(report, executor, attempts, once)
+        self._hand_over(described, planned, report)
+        return described.model, described.info
+
+    def _check(self, call: Call) -> dict[str, str]:
+        """Raise for a call that nobody can run; return what kind of load it is, on all ranks alike."""
+        refuse_device_map(call, self.settings)
+        if not is_left_alone(call, self.settings):
+            else_ = ", or else left to stock" if self.options.is_lenient else ""
+            return {"as kind of load": f"a streamed load{else_}"}
+        if is_stand_in(call.path):
+            raise UnsupportedError(
+                f"{call.name}: transformers itself reads the files of this load, which a remote store has; download "
+                "the checkpoint and name its folder"
+            )
+        return {"as kind of load": "an ordinary load"}
+
+    def _enter(
+        self, stack: contextlib.ExitStack, call: Call, of_ranks: Sequence[tuple[str, str]]
+    ) -> tuple[Any, Executor, ReadOnce | None]:
+        """Set up what a load runs in, while the stack is open, given the node and the random state of each rank.
+
+        Returns the zero.Init around it, what reads, and what reads once what several ranks hold; None if each reads
+        alone.
+        """
+        around = stack.enter_context(zero_init_disabled())
+        stack.enter_context(on_host())
+        stack.enter_context(random_state_of(base64.b64decode(of_ranks[0][1])))
+        ranks = self.ranks
+        nodes = [str(rank) if ranks.is_fake else node for rank, (node, _) in enumerate(of_ranks)]  # no others exist
+        executor = make_executor(call, nodes.count(nodes[ranks.rank]), open_source=self.open_source)
+        stack.enter_context(executor).sources.on_wait = ranks.check
+        # Reads of files, into memory that stays, can be shared.
+        can_share = self.settings.offload_device != "nvme" and self.open_source is open_file
+        if not can_share or ranks.world_size == 1 or ranks.is_fake or self.options.share_reads == "off":
+            return around, executor, None
+        from lowmem_load.load.read_once import ReadOnce  # a lone process needs none of it
+
+        once = ReadOnce(ranks, nodes, self.options.share_reads)
+        return around, executor, stack.enter_context(contextlib.closing(once))
+
+    @contextlib.contextmanager
+    def _streamable(self, call: Call, may_work: Callable[[Exception], bool]) -> Iterator[None]:
+        """Have an error after which stock may work leave the load to stock, if it is lenient.
+
+        Transformers cannot read files in a remote store.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self.options.is_lenient or not may_work(error) or is_stand_in(call.path):
+                raise
+            raise _NotStreamedError(error_text(error, model_folder.MAX_QUOTED)) from error
+
+    def _describe(self, call: Call, executor: Executor) -> Described:
+        return describe(
+            call,
+            self.settings,
+            self.make_target,
+            executor,
+            holds_values=True,
+            weights=self.options.weights,
+            is_quiet=self.ranks.rank != 0,
+        )
+
+    def _plan(self, described: Described, around: Any) -> PlannedModel:
+        """Return the proved plan. `around` is the zero.Init around this load, which must make the same parameters."""
+        check_described(described)
+        settings, device = described.settings, described.settings.offload_device
+        if settings.stage == 3:
+            device = described.target.device.type if device == "none" else device
+            refuse_other_zero_init(around, dtype=settings.dtype, device=device, world_size=settings.world_size)
+        return make_plan(described, self.ranks.rank, read_cost([file.path for file in described.files]))
+
+    def _take_counts(self, report: LoadReport, executor: Executor, attempts: Attempts, once: ReadOnce | None) -> None:
+        report.requests = attempts.requests
+        report.notes += attempts.notes
+        report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
+        if once is not None:
+            report.received_bytes = once.received_bytes
+            if once.why_alone:
+                report.notes.append(f"no reads were shared with other ranks: {once.why_alone}")
+
+    def _hand_over(self, described: Described, planned: PlannedModel, report: LoadReport) -> None:
+        """Complete the report and hand it over, on the model and to `on_load`."""
+        if unset := ", ".join(target.name for target in planned.plan.targets if target.is_uninitialised):
+            report.notes.append(f"not in the files, and left uninitialised by transformers: {unset}; they are zero")
+            if report.rank == 0:
+                warnings.warn(f"{described.name}: {report.notes[-1]}", stacklevel=outside_level())
+        trained = {name for name, parameter in described.model.named_parameters() if parameter.requires_grad}
+        if frozen := sorted(trained & described.constructor.frozen):
+            report.notes.append(f"{listed(frozen)} train, as after an ordinary load, though the constructor froze them")
+        setattr(described.model, REPORT_ATTRIBUTE, report)
+        if isinstance(described.target, Zero3):
+            show_ds_config(described.model, described.settings.ds_config)
+        logger.info("%s", report)
+        if self.options.on_load is not None:
+            self.options.on_load(report)
+
+
+def is_to_be_found(call: Call, options: Options) -> bool:
+    """Return whether a call names a URL, or a model on the Hub that is streamed."""
+    return is_url(call.path) or (options.stream and not os.path.exists(call.path))
+
+
+def find(call: Call, options: Options, check: Callable[[], object] = no_callback) -> None:
+    """Have a call load from the folder that stands for what it names."""
+    call.move(*find_folder(call.path, call.kwargs, stream=options.stream, check=check))
+
+
+def make_executor(call: Call, num_ranks: int, *, open_source: Opener = open_file) -> Executor:
+    """Return what reads for a call on one of so many ranks of a node."""
+    if is_stand_in(call.path):
+        return Executor(num_threads=requests_in_flight(num_ranks), open_source=open_source, starts_late=True)
+    return Executor(num_threads=min(MAX_THREADS, cores(num_ranks)), open_source=open_source)
+
+
+def leave_to_stock(call: Call, stock: str, reason: str, random_state: torch.Tensor) -> tuple[nn.Module, dict[str, Any]]:
+    """Run a call as without lowmem_load, with a warning. See [Note: left to stock]."""
+    torch.set_rng_state(random_state)
+    text = f"{call.name}: not streamed, but left to {stock}: {reason}"
+    warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())
+    model, info = call.run()
+    setattr(model, LEFT_ATTRIBUTE, f"{stock}: {reason}")
+    return model, info
+
+
+class _NotStreamedError(Exception):
+    """Carries the reason out of a load that is left to stock."""
+
+
+def may_work_in_stock(error: Exception) -> bool:
+    """Return whether an error of all ranks is about streaming, not about files, the ds_config or other ranks."""
+    # Errors of other classes come from transformers or the model, which may not be ready for symbolic tensors.
+    return isinstance(error, UnsupportedError | ModelBuildError) or not isinstance(error, LowMemLoadError | OSError)
+
+
+def _random_state(ranks: RankGroup) -> str:
+    """Return rank 0's random state as text, with which all ranks initialise what no file has; "" on others."""
+    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode() if ranks.rank == 0 else ""
+
+
+def _progress_of_describing(call: Call, executor: Executor) -> Callable[[], Progress] | None:
+    """Return what tells how far describing is; None where files from the Hub may take hours, and others come first."""
+    computed = computing()
+    if not is_local(call):
+        return None
+    return lambda: Progress(computed().amount + executor.stats.read_bytes, "")
+
+
+def _compared(described: Described) -> dict[str, str]:
+    """Return what must be equal on all ranks that have described a model, by topic; of long values the digest."""
+    # A configuration changes what is computed with equal weights: the base of rotary embeddings, say.
+    compared = {
+        key: text if len(text) <= MAX_VALUE else fingerprint([text])
+        for key, text in described.call.configuration(described.model).items()
+    }
+    compared |= {key: fingerprint(sorted(map(str, keys))) for key, keys in described.info.items()}
+    compared["commit"] = ", ".join(sorted({commit_in(file.path) for file in described.files} - {""})) or "none"
+    remote = (file for file in described.files if is_stand_in(file.path))
+    return compared | {f"version of {origin(file.path)}": file.version for file in remote}

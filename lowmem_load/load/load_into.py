@@ -1,0 +1,430 @@
+"""Loads of models that are sharded by DTensors: by their owner, a `DistributedConfig`, or FSDP2 over a device mesh.
+
+All of them, and their plans (`plan_model.py`), take one road. There is a module without values; it is sharded; its load
+(`IntoModule`) is described by a `Load`, which fills the shards, or by `plan_only`, which plans.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from lowmem_load.config.settings import Partition, Settings, read_settings
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.steps import RankGroup, has_group
+from lowmem_load.engines.mesh import is_mesh, mesh_device, offloads, reshard, shard_fully
+from lowmem_load.engines.sharded_target import ShardedModel
+from lowmem_load.errors import ConfigError, UnsupportedError, listed
+from lowmem_load.load.fill_lazy import allocate_shards
+from lowmem_load.load.load import REPORT_ATTRIBUTE, Load, Options
+from lowmem_load.load.report import LoadReport
+from lowmem_load.load.request import (
+    Checked,
+    LoadedModel,
+    agree_on_request,
+    make_load,
+    name_text,
+    ordinary_load,
+    stage_3,
+    storage_dtype,
+    weights_folder,
+)
+from lowmem_load.models import diffusion, loader, model_folder, names
+from lowmem_load.models.active import load_lock, ordinary_path, outermost, transformers_models
+from lowmem_load.models.call import Call
+from lowmem_load.models.files import Rename
+from lowmem_load.models.modules import Build, BuiltModelCall, ModuleCall, snapshot, stand_in_for
+from lowmem_load.models.quantizers import packed_format
+from lowmem_load.models.remote_names import find_folder, rename_loaded
+from lowmem_load.models.skeleton import blocks, file_keywords, filled_by, hand_over, is_kept_on_host, refuse_parted
+from lowmem_load.models.wrappers import named_tensors, plain_modules, plain_name
+from lowmem_load.phases import without_progress
+from lowmem_load.planning.replicas import ShareReads
+from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
+from lowmem_load.symbolic.constructor import Constructor
+from lowmem_load.symbolic.initialise import CPU
+
+SetStates = Callable[[nn.Module], None]
+"""Gives a module its extra states, which are no tensors."""
+
+
+@without_progress
+def load_into(
+    model: nn.Module,
+    name: str | os.PathLike[str],
+    ds_config: Any = None,
+    *,
+    rename: Rename | None = None,
+    strict: bool = True,
+    initialize: bool = False,
+    leave: Collection[str] = (),
+    build: Build | None = None,
+    partition: Partition | None = None,
+    dtype: str | torch.dtype | None = None,
+    auto_class: str | type | None = None,
+    stream: bool = False,
+    share_reads: ShareReads = "auto",
+    weights: str | os.PathLike[str] | None = None,
+    **from_pretrained_kwargs: Any,
+) -> LoadReport:
+    """Fill a module from a checkpoint: each rank reads what its shards or partitions hold.
+
+    Without a ds_config, the caller has built the module on the meta device, sharded it (to DTensors of any mesh), and
+    given it memory by `to_empty`. With one, it is on the meta device, and its parameters become ZeRO-3 partitions.
+    Collective: all ranks. Memory: beside the model, a staging buffer for each reading thread. Raises as `load_model`.
+
+    **A transformers model**, or a module that holds one beside what `leave` names (PEFT, torch.compile, your own), gets
+    the values of an ordinary `from_pretrained`; parameters that no file has get those of rank 0's random state.
+    **Any other module**, or with `rename` (which may be {}) also such a one, gets the tensors that have the names of
+    its parameters and buffers, cast to their dtypes. If submodules have checkpoints of their own, call it for each of
+    them. See docs/howto/own_module.md.
+
+    Args:
+        model: the module. Ties, dtypes, `requires_grad` and attributes of parameters stay.
+        name: see `load_model`; by names a folder, file or index, whose code is not run.
+        ds_config: see `load_model`.
+        rename: turns names in files into those of the module: a function (None leaves a tensor out), or a mapping of
+            regular expressions. None drops "model.", "module." and "state_dict." where all names begin so.
+        strict: whether tensors that a module lacks, and other shapes, are errors in a load by names.
+        initialize: whether `reset_parameters` or `_init_weights` initialise what no file has, equally on all ranks.
+        leave: parameters and buffers that the caller fills, by their names in `model`, or in its transformers model.
+        build: builds the same module, for buffers of which neither a file nor the module has the values.
+        partition: see `load_model`.
+        dtype: of a transformers model's ordinary load; None: its own.
+        auto_class: of that load; None: the model's class.
+        stream: read a model on the Hub as one at a URL. See `load_model`, as for the next two.
+        share_reads: which ranks share reads.
+        weights: a training checkpoint that has the weights.
+        **from_pretrained_kwargs: of the ordinary load; by names, `subfolder` and `variant` choose files of a folder.
+    """
+    options = Options(stream=stream, weights=weights_folder(weights), share_reads=share_reads)
+    how: dict[str, Any] = {"rename": rename, "strict": strict, "initialize": initialize, "leave": leave, "build": build}
+    how |= {"dtype": dtype, "auto_class": auto_class, "kwargs": from_pretrained_kwargs}
+
+    def into_module() -> IntoModule:
+        return IntoModule(model, name, **how)
+
+    if ds_config is None:
+        return _fill_shards(model, into_module, options)
+    return _fill_partitions(model, into_module, options, ds_config, partition)
+
+
+# -- what fills a module -----------------------------------------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    """How the values of a sharded model are loaded.
+
+    `run` has a function do the load, as a call that is described, and returns a model with the values.
+    `set_extra_states` sets the extra states of the sharded model; without it those of the loaded one are handed over.
+    """
+
+    settings: Settings
+    run: Callable[[Callable[[Call], LoadedModel]], Any]
+    set_extra_states: SetStates | None = None
+
+
+class Into(Protocol):
+    """The load of a checkpoint into a `model` that is sharded, of which the caller fills the tensors `left`."""
+
+    model: nn.Module
+    left: set[str]
+
+    def shards(self, ranks: RankGroup | None, world_size: int) -> Way:
+        """Return how the values of shards are loaded. Collective: the ranks agree. Local without `ranks`."""
+
+
+class IntoModule:
+    """The load of a checkpoint into a module that is built: by transformers' rules, or by names. See `load_into`.
+
+    `model` is the one transformers model in the module, unless it is filled by names.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str | os.PathLike[str],
+        *,
+        kwargs: Mapping[str, Any],
+        leave: Collection[str] = (),
+        dtype: str | torch.dtype | None = None,
+        auto_class: str | type | None = None,
+        rename: Rename | None = None,
+        **of_names: Any,
+    ) -> None:
+        self._name, self._kwargs, self._dtype, self._auto_class = name_text(name), kwargs, dtype, auto_class
+        self._of_names = {"rename": rename, **of_names}
+        self.model, self.left, self.is_by_names = module, set(leave), fills_by_names(module, rename)
+        if self.is_by_names:
+            if dtype is not None or auto_class is not None:
+                raise ConfigError(
+                    "load_into: dtype and auto_class are for transformers models; a module has its own dtypes"
+                )
+            return
+        refused = {**of_names, "strict": not of_names.get("strict", True)}
+        if named := [keyword for keyword, value in refused.items() if value]:
+            raise ConfigError(
+                f"load_into: {', '.join(named)}: for modules that are loaded by names; transformers models are loaded "
+                "by transformers' rules. Pass rename={} to load this one by names"
+            )
+        self.model = _transformers_model(module)
+        self.left = _left(module, self.model, leave)
+
+    def shards(self, ranks: RankGroup | None, world_size: int) -> Way:
+        """See `Into`."""
+        if not self.is_by_names:
+            checked = self._checked(ranks, world_size)
+            return Way(checked.settings, checked.run)
+        call = self._module_call(stand_in_for(self.model, names.plain_class), is_stand_in=True)
+        settings = stage_3(torch.float32, world_size)
+        return Way(settings, lambda load: loader.run_load(load, call)[0], call.set_extra_states)
+
+    def partitions(self, ranks: RankGroup | None, world_size: int) -> ModuleCall | BuiltModelCall:
+        """Return the call that fills the model itself. Collective: the ranks agree. Local without `ranks`."""
+        if self.is_by_names:
+            return self._module_call(self.model)
+        checked = self._checked(ranks, world_size)
+        return BuiltModelCall(self.model, checked.cls, checked.name, dict(checked.kwargs), left=self.left)
+
+    def _checked(self, ranks: RankGroup | None, world_size: int) -> Checked:
+        arguments = self.model, self._name, self._dtype, self._auto_class, self._kwargs, world_size
+        return agree_on_request(ranks, functools.partial(ordinary_load, *arguments), has_ds_config=False)
+
+    def _module_call(self, model: nn.Module, *, is_stand_in: bool = False) -> ModuleCall:
+        how = {**self._of_names, "leave": self.left, "is_stand_in": is_stand_in}
+        return ModuleCall(self._name, model, dict(self._kwargs), **how)
+
+
+def fills_by_names(module: nn.Module, rename: Rename | None) -> bool:
+    """Return whether a module is filled by the names of its tensors: it holds no transformers model, or is renamed."""
+    return rename is not None or not transformers_models(module)
+
+
+def _transformers_model(model: nn.Module) -> nn.Module:
+    models = transformers_models(model)
+    if len(models) > 1:
+        raise UnsupportedError(
+            f"{type(model).__name__}: holds {len(models)} transformers models; call load_into for each of them"
+        )
+    plain: nn.Module = models[0]
+    return plain
+
+
+def _left(model: nn.Module, plain: nn.Module, leave: Collection[str]) -> set[str]:
+    """Return which tensors of the transformers model the caller fills. Raise unless he fills all that is beside it."""
+    prefix = next(name for name, module in plain_modules(model).items() if module is plain)
+    inside = {id(named.tensor) for named in named_tensors(plain)}
+    named = {named.name: id(named.tensor) in inside for named in named_tensors(model)}
+    left = {plain_name(model, name) for name in leave}
+    if lost := sorted(name for name, is_inside in named.items() if not is_inside and name not in left):
+        raise ConfigError(
+            f"{type(model).__name__}: this load fills the {type(plain).__name__} at {prefix!r}, and not {listed(lost)} "
+            "beside it; fill these yourself and name them in leave, or call load_into for that model alone"
+        )
+    # A name may be one of either model.
+    inner = {name.removeprefix(f"{prefix}.") if prefix else name for name in left if named.get(name, False)}
+    return inner | (left - named.keys())
+
+
+# -- loads -------------------------------------------------------------------------------------------------------------
+
+
+def _fill_shards(
+    model: nn.Module, make_into: Callable[[], Into], options: Options, *, is_skeleton: bool = False
+) -> LoadReport:
+    """Fill the DTensors of a model, and what it holds in full. Collective. For `is_skeleton`, see `ShardedModel`."""
+    ranks = RankGroup(None)
+    # In inference mode the local tensor of a DTensor cannot be detached.
+    with load_lock(), torch.inference_mode(mode=False), ranks.session("load_into"):
+        with ranks.step("checking the model"):
+            reshard(model)  # what a forward has left gathered is no memory of a shard
+            into = make_into()
+            sharded = ShardedModel(into.model, into.left, is_skeleton=is_skeleton)
+        way = into.shards(ranks, ranks.world_size)
+        loaded = way.run(Load(way.settings, ranks, sharded.make_target, options))
+        with ranks.step("filling buffers"), torch.no_grad():
+            report = _hand_over(sharded, loaded, way.set_extra_states)
+    setattr(model, REPORT_ATTRIBUTE, report)
+    return report
+
+
+def _hand_over(sharded: ShardedModel, loaded: nn.Module, set_extra_states: SetStates | None) -> LoadReport:
+    """Give a sharded model all that a load leaves beside parameters; return the report. Local."""
+    model = sharded.model
+    report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
+    of_loaded, modules, device = plain_modules(loaded), plain_modules(model), _device_of(model)
+    if set_extra_states is not None:
+        set_extra_states(model)
+    sharded.fill_buffers(loaded)
+    for one, other in zip(transformers_models(loaded), transformers_models(model), strict=True):
+        hand_over(one, other)
+    packed_format(loaded).hand_over(loaded, modules)
+    hand_over_attributes(of_loaded, modules, device)
+    if set_extra_states is None:
+        hand_over_extra_states(of_loaded, modules, device, report.loading_info["missing_keys"])
+    return report
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), CPU)
+
+
+def _fill_partitions(
+    module: nn.Module,
+    make_into: Callable[[], IntoModule],
+    options: Options,
+    ds_config: Any,
+    partition: Partition | None,
+) -> LoadReport:
+    """Make the parameters of a module ZeRO-3 partitions. After a failure the module is as before. Collective."""
+    with load_lock(), (ranks := DistributedInterface()).session("load_into"):
+        with ranks.step("checking the arguments") as step:
+            settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
+            step.digest = settings.compared
+            into = make_into()
+        model, before = into.model, list(snapshot(into.model))
+        try:
+            call = into.partitions(ranks, ranks.world_size)
+            loader.run_load(make_load(ranks, settings, options), call)
+            with ranks.step("setting extra states"):
+                call.set_extra_states(model)
+        except BaseException:
+            for tensors, key, tensor in before:
+                tensors[key] = tensor
+            raise
+        for tensors, key, tensor in before:
+            for attribute, value in vars(tensor).items():  # such as marks for an optimizer
+                if not hasattr(tensors[key], attribute):
+                    setattr(tensors[key], attribute, value)
+    report: LoadReport = getattr(model, REPORT_ATTRIBUTE)
+    setattr(module, REPORT_ATTRIBUTE, report)
+    return report
+
+
+# -- models by name, over a mesh ---------------------------------------------------------------------------------------
+
+
+def load_sharded(
+    name: str | os.PathLike[str],
+    sharding: Any,
+    options: Options,
+    *,
+    auto_class: str | type | None,
+    dtype: str | torch.dtype | None,
+    policy: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Do what `load_model` does with a `DistributedConfig`, or a `DeviceMesh` and the policy of `fully_shard`."""
+    has_mesh, policy_of_mesh = is_mesh(sharding), policy or {}
+    # Shards need no DeepSpeed, whose comm would be compiled for CPU ranks.
+    ranks = RankGroup(None) if has_group() else DistributedInterface()
+    with load_lock(), ranks.session("the load"):
+        with ranks.step("checking the arguments") as step:
+            where, kwargs = find_folder(name_text(name), kwargs)
+            if (of_diffusers := diffusion.model_class(where, auto_class, kwargs)) is not None and not has_mesh:
+                raise ConfigError("a DistributedConfig shards transformers models; pass a DeviceMesh")
+            step.digest = {"as sharding": str(sharding), "policy": str(sorted(map(str, policy_of_mesh)))}
+        if of_diffusers is not None:
+            constructor = Constructor()
+            with ranks.step("building the model", name=where):
+                into = IntoDiffusers(of_diffusers, where, dtype, kwargs, constructor.building())
+                shard_fully(into.model, sharding, blocks(into.model), policy_of_mesh)
+                _allocate(into.model, constructor, is_offloaded=offloads(policy_of_mesh))
+            _fill_shards(into.model, lambda: into, options)
+            return into.model
+        with ranks.step("reading the configuration"):
+            cls, _ = names.class_and_config(where, auto_class, kwargs)
+            if policy is not None and not has_mesh:
+                raise ConfigError("policy: goes with a DeviceMesh; a DistributedConfig has its own")
+
+        def shard(model: nn.Module) -> None:
+            if has_mesh:
+                shard_fully(model, sharding, blocks(model), policy_of_mesh)
+
+        if not has_mesh:
+            kwargs["distributed_config"] = sharding
+        with shards_filled(where, kwargs, options, shard, is_offloaded=offloads(policy_of_mesh)):
+            return rename_loaded(cls.from_pretrained(where, dtype=dtype, **kwargs))
+
+
+class IntoDiffusers:
+    """The load of a checkpoint into a model of diffusers that is built inside of `building`: in fp32 without a dtype.
+
+    See `Into`.
+    """
+
+    def __init__(
+        self, cls: Any, name: str, dtype: Any, kwargs: Mapping[str, Any], building: AbstractContextManager[object]
+    ) -> None:
+        self._cls, self._name, self._kwargs = cls, name, dict(kwargs)
+        older = self._kwargs.pop("torch_dtype", None)
+        dtype = older if dtype in (None, "auto") else dtype
+        if dtype not in (None, "auto"):
+            self._kwargs["torch_dtype"] = storage_dtype(dtype, torch.float32)
+        self.model: nn.Module = diffusion.skeleton(cls, name, self._kwargs, building)
+        self.left: set[str] = set()
+
+    def shards(self, ranks: RankGroup | None, world_size: int) -> Way:  # noqa: ARG002  it has agreed already
+        """See `Into`."""
+        checked = Checked(self._name, stage_3(torch.float32, world_size), self._cls, self._kwargs)
+        return Way(checked.settings, checked.run)
+
+
+@contextmanager
+def shards_filled(
+    name: str,
+    kwargs: Mapping[str, Any],
+    options: Options,
+    shard: Callable[[nn.Module], None] = lambda _: None,
+    *,
+    is_offloaded: bool = False,
+) -> Iterator[None]:
+    """Inside, a `from_pretrained` of these keywords reads what each rank's shards hold."""
+    plain_options = replace(options, is_lenient=False, on_load=None)
+
+    def fill(model: nn.Module, make_into: Callable[[], Into]) -> Mapping[str, Any]:
+        _allocate(model, Constructor(), is_offloaded=is_offloaded or is_kept_on_host(model))
+        report = _fill_shards(model, make_into, plain_options, is_skeleton=True)
+        if options.on_load is not None:
+            options.on_load(report)
+        return report.loading_info
+
+    with skeletons_sharded(name, kwargs, shard, fill):
+        yield
+
+
+@contextmanager
+def skeletons_sharded(
+    name: str,
+    kwargs: Mapping[str, Any],
+    shard: Callable[[nn.Module], None],
+    end: Callable[[nn.Module, Callable[[], IntoModule]], Mapping[str, Any]],
+) -> Iterator[None]:
+    """Inside, a `from_pretrained` of these keywords builds a model without values, and has `shard` shard it.
+
+    `end` gets the model and what makes the load into it, and returns the loading info.
+    """
+
+    def fill(model: nn.Module, dtype: torch.dtype, keywords: dict[str, Any]) -> Mapping[str, Any]:
+        refuse_parted(model)
+        packed_format(model).pack_skeleton(model)
+        shard(model)
+        keywords |= file_keywords(kwargs)
+        with outermost():
+            return end(model, lambda: IntoModule(model, name, dtype=dtype, kwargs=keywords))
+
+    with ordinary_path(), filled_by(fill), model_folder.files_explained(name, kwargs.get("subfolder") or ""):
+        yield
+
+
+def _allocate(model: nn.Module, constructor: Constructor, *, is_offloaded: bool) -> None:
+    device = CPU if is_offloaded else mesh_device(model)
+    allocate_shards(model, device)
+    constructor.finish(model, device)  # `to_empty` moves no attributes

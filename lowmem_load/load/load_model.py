@@ -1,0 +1,218 @@
+"""load_model: a model by name, by a ds_config or a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowmem_load.config.settings import Partition, Settings, read_settings
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.steps import RankGroup
+from lowmem_load.errors import (
+    ConfigError,
+    LoadOrderWarning,
+    NotStreamedWarning,
+    RankError,
+    UnsupportedError,
+    outside_level,
+)
+from lowmem_load.load.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Options
+from lowmem_load.load.report import LoadReport
+from lowmem_load.load.request import Request, agree_on_request, make_load, name_text, weights_folder
+from lowmem_load.models import diffusion, loader
+from lowmem_load.models.active import active_zero3_config, deepspeed_config, load_lock, note_load, was_dropped
+from lowmem_load.models.call import SHARDS, Call
+from lowmem_load.models.skeleton import is_distributed_config
+from lowmem_load.phases import without_progress
+from lowmem_load.planning.replicas import ShareReads
+
+
+@without_progress
+def load_model(
+    name: str | os.PathLike[str],
+    ds_config: Any,
+    *,
+    auto_class: str | type | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    data_parallel_group: Any = None,
+    partition: Partition | None = None,
+    stream: bool = False,
+    share_reads: ShareReads = "auto",
+    weights: str | os.PathLike[str] | None = None,
+    **from_pretrained_kwargs: Any,
+) -> Any:
+    """Load a checkpoint straight into ZeRO-3 partitions or FSDP2 shards; return the model, in eval mode.
+
+    Each rank reads only the bytes of its own partitions or shards. Under ZeRO stages 0 to 2 every rank needs the full
+    model, which it reads or, with `share_reads`, gets from a rank that has read it. Call it on every rank.
+    `model.lowmem_load_report` has the `LoadReport`. Collective: all ranks.
+
+    Args:
+        name: a local folder, a Hub id, or a folder's URL (s3, gs, az, abfss, https, http): no weights touch a disk.
+        ds_config: a dict, the path of a JSON file, or an `HfDeepSpeedConfig`. "auto" values are resolved as Trainer
+            does; the report's `ds_config` holds the result. Or transformers' `DistributedConfig`, or a `DeviceMesh` for
+            FSDP2 by layers, with the other keywords of `fully_shard` as `policy=`.
+        auto_class: a transformers class, its name, or None for the class that the config's `architectures` names.
+        dtype: "auto" for that in which DeepSpeed will run this ds_config (bf16, fp16, else fp32), which any other must
+            agree with under stage 3; with `partition` it is that of the parameters that stay whole.
+        partition: what to partition: module names or globs, classes, predicates on (name, module), or a sequence of
+            these. The rest is whole on every rank. None: all. Train such a model with `lowmem_load.initialize`.
+        data_parallel_group: a group of torch.distributed whose ranks share the partitions. None: all ranks.
+        stream: True reads a model on the Hub as one at a URL, unless the Hub's cache holds it.
+        share_reads: "job": ranks that hold the same read it once and send it to each other; "off": each reads alone.
+            "auto": "job" for files in a store or on a file system of the network, unless all are on one node, whose
+            page cache has it.
+        weights: a training checkpoint of FSDP2, torch DCP or verl, which has the weights; see `consolidate` for the
+            kinds. `name` then says only which model it is. Each rank reads its own part, however many ranks saved.
+        **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...
+
+    Memory: the partitions; where bytes are cast or rearranged, `LoadPlan.costs.staging_bytes` a reading thread.
+
+    Raises:
+        ConfigError: ds_config, dtype or auto_class cannot be used.
+        CheckpointError: the folder or its files cannot be used.
+        UnsupportedError: the combination cannot be streamed.
+        RankError: another rank failed; all ranks raise it.
+    """
+    folder = weights_folder(weights)
+    options = Options(stream=stream, weights=folder, share_reads=share_reads)
+    if _is_sharding(ds_config):
+        from lowmem_load.load.load_into import load_sharded
+
+        if partition is not None or data_parallel_group is not None:
+            raise ConfigError("partition and data_parallel_group belong to ZeRO, not to a DistributedConfig or mesh")
+        return load_sharded(name, ds_config, options, auto_class=auto_class, dtype=dtype, **from_pretrained_kwargs)
+    with load_lock():
+        ranks = DistributedInterface().subgroup(data_parallel_group)
+
+        def make_request() -> tuple[Request, Settings]:
+            request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs, has_weights=weights is None)
+            return request, read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
+
+        return load_request(make_request, ranks, options)
+
+
+def load_request(make_request: Callable[[], tuple[Request, Settings]], ranks: RankGroup, options: Options) -> Any:
+    """Do what `load_model` does with what `make_request` returns. Collective, under `load_lock`."""
+    with ranks.session("the load"):
+        checked = agree_on_request(ranks, make_request)
+        return checked.run(make_load(ranks, checked.settings, options))
+
+
+def load_report(model: Any) -> LoadReport:
+    """Return the `LoadReport` of a model that lowmem_load loaded, also when an engine or an adapter wraps it.
+
+    Raises:
+        ValueError: lowmem_load did not load this model.
+    """
+    report, reason = getattr(model, REPORT_ATTRIBUTE, None), why_left_to_stock(model)
+    if not isinstance(report, LoadReport):
+        raise ValueError(  # noqa: TRY004  the model has the right type, the wrong history
+            f"{type(model).__name__} was not loaded by lowmem_load, so there is no report of its load"
+            + (f": it was left to {reason}" if reason else "")
+        )
+    return report
+
+
+def why_left_to_stock(model: Any) -> str:
+    """Return to which stock `install` left the load of a model, and why; "" if it did not."""
+    return str(getattr(model, LEFT_ATTRIBUTE, ""))
+
+
+def _is_sharding(target: Any) -> bool:
+    if isinstance(target, Mapping | str | os.PathLike):  # spares most processes the import of dtensor/
+        return False
+    from lowmem_load.engines.mesh import is_mesh
+
+    return is_distributed_config(target) or is_mesh(target)
+
+
+# -- loads inside code that calls from_pretrained by itself ------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def streaming_by_config(ds_config: Any, options: Options, *, partition: Partition | None) -> Iterator[None]:
+    """Do what `streaming()` does with a ds_config."""
+    with load_lock():
+        ranks = DistributedInterface()
+        with ranks.step("checking the ds_config") as step:
+            settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
+            step.digest = settings.compared
+    with (
+        deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
+        loader.intercepted(make_load(ranks, settings, options)),
+        diffusion.intercepted(make_load(ranks, settings, options)),
+        _sharded_calls(options),
+    ):
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, RankError):
+                ranks.abort("streaming()", error)
+            raise
+
+
+@contextlib.contextmanager
+def streaming_by_active_config(options: Options, *, everywhere: bool = False) -> Iterator[None]:
+    """Do what `streaming()` does without a ds_config: for all threads with `everywhere`."""
+
+    def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
+        return load_by_active_config(call, options)
+
+    with (
+        loader.intercepted(load, _zero3_is_active, everywhere=everywhere),
+        _sharded_calls(options, everywhere=everywhere),
+    ):
+        yield
+
+
+def load_by_active_config(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]]:
+    """Run a call by the ds_config that is active in transformers. Collective."""
+    ds_config = active_zero3_config()
+    assert ds_config is not None  # asked a moment ago
+    ranks = DistributedInterface()
+    with ranks.step("checking the active ds_config") as step:
+        settings = read_settings(ds_config, world_size=ranks.world_size, is_active=True)
+        step.digest = settings.compared
+    return make_load(ranks, settings, options)(call)
+
+
+def _sharded_calls(options: Options, *, everywhere: bool = False) -> contextlib.AbstractContextManager[None]:
+    def load(call: loader.TransformersCall) -> tuple[nn.Module, dict[str, Any]]:
+        from lowmem_load.load.load_into import shards_filled
+
+        random_state = torch.get_rng_state()
+        try:
+            with shards_filled(call.path, call.kwargs, options):
+                return call.run()
+        except UnsupportedError as error:  # on all ranks: what one alone raises is a RankError
+            if not options.is_lenient:
+                raise
+            text = f"{call.name}: not streamed, but left to transformers: {error}"
+        warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())
+        torch.set_rng_state(random_state)
+        return call.run()
+
+    def is_sharded(kwargs: Mapping[str, Any]) -> bool:
+        return any(kwargs.get(keyword) is not None for keyword in SHARDS)
+
+    return loader.intercepted(load, is_sharded, everywhere=everywhere)
+
+
+def _zero3_is_active(_: Mapping[str, Any]) -> bool:
+    if was_dropped():
+        text = (
+            "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded whole on every rank, not "
+            "into ZeRO-3 partitions; transformers holds the object weakly: keep it in a variable for as long as models "
+            "are loaded. If the load is meant to be an ordinary one, call "
+            "transformers.integrations.unset_hf_deepspeed_config() before it"
+        )
+        warnings.warn(text, LoadOrderWarning, stacklevel=outside_level())
+    note_load()
+    return active_zero3_config() is not None

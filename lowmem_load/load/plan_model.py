@@ -1,0 +1,235 @@
+"""Plans of loads, and described models, in a plain process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from lowmem_load.config.settings import Partition, Settings, read_settings
+from lowmem_load.distributed.process_group import fake_group
+from lowmem_load.engines.mesh import forget_meshes, host_mesh, mesh_device, shard_fully
+from lowmem_load.engines.sharded_target import ShardedModel
+from lowmem_load.engines.zero3_target import TargetMaker, target_maker, zero_init_disabled
+from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.mounts import read_cost
+from lowmem_load.load.describe import Described, check_described, describe
+from lowmem_load.load.load_into import Into, IntoDiffusers, IntoModule, Way, fills_by_names, skeletons_sharded
+from lowmem_load.load.make_plan import make_plan
+from lowmem_load.load.request import Request, name_text
+from lowmem_load.models import diffusion, names
+from lowmem_load.models.active import load_lock, on_host
+from lowmem_load.models.call import Call, is_left_alone, refuse_device_map
+from lowmem_load.models.files import Rename
+from lowmem_load.models.modules import Build
+from lowmem_load.models.remote_names import find_folder
+from lowmem_load.models.skeleton import blocks, is_distributed_config, is_kept_on_host
+from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.symbolic.constructor import Constructor
+
+
+def plan(
+    name: str | os.PathLike[str],
+    ds_config: Any,
+    *,
+    rank: int,
+    world_size: int,
+    auto_class: str | type | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    partition: Partition | None = None,
+    build: Build | None = None,
+    rename: Rename | None = None,
+    strict: bool = True,
+    initialize: bool = False,
+    **from_pretrained_kwargs: Any,
+) -> LoadPlan:
+    """Return the plan that `load_model` executes on one rank, without loading.
+
+    Runs in a plain process, for any rank of any world: no process group, no launcher, no DeepSpeed engine, no
+    accelerator. It plans for the accelerator that DeepSpeed would choose here; `DS_ACCELERATOR` ("cuda") names another
+    machine's. It reads headers, and the few values by which transformers decides (whether two tensors are one tied
+    weight); `LoadPlan.read_to_describe` names these.
+
+    `rank` is one of the `world_size` ranks among which parameters are partitioned. Other arguments are those of
+    `load_model`, except a `DeviceMesh`, which needs the processes of its ranks. With `build`, a function that builds a
+    module, it is the plan of `load_into`; see there for `rename`, `strict` and `initialize`.
+    Without a ds_config (None), `build` also shards it, over a mesh of CPUs, as `rank` of a group that does nothing.
+
+    Memory: the description of the model; no parameter is allocated, except where its value decides.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+        CheckpointError: the folder or its files cannot be used.
+        UnsupportedError: a combination that cannot be streamed.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
+    options: dict[str, Any] = {"rank": rank, "world_size": world_size}
+    if build is not None:
+        options |= {"rename": rename, "strict": strict, "initialize": initialize, "kwargs": from_pretrained_kwargs}
+        with load_lock():
+            return _plan_module(name, build, ds_config, partition, **options)
+    options |= {"auto_class": auto_class, "dtype": dtype, **from_pretrained_kwargs}
+    if is_distributed_config(ds_config):
+        if partition is not None:
+            raise ConfigError("partition belongs to ZeRO, not to a DistributedConfig")
+        return plan_sharded(name, ds_config, **options)
+    return plan_zero3_rank(name, ds_config, device=_accelerator(), partition=partition, **options)
+
+
+def _plan_module(
+    name: str | os.PathLike[str],
+    build: Build,
+    ds_config: Any,
+    partition: Partition | None,
+    rank: int,
+    world_size: int,
+    **how: Any,
+) -> LoadPlan:
+    """Return the plan of `load_into` with the module that `build` builds, and without a ds_config shards."""
+    if ds_config is None:
+        forget_meshes()
+        with fake_group(rank, world_size):
+            model, left = build(), set[str]()
+            if fills_by_names(model, how["rename"]):  # what the module computes is no part of a plan
+                left = {buffer for buffer, _ in model.named_buffers()} - model.state_dict().keys()
+            return _plan_shards(IntoModule(model, name, leave=left, **how), rank, world_size)
+    settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
+    with Constructor().building():
+        model = build()
+    if fills_by_names(model, how["rename"]):
+        how["build"] = build
+    call = IntoModule(model, name, **how).partitions(None, world_size)
+    return _plan_call(call, settings, target_maker(rank, _accelerator()), rank)
+
+
+def plan_sharded(
+    name: str | os.PathLike[str],
+    sharding: Any,
+    *,
+    rank: int,
+    world_size: int,
+    auto_class: str | type | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    **kwargs: Any,
+) -> LoadPlan:
+    """Return the plan of a model that is sharded, as one rank of a fake process group.
+
+    `sharding` is a `DistributedConfig`, or the shape of FSDP2's mesh: (shards,) or (replicas, shards).
+    """
+    where, kwargs = find_folder(name_text(name), kwargs)
+    of_diffusers = diffusion.model_class(where, auto_class, kwargs)
+    has_config = is_distributed_config(sharding)
+    if has_config:
+        kwargs["distributed_config"] = sharding
+    forget_meshes()
+
+    def shard(model: nn.Module) -> None:
+        if not has_config:
+            shard_fully(model, host_mesh(sharding), blocks(model), {})
+
+    def end(_: nn.Module, make_into: Callable[[], IntoModule]) -> NoReturn:
+        raise _Done(_plan_shards(make_into(), rank, world_size, is_skeleton=True))
+
+    with load_lock(), fake_group(rank, world_size):
+        if of_diffusers is not None:
+            into = IntoDiffusers(of_diffusers, where, dtype, kwargs, torch.device("meta"))
+            shard(into.model)
+            return _plan_shards(into, rank, world_size)
+        cls, _ = names.class_and_config(where, auto_class, kwargs)
+        with skeletons_sharded(where, kwargs, shard, end):
+            plan: LoadPlan = _result(lambda: cls.from_pretrained(where, dtype=dtype, **kwargs))
+        return plan
+
+
+def plan_zero3_rank(
+    name: str | os.PathLike[str],
+    ds_config: Any,
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    auto_class: str | type | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    partition: Partition | None = None,
+    **from_pretrained_kwargs: Any,
+) -> LoadPlan:
+    """Return the plan of a model under a ds_config."""
+    request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs).with_folder()
+    settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
+    checked = request.checked(settings)
+    return _plan_way(Way(checked.settings, checked.run), target_maker(rank, device), rank)
+
+
+# -- the end of the road in a plan -------------------------------------------------------------------------------------
+
+
+def _plan_shards(into: Into, rank: int, world_size: int, *, is_skeleton: bool = False) -> LoadPlan:
+    """Return the plan of the load into a model that is sharded, perhaps without memory."""
+    device = "cpu" if is_skeleton and is_kept_on_host(into.model) else mesh_device(into.model).type
+    sharded = ShardedModel(into.model, into.left, device, is_skeleton=is_skeleton)
+    return _plan_way(into.shards(None, world_size), sharded.make_target, rank)
+
+
+def _plan_way(way: Way, make_target: TargetMaker, rank: int) -> LoadPlan:
+    def handler(call: Call) -> NoReturn:
+        raise _Done(_plan_call(call, way.settings, make_target, rank))
+
+    with load_lock():
+        plan: LoadPlan = _result(lambda: way.run(handler))
+    return plan
+
+
+def _plan_call(call: Call, settings: Settings, make_target: TargetMaker, rank: int) -> LoadPlan:
+    with _described(call, settings, make_target) as described:
+        return make_plan(described, rank, read_cost([file.path for file in described.files])).plan
+
+
+@contextlib.contextmanager
+def _described(call: Call, settings: Settings, make_target: TargetMaker) -> Iterator[Described]:
+    """Yield what a call describes on the host. torch's random state stays as it was."""
+    refuse_device_map(call, settings)
+    if is_left_alone(call, settings):
+        raise UnsupportedError(f"{call.name}: transformers places this model by itself, so there is nothing to plan")
+    random_state = torch.random.fork_rng(devices=[])
+    with random_state, zero_init_disabled(), on_host(), Executor() as executor:
+        described = describe(call, settings, make_target, executor, holds_values=False)
+        check_described(described)
+        yield described
+
+
+def _result(from_pretrained: Callable[[], object]) -> Any:
+    """Return what a `_Done` carries out of a call of `from_pretrained`."""
+    try:
+        model = from_pretrained()
+    except _Done as done:
+        return done.result
+    raise UnsupportedError(f"{type(model).__name__}: its class does not load through transformers' from_pretrained")
+
+
+class _Done(BaseException):
+    """Carries a result out of a `from_pretrained`, past overrides that would go on to use the model."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+
+def _accelerator() -> torch.device:
+    """Return the device that DeepSpeed would choose, without importing DeepSpeed."""
+    # Source: deepspeed 0.19.8 accelerator/real_accelerator.py, get_accelerator.
+    if chosen := os.environ.get("DS_ACCELERATOR"):
+        try:
+            return torch.device(chosen)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"DS_ACCELERATOR {chosen!r}: this torch knows no such device; correct it, or import the package that "
+                "adds it (torch_npu, say) first"
+            ) from error
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator or torch.device("cpu")

@@ -1,0 +1,192 @@
+"""Reads once what several ranks hold: each rank reads its share, and sends it. See [Note: read once] in `replicas.py`.
+
+[Note: reading and sending] The threads of the executor read one batch after the other, and stop for nothing but the
+main thread being two batches behind. The main thread waits for its own part of a batch, agrees with all ranks of the
+load that they have theirs, and sends and receives it. So nobody waits in a broadcast for a rank that still reads, or
+has failed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lowmem_load.distributed.peers import Limits, Progress
+from lowmem_load.distributed.side_group import SideGroup
+from lowmem_load.distributed.steps import RankGroup
+from lowmem_load.files.executor import Batch, Executor
+from lowmem_load.files.memory import make_pages, own_memory
+from lowmem_load.planning.load_plan import LoadPlan
+from lowmem_load.planning.planner import Constants
+from lowmem_load.planning.reads import Fill, ReadCost
+from lowmem_load.planning.replicas import BATCH_BYTES, LEAST_BYTES, Piece, Replicas, ShareReads, chooser, plan_replicas
+
+SMALL_BYTES = 1 << 20
+"""Pieces of fewer bytes are put together into one message, as those that do not lie where the group can send them."""
+
+BATCHES_AHEAD = 2
+"""Batches that are read before the one that is sent."""
+
+Summary = tuple[list[tuple[str, int]], int]
+"""What other ranks must know of what one shares: digests, each with the number of ranks that share it; and batches."""
+
+
+def _is_small(piece: Piece) -> bool:
+    return piece.nbytes < SMALL_BYTES
+
+
+@dataclass(slots=True)
+class _Message:
+    """Pieces of one sender that come in memory of their own: on the sender filled, on the others to be taken apart."""
+
+    memory: torch.Tensor
+    parts: list[torch.Tensor]
+    is_own: bool
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        start = 0
+        for part in self.parts:
+            yield self.memory[start : start + part.numel()], part
+            start += part.numel()
+
+
+class ReadOnce:
+    """Fills memory together with other ranks that hold the same. Close it after the load.
+
+    Attributes:
+        received_bytes: that have come from other ranks.
+        num_exchanges: that are over, which is progress. A rank that begins to wait for one counts as making progress
+            for as long as ranks may be without it: if another rank hangs, that one is named, and not this one.
+        why_alone: why each rank reads alone although it shares; "" if it does not.
+        progress: how far this rank is with all that it reads.
+    """
+
+    def __init__(self, ranks: RankGroup, nodes: Sequence[str], share: ShareReads) -> None:
+        self.received_bytes = self.num_exchanges = 0
+        self.progress: Callable[[], Progress] | None = None
+        self.why_alone = ""
+        self._ranks, self._nodes, self._share, self._replicas = ranks, nodes, share, list[Replicas]()
+        self._num_batches = 0
+        self._silence_s = Limits.from_environment(0.0).silence_s
+        self._wanted: set[tuple[int, int]] = set()
+        self._groups: list[SideGroup] = []
+        self._memory: dict[tuple[int, int], torch.Tensor] = {}
+
+    def plan(self, plan: LoadPlan, device: torch.device, cost: ReadCost) -> tuple[Summary, int]:
+        """Plan what this rank shares with which ranks, in memory of a device.
+
+        Returns what all others must know of it, and the host memory that messages will take.
+        """
+        least_bytes = 0 if self._share == "job" else LEAST_BYTES
+        reads_once = chooser(self._share, cost, self._nodes, on_host=device.type == "cpu")
+        self._replicas = plan_replicas(plan, reads_once, least_bytes)
+        known = [(replicas.digest, len(replicas.ranks)) for replicas in self._replicas]
+        summary = known, max((replicas.num_batches for replicas in self._replicas), default=0)
+        return summary, self._message_bytes(device)
+
+    def _message_bytes(self, device: torch.device) -> int:
+        is_apart, most = device.type != "cpu", 0
+        for number in range(max((replicas.num_batches for replicas in self._replicas), default=0)):
+            of_ranks = [replicas.batch(number, place) for replicas in self._replicas for place in replicas.places]
+            sizes = [sum(piece.nbytes for piece in batch if is_apart or _is_small(piece)) for batch in of_ranks]
+            most = max(most, min(sum(sizes), BATCH_BYTES + max(sizes)))
+        return most
+
+    def agree(self, summaries: Sequence[Summary]) -> None:
+        """Share what was planned, unless ranks have planned it otherwise."""
+        counts = Counter((digest, size) for known, _ in summaries for digest, size in known)
+        if any(count != size for (_, size), count in counts.items()):
+            self.why_alone = "ranks that hold the same have not planned the same reads"
+        else:
+            self._num_batches = max(number for _, number in summaries)
+        if self._num_batches:
+            pieces = (piece for replicas in self._replicas for piece in replicas.pieces)
+            self._wanted = {(piece.target, piece.destination) for piece in pieces}
+
+    def takes(self, target: int, destination: int, memory: torch.Tensor) -> bool:
+        """Return whether `run` will fill this memory of a destination of the plan."""
+        is_wanted = (target, destination) in self._wanted
+        if is_wanted:
+            self._memory[target, destination] = memory
+        return is_wanted
+
+    def run(self, name: str, executor: Executor, constants: Constants) -> None:
+        """Fill all memory that was taken. Collective: of all ranks of the load."""
+        if not self._num_batches:
+            return
+        with self._ranks.step("connecting ranks that hold the same", name=name, progress=self.progress):
+            for replicas in self._replicas:
+                self._groups.append(SideGroup(self._ranks, replicas.ranks))
+                self._groups[-1].connect()
+        batches: list[Batch] = []
+        for number in range(self._num_batches):
+            with self._ranks.step("reading for other ranks", name=name, progress=self.progress):
+                while len(batches) <= min(number + BATCHES_AHEAD, self._num_batches - 1):
+                    batches.append(executor.fill_parts(self._own_parts(len(batches)), constants))
+                batches[number].wait(self._ranks.check)
+                executor.order_after_copies()
+            self._exchange(number, executor)
+
+    def close(self) -> None:
+        """Leave the groups, and give up the memory."""
+        for group in self._groups:
+            group.close()
+        self._groups, self._memory = [], {}
+
+    def _own_parts(self, number: int) -> Iterator[tuple[Fill, torch.Tensor]]:
+        for replicas, group in zip(self._replicas, self._groups, strict=True):
+            for piece in replicas.batch(number, group.place):
+                yield piece.fill, self._memory[piece.target, piece.destination]
+
+    def _exchange(self, number: int, executor: Executor) -> None:
+        """Send and receive a batch. Collective, after all ranks have read their parts."""
+        messages: list[_Message] = []
+        for replicas, group in zip(self._replicas, self._groups, strict=True):
+            for place in replicas.places:
+                small: list[torch.Tensor] = []
+                for piece in replicas.batch(number, place):
+                    memory = self._memory[piece.target, piece.destination][piece.first : piece.first + piece.numel]
+                    if _is_small(piece) or not memory.is_cpu:
+                        small.append(memory.view(torch.uint8))
+                    else:
+                        if place != group.place:
+                            make_pages(memory.view(torch.uint8).numpy().data)
+                        group.broadcast(memory, place)
+                    if place != group.place:
+                        self.received_bytes += piece.nbytes
+                        executor.on_bytes(piece.read_bytes)
+                if small:
+                    messages.append(_message(small, is_own=place == group.place))
+                    group.broadcast(messages[-1].memory, place)
+                if sum(message.memory.numel() for message in messages) >= BATCH_BYTES:
+                    self._finish(messages)
+        self._finish(messages)
+
+    def _finish(self, messages: list[_Message]) -> None:
+        until_s = time.monotonic() + self._silence_s
+
+        def check() -> None:
+            self.num_exchanges += time.monotonic() < until_s
+            self._ranks.check()
+
+        for group in self._groups:
+            group.finish(check)
+        for message in messages:
+            for values, memory in message.pieces():
+                if not message.is_own:
+                    memory.copy_(values)
+        messages.clear()
+        self.num_exchanges += 1
+
+
+def _message(parts: list[torch.Tensor], *, is_own: bool) -> _Message:
+    memory = own_memory(sum(part.numel() for part in parts), torch.device("cpu"))
+    message = _Message(memory, parts, is_own)
+    if is_own:
+        for values, part in message.pieces():
+            values.copy_(part)
+    return message

@@ -1,0 +1,177 @@
+"""What a load did: bytes, reads, seconds, memory, keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from lowmem_load.errors import listed
+from lowmem_load.files.remote_file import TRAFFIC, Counts
+from lowmem_load.files.source import retries
+from lowmem_load.phases import Phases
+from lowmem_load.planning.load_plan import SHARDED, LoadPlan, SlowPath
+from lowmem_load.text import count, size
+
+
+class DeviceMemory(NamedTuple):
+    """Accelerator memory of this process's tensors, bytes: now, and the most since it started or reset its peaks."""
+
+    allocated_bytes: int
+    peak_bytes: int
+
+
+def device_memory() -> DeviceMemory:
+    """Return the memory of the current accelerator device; zeros without one."""
+    if torch.accelerator.is_available():
+        device_module = torch.get_device_module(torch.accelerator.current_accelerator())
+        if getattr(device_module, "is_initialized", bool)():  # torch.mps has no such figures
+            return DeviceMemory(int(device_module.memory_allocated()), int(device_module.max_memory_allocated()))
+    return DeviceMemory(0, 0)
+
+
+@dataclass(slots=True)
+class LoadReport(Phases):
+    """What one load did on this rank. `print` shows all of it.
+
+    Attributes:
+        name: what was loaded.
+        rank, world_size: of the partition group.
+        ds_config: what the model was partitioned for, with each "auto" that loading reads resolved.
+            `deepspeed.initialize` accepts it once optimizer and scheduler hold no "auto". Empty for `load_into`.
+        contents: how many distinct parameters there are, tied ones counted once, with how many elements, and the dtype
+            of most floating-point ones.
+        num_quantized: parameters whose packed values are held; their elements are counted as they are stored.
+        partition_bytes: bytes of the partitions on this rank, padding included; 0 under stages 0 to 2.
+        whole_bytes: bytes that every rank holds whole: all parameters under stages 0 to 2, those that `partition`
+            leaves out, and the scales of quantized ones.
+        file_bytes: bytes of the files of the checkpoint, headers included; 0 for a model built from its configuration.
+        needed_bytes: bytes of the files whose values this rank holds now.
+        read_bytes: bytes read from the files, headers excluded.
+        num_reads: reads that were made; small adjacent ones share a system call.
+        received_bytes: bytes that this rank holds and another one has read for it.
+        requests: what was asked of a remote store: requests, those of them that repeated a failed one, bytes, and the
+            seconds of all threads before they repeated one. Zeros where all files are on this machine.
+        seconds, peak_memory: see `Phases`; the phases are describe, plan, compare and read.
+        peak_device_bytes: accelerator memory of this process's tensors at the peak, above the start; 0 on the CPU.
+            Exact where the peak is a new one of the process, else the most seen after a parameter was made.
+        loading_info: missing_keys, unexpected_keys and mismatched_keys, as transformers' `output_loading_info` has
+            them.
+        slow_paths: parameters and buffers that took a slower path.
+        notes: a sentence for each surprise: parameters that nothing initialised, parameters in another dtype than an
+            ordinary load gives, reads that could not be shared, reads that were tried again.
+    """
+
+    name: str
+    rank: int = 0
+    world_size: int = 1
+    ds_config: Mapping[str, Any] = field(default_factory=dict)
+    contents: str = "0 tensors, 0 parameters"
+    num_quantized: int = 0
+    partition_bytes: int = 0
+    whole_bytes: int = 0
+    file_bytes: int = 0
+    needed_bytes: int = 0
+    read_bytes: int = 0
+    num_reads: int = 0
+    received_bytes: int = 0
+    requests: Counts = field(default_factory=Counts)
+    peak_device_bytes: int = 0
+    loading_info: dict[str, list[Any]] = field(default_factory=dict)
+    slow_paths: list[SlowPath] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    _device_start: DeviceMemory = field(default_factory=device_memory, repr=False)
+
+    def take_plan(self, plan: LoadPlan, ds_config: Mapping[str, Any]) -> None:
+        """Copy what is known from the plan: configuration, sizes, keys, slow paths, notes."""
+        is_sharded = any(target.kind == SHARDED for target in plan.targets)
+        self.ds_config = {} if is_sharded else ds_config  # that of `load_into` is not the user's
+        self.num_quantized = plan.num_quantized
+        floating = sorted(str(target.dtype) for target in plan.targets if target.dtype.is_floating_point)
+        dtype = max(floating, key=floating.count, default="").removeprefix("torch.")
+        num_elements = sum(target.numel for target in plan.targets)
+        self.contents = f"{len(plan.targets)} tensors, {count(num_elements)} parameters" + f", {dtype}" * bool(dtype)
+        self.partition_bytes, self.whole_bytes = plan.partition_bytes, plan.replicated_bytes + plan.companion_bytes
+        self.file_bytes = sum(file.nbytes for file in plan.files)
+        self.needed_bytes = plan.costs.needed_bytes
+        self.loading_info = {
+            key: list(getattr(plan, key)) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        }
+        self.slow_paths = plan.slow_paths
+        if recast := [target.name for target in plan.targets if target.is_recast]:
+            trained = f"in {dtype}, the dtype that this ds_config trains in; an ordinary load keeps another"
+            self.notes.append(f"{trained}: {listed(recast)}")
+
+    def sample_memory(self) -> None:
+        """Raise the peaks to the memory in use now, where that is more."""
+        device = device_memory()
+        is_new_peak = device.peak_bytes > self._device_start.peak_bytes
+        reached = device.peak_bytes if is_new_peak else device.allocated_bytes
+        self.peak_device_bytes = max(self.peak_device_bytes, reached - self._device_start.allocated_bytes)
+        Phases.sample_memory(self)  # with slots, super() would need the class that they were added to
+
+    def __str__(self) -> str:
+        return "\n".join([self._title(), *(f"  {topic}: {text}" for topic, text in self._rows().items())])
+
+    def _title(self) -> str:
+        return f"{self.name}: rank {self.rank} of {self.world_size}"
+
+    def _rows(self) -> dict[str, str]:
+        quantized = f"; {self.num_quantized} tensors are quantized" if self.num_quantized else ""
+        of_all = f"of {size(self.partition_bytes * self.world_size)} partitioned" if self.ds_config else "of shards"
+        holds = {f"{size(self.partition_bytes)} {of_all}": self.partition_bytes}
+        holds |= {f"{size(self.whole_bytes)} whole on every rank": self.whole_bytes}
+        needed = f", {size(self.needed_bytes)} needed" if self.needed_bytes else ""  # not counted: read one by one
+        read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files{needed}"
+        from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
+        lists = {**self.loading_info, "slow paths": [path.name for path in self.slow_paths]}
+        on_device = f"peak {size(self.peak_device_bytes)} above the start" if self.peak_device_bytes else ""
+        rows = {
+            "model": f"{self.contents}{quantized}",
+            "holds": ", ".join(text for text, nbytes in holds.items() if nbytes),
+            "read": from_files,
+            "requests": self._requests_text(),
+            "received": f"{size(self.received_bytes)} from ranks that hold the same" if self.received_bytes else "",
+            "host memory": f"peak {size(self.peak_memory.total_bytes)} above the start",
+            "device memory": on_device,
+            "seconds": ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items()),
+            **{label.replace("_", " "): listed(list(map(str, values))) for label, values in lists.items()},
+            "notes": "; ".join(self.notes),
+        }
+        return {topic: text for topic, text in rows.items() if text}
+
+    def _requests_text(self) -> str:
+        counts = self.requests
+        if not counts.num_requests:
+            return ""
+        waited = f", {counts.num_retries:,} of them again after {counts.waited_s:.1f} s" if counts.num_retries else ""
+        return f"{counts.num_requests:,}, {size(counts.received_bytes)}{waited}"
+
+
+class Attempts:
+    """What this process repeats from now on, because a file system or a remote store failed for a moment."""
+
+    def __init__(self) -> None:
+        self._retries, self._requests = retries(), TRAFFIC.counts
+
+    @property
+    def requests(self) -> Counts:
+        """All requests to remote stores."""
+        return TRAFFIC.counts.since(self._requests)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was repeated, for `LoadReport.notes`."""
+        notes, of_files, requests = [], retries() - self._retries, self.requests
+        if of_files:
+            faults = [f"{fault} ({number}x)" for fault, number in of_files.items()]
+            notes.append(f"tried again after {listed(faults)}")
+        if requests.num_retries:
+            notes.append(f"made again: {requests.num_retries:,} of {requests.num_requests:,} requests")
+        return notes
+
+
+OnLoad: TypeAlias = Callable[[LoadReport], object]
+"""Called with the report when a load has ended."""

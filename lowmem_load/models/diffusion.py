@@ -1,0 +1,285 @@
+"""diffusers' models: its own loader runs on symbolic tensors, so renames, fp32 modules and classes stay its own.
+
+Only the reading of files and the assignment of parameters are replaced. Written for diffusers 0.42.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lowmem_load import foreign_names
+from lowmem_load.errors import (
+    CheckpointError,
+    ConfigError,
+    LowMemLoadError,
+    ModelBuildError,
+    UnsupportedError,
+    error_text,
+)
+from lowmem_load.files.index import check_files, check_index, check_model_config, read_json
+from lowmem_load.files.stand_ins import origin
+from lowmem_load.foreign_names import ForeignName
+from lowmem_load.models.active import is_loading
+from lowmem_load.models.call import Call
+from lowmem_load.models.files import tensors_in
+from lowmem_load.models.loader import run_load
+from lowmem_load.models.model_folder import MAX_QUOTED
+from lowmem_load.models.names import json_values
+from lowmem_load.models.remote_names import config_file
+from lowmem_load.planning.expression import Source
+from lowmem_load.replaced import Handler, Handlers, replaced
+from lowmem_load.symbolic.constructor import Context
+
+if TYPE_CHECKING:
+    from lowmem_load.models.saver import SavedFile
+
+MODULE = "diffusers.models.modeling_utils"
+"""Defines the class of all models."""
+
+_LEFT = ("quantization_config", "parallel_config", "use_flashpack")
+"""Keywords of `from_pretrained` by which diffusers places or converts weights by itself."""
+
+
+class DiffusersCall(Call):
+    """A call of `ModelMixin.from_pretrained` that has not run yet."""
+
+    def __init__(self, ordinary: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.kwargs = dict(kwargs)
+        self.path = str(args[0] if args else self.kwargs.pop("pretrained_model_name_or_path"))
+        self.name = origin(self.path)
+        self._ordinary, self._cls = ordinary, cls
+
+    def run(self) -> tuple[nn.Module, dict[str, Any]]:
+        """See `Call`."""
+        model, info = self._ordinary(self._cls, self.path, **{**self.kwargs, "output_loading_info": True})
+        return model, info
+
+    def configuration(self, model: nn.Module) -> dict[str, str]:
+        """See `Call`."""
+        config: Any = model.config
+        return {f"configuration {key}": value for key, value in json_values(dict(config)).items()}
+
+    def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
+        """See `Call`."""
+        if left := [keyword for keyword in _LEFT if self.kwargs.get(keyword)]:
+            raise UnsupportedError(f"{self.name}: {', '.join(left)}: diffusers itself places or converts these weights")
+        if context.weights is not None:
+            raise UnsupportedError(f"{self.name}: weights= is for transformers models and modules that load by names")
+        kwargs = {**self.kwargs, "low_cpu_mem_usage": True, "output_loading_info": True}
+        handlers: dict[ForeignName, Handler] = {
+            **dict.fromkeys(foreign_names.DIFFUSERS_STATE_DICTS, _symbolic_state_dict(context)),
+            foreign_names.DIFFUSERS_EMPTY_WEIGHTS: lambda *_, **__: context.constructor.building(),
+            foreign_names.DIFFUSERS_SET_TENSOR: _set_tensor,
+            foreign_names.DIFFUSERS_SHARD_FILES: _check_index,
+            foreign_names.DIFFUSERS_LOAD: _load(context),
+        }
+        with replaced(handlers), _quiet(context.is_quiet):
+            try:
+                model, info = self._ordinary(self._cls, self.path, **kwargs)
+            except (LowMemLoadError, OSError):
+                raise
+            except ValueError as error:
+                if "expected shape" in str(error):  # Source: diffusers 0.42 `model_loading_utils.py`
+                    raise CheckpointError(f"{self.name}: {error_text(error, MAX_QUOTED)}") from error
+                raise
+        if getattr(model, "hf_quantizer", None) is not None:
+            raise UnsupportedError(f"{self.name}: quantized weights of diffusers cannot be streamed")
+        if empty := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+            if not self.kwargs.get("low_cpu_mem_usage", True):
+                raise UnsupportedError(
+                    f"{self.name}: {', '.join(empty)}: with low_cpu_mem_usage=False these keep what the constructor of "
+                    f"{type(model).__name__} leaves in them"
+                )
+            raise CheckpointError(
+                f"{self.name}: no file has {', '.join(empty)} of {type(model).__name__}, and diffusers gives them no "
+                "value. Correct config.json, or build the model yourself and call load_into with initialize=True"
+            )
+        model.register_to_config(_name_or_path=self.name)
+        return model, {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+
+
+def _symbolic_state_dict(context: Context) -> Handler:
+    def read(_: Any, path: Any, *__: Any, **___: Any) -> Any:
+        return path if isinstance(path, dict) else tensors_in([os.fspath(path)], context)
+
+    return read
+
+
+def _set_tensor(_: Any, model: nn.Module, name: str, *__: Any, value: torch.Tensor, **___: Any) -> None:
+    """Do what accelerate's `set_module_tensor_to_device` does with a tensor that has its dtype already."""
+    owner, _dot, last = name.rpartition(".")
+    module = model.get_submodule(owner)
+    parameter = dict(module.named_parameters(recurse=False)).get(last)
+    if parameter is None:
+        module.register_buffer(last, value, persistent=True)
+    else:
+        module.register_parameter(last, nn.Parameter(value, requires_grad=parameter.requires_grad))
+
+
+def _check_index(ordinary: Callable[..., Any], name: Any, index: Any, *args: Any, **kwargs: Any) -> Any:
+    check_index(os.fspath(index))
+    if os.path.isdir(name):  # else the files may not have been downloaded yet
+        check_files(os.fspath(index))
+    return ordinary(name, index, *args, **kwargs)
+
+
+def _load(context: Context) -> Handler:
+    def load(ordinary: Callable[..., Any], cls: type, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        context.constructor.note(model)
+        context.check_built(model)
+        kwargs["is_parallel_loading_enabled"] = False  # other threads do not see the handlers
+        return ordinary(cls, model, *args, **kwargs)
+
+    return load
+
+
+@contextlib.contextmanager
+def _quiet(is_quiet: bool) -> Iterator[None]:
+    """Hide diffusers' progress bar, which would show work on names as work on weights; also its warnings."""
+    logging: Any = sys.modules["diffusers.utils.logging"]
+    verbosity, shows_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    if is_quiet:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_bar:
+            logging.enable_progress_bar()
+
+
+# -- calls that are handed to a handler --------------------------------------------------------------------------------
+
+Wanted = Callable[[type, Mapping[str, Any]], bool]
+"""Is asked with the class and the keywords of a call."""
+
+
+def handlers(load: Callable[[DiffusersCall], tuple[nn.Module, dict[str, Any]]], wanted: Wanted) -> Handlers:
+    """Return what gives `load` each outermost `ModelMixin.from_pretrained` that is wanted."""
+
+    def from_pretrained(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+        if is_loading() or not wanted(cls, kwargs):
+            return ordinary(cls, *args, **kwargs)
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = run_load(load, DiffusersCall(ordinary, cls, args, kwargs))
+        return (model, info) if wants_info else model
+
+    return {foreign_names.DIFFUSERS_FROM_PRETRAINED: from_pretrained}
+
+
+def intercepted(
+    load: Callable[[DiffusersCall], tuple[nn.Module, dict[str, Any]]], wanted: Wanted = lambda *_: True
+) -> contextlib.AbstractContextManager[None]:
+    """Inside, `load` gets the calls of this thread, if diffusers is imported."""
+    return replaced(handlers(load, wanted)) if "diffusers" in sys.modules else contextlib.nullcontext()
+
+
+def is_autoencoder(cls: type) -> bool:
+    """Return whether a class is one of those that encode images: scripts keep them frozen, outside of any engine."""
+    return cls.__module__.startswith("diffusers.models.autoencoders.")
+
+
+# -- saves -------------------------------------------------------------------------------------------------------------
+
+
+def is_model(model: nn.Module) -> bool:
+    """Return whether this is a model of diffusers."""
+    module: Any = sys.modules.get(MODULE)
+    return module is not None and isinstance(model, module.ModelMixin)
+
+
+def describe_save_of_diffusers(
+    model: nn.Module,
+    scratch: Path,
+    tensors: Mapping[int, Source],
+    *,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    kwargs: Mapping[str, Any],
+) -> list[SavedFile]:
+    """Do what `hf.saver.describe_save_pretrained` does."""
+    from lowmem_load.models import saver  # no load needs it
+
+    saver.refuse_arguments(dtype, kwargs)
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise UnsupportedError("a quantized model of diffusers cannot be saved from its shards; save its adapter")
+    files: list[SavedFile] = []
+
+    def record(_: Any, weights: Mapping[str, Any], path: str, metadata: Any = None) -> None:
+        files.append(saver.recorded(scratch, weights, path, metadata or {}))
+
+    saved: Any = model
+    state = saver.symbolic_state(model, tensors, dtype)
+    with replaced({foreign_names.DIFFUSERS_WRITE: record}), saver.as_plain_model(model), _quiet(True):
+        saved.state_dict = lambda: state
+        try:
+            saved.save_pretrained(scratch, max_shard_size=max_shard_size, **kwargs)
+        finally:
+            del saved.state_dict
+    if not files:
+        raise UnsupportedError(f"{type(model).__name__}.save_pretrained wrote no safetensors file; save it with torch")
+    return files
+
+
+# -- the class that a configuration names ------------------------------------------------------------------------------
+
+
+def model_class(name: str, auto_class: str | type | None, kwargs: Mapping[str, Any]) -> Any:
+    """Return diffusers' class of a checkpoint; None if it is none of diffusers' models.
+
+    Raises:
+        ConfigError: diffusers is not installed, or lacks the class.
+    """
+    if isinstance(auto_class, type):
+        module: Any = sys.modules.get(MODULE)
+        return auto_class if module is not None and issubclass(auto_class, module.ModelMixin) else None
+    if not kwargs.get("subfolder") and os.path.isfile(os.path.join(name, "model_index.json")):
+        raise ConfigError(
+            f"{name}: is a pipeline of diffusers; load each model to shard by itself, with subfolder=, and pass it "
+            "to DiffusionPipeline.from_pretrained(folder, transformer=model), which loads the others"
+        )
+    file = config_file(name, kwargs) if auto_class is None else None
+    config = None if file is None else read_json(file)
+    if not isinstance(config, dict) or not {"_class_name", "_diffusers_version"} <= config.keys():
+        return None
+    assert file is not None
+    check_model_config(file, least_count=-1)  # of heads in StableCascade: none
+    try:
+        import diffusers
+        from diffusers.models.modeling_utils import ModelMixin
+    except ImportError as error:
+        raise ConfigError(f"{file}: is of a model of diffusers, which cannot be imported: {error}") from error
+    cls = getattr(diffusers, str(config["_class_name"]), None)
+    if not (isinstance(cls, type) and issubclass(cls, ModelMixin)):
+        raise ConfigError(f"{file}: diffusers {diffusers.__version__} has no model class {config['_class_name']!r}")
+    return cls
+
+
+def skeleton(
+    cls: Any, name: str, kwargs: Mapping[str, Any], building: contextlib.AbstractContextManager[object]
+) -> Any:
+    """Return the model of a checkpoint as `from_pretrained` builds it, inside of `building`; with its dtypes."""
+    hub = {key: value for key, value in kwargs.items() if key in ("subfolder", "revision", "token", "cache_dir")}
+    config, unused = cls.load_config(name, return_unused_kwargs=True, **hub)[:2]
+    try:
+        with building:
+            model = cls.from_config(config, **unused)
+    except Exception as error:  # the constructor trusts the values, so a wrong one may raise anything
+        raise ModelBuildError(
+            f"{name}: {cls.__name__} cannot be built from its configuration: {error_text(error, MAX_QUOTED)}"
+        ) from error
+    dtype, fp32 = kwargs.get("torch_dtype"), cls._keep_in_fp32_modules or []
+    kept = set(fp32 if isinstance(fp32, list) else [fp32])
+    for full_name, parameter in model.named_parameters() if dtype is not None else ():
+        parameter.data = parameter.data.to(dtype if kept.isdisjoint(full_name.split(".")) else torch.float32)
+    model.register_to_config(_name_or_path=origin(name))
+    return model.eval()

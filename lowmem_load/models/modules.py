@@ -1,0 +1,469 @@
+"""Modules that the caller has built: filled by the names of tensors in files, or by transformers' own loader.
+
+The described module is the caller's, or one like it that stands for its shards: see `stand_in_for`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed, outside_level
+from lowmem_load.files.stand_ins import origin
+from lowmem_load.models import loader
+from lowmem_load.models.active import transformers_class
+from lowmem_load.models.call import Call
+from lowmem_load.models.files import FILE_KEYWORDS, Rename, files_of, renamed, tensors_in
+from lowmem_load.models.skeleton import hand_over
+from lowmem_load.models.wrappers import named_modules, named_tensors, plain_modules, plain_name
+from lowmem_load.planning.expression import Computed
+from lowmem_load.planning.regions import FlatRange
+from lowmem_load.symbolic.attributes import (
+    EXTRA_STATE,
+    hand_over_attributes,
+    hand_over_extra_states,
+    tensor_attributes,
+)
+from lowmem_load.symbolic.attributes import tensors_in as attribute_tensors
+from lowmem_load.symbolic.constructor import Context
+from lowmem_load.symbolic.initialise import CPU, UNINITIALISED
+from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
+
+Build = Callable[[], nn.Module]
+
+
+@dataclass(slots=True, eq=False)
+class ModuleTensor:
+    """One parameter or buffer of a module: all of its names and places. `keys` are the names in its state dict."""
+
+    tensor: torch.Tensor
+    is_parameter: bool
+    names: list[str] = field(default_factory=list)
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # of these names, in this order
+    keys: list[str] = field(default_factory=list)
+
+    def put(self, value: torch.Tensor | None) -> None:
+        """Put a value into all places; it has the dtype of the module."""
+        if value is not None and self.is_parameter:
+            value = nn.Parameter(value, requires_grad=self.tensor.requires_grad)
+        for tensors, key in self.places:
+            tensors[key] = value
+
+
+class ModuleCall(Call):
+    """A load of a module by names. See `load_into` for `rename`, `strict`, `initialize`, `leave` and `build`.
+
+    `model` is the module that is described. `is_stand_in`: it is not the caller's, and what is left has no place.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        model: nn.Module,
+        kwargs: dict[str, Any],
+        *,
+        rename: Rename | None = None,
+        strict: bool = True,
+        initialize: bool = False,
+        leave: Collection[str] = (),
+        build: Build | None = None,
+        is_stand_in: bool = False,
+    ) -> None:
+        if unknown := kwargs.keys() - FILE_KEYWORDS:
+            raise ConfigError(f"{', '.join(sorted(unknown))}: no keyword of a load by names")
+        self.path, self.name, self.kwargs = path, origin(path), kwargs
+        self._model, self._rename, self._build = model, rename, build
+        self._strict, self._initialize, self._leave = strict, initialize, set(leave)
+        self._is_stand_in = is_stand_in
+        self._extra_states: dict[str, torch.Tensor] = {}
+
+    def run(self) -> NoReturn:
+        """See `Call`."""
+        raise UnsupportedError(f"{self.name}: nothing but lowmem_load fills a module by names")
+
+    def configuration(self, model: nn.Module) -> dict[str, str]:
+        """See `Call`."""
+        return {"class of the module": type(model).__name__}
+
+    def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
+        """See `Call`."""
+        model = self._model
+        context.check_built(model)
+        if not context.is_quiet:
+            _warn_of_code(model, self.name)
+        context.constructor.note(model)
+        slots = tensors_of(model)
+        weights = context.weights
+        if weights is None:
+            weights = tensors_in(files_of(self.path, **self.kwargs), context)
+        children = {name.partition(".")[0] for slot in slots for name in slot.names}
+        tensors, left_out = renamed(weights, self._rename, children)
+        _run_code_of_torch(model, tensors)
+        states, absent = self._take_extra_states(model, tensors, context)
+        left, others = self._split(model, slots, states)
+        missing, mismatched, used = _match(others, tensors, self.name)
+        unexpected = tensors.keys() - used - {name for slot in left for name in slot.names} - self._leave
+        self._check(model, missing, mismatched, unexpected, absent)
+        empty = missing + [slot for slot, _ in mismatched]
+        self._compute_buffers(model, others, context)
+        _fill(others, tensors, empty)
+        _initialise(model, empty, context)
+        for slot in left if self._is_stand_in else ():
+            slot.put(None)
+        info = {
+            "missing_keys": {slot.names[0] for slot in missing} | absent,
+            "unexpected_keys": unexpected | left_out,
+            "mismatched_keys": [(slot.names[0], shape, tuple(slot.tensor.shape)) for slot, shape in mismatched],
+        }
+        return model, info
+
+    def _take_extra_states(
+        self, model: nn.Module, tensors: dict[str, torch.Tensor], context: Context
+    ) -> tuple[set[str], set[str]]:
+        """Read what modules get by `set_extra_state`, out of the tensors. Return its names, and those in no file."""
+        names: set[str] = set()
+        absent: set[str] = set()
+        for prefix, module in named_modules(model):
+            name = f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE
+            if type(module).set_extra_state is nn.Module.set_extra_state:
+                continue
+            names.add(name)
+            if name not in tensors:
+                absent |= {name} - self._leave
+            elif name not in self._leave:
+                tensor = tensors.pop(name)
+                assert isinstance(tensor, SymbolicTensor)
+                self._extra_states[prefix] = context.read_now(tensor.expression, "set_extra_state")
+                context.constructor.filled_later.append(module)
+        return names, absent
+
+    def set_extra_states(self, model: nn.Module) -> None:
+        """Call `set_extra_state` of the modules whose state the files have. After the load, for the caller's module."""
+        modules = plain_modules(model) if self._extra_states else {}
+        for name, value in self._extra_states.items():
+            modules[name].set_extra_state(value)
+            for module, attribute, _ in tensor_attributes(modules[name]):
+                if module is modules[name] and any(
+                    tensor.is_meta for tensor in attribute_tensors(vars(module)[attribute])
+                ):
+                    raise UnsupportedError(
+                        f"{name}: its set_extra_state gives {attribute} no value; set it before the load"
+                    )
+
+    def _split(
+        self, model: nn.Module, slots: list[ModuleTensor], states: Collection[str]
+    ) -> tuple[list[ModuleTensor], list[ModuleTensor]]:
+        """Return the tensors that the caller fills, and those that he does not. `states`: names of extra states."""
+        leave = {plain_name(model, name) for name in self._leave}
+        left = [slot for slot in slots if not leave.isdisjoint(slot.names)]
+        if unknown := leave - {name for slot in left for name in slot.names}.union(states):
+            raise ConfigError(f"leave: the module has no parameter or buffer {', '.join(sorted(unknown))}")
+        if empty := [slot.names[0] for slot in left if slot.tensor.is_meta and not self._is_stand_in]:
+            raise ConfigError(f"leave: {', '.join(empty)} are on the meta device; give them values first")
+        return left, [slot for slot in slots if slot not in left]
+
+    def _check(
+        self,
+        model: nn.Module,
+        missing: list[ModuleTensor],
+        mismatched: list[tuple[ModuleTensor, tuple[int, ...]]],
+        unexpected: Collection[str],
+        absent: Collection[str],
+    ) -> None:
+        """Raise one CheckpointError that lists all keys that do not match."""
+        problems = {
+            "missing": [] if self._initialize else sorted([*absent, *(slot.names[0] for slot in missing)]),
+            "unexpected": sorted(unexpected) if self._strict else [],
+            "mismatched": []
+            if self._initialize and not self._strict
+            else [f"{slot.names[0]} {shape} instead of {tuple(slot.tensor.shape)}" for slot, shape in mismatched],
+        }
+        if texts := [f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names]:
+            raise CheckpointError(
+                f"{self.name}: its tensors are not those of {type(model).__name__}. {'; '.join(texts)}. Turn names "
+                "into those of the module by rename=, name in leave= what you fill yourself, pass initialize=True for "
+                "what the module shall initialise, and strict=False to pass over tensors that it does not have"
+            )
+
+    def _compute_buffers(self, model: nn.Module, slots: list[ModuleTensor], context: Context) -> None:
+        """Give buffers that no state dict has the values that `build` computes; refuse those without."""
+        bare = [slot for slot in slots if not (slot.keys or context.constructor.is_known(slot.tensor))]
+        computed: dict[str, torch.Tensor] = {}
+        if self._build is not None:
+            with context.constructor.building():
+                built = self._build()
+            computed = {named.name: named.tensor for named in named_tensors(built) if not named.is_parameter}
+            hand_over_attributes(plain_modules(built), plain_modules(model), CPU)
+        lost = []
+        for slot in bare:
+            value = next((computed[name] for name in slot.names if name in computed), slot.tensor)
+            if not context.constructor.is_known(value):
+                lost.append(slot.names[0])
+            slot.put(value)
+        if lost:
+            raise UnsupportedError(
+                f"{type(model).__name__}: no file has the buffers {', '.join(lost)}, and their values are not known. "
+                "Pass build=, a function that builds the module: it computes them. Or fill them yourself, and name "
+                "them in leave="
+            )
+
+
+def tensors_of(model: nn.Module) -> list[ModuleTensor]:
+    """Return the distinct parameters and buffers of a module, in its order."""
+    slots: dict[int, ModuleTensor] = {}
+    for named in named_tensors(model):
+        slot = slots.setdefault(id(named.tensor), ModuleTensor(named.tensor, named.is_parameter))
+        slot.keys += [named.name] if named.is_persistent else []
+        slot.names.append(named.name)
+        slot.places.append((named.tensors, named.key))
+    return list(slots.values())
+
+
+def _warn_of_code(model: nn.Module, where: str) -> None:
+    """Warn of code that `load_state_dict` would run: it may give other values than the files have."""
+    named = []
+    for name, module in model.named_modules():
+        own = vars(module)
+        hooks = [*own["_load_state_dict_pre_hooks"].values(), *own["_load_state_dict_post_hooks"].values()]
+        code = [getattr(hook, "hook", hook) for hook in hooks]  # torch wraps those of the old kind
+        code += [type(module).load_state_dict, type(module)._load_from_state_dict]
+        if not all(getattr(function, "__module__", "").startswith(("torch.", "lowmem_load.")) for function in code):
+            named.append(name or type(module).__name__)
+    if named:
+        warnings.warn(
+            f"{where}: {listed(named)}: load_state_dict would run code of these modules (hooks, overridden methods); "
+            "load_into does not. If it changes values, change them yourself",
+            stacklevel=outside_level(),
+        )
+
+
+def _run_code_of_torch(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Do what torch's own modules do in `load_state_dict` before tensors are copied: old names, a counter of 0.
+
+    Source: torch 2.13 `nn/utils/parametrizations.py`, `weight_norm`; `nn/modules/batchnorm.py`, `_NormBase`.
+    """
+    for plain, module in named_modules(model):
+        prefix = f"{plain}." if plain else ""
+        for hook in vars(module)["_load_state_dict_pre_hooks"].values():
+            if getattr(getattr(hook, "hook", hook), "__module__", "").startswith("torch.nn."):
+                hook(tensors, prefix, {}, True, [], [], [])
+        counter = f"{prefix}num_batches_tracked"
+        is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
+        if is_norm and vars(module)["_buffers"].get("num_batches_tracked") is not None and counter not in tensors:
+            tensors[counter] = torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+def own_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters and the buffers that a module itself has; None stands for an absent one."""
+    return vars(module)["_parameters"], vars(module)["_buffers"]
+
+
+def _match(
+    slots: list[ModuleTensor], tensors: Mapping[str, torch.Tensor], where: str
+) -> tuple[list[ModuleTensor], list[tuple[ModuleTensor, tuple[int, ...]]], set[str]]:
+    """Return what no file has, what has another shape there (and which), and the names of tensors that are used."""
+    missing, mismatched, used = [], [], set[str]()
+    for slot in slots:
+        names = [name for name in slot.keys if name in tensors]
+        used.update(names)
+        shapes = {tuple(tensors[name].shape) for name in names} - {tuple(slot.tensor.shape)}
+        if shapes:
+            mismatched.append((slot, shapes.pop()))
+        elif not names:
+            missing += [slot] if slot.keys else []
+        for other in names[1:] if not shapes else ():
+            if not torch.equal(tensors[names[0]], tensors[other]):
+                raise CheckpointError(
+                    f"{where}: {names[0]} and {other} differ, and the module has one parameter for both; give each one "
+                    "of its own, or leave one out by rename="
+                )
+    return missing, mismatched, used
+
+
+def _fill(slots: list[ModuleTensor], tensors: Mapping[str, torch.Tensor], empty: Collection[ModuleTensor]) -> None:
+    for slot in slots:
+        name = next((name for name in slot.keys if name in tensors), None)
+        if name is not None and slot not in empty:
+            slot.put(tensors[name].to(slot.tensor.dtype))
+
+
+# -- what no file has --------------------------------------------------------------------------------------------------
+
+
+def _initialise(model: nn.Module, empty: list[ModuleTensor], context: Context) -> None:
+    """Have modules initialise what is empty, by their `reset_parameters` or the model's `_init_weights`.
+
+    A module writes into all that it owns, so what the files have gives way meanwhile.
+    """
+    places = {(id(tensors), key) for slot in empty for tensors, key in slot.places}
+    keeps = context.keeps_of(model) if places else None
+    undone: list[str] = []
+    for name, module in list(model.named_modules()):
+        own = [(tensors, key) for tensors in own_tensors(module) for key in tensors]
+        own = [(tensors, key) for tensors, key in own if tensors[key] is not None]
+        if places.isdisjoint((id(tensors), key) for tensors, key in own):
+            continue
+        assert keeps is not None
+        before = [tensors[key] for tensors, key in own]
+        for (tensors, key), tensor in zip(own, before, strict=True):
+            fresh = make_uninitialised(tensor, context.read_now)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fresh.initialise_in(context.initialiser, keeps(tensor) if is_parameter else FlatRange(0, tensor.numel()))
+            tensors[key] = nn.Parameter(fresh, requires_grad=tensor.requires_grad) if is_parameter else fresh
+        _reset(model, name, module)
+        context.initialiser.release()
+        for (tensors, key), tensor in zip(own, before, strict=True):
+            if (id(tensors), key) not in places:
+                tensors[key] = tensor
+            elif not _is_written(tensors[key]):
+                undone.append(f"{name}.{key}" if name else key)
+    if undone:
+        raise UnsupportedError(
+            f"{type(model).__name__}: initialize=True, but neither a reset_parameters of the module that owns it nor "
+            f"the model's _init_weights writes {', '.join(undone)}; fill them yourself, and name them in leave="
+        )
+    _share(empty)
+
+
+def _reset(model: nn.Module, name: str, module: nn.Module) -> None:
+    own: Any = getattr(module, "reset_parameters", None)
+    parts = name.split(".")
+    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+    of_models = [getattr(outer, "_init_weights", None) for outer in around]  # the innermost model's counts
+    with torch.no_grad():
+        if own is not None:
+            own()
+        elif of_model := next(filter(None, of_models), None):
+            of_model(module)
+
+
+def _is_written(tensor: torch.Tensor) -> bool:
+    assert isinstance(tensor, SymbolicTensor)
+    expression = tensor.expression
+    return tensor.initialised is not None or not (
+        isinstance(expression, Computed) and expression.operation == UNINITIALISED
+    )
+
+
+def _share(slots: list[ModuleTensor]) -> None:
+    """Tie again what several places hold: the value that was written last counts."""
+    for slot in slots:
+        last, key = slot.places[-1]
+        for tensors, other in slot.places[:-1]:
+            tensors[other] = last[key]
+
+
+# -- transformers models, by its own loader ----------------------------------------------------------------------------
+
+
+class BuiltModelCall(loader.TransformersCall):
+    """A load of a transformers model that the caller has built: it gets the tensors of the one that is described.
+
+    `left` has the names of tensors that the caller fills. For other arguments see `ModuleCall`.
+    """
+
+    def __init__(self, model: nn.Module, cls: Any, name: str, kwargs: dict[str, Any], *, left: Collection[str]) -> None:
+        ordinary = transformers_class().from_pretrained.__func__
+        if cls.from_pretrained.__func__ is not ordinary:
+            raise UnsupportedError(
+                f"{cls.__name__}: has a from_pretrained of its own; call load_model with the ds_config"
+            )
+        super().__init__(ordinary, cls, (name,), kwargs)
+        self._model, self._left = model, left
+        self._hand_over_states: Callable[[nn.Module], object] = lambda _: None
+
+    def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
+        """See `Call`."""
+        # Wrappers give other names to modules of the caller's model, so what no file has is kept whole until the plan.
+        described, info = super().describe(replace(context, keeps_of=lambda _: _keep_all))
+        if getattr(described, "hf_quantizer", None) is not None:
+            raise UnsupportedError(f"{self.name}: load_into fills no quantized model under ZeRO-3; call load_model")
+        self._put(described)
+        hand_over(described, self._model)
+        hand_over_attributes(plain_modules(described), plain_modules(self._model), CPU)
+        missing = info["missing_keys"]
+        self._hand_over_states = lambda model: hand_over_extra_states(
+            plain_modules(described), plain_modules(model), CPU, missing
+        )
+        return self._model, info
+
+    def set_extra_states(self, model: nn.Module) -> None:
+        """See `ModuleCall`."""
+        self._hand_over_states(model)
+
+    def _put(self, described: nn.Module) -> None:
+        """Give the caller's model the tensors of the described one, with its ties, and the flags that it had."""
+        values: dict[str, torch.Tensor] = dict(described.named_parameters(remove_duplicate=False))
+        values |= described.named_buffers(remove_duplicate=False)
+        lacking, others, used = [], [], set[str]()
+        for named in named_tensors(self._model):
+            name = named.name
+            used.add(name)
+            if name in self._left:
+                continue
+            if name not in values:
+                lacking.append(name)
+            elif values[name].shape != named.tensor.shape:
+                others.append(f"{name} {tuple(values[name].shape)} instead of {tuple(named.tensor.shape)}")
+            else:
+                named.tensors[named.key] = values[name].requires_grad_(named.tensor.requires_grad)
+        problems = {
+            "missing": lacking,
+            "unexpected": sorted(values.keys() - used),
+            "mismatched": others,
+        }
+        if texts := [f"{kind}: {listed(names)}" for kind, names in problems.items() if names]:
+            raise CheckpointError(
+                f"{self.name}: its tensors are not those of the {type(self._model).__name__} that was built. "
+                f"{'; '.join(texts)}. Build that from the configuration of the checkpoint, and name in leave= what you "
+                "have added to it, and fill yourself"
+            )
+
+
+def _keep_all(parameter: torch.Tensor) -> FlatRange:
+    return FlatRange(0, parameter.numel())
+
+
+# -- modules that are described in the place of others -----------------------------------------------------------------
+
+
+def stand_in_for(model: nn.Module, plain_class: Callable[[nn.Module], type]) -> nn.Module:
+    """Return a module like another, on meta, to describe in its place. Ties are kept; all but tensors is shared."""
+    modules: dict[int, nn.Module] = {}
+    tensors: dict[int, torch.Tensor] = {}
+
+    def bare(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in tensors:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            tensors[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        return tensors[id(tensor)]
+
+    def copied(module: nn.Module) -> nn.Module:
+        if id(module) not in modules:
+            made: nn.Module = object.__new__(plain_class(module))
+            modules[id(module)] = made
+            vars(made).update(vars(module))
+            parameters, buffers = own_tensors(module)
+            vars(made)["_parameters"] = {key: bare(value) for key, value in parameters.items()}
+            vars(made)["_buffers"] = {key: bare(value) for key, value in buffers.items()}
+            vars(made)["_modules"] = {
+                key: None if child is None else copied(child) for key, child in vars(module)["_modules"].items()
+            }
+        return modules[id(module)]
+
+    return copied(model)
+
+
+def snapshot(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Yield all parameters and buffers of a module with their places."""
+    for module in model.modules():
+        for tensors in own_tensors(module):
+            yield from ((tensors, key, tensor) for key, tensor in tensors.items() if tensor is not None)
