@@ -46,6 +46,12 @@ class TestFp8(QuantizedFormatContract):
     kind = FineGrainedFp8
 
     def write(self, folder: Path) -> dict[str, Any]:
+        try:
+            importlib.import_module(foreign_names.FP8_DEQUANTIZE.module)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            pytest.skip("transformers 5.6 imports triton for fp8, which torch for CPUs lacks")
         write_fp8(folder)
         return {"quantization_config": transformers.FineGrainedFP8Config(weight_block_size=(64, 64), dequantize=True)}
 
