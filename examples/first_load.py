@@ -16,7 +16,7 @@ ds_config = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
 }
-model = load_model(path, ds_config)
+model = load_model(path, ds_config).train()  # it comes back in eval mode, as from from_pretrained
 report = load_report(model)
 if report.rank == 0:
     print(report)

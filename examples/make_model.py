@@ -1,7 +1,7 @@
 """Write a small random Llama with a byte-level tokenizer, so that the examples need neither network nor GPU.
 
 python examples/make_model.py /tmp/tiny                 # 0.4 million parameters
-python examples/make_model.py /tmp/small --size small   # 42 million, 170 MB in float32
+python examples/make_model.py /tmp/small --size small   # 43 million, 170 MB in float32
 """
 
 from __future__ import annotations
