@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lowmem_load.models.files import files_of
+from lowmem_load.models.model_folder import files_of
 
 # The shape of the model is chosen from these widths; depth fills up to the wanted parameter count.
 HIDDEN_SIZES = (256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 8192)

@@ -69,9 +69,9 @@ def wait_for_all_gathers() -> None:
 
 
 def model_class(folder: str) -> Any:
-    from lowmem_load.models import names
+    from lowmem_load.models import model_class
 
-    return names.model_class(None, names.model_config(folder, {}), trust_remote_code=False)
+    return model_class.model_class(None, model_class.model_config(folder, {}), trust_remote_code=False)
 
 
 def prepare(method: str, checkpoint: str) -> None:

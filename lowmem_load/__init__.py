@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.load.load_model import load_report as load_report
     from lowmem_load.load.plan_model import plan as plan
     from lowmem_load.load.report import LoadReport as LoadReport
-    from lowmem_load.models.remote_names import local_folder as local_folder
+    from lowmem_load.models.model_folder import local_folder as local_folder
     from lowmem_load.partial.initialize import initialize as initialize
     from lowmem_load.partial.initialize import partial_zero3 as partial_zero3
     from lowmem_load.resume.consolidate import consolidate as consolidate
@@ -51,7 +51,7 @@ _HOMES = {
     "integrations.install": ("install", "streaming"),
     "integrations.llamafactory": ("ModelEngine",),
     "distributed.process_group": ("DistributedInterface",),
-    "models.remote_names": ("local_folder",),
+    "models.model_folder": ("local_folder",),
     "load.report": ("LoadReport",),
     "resume.consolidate": ("consolidate",),
     "resume.load_checkpoint": ("load_checkpoint",),

@@ -11,7 +11,7 @@ from lowmem_load.config.ds_config import precision_of, read_ds_config
 from lowmem_load.config.settings import hidden_size_of, resolve_auto
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.integrations.llamafactory import read_arguments
-from lowmem_load.models.names import enable_checkpointing, model_config
+from lowmem_load.models.model_class import enable_checkpointing, model_config
 
 
 class StockEngine:

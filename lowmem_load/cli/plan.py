@@ -25,9 +25,9 @@ from lowmem_load.files.uploads import NUM_STREAMS, SLOTS_PER_THREAD
 from lowmem_load.load.load import MAX_THREADS
 from lowmem_load.load.plan_model import plan_sharded, plan_zero3_rank
 from lowmem_load.models import diffusion
-from lowmem_load.models.names import class_and_config, model_config
+from lowmem_load.models.model_class import class_and_config, model_config
+from lowmem_load.models.model_folder import Checkpoint, find_checkpoint
 from lowmem_load.models.quantizers import dequantizing, four_bit_config, stays_packed
-from lowmem_load.models.remote_names import Checkpoint, find_checkpoint
 from lowmem_load.models.skeleton import distributed_config
 from lowmem_load.planning.load_plan import Costs, LoadPlan
 from lowmem_load.planning.reads import Apply, ReadLimits

@@ -36,10 +36,9 @@ from lowmem_load.load.load import Options, find, is_to_be_found, leave_to_stock,
 from lowmem_load.load.report import LoadReport
 from lowmem_load.models import loader
 from lowmem_load.models.active import active_zero3_config, draws_no_missing
-from lowmem_load.models.call import SHARDS, Call
-from lowmem_load.models.model_folder import MAX_QUOTED
+from lowmem_load.models.loader import SHARDS, Call
+from lowmem_load.models.model_folder import MAX_QUOTED, rename_loaded
 from lowmem_load.models.quantizers import stays_packed
-from lowmem_load.models.remote_names import rename_loaded
 from lowmem_load.models.skeleton import ties_kept
 from lowmem_load.replaced import Handlers, holding, replaced, warn_of_missing
 from lowmem_load.symbolic.lazy import addresses_are_only_compared

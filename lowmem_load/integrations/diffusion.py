@@ -20,7 +20,7 @@ from lowmem_load.integrations.hooks import replaced_once_imported
 from lowmem_load.load.load import Options
 from lowmem_load.models import diffusion
 from lowmem_load.models.active import active_zero3_config, inside_load
-from lowmem_load.models.call import Call
+from lowmem_load.models.loader import Call
 from lowmem_load.replaced import Handlers
 
 

@@ -34,9 +34,9 @@ from lowmem_load.load.load import Options
 from lowmem_load.load.load_into import load_into
 from lowmem_load.load.load_model import load_model, load_request
 from lowmem_load.load.request import Request
-from lowmem_load.models import active, names
+from lowmem_load.models import active, model_class
 from lowmem_load.models.active import load_lock
-from lowmem_load.models.remote_names import find_folder
+from lowmem_load.models.model_folder import find_folder
 from lowmem_load.replaced import Handlers
 
 T = TypeVar("T")
@@ -271,7 +271,7 @@ class ModelEngine:
             name, kwargs = find_folder(self.args.model, self._from_pretrained_kwargs())
             if self.args.bf16 or self.args.fp16:
                 raise ConfigError("bf16 and fp16 belong to deepspeed; dist_config.mixed_precision says it for fsdp2")
-            self.processor = names.load_processor(name, kwargs)
+            self.processor = model_class.load_processor(name, kwargs)
         self.precision = Precision.FP32
         mesh, policy = fsdp_over_all_ranks(
             self.distributed.device.type,
@@ -302,8 +302,8 @@ class ModelEngine:
                 trainer_fp16=self.args.fp16,
             )
             step.digest = settings.compared
-            self.processor = names.load_processor(name, kwargs)
-            settings = settings.for_model(names.model_config(name, kwargs))
+            self.processor = model_class.load_processor(name, kwargs)
+            settings = settings.for_model(model_class.model_config(name, kwargs))
         self.precision = settings.precision
         self.ds_config = copy.deepcopy(dict(settings.ds_config))
         request = Request(name, self.args.auto_class, "auto", kwargs)
@@ -342,7 +342,7 @@ class ModelEngine:
         if not self.is_train or self.args.gradient_checkpointing is False:
             return
         try:
-            names.enable_checkpointing(self.model, {"use_reentrant": False})
+            model_class.enable_checkpointing(self.model, {"use_reentrant": False})
         except UnsupportedError as error:
             if self.args.gradient_checkpointing:  # the user asked for it
                 raise

@@ -17,7 +17,7 @@ from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
 from lowmem_load.files.format import CheckpointFile
-from lowmem_load.models.call import Call
+from lowmem_load.models.loader import Call
 from lowmem_load.models.quantizers import packed_format
 from lowmem_load.planning.expression import Expression, numel
 from lowmem_load.planning.load_plan import PlannedFile

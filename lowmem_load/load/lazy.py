@@ -19,10 +19,10 @@ from lowmem_load.load.load import MAX_THREADS
 from lowmem_load.load.make_plan import make_plan
 from lowmem_load.load.report import LoadReport, OnLoad
 from lowmem_load.load.request import name_text, refuse_placing, stage_3
-from lowmem_load.models import diffusion, loader, model_folder, names
+from lowmem_load.models import diffusion, loader, model_class, model_folder
 from lowmem_load.models.active import load_lock, on_host
-from lowmem_load.models.call import Call
-from lowmem_load.models.remote_names import find_folder, rename_loaded
+from lowmem_load.models.loader import Call
+from lowmem_load.models.model_folder import find_folder, rename_loaded
 
 
 def lazy(
@@ -60,7 +60,7 @@ def lazy(
     model_folder.check_name(where, kwargs.get("subfolder", ""))
     cls = diffusion.model_class(where, auto_class, kwargs)
     if cls is None:
-        cls, _ = names.class_and_config(where, auto_class, kwargs)
+        cls, _ = model_class.class_and_config(where, auto_class, kwargs)
 
     def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
         return describe_lazily(call, Executor(num_threads=min(MAX_THREADS, environment.cores(1))))[1:]

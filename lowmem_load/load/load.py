@@ -46,8 +46,8 @@ from lowmem_load.load.room import check_memory, check_room, disk_uses, memory_us
 from lowmem_load.load.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.models import model_folder
 from lowmem_load.models.active import on_host, show_ds_config
-from lowmem_load.models.call import Call, is_left_alone, is_local, refuse_device_map
-from lowmem_load.models.remote_names import commit_in, find_folder, rename_loaded
+from lowmem_load.models.loader import Call, is_left_alone, is_local, refuse_device_map
+from lowmem_load.models.model_folder import commit_in, find_folder, rename_loaded
 from lowmem_load.phases import no_callback
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.text import MAX_VALUE, fingerprint

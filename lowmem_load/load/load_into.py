@@ -36,13 +36,12 @@ from lowmem_load.load.request import (
     storage_dtype,
     weights_folder,
 )
-from lowmem_load.models import diffusion, loader, model_folder, names
+from lowmem_load.models import diffusion, loader, model_class, model_folder
 from lowmem_load.models.active import load_lock, ordinary_path, outermost, transformers_models
-from lowmem_load.models.call import Call
-from lowmem_load.models.files import Rename
-from lowmem_load.models.modules import Build, BuiltModelCall, ModuleCall, snapshot, stand_in_for
+from lowmem_load.models.loader import Call
+from lowmem_load.models.model_folder import find_folder, rename_loaded
+from lowmem_load.models.modules import Build, BuiltModelCall, ModuleCall, Rename, snapshot, stand_in_for
 from lowmem_load.models.quantizers import packed_format
-from lowmem_load.models.remote_names import find_folder, rename_loaded
 from lowmem_load.models.skeleton import blocks, file_keywords, filled_by, hand_over, is_kept_on_host, refuse_parted
 from lowmem_load.models.wrappers import named_tensors, plain_modules, plain_name
 from lowmem_load.phases import without_progress
@@ -182,7 +181,7 @@ class IntoModule:
         if not self.is_by_names:
             checked = self._checked(ranks, world_size)
             return Way(checked.settings, checked.run)
-        call = self._module_call(stand_in_for(self.model, names.plain_class), is_stand_in=True)
+        call = self._module_call(stand_in_for(self.model, model_class.plain_class), is_stand_in=True)
         settings = stage_3(torch.float32, world_size)
         return Way(settings, lambda load: loader.run_load(load, call)[0], call.set_extra_states)
 
@@ -340,7 +339,7 @@ def load_sharded(
             _fill_shards(into.model, lambda: into, options)
             return into.model
         with ranks.step("reading the configuration"):
-            cls, _ = names.class_and_config(where, auto_class, kwargs)
+            cls, _ = model_class.class_and_config(where, auto_class, kwargs)
             if policy is not None and not has_mesh:
                 raise ConfigError("policy: goes with a DeviceMesh; a DistributedConfig has its own")
 

@@ -27,7 +27,7 @@ from lowmem_load.load.report import LoadReport
 from lowmem_load.load.request import Request, agree_on_request, make_load, name_text, weights_folder
 from lowmem_load.models import diffusion, loader
 from lowmem_load.models.active import active_zero3_config, deepspeed_config, load_lock, note_load, was_dropped
-from lowmem_load.models.call import SHARDS, Call
+from lowmem_load.models.loader import SHARDS, Call
 from lowmem_load.models.skeleton import is_distributed_config
 from lowmem_load.phases import without_progress
 from lowmem_load.planning.replicas import ShareReads

@@ -22,12 +22,11 @@ from lowmem_load.load.describe import Described, check_described, describe
 from lowmem_load.load.load_into import Into, IntoDiffusers, IntoModule, Way, fills_by_names, skeletons_sharded
 from lowmem_load.load.make_plan import make_plan
 from lowmem_load.load.request import Request, name_text
-from lowmem_load.models import diffusion, names
+from lowmem_load.models import diffusion, model_class
 from lowmem_load.models.active import load_lock, on_host
-from lowmem_load.models.call import Call, is_left_alone, refuse_device_map
-from lowmem_load.models.files import Rename
-from lowmem_load.models.modules import Build
-from lowmem_load.models.remote_names import find_folder
+from lowmem_load.models.loader import Call, is_left_alone, refuse_device_map
+from lowmem_load.models.model_folder import find_folder
+from lowmem_load.models.modules import Build, Rename
 from lowmem_load.models.skeleton import blocks, is_distributed_config, is_kept_on_host
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.symbolic.constructor import Constructor
@@ -141,7 +140,7 @@ def plan_sharded(
             into = IntoDiffusers(of_diffusers, where, dtype, kwargs, torch.device("meta"))
             shard(into.model)
             return _plan_shards(into, rank, world_size)
-        cls, _ = names.class_and_config(where, auto_class, kwargs)
+        cls, _ = model_class.class_and_config(where, auto_class, kwargs)
         with skeletons_sharded(where, kwargs, shard, end):
             plan: LoadPlan = _result(lambda: cls.from_pretrained(where, dtype=dtype, **kwargs))
         return plan

@@ -16,11 +16,11 @@ from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.engines.zero3_target import target_maker
 from lowmem_load.errors import ConfigError
 from lowmem_load.load.load import Load, Options
-from lowmem_load.models import diffusion, loader, model_folder, names
+from lowmem_load.models import diffusion, loader, model_class, model_folder
 from lowmem_load.models.active import transformers_models
-from lowmem_load.models.call import PLACED_BY_STOCK, SHARDS, Call
+from lowmem_load.models.loader import PLACED_BY_STOCK, SHARDS, Call
+from lowmem_load.models.model_folder import commit_of, find_adapter_as_asked, find_folder, rename_loaded
 from lowmem_load.models.quantizers import refuse_quantized, stays_packed
-from lowmem_load.models.remote_names import commit_of, find_adapter_as_asked, find_folder, rename_loaded
 from lowmem_load.phases import no_callback
 from lowmem_load.replaced import replaced
 
@@ -56,7 +56,7 @@ class Request(NamedTuple):
             return Checked(self.name, settings.for_model(None), cls, kwargs)
         if is_partitioned and self.has_weights:
             model_folder.check_weights(self.name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
-        cls, config = names.class_and_config(self.name, self.auto_class, kwargs)
+        cls, config = model_class.class_and_config(self.name, self.auto_class, kwargs)
         if is_partitioned:
             refuse_quantized(config, kwargs)
         return Checked(self.name, settings.for_model(config), cls, kwargs)
@@ -143,7 +143,7 @@ def ordinary_load(
         if quantizer is not None and not quantizer.pre_quantized:  # the files are not quantized
             kwargs = {"quantization_config": quantizer.quantization_config, **kwargs}
             vars(config).pop("quantization_config", None)
-        auto_class, kwargs = auto_class or names.plain_class(model), {"config": config, **kwargs}
+        auto_class, kwargs = auto_class or model_class.plain_class(model), {"config": config, **kwargs}
     floating = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
     if dtype is None:
         dtype = next(iter(floating)) if len(floating) == 1 else torch.float32

@@ -28,12 +28,9 @@ from lowmem_load.files.index import check_files, check_index, check_model_config
 from lowmem_load.files.stand_ins import origin
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.models.active import is_loading
-from lowmem_load.models.call import Call
-from lowmem_load.models.files import tensors_in
-from lowmem_load.models.loader import run_load
-from lowmem_load.models.model_folder import MAX_QUOTED
-from lowmem_load.models.names import json_values
-from lowmem_load.models.remote_names import config_file
+from lowmem_load.models.loader import Call, run_load, tensors_in
+from lowmem_load.models.model_class import json_values
+from lowmem_load.models.model_folder import MAX_QUOTED, config_file
 from lowmem_load.planning.expression import Source
 from lowmem_load.replaced import Handler, Handlers, replaced
 from lowmem_load.symbolic.constructor import Context

@@ -1,4 +1,4 @@
-"""Describes a model: runs transformers' own loader on symbolic tensors.
+"""Describes a model: runs transformers' own loader on symbolic tensors. `Call` is what a load needs of any model.
 
 The loader builds, renames, converts, checks, ties and initialises as ever. Only the reading of files is replaced: they
 give symbolic tensors, and nothing of them is read. And it is told that there is no ZeRO-3. Written for transformers 5.6
@@ -13,8 +13,8 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch
 import transformers
@@ -22,17 +22,33 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from lowmem_load import foreign_names
-from lowmem_load.errors import CheckpointError, LowMemLoadError, ModelBuildError, UnsupportedError, error_text, listed
-from lowmem_load.files.format import CheckpointFile
+from lowmem_load.config.settings import Settings
+from lowmem_load.errors import (
+    CheckpointError,
+    ConfigError,
+    LowMemLoadError,
+    ModelBuildError,
+    UnsupportedError,
+    error_text,
+    listed,
+)
+from lowmem_load.files.format import CheckpointFile, CheckpointFormat
 from lowmem_load.files.index import check_files, check_index
 from lowmem_load.files.safetensors import CODES, Safetensors
 from lowmem_load.files.stand_ins import origin
 from lowmem_load.foreign_names import TORCH, TRANSFORMERS, ForeignName, check_release, require
 from lowmem_load.models.active import constructors, inside_load, is_loading, load_lock
-from lowmem_load.models.model_folder import MAX_QUOTED, check_config, files_explained, refuse_foreign
-from lowmem_load.models.names import json_values
+from lowmem_load.models.model_class import json_values
+from lowmem_load.models.model_folder import (
+    HUB_KEYWORDS,
+    MAX_QUOTED,
+    check_config,
+    files_explained,
+    has_file,
+    hub_keywords,
+    refuse_foreign,
+)
 from lowmem_load.models.quantizers import described_quantizers
-from lowmem_load.models.remote_names import HUB_KEYWORDS, has_file, hub_keywords
 from lowmem_load.replaced import Handler, Handlers, replaced, require_names
 from lowmem_load.symbolic.attributes import EXTRA_STATE
 from lowmem_load.symbolic.constructor import META, Constructor, Context
@@ -66,7 +82,65 @@ from lowmem_load.models.active import ordinary_path, quiet  # noqa: E402  it use
 require_names(TRANSFORMERS)
 
 
-class TransformersCall:
+PLACED_BY_STOCK = ("device_map", "quantization_config", "gguf_file")
+"""Keywords of loads that transformers itself does under stages 0 to 2."""
+
+SHARDS = ("distributed_config", "tp_plan", "tp_size")
+"""Keywords by which `from_pretrained` shards a model."""
+
+
+class Call(Protocol):
+    """A load of one model that has not run yet.
+
+    `TransformersCall` is that of transformers; `ModuleCall` fills any module by names; `DiffusersCall` is diffusers'.
+
+    Attributes:
+        path: of its files: a folder, a file, a Hub id or a URL.
+        name: for messages: what the path stands for.
+        kwargs: keywords that choose files and place the model, as `from_pretrained` of transformers has them.
+    """
+
+    path: str
+    name: str
+    kwargs: dict[str, Any]
+
+    def move(self, folder: str, kwargs: dict[str, Any]) -> None:
+        """Let it load from a folder, by these keywords."""
+        kwargs.pop("pretrained_model_name_or_path", None)
+        self.path, self.name, self.kwargs = folder, origin(folder), kwargs
+
+    def run(self) -> tuple[nn.Module, dict[str, Any]]:
+        """Load as without lowmem_load; return the model and the loading info."""
+
+    def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
+        """Return a model of expressions and the loading info. `run` may be called after."""
+
+    def configuration(self, model: nn.Module) -> dict[str, str]:
+        """Return what must be equal on all ranks beside parameters and files, as text by topic."""
+
+    def log_zero_init(self, _: nn.Module, /) -> None:
+        """Log what the family's own loader logs when it builds a model under ZeRO-3: nothing but for transformers."""
+        return
+
+
+def is_left_alone(call: Call, settings: Settings) -> bool:
+    """Return whether transformers does a load by itself, also inside `streaming()`."""
+    return settings.stage < 3 and any(call.kwargs.get(name) for name in PLACED_BY_STOCK)
+
+
+def is_local(call: Call) -> bool:
+    """Return whether nothing can come from the Hub, not even the base model of an adapter."""
+    folder = os.path.join(call.path, call.kwargs.get("subfolder") or "")
+    return os.path.isdir(call.path) and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
+
+
+def refuse_device_map(call: Call, settings: Settings) -> None:
+    """Raise ConfigError for a device_map under ZeRO-3."""
+    if settings.stage == 3 and call.kwargs.get("device_map") is not None:
+        raise ConfigError(f"{call.name}: device_map and ZeRO-3 both place parameters; remove device_map")
+
+
+class TransformersCall(Call):
     """A call of `from_pretrained` that has not run yet. `from_config` runs in its place, but is described as it is."""
 
     def __init__(
@@ -421,6 +495,39 @@ def _materialize_without_threads(copy: Any) -> Handler:
         return _Job(copy, tensor, device, dtype)
 
     return spawn
+
+
+def tensors_in(paths: Iterable[str], context: Context) -> dict[str, torch.Tensor]:
+    """Return the tensors of several files by name, as symbolic ones. Nothing of them is read.
+
+    Raises CheckpointError if a name is in several files.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    homes: dict[str, str] = {}
+    for path in paths:
+        file = context.file(path, file_format(path))
+        for name, tensor in _symbols(file, context):
+            if name in tensors:
+                raise CheckpointError(
+                    f"{name}: is in {homes[name]} and in {path}; name one of the files by its path, or pass variant="
+                )
+            tensors[name], homes[name] = tensor, path
+    return tensors
+
+
+def _symbols(file: CheckpointFile, context: Context) -> Iterator[tuple[str, torch.Tensor]]:
+    expressions = {name: file.expression(name) for name in file.names}
+    shared = {id(node): SymbolicTensor(node, context.read_now) for node in expressions.values()}
+    yield from ((name, shared[id(node)]) for name, node in expressions.items())
+
+
+def file_format(path: str) -> CheckpointFormat:
+    """Return the format of a file of weights."""
+    if path.endswith(".safetensors"):
+        return Safetensors()
+    from lowmem_load.files.torch_zip import NestedTorchZip  # few loads need it
+
+    return NestedTorchZip()
 
 
 # -- calls that are handed to a handler. Streamed loads wait for each other: all ranks take part in one at a time ------

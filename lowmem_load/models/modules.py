@@ -5,23 +5,26 @@ The described module is the caller's, or one like it that stands for its shards:
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed, outside_level
+from lowmem_load.files.format import NESTS
 from lowmem_load.files.stand_ins import origin
 from lowmem_load.models import loader
 from lowmem_load.models.active import transformers_class
-from lowmem_load.models.call import Call
-from lowmem_load.models.files import FILE_KEYWORDS, Rename, files_of, renamed, tensors_in
+from lowmem_load.models.loader import Call, tensors_in
+from lowmem_load.models.model_folder import FILE_KEYWORDS, files_of
 from lowmem_load.models.skeleton import hand_over
 from lowmem_load.models.wrappers import named_modules, named_tensors, plain_modules, plain_name
 from lowmem_load.planning.expression import Computed
+from lowmem_load.planning.proof import prove_names
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.attributes import (
     EXTRA_STATE,
@@ -33,6 +36,17 @@ from lowmem_load.symbolic.attributes import tensors_in as attribute_tensors
 from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.initialise import CPU, UNINITIALISED
 from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
+from lowmem_load.text import outer_prefix
+
+T = TypeVar("T")
+
+Rename: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str]
+"""Turns the name of a tensor in the files into its name in the module, None or "" for one that is left out: a function,
+or a mapping of regular expressions, of which all are substituted, in order."""
+
+
+COMPILED = "_orig_mod"
+"""With which all names of a compiled module begin."""
 
 Build = Callable[[], nn.Module]
 
@@ -222,6 +236,38 @@ def tensors_of(model: nn.Module) -> list[ModuleTensor]:
         slot.names.append(named.name)
         slot.places.append((named.tensors, named.key))
     return list(slots.values())
+
+
+def renamed(
+    tensors: Mapping[str, T], rename: Rename | None, children: Collection[str]
+) -> tuple[dict[str, T], set[str]]:
+    """Return tensors under the names of the module, and which are left out.
+
+    Without `rename`, what training code puts before all names is dropped. `children` are the first parts of the names
+    in the module.
+
+    Raises:
+        CheckpointError: two tensors get one name.
+    """
+    outer = outer_prefix(tensors.keys(), [key for key in (*NESTS, COMPILED) if key not in children])
+    new_name = (lambda name: name.removeprefix(outer)) if rename is None else _as_function(rename)
+    names = {old: new for old in tensors if (new := new_name(old))}
+    left_out = tensors.keys() - names.keys()
+    prove_names("rename", tensors, names, left_out)
+    return {new: tensors[old] for old, new in names.items()}, left_out
+
+
+def _as_function(rename: Rename) -> Callable[[str], str | None]:
+    if not isinstance(rename, Mapping):
+        return rename
+    patterns = [(re.compile(pattern), new) for pattern, new in rename.items()]
+
+    def substitute(name: str) -> str:
+        for pattern, new in patterns:
+            name = pattern.sub(new, name)
+        return name
+
+    return substitute
 
 
 def _warn_of_code(model: nn.Module, where: str) -> None:

@@ -12,7 +12,7 @@ import transformers
 
 from lowmem_load import foreign_names
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.models.names import model_config
+from lowmem_load.models.model_class import model_config
 from lowmem_load.quantized.bitsandbytes import BitsAndBytes4Bit
 from lowmem_load.quantized.compressed_tensors import CompressedTensors, dequantized_whole
 from lowmem_load.quantized.format import QuantizedFormat, fields_of, method_of

@@ -25,7 +25,7 @@ from lowmem_load import foreign_names
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.foreign_names import TRANSFORMERS, ForeignName, require
 from lowmem_load.models.active import quiet
-from lowmem_load.models.names import model_config, plain_class
+from lowmem_load.models.model_class import model_config, plain_class
 from lowmem_load.planning.expression import Expression, Source, cast, numel
 from lowmem_load.replaced import Handler, replaced, require_names
 from lowmem_load.symbolic.tensor import SymbolicTensor

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from lowmem_load import foreign_names
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.models.loader import building_handlers
-from lowmem_load.models.remote_names import HUB_KEYWORDS, hub_keywords
+from lowmem_load.models.model_folder import HUB_KEYWORDS, hub_keywords
 from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.constructor import Constructor
 

@@ -22,7 +22,7 @@ from lowmem_load.files.fill import Part, fill
 from lowmem_load.load.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.models import peft, saver
 from lowmem_load.models.active import load_lock
-from lowmem_load.models.remote_names import files_beside
+from lowmem_load.models.model_folder import files_beside
 from lowmem_load.phases import without_progress
 from lowmem_load.planning.expression import Source, leaves
 from lowmem_load.planning.regions import FlatRange, partition_range

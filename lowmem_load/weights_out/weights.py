@@ -17,7 +17,7 @@ from torch import nn
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.models import diffusion, peft, saver
-from lowmem_load.models.files import renamed
+from lowmem_load.models.modules import renamed
 from lowmem_load.models.peft import Merge
 from lowmem_load.models.saver import SavedFile
 from lowmem_load.models.wrappers import NamedTensor, named_tensors

@@ -395,8 +395,8 @@ def ds_config(data: bytes) -> None:
 
 def model_config(data: bytes) -> None:
     """A config.json, and which class it asks for."""
-    from lowmem_load.models.names import model_class
-    from lowmem_load.models.names import model_config as read
+    from lowmem_load.models.model_class import model_class
+    from lowmem_load.models.model_class import model_config as read
 
     folder = os.path.dirname(_as_file(data, "config.json"))
     model_class(None, read(folder, {}), trust_remote_code=False)

@@ -21,7 +21,7 @@ from lowmem_load.load.describe import check_described, describe
 from lowmem_load.load.execute import execute
 from lowmem_load.load.make_plan import make_plan
 from lowmem_load.load.request import stage_3
-from lowmem_load.models.files import files_of
+from lowmem_load.models.model_folder import files_of
 from lowmem_load.models.modules import ModuleCall
 from tests.described import whole
 from tests.hub import hub

@@ -18,7 +18,7 @@ from lowmem_load.files.object_store import HubObject
 from lowmem_load.files.remote_file import HEAD_BYTES, RemoteFile
 from lowmem_load.files.source import LocalFile
 from lowmem_load.files.torch_zip import TorchZip
-from lowmem_load.models.remote_names import find_checkpoint
+from lowmem_load.models.model_folder import find_checkpoint
 from tests.builders import as_torch_bin, tiny_mixtral
 from tests.hub import pointed_at
 from tests.remote.hub_front import HubServer

@@ -19,15 +19,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from lowmem_load import DistributedInterface, plan, streaming
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.models import loader
-from lowmem_load.models.model_folder import check_name, check_weights, refuse_foreign
-from lowmem_load.models.names import (
-    PROCESSOR_FILES,
-    TOKENIZER_FILES,
-    load_processor,
-    model_class,
-    model_config,
+from lowmem_load.models.model_class import PROCESSOR_FILES, TOKENIZER_FILES, load_processor, model_class, model_config
+from lowmem_load.models.model_folder import (
+    check_name,
+    check_weights,
+    commit_of,
+    find_adapter_as_asked,
+    find_checkpoint,
+    refuse_foreign,
 )
-from lowmem_load.models.remote_names import commit_of, find_adapter_as_asked, find_checkpoint
 from lowmem_load.models.skeleton import refuse_parted
 from lowmem_load.replaced import replaced
 from tests import builders

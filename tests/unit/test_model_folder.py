@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 import lowmem_load
 from lowmem_load.files.stand_ins import is_stand_in, is_url, open_file, origin
-from lowmem_load.models.remote_names import find_checkpoint, find_folder, local_folder
+from lowmem_load.models.model_folder import find_checkpoint, find_folder, local_folder
 from tests import builders
 from tests.hub import pointed_at
 from tests.remote.hub_front import COMMIT, HubServer, hub_front

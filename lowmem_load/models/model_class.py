@@ -1,4 +1,4 @@
-"""What the name of a model stands for: its configuration, class and processor."""
+"""The class and the configuration of a model that a name stands for, and its processor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ from transformers import AutoConfig, PreTrainedModel
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, error_text
 from lowmem_load.files.index import base_of_adapter, check_model_config
-from lowmem_load.models.model_folder import MAX_QUOTED, check_config, check_name, what_is_there
-from lowmem_load.models.remote_names import adapter_config_file, config_file, find_folder, has_file, hub_keywords
+from lowmem_load.models.model_folder import (
+    MAX_QUOTED,
+    adapter_config_file,
+    check_config,
+    check_name,
+    config_file,
+    find_folder,
+    has_file,
+    hub_keywords,
+    what_is_there,
+)
 
 
 def class_and_config(name: str, auto_class: str | type | None, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
