@@ -29,15 +29,14 @@ from lowmem_load import foreign_names
 from lowmem_load.distributed import environment
 from lowmem_load.distributed.steps import RankGroup, has_group
 from lowmem_load.engines.target import Target
-from lowmem_load.errors import UnsupportedError, error_text
-from lowmem_load.files.stand_ins import is_stand_in
+from lowmem_load.errors import UnsupportedError
 from lowmem_load.integrations.hooks import replaced_once_imported
-from lowmem_load.load.load import Options, find, is_to_be_found, leave_to_stock, make_executor, may_work_in_stock
+from lowmem_load.load.load import Options, find, is_to_be_found, leave_to_stock, make_executor, why_stock
 from lowmem_load.load.report import LoadReport
 from lowmem_load.models import loader
 from lowmem_load.models.active import active_zero3_config, draws_no_missing
 from lowmem_load.models.loader import SHARDS, Call
-from lowmem_load.models.model_folder import MAX_QUOTED, rename_loaded
+from lowmem_load.models.model_folder import rename_loaded
 from lowmem_load.models.quantizers import stays_packed
 from lowmem_load.models.skeleton import ties_kept
 from lowmem_load.replaced import Handlers, holding, replaced, warn_of_missing
@@ -86,10 +85,8 @@ def load_lazily(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]
             make_target=_lazy_target,
             on_load=options.on_load,
         )
-    except Exception as error:
-        if not options.is_lenient or not may_work_in_stock(error) or is_stand_in(call.path):
-            raise
-        reason = error_text(error, MAX_QUOTED)
+    except Exception as error:  # noqa: BLE001  it is raised again unless stock may work
+        reason = why_stock(error, call, options)
     else:
         reader.closing.enter_context(_hooks())  # also after the block
         if draws_no_missing():

@@ -1,29 +1,43 @@
-"""Third stage: makes memory and fills it as the plan says."""
+"""Third stage: makes memory and fills it as the plan says, within a step of all ranks."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
+from lowmem_load.distributed.peers import Progress, computing
+from lowmem_load.distributed.side_group import Exchange, SideGroup
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.engines.target import Target
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.files.executor import Executor
-from lowmem_load.files.fill import Filling, PlannedPart
+from lowmem_load.files.fill import Filling, PlannedPart, fill_planned
 from lowmem_load.files.memory import naming_shortage
 from lowmem_load.load.make_plan import PlannedModel
 from lowmem_load.models import loader
-from lowmem_load.phases import no_callback
-from lowmem_load.planning.load_plan import BufferPlan, TargetPlan
+from lowmem_load.phases import Phases, no_callback, progress_bar
+from lowmem_load.planning.load_plan import CompanionPlan, TargetPlan
 from lowmem_load.planning.reads import Fill
-from lowmem_load.quantized.format import Packing, packing_of
+from lowmem_load.quantized.format import Packing, packing_of, part_of_rank
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.text import share
 
 if TYPE_CHECKING:
     from lowmem_load.load.read_once import ReadOnce
+
+T = TypeVar("T")
+
+BATCH_BYTES = 8 << 20
+"""Bytes of companions that are exchanged at a time. A larger one goes by itself."""
+
+SAMPLE_S = 5e-3
+"""Between two samples of the memory in use, which take 10 to 60 us each."""
 
 
 def execute(
@@ -84,7 +98,22 @@ def execute(
 def fill_buffers(planned: PlannedModel, target: Target, filling: Filling) -> None:
     """Start to replace the symbolic buffers of the described model. They are there after `filling.finish`."""
     for buffer in planned.plan.buffers:
-        _fill_buffer(buffer, planned, target, filling)
+        name = buffer.names[0]
+        before = after = planned.buffers.pop(name)
+        if buffer.fill is not None:
+            with naming_shortage(f"buffer {name}", buffer.fill.numel * buffer.dtype.itemsize):
+                flat = torch.empty(buffer.fill.numel, dtype=buffer.dtype, device=target.device)
+            _start(filling, name, buffer.fill, flat)
+            after = flat.view(buffer.shape)
+        elif before.device.type == "cpu" and target.device.type != "cpu":
+            flat = torch.empty(before.numel(), dtype=buffer.dtype, device=target.device)
+            filling.executor.move(before, flat)
+            after = flat.view(buffer.shape)
+        elif not before.is_meta:
+            after = before.to(device=target.device, dtype=buffer.dtype)
+        if after is not before:
+            for module, last in planned.places.pop(name):
+                setattr(module, last, after)
 
 
 def _start(filling: Filling, name: str, fill: Fill, memory: torch.Tensor) -> None:
@@ -128,20 +157,163 @@ def restore_later(
     return lambda: packing.restore(part.name, made, read, target.device)
 
 
-def _fill_buffer(buffer: BufferPlan, planned: PlannedModel, target: Target, filling: Filling) -> None:
-    before = planned.buffers.pop(buffer.names[0])
-    after = before
-    if buffer.fill is not None:
-        with naming_shortage(f"buffer {buffer.names[0]}", buffer.fill.numel * buffer.dtype.itemsize):
-            flat = torch.empty(buffer.fill.numel, dtype=buffer.dtype, device=target.device)
-        _start(filling, buffer.names[0], buffer.fill, flat)
-        after = flat.view(buffer.shape)
-    elif before.device.type == "cpu" and target.device.type != "cpu":
-        flat = torch.empty(before.numel(), dtype=buffer.dtype, device=target.device)
-        filling.executor.move(before, flat)
-        after = flat.view(buffer.shape)
-    elif not before.is_meta:
-        after = before.to(device=target.device, dtype=buffer.dtype)
-    if after is not before:
-        for module, name in planned.places.pop(buffer.names[0]):
-            setattr(module, name, after)
+# -- companions of packed weights that the ranks make together -------------------------------------------------------
+
+
+class _Shared(NamedTuple):
+    """A companion that is filled in parts, and the parameter that it goes with."""
+
+    name: str
+    companion: CompanionPlan
+
+
+def combine_companions(
+    planned: PlannedModel,
+    executor: Executor,
+    ranks: RankGroup | None = None,
+    progress: Callable[[], Progress] | None = None,
+) -> None:
+    """Make what companions that are filled in parts are for; see `PlannedModel.combined`.
+
+    Each rank computes the scales of its blocks, and sends them. Collective; local without `ranks`. `progress` is that
+    of the reading.
+
+    Memory: twice `BATCH_BYTES`, or twice the largest.
+    """
+    shared = [
+        _Shared(target.name, companion)
+        for target in sorted(planned.plan.targets, key=lambda target: target.name)  # ranks plan in orders of their own
+        for companion in target.companions
+        if companion.in_parts
+    ]
+    for batch in in_batches(shared, lambda one: one.companion.nbytes, BATCH_BYTES):
+        values = _made(batch, planned, executor, ranks, progress)
+        for (name, companion), whole in zip(batch, values, strict=True):
+            packing = packing_of(planned.parameters[name])
+            assert packing is not None
+            planned.combined[name] = packing.combine({companion.name: whole})
+
+
+def in_batches(items: Sequence[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Yield items in batches of at most so many bytes; a larger one by itself."""
+    batch: list[T] = []
+    for item in items:
+        if batch and sum(map(nbytes, batch)) + nbytes(item) > most_bytes:
+            yield batch
+            batch = []
+        batch.append(item)
+    if batch:
+        yield batch
+
+
+def _made(
+    batch: Sequence[_Shared],
+    planned: PlannedModel,
+    executor: Executor,
+    ranks: RankGroup | None,
+    progress: Callable[[], Progress] | None,
+) -> list[torch.Tensor]:
+    """Return companions, whole: each rank fills its parts, and sends them."""
+    world_size = 1 if ranks is None or ranks.is_fake else ranks.world_size
+    sizes = [part_of_rank(math.prod(part.companion.shape), 0, world_size).numel for part in batch]  # the largest
+    own = [torch.zeros(size, dtype=part.companion.dtype, device="cpu") for part, size in zip(batch, sizes, strict=True)]
+    if ranks is None or world_size == 1:
+        _fill(batch, own, planned, executor)
+        return own
+    with ranks.step("computing the scales of packed weights", progress=progress):
+        _fill(batch, own, planned, executor)
+        message = torch.cat([values.view(torch.uint8) for values in own])
+        side = SideGroup(ranks)
+        side.connect()
+        exchange = Exchange(side, [message.numel()] * world_size, to=None)
+        assert exchange.mine is not None  # all ranks send
+        exchange.mine.copy_(message)
+    try:
+        with ranks.step("sending the scales of packed weights", progress=side.progress(progress or computing())):
+            exchange.start()
+            exchange.finish(ranks.check)
+    finally:
+        side.close()
+    received = [exchange.received[rank] for rank in range(world_size)]
+    whole, first = [], 0
+    for part, values in zip(batch, own, strict=True):
+        span = slice(first, first + values.nbytes)
+        whole.append(torch.cat([sent[span].view(values.dtype) for sent in received])[: math.prod(part.companion.shape)])
+        first += values.nbytes
+    return whole
+
+
+def _fill(batch: Sequence[_Shared], values: Sequence[torch.Tensor], planned: PlannedModel, executor: Executor) -> None:
+    parts = []
+    for (name, companion), flat in zip(batch, values, strict=True):
+        assert companion.fill is not None  # as of all that are in parts
+        parts.append(PlannedPart(f"{name}.{companion.name}", companion.fill, flat[: companion.fill.numel]))
+    fill_planned(parts, planned, executor)
+
+
+# -- the step in which ranks read: of loads, of fills of lazy models, and of resumes ----------------------------------
+
+
+class Reading:
+    """What one rank has read and made within `reading`."""
+
+    def __init__(self, ranks: RankGroup, executors: Sequence[Executor], needed_bytes: int, reports: Sequence[Phases]):
+        self._ranks, self._executors, self._needed_bytes, self._reports = ranks, executors, needed_bytes, reports
+        self._read_before, self._num_parts, self._next_sample_s = self._read_bytes(), 0, 0.0
+        self.num_exchanges: Callable[[], int] = lambda: 0  # with other ranks, which is progress, too
+
+    def on_part(self) -> None:
+        """Note that a part of memory is there; raise if another rank has failed."""
+        self._num_parts += 1
+        self._ranks.check()
+        if (now_s := time.perf_counter()) >= self._next_sample_s:
+            self._next_sample_s = now_s + SAMPLE_S
+            for report in self._reports:
+                report.sample_memory()
+
+    def progress(self) -> Progress:
+        """Return how far this rank is. In any thread."""
+        read_bytes = self._read_bytes() - self._read_before
+        path = next((executor.stats.path for executor in reversed(self._executors) if executor.stats.path), "no file")
+        read = f"{share(read_bytes, self._needed_bytes)} read, last from {path}"
+        amount = read_bytes + self._num_parts + self.num_exchanges()
+        return Progress(amount, f"{self._num_parts} tensors begun, {read}")
+
+    def _read_bytes(self) -> int:
+        return sum(executor.stats.read_bytes for executor in self._executors)
+
+
+@contextlib.contextmanager
+def reading(
+    ranks: RankGroup,
+    name: str,
+    executors: Sequence[Executor],
+    needed_bytes: int,
+    reports: Sequence[Phases] = (),
+    *,
+    bar: str,
+    title: str = "reading",
+) -> Iterator[Reading]:
+    """A step in which executors read for parts of memory, with a progress bar. Collective.
+
+    Reads end when another rank fails.
+    """
+    state = Reading(ranks, executors, needed_bytes, reports)
+    with (
+        ranks.step(title, name=name, progress=state.progress),
+        progress_bar(needed_bytes, bar, ranks.rank) as update,
+        contextlib.ExitStack() as after,
+    ):
+
+        def on_bytes(num_bytes: int) -> None:
+            update(num_bytes)
+            ranks.check()
+
+        for executor in executors:
+            after.callback(_watch, executor, executor.on_bytes, executor.sources.on_wait)
+            _watch(executor, on_bytes, ranks.check)
+        yield state
+
+
+def _watch(executor: Executor, on_bytes: Callable[[int], object], on_wait: Callable[[], object]) -> None:
+    executor.on_bytes, executor.sources.on_wait = on_bytes, on_wait

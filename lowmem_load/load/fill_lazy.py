@@ -21,10 +21,10 @@ from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.files.fill import Part, name_in_files
 from lowmem_load.files.memory import naming_shortage
 from lowmem_load.files.source import OpenSources
-from lowmem_load.load.lazy_model import LazyReader, leave, reader_of, was_lazy
+from lowmem_load.load.checks import agree_on_bytes, identify_files
+from lowmem_load.load.execute import in_batches, reading
+from lowmem_load.load.lazy import LazyReader, leave, reader_of, was_lazy
 from lowmem_load.load.load import MAX_THREADS
-from lowmem_load.load.read_step import reading
-from lowmem_load.load.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.phases import no_callback
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children, leaves
 from lowmem_load.planning.load_plan import in_common_order
@@ -210,14 +210,9 @@ def _read(name: str, parts: Mapping[LazyReader, list[Part]], ranks: RankGroup) -
 
 def _send(shards: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], ranks: RankGroup) -> None:
     """Fill shards with the values that rank 0 has, which go through the host. Collective."""
-    batches: list[list[str]] = []
-    for name, shard in shards.items():
-        if not batches or sum(shards[other].nbytes for other in batches[-1]) + shard.nbytes > BATCH_BYTES:
-            batches.append([])
-        batches[-1].append(name)
     side = SideGroup(ranks)
     with contextlib.closing(side):
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(in_batches(list(shards), lambda name: shards[name].nbytes, BATCH_BYTES)):
             with ranks.step("reading what was changed", progress=computing()):
                 if not number:
                     side.connect()

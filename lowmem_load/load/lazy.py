@@ -1,28 +1,65 @@
-"""lazy: a model whose weights are read when somebody looks at them, in a plain process."""
+"""lazy: a model whose weights are read when somebody looks at them, and then are ordinary ones; in a plain process."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import re
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowmem_load.distributed import environment
+from lowmem_load.engines.mesh import local_tensor, made_real
 from lowmem_load.engines.sharded_target import Unfilled
 from lowmem_load.engines.zero3_target import TargetMaker, zero_init_disabled
 from lowmem_load.files.executor import Executor
-from lowmem_load.load.companions import combine_companions
-from lowmem_load.load.describe import check_described, describe
-from lowmem_load.load.lazy_model import LazyReader, hand_out
-from lowmem_load.load.load import MAX_THREADS
-from lowmem_load.load.make_plan import make_plan
+from lowmem_load.files.fill import Filling, Part, fill, read_whole
+from lowmem_load.load.describe import Described, check_described, describe
+from lowmem_load.load.execute import combine_companions, fill_buffers, restore_later
+from lowmem_load.load.load import MAX_THREADS, REPORT_ATTRIBUTE
+from lowmem_load.load.make_plan import PlannedModel, make_plan
 from lowmem_load.load.report import LoadReport, OnLoad
 from lowmem_load.load.request import name_text, refuse_placing, stage_3
+from lowmem_load.locks import ForkedLock
 from lowmem_load.models import diffusion, loader, model_class, model_folder
-from lowmem_load.models.active import load_lock, on_host
+from lowmem_load.models.active import load_lock, on_host, transformers_class
 from lowmem_load.models.loader import Call
 from lowmem_load.models.model_folder import find_folder, rename_loaded
+from lowmem_load.models.saver import files_written_by
+from lowmem_load.phases import no_callback
+from lowmem_load.planning.expression import Expression, Source, leaves, substituted
+from lowmem_load.planning.load_plan import Costs
+from lowmem_load.planning.regions import FlatRange
+from lowmem_load.quantized.format import packing_of
+from lowmem_load.symbolic.initialise import SharedValue
+from lowmem_load.symbolic.lazy import (
+    KEEPING,
+    LazyTensor,
+    assigned_data_is_real,
+    become,
+    keep,
+    normal_tensors,
+    settle,
+    values_of,
+)
+from lowmem_load.symbolic.tensor import SymbolicTensor
+from lowmem_load.weights_out.file_layout import lay_out
+from lowmem_load.weights_out.folder import refuse_url
+from lowmem_load.weights_out.write import Writer
+
+_WAS_LAZY = "lowmem_load_was_lazy"
+"""Attribute of the modules of a lazy model."""
+
+_ENDS: weakref.WeakKeyDictionary[nn.Module, Callable[[], object]] = weakref.WeakKeyDictionary()
+"""What is called once the parameters of a model are ordinary. A copy of the model has none."""
 
 
 def lazy(
@@ -95,3 +132,225 @@ def describe_lazily(
         executor.__exit__(type(error), error, None)
         raise
     return reader, described.model, described.info
+
+
+# -- a described model becomes a lazy one -----------------------------------------------------------------------------
+
+
+class LazyReader:
+    """Reads for the parameters of one lazy model, and keeps its report.
+
+    Any number of threads may use it; they take turns. Processes that are forked off have threads of their own.
+    `leaves` are those of the expressions that the load has given the parameters, by id. `progress` is as for
+    `load_model`.
+
+    Raises CheckpointError if a file cannot be read, or has changed since the load: files are compared after each read.
+
+    [Note: whose files] A weight may come to be made of weights of other lazy models, and outlive these and their
+    folders. So its sources refer to what has their files open, which are closed with the last of them.
+    """
+
+    def __init__(self, executor: Executor, described: Described, report: LoadReport) -> None:
+        self.executor, self.name, self.report = executor, described.name, report
+        self.leaves: dict[int, Expression] = {}
+        self._lock, self._process = ForkedLock(), os.getpid()
+        executor.sources.expect(described.files)
+        self.closing = contextlib.ExitStack()
+        """What ends when nobody refers to the reader any more. In any thread: it neither waits nor runs users' code."""
+        self.closing.enter_context(made_real(values_of))
+        self.closing.enter_context(assigned_data_is_real())
+        weakref.finalize(self, self.closing.close)
+
+    def now(self, expression: Expression, _: str) -> torch.Tensor:
+        """Return the value of an expression on the host."""
+        with self._reading():
+            values = read_whole(self.executor, expression)
+        self.count_reads()
+        return values
+
+    def fill(self, parts: Sequence[Part], on_part: Callable[[], object] = no_callback) -> Costs:
+        """Fill parts; see `files/fill.py`."""
+        with self._reading():
+            costs = fill(parts, self.executor, on_part)
+        self.count_reads()
+        return costs
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._lock, normal_tensors():
+            if self._process != os.getpid():  # its threads are in the process it came from
+                self._process = os.getpid()
+                self.executor.renew_tasks(1)
+            yield
+
+    def count_reads(self) -> None:
+        """Bring the report's counts of reads up to date."""
+        self.report.read_bytes, self.report.num_reads = self.executor.stats.read_bytes, self.executor.stats.num_reads
+
+
+def reader_of(tensor: LazyTensor) -> LazyReader:
+    """Return what reads a lazy tensor."""
+    reader = getattr(tensor.read_now, "__self__", None)
+    assert isinstance(reader, LazyReader)  # `hand_out` made the tensor that this one comes from
+    return reader
+
+
+def hand_out(
+    described: Described,
+    planned: PlannedModel,
+    executor: Executor,
+    report: LoadReport,
+    on_load: OnLoad | None = None,
+) -> LazyReader:
+    """Give a described model lazy parameters and ordinary buffers; return what reads them, as long as one is there.
+
+    A forward reads all parameters below its module first. `progress` is that of the reader. `on_load` is called with
+    the report before the first forward of the model, or when it has been filled.
+    """
+    filling = Filling(planned, executor)
+    fill_buffers(planned, described.target, filling)
+    plans = {part.name: part for part in planned.plan.targets}
+    restores: list[Callable[[], None]] = []
+    reader = LazyReader(executor, described, report)
+    originals: list[Expression] = []  # kept: `bound` knows them by id
+    bound: dict[int, Expression] = {}
+    for name, parameter in planned.parameters.items():
+        if isinstance(parameter, SymbolicTensor):
+            originals.append(parameter.expression)
+            for leaf in leaves(originals[-1]):
+                if isinstance(leaf, Source):
+                    bound.setdefault(id(leaf), replace(leaf, files=executor.sources))  # see [Note: whose files]
+            expression = substituted(originals[-1], bound)
+            reader.leaves |= {id(leaf): leaf for leaf in leaves(expression)}
+            with normal_tensors():
+                made = nn.Parameter(LazyTensor(expression, reader.now), parameter.requires_grad)
+            loader.copy_marks(parameter, made)
+            for module, last in planned.places[name]:
+                setattr(module, last, made)
+            parameter.value.forget()
+            if (packing := packing_of(parameter)) is not None:
+                restores.append(restore_later(plans[name], packing, made, planned, described.target, filling))
+    filling.finish()
+    for restore in restores:
+        restore()
+    described.constructor.finish(described.model, described.target.device)
+    for module in described.model.modules():
+        setattr(module, _WAS_LAZY, True)
+        module.register_forward_pre_hook(_read_before_forward)
+        if isinstance(module, transformers_class()):
+            module.save_pretrained = functools.partial(save_lazily, module)
+    setattr(described.model, REPORT_ATTRIBUTE, report)
+    if on_load is not None:
+        _ENDS[described.model] = functools.partial(on_load, report)
+    return reader
+
+
+def was_lazy(model: nn.Module) -> bool:
+    """Return whether a part of a model was handed out lazy. All ranks agree, whatever each has looked at."""
+    return any(getattr(module, _WAS_LAZY, False) for module in model.modules())
+
+
+# -- parameters become ordinary --------------------------------------------------------------------------------------
+
+
+def lazy_parameters(module: nn.Module, *, recurse: bool = True) -> dict[str, LazyTensor]:
+    """Return the lazy parameters of a module and below by name, the first one of those that are one object."""
+    named = ((name, local_tensor(parameter)) for name, parameter in module.named_parameters(recurse=recurse))
+    return {name: tensor for name, tensor in named if isinstance(tensor, LazyTensor)}
+
+
+def read_parameters(module: nn.Module, *, recurse: bool = True) -> None:
+    """Read all lazy parameters of a module and below, file by file. They become ordinary parameters, in place."""
+    with normal_tensors():
+        _read_parameters(lazy_parameters(module, recurse=recurse))
+
+
+def _read_parameters(lazy: Mapping[str, LazyTensor]) -> None:
+    by_reader: dict[LazyReader, dict[int, tuple[SharedValue, Part]]] = {}
+    for name, tensor in lazy.items():
+        value = tensor.value
+        if value.memory is None and not tensor.views and tensor.is_contiguous():
+            memory = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+            part = Part(name, value.expression, FlatRange(0, tensor.numel()), memory)
+            by_reader.setdefault(reader_of(tensor), {})[id(value)] = value, part
+    for reader, parts in by_reader.items():
+        reader.fill([part for _, part in parts.values()])
+        for value, part in parts.values():
+            settle(value, part.memory.view(value.expression.shape))
+    for tensor in lazy.values():
+        become(tensor, keep(tensor))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _read_before_forward(module: nn.Module, _: Any) -> None:
+    with KEEPING:
+        read_parameters(module)
+    leave(module)
+
+
+def leave(module: nn.Module) -> None:
+    """Take back what `hand_out` has put on the modules of a model whose parameters are ordinary, and call `on_load`."""
+    ends = []
+    with KEEPING:
+        for submodule in module.modules():
+            hooks = submodule._forward_pre_hooks  # noqa: SLF001  a handle would not survive a deepcopy
+            for key in [key for key, hook in hooks.items() if hook is _read_before_forward]:
+                del hooks[key]
+            saves = vars(submodule).get("save_pretrained")
+            if isinstance(saves, functools.partial) and saves.func is save_lazily:
+                del submodule.save_pretrained
+            if submodule in _ENDS:
+                ends.append(_ENDS.pop(submodule))
+    for end in ends:
+        end()
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+_SHARD = r"-\d{5}-of-\d{5}"
+
+
+def save_lazily(model: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    """Do what `save_pretrained` of a transformers model does; safetensors files get one tensor after the other.
+
+    The folder may be the one that the values are read from. So its files stay until the new ones are complete.
+    """
+    refuse_url(save_directory)
+    folder, weights = os.fspath(save_directory), set[str]()
+    if os.path.isfile(folder):
+        return type(model).save_pretrained(model, folder, *args, **kwargs)  # refuses it
+
+    def write(ordinary: Any, tensors: Mapping[str, torch.Tensor], path: Any, metadata: Any = None) -> None:
+        weights.add(os.path.basename(path))
+        _write_file(ordinary, tensors, os.fspath(path), metadata)
+
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".lowmem_load-", dir=folder) as scratch, files_written_by(write):
+        named = os.path.join(scratch, os.path.basename(folder))  # names what is pushed to the Hub
+        result = type(model).save_pretrained(model, named, *args, **kwargs)
+        new = [path.relative_to(named) for path in sorted(Path(named).rglob("*")) if path.is_file()]
+        for path in sorted(new, key=lambda path: path.name not in weights):
+            os.makedirs(os.path.join(folder, path.parent), exist_ok=True)
+            os.replace(os.path.join(named, path), os.path.join(folder, path))
+    # Source: transformers 5.24 `modeling_utils.py`, `save_pretrained`: shards of a former save.
+    stems = tuple({re.sub(_SHARD, "", name).removesuffix(".safetensors") for name in weights})
+    for name in set(os.listdir(folder)) - weights:
+        if name.startswith(stems) and re.search(f"{_SHARD}$", re.sub(r"\.bin|\.safetensors", "", name)):
+            with contextlib.suppress(IsADirectoryError):
+                os.remove(os.path.join(folder, name))
+    return result
+
+
+def _write_file(ordinary: Any, tensors: Mapping[str, torch.Tensor], path: str, metadata: Any) -> None:
+    if not any(isinstance(tensor, LazyTensor) for tensor in tensors.values()):
+        ordinary(tensors, path, metadata)
+        return
+    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    layout = lay_out(os.path.basename(path), kinds, metadata or {})
+    with open(path, "xb") as opened:
+        opened.write(layout.header)
+        opened.truncate(layout.nbytes)
+    with Writer([Path(path)], no_callback) as writer:
+        for name in sorted(tensors, key=layout.starts.__getitem__):
+            writer.put(0, values_of(tensors[name].detach()).contiguous().view(-1).cpu(), layout.starts[name])
+        writer.sync()

@@ -34,16 +34,12 @@ from lowmem_load.files.executor import Executor
 from lowmem_load.files.memory import naming_shortage
 from lowmem_load.files.mounts import read_cost
 from lowmem_load.files.remote_file import requests_in_flight
-from lowmem_load.files.source import Opener
-from lowmem_load.files.stand_ins import is_stand_in, is_url, open_file, origin
-from lowmem_load.load.companions import combine_companions
+from lowmem_load.files.stand_ins import is_stand_in, is_url, origin
+from lowmem_load.load.checks import agree_on_bytes, check_disks, check_memory, disk_uses, identify_files, memory_uses
 from lowmem_load.load.describe import Described, check_described, describe, random_state_of
-from lowmem_load.load.execute import execute
+from lowmem_load.load.execute import combine_companions, execute, reading
 from lowmem_load.load.make_plan import PlannedModel, make_plan
-from lowmem_load.load.read_step import reading
-from lowmem_load.load.report import Attempts, LoadReport, OnLoad
-from lowmem_load.load.room import check_memory, check_room, disk_uses, memory_uses
-from lowmem_load.load.same_bytes import agree_on_bytes, identify_files
+from lowmem_load.load.report import Attempts, LoadReport, OnLoad, take_counts
 from lowmem_load.models import model_folder
 from lowmem_load.models.active import on_host, show_ds_config
 from lowmem_load.models.loader import Call, is_left_alone, is_local, refuse_device_map
@@ -86,10 +82,6 @@ class Options:
 class Load:
     """Loads models by one set of settings on one group of ranks.
 
-    Attributes:
-        open_source: opens files of the checkpoint.
-        stock: who does what cannot be streamed, for the warning.
-
     [Note: left to stock] Describing and planning show whether a load can be streamed. If it cannot, on all ranks alike,
     nothing has been allocated or read, and the random state is put back. So transformers can start the load afresh.
     """
@@ -98,8 +90,6 @@ class Load:
     ranks: RankGroup
     make_target: TargetMaker
     options: Options = Options()
-    open_source: Opener = open_file
-    stock: str = "stock ZeRO-3"
 
     def __call__(self, call: Call) -> tuple[nn.Module, dict[str, Any]]:
         """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
@@ -112,22 +102,22 @@ class Load:
                 return rename_loaded(self._load(call) or call.run())
             except _NotStreamedError as error:
                 reason = str(error)
-            return leave_to_stock(call, self.stock, reason, random_state)
+            return leave_to_stock(call, "stock ZeRO-3", reason, random_state)
 
     def _load(self, call: Call) -> tuple[nn.Module, dict[str, Any]] | None:
         """Run the stages of a load. Return the model and the loading info; None if transformers loads it.
 
         Whatever may fail is in a step, which succeeds on all ranks or raises on all.
         """
-        ranks, settings, name = self.ranks, self.settings, call.name
+        ranks, name = self.ranks, call.name
         report, attempts = LoadReport(name, ranks.rank, ranks.world_size), Attempts()
         with contextlib.ExitStack() as stack:
             with ranks.step("checking the call", name=name) as agreed:
                 agreed.digest, agreed.payload = self._check(call), (node_name(ranks.rank), _random_state(ranks))
-            if is_left_alone(call, settings):
+            if is_left_alone(call, self.settings):
                 return None
             around, executor, once = self._enter(stack, call, agreed.payloads)
-            with self._streamable(call, may_work_in_stock):
+            with self._streamable(call):
                 progress = _progress_of_describing(call, executor)
                 describing = ranks.step("describing the model", name=name, progress=progress)
                 with describing as agreed, report.phase("describe"):
@@ -145,15 +135,12 @@ class Load:
                     agreed.payload = identify_files(described.files), uses, shared
                 file_ids, uses_of_ranks, shared_of_ranks = zip(*agreed.payloads, strict=True)
                 check_memory(name, [uses] if ranks.is_fake else uses_of_ranks)
-                if once is not None:
-                    once.agree(shared_of_ranks)
-            with self._streamable(call, lambda error: isinstance(error, UnsupportedError)):
                 # A step of its own, too: DeepSpeed may make groups here, which all ranks must do or none.
                 with ranks.step("preparing", name=name) as agreed, report.phase("plan"):
                     with naming_shortage("preparing (swap buffers of offload_param)", described.settings.swap_bytes):
                         described.target.prepare(described.model)
                     agreed.payload = disk_uses(described.target.files(planned.plan.targets))
-                check_room(name, agreed.payloads)
+                check_disks(name, agreed.payloads)
             if described.settings.stage == 3:  # not earlier: a load that is left to stock logs it by itself
                 call.log_zero_init(described.model)
             report.take_plan(planned.plan, described.settings.ds_config)
@@ -164,10 +151,11 @@ class Load:
             with reading_step as state, report.phase("read"):
                 combine_companions(planned, executor, ranks, state.progress)
                 if once is not None:
+                    once.agree(shared_of_ranks)
                     once.progress, state.num_exchanges = state.progress, lambda: once.num_exchanges
                 execute(planned, described.target, executor, state.on_part, once)
                 described.constructor.finish(described.model, described.target.device)
-            self._take_counts(report, executor, attempts, once)
+        take_counts(report, executor.stats, attempts, once)
         self._hand_over(described, planned, report)
         return described.model, described.info
 
@@ -197,11 +185,10 @@ class Load:
         stack.enter_context(random_state_of(base64.b64decode(of_ranks[0][1])))
         ranks = self.ranks
         nodes = [str(rank) if ranks.is_fake else node for rank, (node, _) in enumerate(of_ranks)]  # no others exist
-        executor = make_executor(call, nodes.count(nodes[ranks.rank]), open_source=self.open_source)
-        stack.enter_context(executor).sources.on_wait = ranks.check
-        # Reads of files, into memory that stays, can be shared.
-        can_share = self.settings.offload_device != "nvme" and self.open_source is open_file
-        if not can_share or ranks.world_size == 1 or ranks.is_fake or self.options.share_reads == "off":
+        executor = stack.enter_context(make_executor(call, nodes.count(nodes[ranks.rank])))
+        executor.sources.on_wait = ranks.check
+        can_share = self.settings.offload_device != "nvme" and self.options.share_reads != "off"  # memory that stays
+        if not can_share or ranks.world_size == 1 or ranks.is_fake:
             return around, executor, None
         from lowmem_load.load.read_once import ReadOnce  # a lone process needs none of it
 
@@ -209,28 +196,17 @@ class Load:
         return around, executor, stack.enter_context(contextlib.closing(once))
 
     @contextlib.contextmanager
-    def _streamable(self, call: Call, may_work: Callable[[Exception], bool]) -> Iterator[None]:
-        """Have an error after which stock may work leave the load to stock, if it is lenient.
-
-        Transformers cannot read files in a remote store.
-        """
+    def _streamable(self, call: Call) -> Iterator[None]:
+        """Have an error after which stock may work leave the load to stock, if it is lenient."""
         try:
             yield
         except Exception as error:
-            if not self.options.is_lenient or not may_work(error) or is_stand_in(call.path):
-                raise
-            raise _NotStreamedError(error_text(error, model_folder.MAX_QUOTED)) from error
+            raise _NotStreamedError(why_stock(error, call, self.options)) from error
 
     def _describe(self, call: Call, executor: Executor) -> Described:
-        return describe(
-            call,
-            self.settings,
-            self.make_target,
-            executor,
-            holds_values=True,
-            weights=self.options.weights,
-            is_quiet=self.ranks.rank != 0,
-        )
+        weights, is_quiet = self.options.weights, self.ranks.rank != 0
+        settings, make_target = self.settings, self.make_target
+        return describe(call, settings, make_target, executor, holds_values=True, weights=weights, is_quiet=is_quiet)
 
     def _plan(self, described: Described, around: Any) -> PlannedModel:
         """Return the proved plan. `around` is the zero.Init around this load, which must make the same parameters."""
@@ -240,15 +216,6 @@ class Load:
             device = described.target.device.type if device == "none" else device
             refuse_other_zero_init(around, dtype=settings.dtype, device=device, world_size=settings.world_size)
         return make_plan(described, self.ranks.rank, read_cost([file.path for file in described.files]))
-
-    def _take_counts(self, report: LoadReport, executor: Executor, attempts: Attempts, once: ReadOnce | None) -> None:
-        report.requests = attempts.requests
-        report.notes += attempts.notes
-        report.read_bytes, report.num_reads = executor.stats.read_bytes, executor.stats.num_reads
-        if once is not None:
-            report.received_bytes = once.received_bytes
-            if once.why_alone:
-                report.notes.append(f"no reads were shared with other ranks: {once.why_alone}")
 
     def _hand_over(self, described: Described, planned: PlannedModel, report: LoadReport) -> None:
         """Complete the report and hand it over, on the model and to `on_load`."""
@@ -277,11 +244,23 @@ def find(call: Call, options: Options, check: Callable[[], object] = no_callback
     call.move(*find_folder(call.path, call.kwargs, stream=options.stream, check=check))
 
 
-def make_executor(call: Call, num_ranks: int, *, open_source: Opener = open_file) -> Executor:
+def make_executor(call: Call, num_ranks: int) -> Executor:
     """Return what reads for a call on one of so many ranks of a node."""
     if is_stand_in(call.path):
-        return Executor(num_threads=requests_in_flight(num_ranks), open_source=open_source, starts_late=True)
-    return Executor(num_threads=min(MAX_THREADS, cores(num_ranks)), open_source=open_source)
+        return Executor(num_threads=requests_in_flight(num_ranks), starts_late=True)
+    return Executor(num_threads=min(MAX_THREADS, cores(num_ranks)))
+
+
+def why_stock(error: Exception, call: Call, options: Options) -> str:
+    """Return why a load is left to stock, given an error of all ranks; raise the error if it is not.
+
+    It is if the error is about streaming, not about files, the ds_config or other ranks.
+    """
+    # Errors of other classes come from transformers or the model, which may not be ready for symbolic tensors.
+    may_work = isinstance(error, UnsupportedError | ModelBuildError) or not isinstance(error, LowMemLoadError | OSError)
+    if not options.is_lenient or not may_work or is_stand_in(call.path):  # transformers cannot read a remote store
+        raise error
+    return error_text(error, model_folder.MAX_QUOTED)
 
 
 def leave_to_stock(call: Call, stock: str, reason: str, random_state: torch.Tensor) -> tuple[nn.Module, dict[str, Any]]:
@@ -296,12 +275,6 @@ def leave_to_stock(call: Call, stock: str, reason: str, random_state: torch.Tens
 
 class _NotStreamedError(Exception):
     """Carries the reason out of a load that is left to stock."""
-
-
-def may_work_in_stock(error: Exception) -> bool:
-    """Return whether an error of all ranks is about streaming, not about files, the ds_config or other ranks."""
-    # Errors of other classes come from transformers or the model, which may not be ready for symbolic tensors.
-    return isinstance(error, UnsupportedError | ModelBuildError) or not isinstance(error, LowMemLoadError | OSError)
 
 
 def _random_state(ranks: RankGroup) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -14,6 +14,10 @@ from lowmem_load.files.source import retries
 from lowmem_load.phases import Phases
 from lowmem_load.planning.load_plan import SHARDED, LoadPlan, SlowPath
 from lowmem_load.text import count, size
+
+if TYPE_CHECKING:
+    from lowmem_load.files.executor import ReadStats
+    from lowmem_load.load.read_once import ReadOnce
 
 
 class DeviceMemory(NamedTuple):
@@ -171,6 +175,16 @@ class Attempts:
         if requests.num_retries:
             notes.append(f"made again: {requests.num_retries:,} of {requests.num_requests:,} requests")
         return notes
+
+
+def take_counts(report: LoadReport, stats: ReadStats, attempts: Attempts, once: ReadOnce | None) -> None:
+    """Note in a report what was read, repeated, and received from ranks that hold the same."""
+    report.read_bytes, report.num_reads, report.requests = stats.read_bytes, stats.num_reads, attempts.requests
+    report.notes += attempts.notes
+    if once is not None:
+        report.received_bytes = once.received_bytes
+        if once.why_alone:
+            report.notes.append(f"no reads were shared with other ranks: {once.why_alone}")
 
 
 OnLoad: TypeAlias = Callable[[LoadReport], object]

@@ -19,7 +19,7 @@ from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import Part, fill
-from lowmem_load.load.same_bytes import agree_on_bytes, identify_files
+from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.models import peft, saver
 from lowmem_load.models.active import load_lock
 from lowmem_load.models.model_folder import files_beside

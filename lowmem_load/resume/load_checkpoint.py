@@ -16,10 +16,10 @@ from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, l
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import Part, PlannedPart, fill_planned, plan_parts, read_whole
 from lowmem_load.files.memory import naming_shortage
+from lowmem_load.load.checks import agree_on_bytes, identify_files
+from lowmem_load.load.execute import reading
 from lowmem_load.load.load import REPORT_ATTRIBUTE
-from lowmem_load.load.read_step import reading
 from lowmem_load.load.report import Attempts, LoadReport
-from lowmem_load.load.same_bytes import agree_on_bytes, identify_files
 from lowmem_load.phases import without_progress
 from lowmem_load.planning.expression import Expression, Source, leaves
 from lowmem_load.planning.planner import Planner

@@ -418,7 +418,7 @@ def assert_failure_is_known(folder: Path) -> None:
     import deepspeed
 
     from lowmem_load import RankError
-    from lowmem_load.load.lazy_model import LazyReader
+    from lowmem_load.load.lazy import LazyReader
 
     def fail(*_: Any) -> None:
         raise OSError("the disk is gone")

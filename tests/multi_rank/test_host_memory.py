@@ -52,7 +52,7 @@ def mapped_bytes() -> int:
 def load_with_a_limit(small: str, large: str) -> None:
     """Rank function: rank 1 has a limit."""
     from lowmem_load import LowMemLoadError, RankError, load_model
-    from lowmem_load.load import room
+    from lowmem_load.load import checks
 
     is_limited = os.environ["RANK"] == "1"
     fp32 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
@@ -73,7 +73,7 @@ def load_with_a_limit(small: str, large: str) -> None:
     assert time.monotonic() - start_s < 30
 
     with pytest.MonkeyPatch.context() as patch:  # what the comparison does not see
-        patch.setattr(room, "rooms", lambda _: [])
+        patch.setattr(checks, "rooms", lambda _: [])
         with pytest.raises(RankError) as failed:
             load_model(large, fp32)
     assert list(failed.value.failures) == [1]

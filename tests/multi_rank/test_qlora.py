@@ -151,12 +151,12 @@ def fail_and_compare(path: str, packed: str) -> None:
     import torch.distributed as dist
 
     from lowmem_load import DistributedInterface, RankError, load_model
-    from lowmem_load.load import companions
+    from lowmem_load.load import execute
 
     def fail(*args: Any, **keywords: Any) -> None:
         raise MemoryError("there is no memory")
 
-    for owner, name in ((companions, "_fill"), (companions, "Exchange"), (companions.SideGroup, "broadcast")):
+    for owner, name in ((execute, "_fill"), (execute, "Exchange"), (execute.SideGroup, "broadcast")):
         with pytest.MonkeyPatch.context() as patches:
             if DistributedInterface().rank == 1:
                 patches.setattr(owner, name, fail)

@@ -112,7 +112,7 @@ def compare(path: str, packed: str) -> dict[str, int]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from lowmem_load import DistributedInterface, load_model, load_report
-    from lowmem_load.load import companions
+    from lowmem_load.load import execute
 
     world_size = DistributedInterface().world_size
     mesh = init_device_mesh("cpu", (world_size,))
@@ -121,7 +121,7 @@ def compare(path: str, packed: str) -> dict[str, int]:
     figures: dict[str, int] = {}
     for number, (name, kwargs) in enumerate(loads):
         expected = stock(name, **kwargs)
-        companions.BATCH_BYTES = 1000 if number else 16 << 20  # several batches, one of which is too large
+        execute.BATCH_BYTES = 1000 if number else 16 << 20  # several batches, one of which is too large
         model = load_model(name, mesh, dtype=torch.bfloat16, **kwargs)
         num_states = assert_same(model, expected, kwargs)
         report = load_report(model)

@@ -18,16 +18,16 @@ from tests.ranks import run_ranks
 def load_own(same: list[str], copied: list[str], different: list[list[str]]) -> list[tuple[str, float]]:
     """Rank function: loads what its node has; returns the error of each that differs, and seconds until it came."""
     from lowmem_load import load_model, load_report
-    from lowmem_load.load import same_bytes
+    from lowmem_load.load import checks
 
     sampled: list[int] = []
-    ordinary = same_bytes.sample_digests
+    ordinary = checks.sample_digests
 
     def counted(files, *args, **kwargs):
         sampled.append(len(files))
         return ordinary(files, *args, **kwargs)
 
-    same_bytes.sample_digests = counted
+    checks.sample_digests = counted
     rank = int(os.environ["RANK"])
     model = load_model(same[rank], BF16)
     assert not sampled, "files that are the very same need no sample"

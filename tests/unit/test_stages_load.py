@@ -18,8 +18,8 @@ from lowmem_load import load_into, load_model, load_report, phases, plan
 from lowmem_load.distributed.nodes import Room
 from lowmem_load.errors import CheckpointError, MemoryShortageError
 from lowmem_load.files import source
+from lowmem_load.load import checks
 from lowmem_load.load import load as stages
-from lowmem_load.load import room
 
 pytestmark = pytest.mark.usefixtures("lone_process")
 
@@ -183,13 +183,13 @@ def test_shards_need_host_memory_until_they_have_pages(tmp_path: Path, monkeypat
     total_bytes = sum(parameter.nbytes for parameter in model.parameters())
     ctypes.CDLL(None).malloc_trim(0)  # else the heap may give memory that has pages of earlier tests
     model.to_empty(device="cpu")
-    monkeypatch.setattr(room, "free_heap_bytes", lambda: 0)
-    monkeypatch.setattr(room, "rooms", lambda _: [Room("this node", "", 8 << 20)])
+    monkeypatch.setattr(checks, "free_heap_bytes", lambda: 0)
+    monkeypatch.setattr(checks, "rooms", lambda _: [Room("this node", "", 8 << 20)])
     with pytest.raises(MemoryShortageError, match=r"need \d+\.\d MiB, and 8\.00 MiB are free \(this node\)"):
         load_into(model, tmp_path)
-    monkeypatch.setattr(room, "rooms", lambda _: [Room("address space", "", 8 << 20, is_mapped=True)])
+    monkeypatch.setattr(checks, "rooms", lambda _: [Room("address space", "", 8 << 20, is_mapped=True)])
     load_into(model, tmp_path)
-    monkeypatch.setattr(room, "rooms", lambda _: [Room("this node", "", 8 << 20)])
+    monkeypatch.setattr(checks, "rooms", lambda _: [Room("this node", "", 8 << 20)])
     load_into(model, tmp_path)
     assert total_bytes > 20 << 20
 

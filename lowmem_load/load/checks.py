@@ -1,4 +1,4 @@
-"""Finds, between planning and reading, nodes that have different copies of a checkpoint.
+"""Checks between planning and reading: whether all that the ranks need fits, and whether they have the same files.
 
 [Note: the sample] Ranks on different nodes may read different copies of a checkpoint, with equal headers. So each file
 is cut into strata of equal size, and one block at a random place of each stratum is compared. Files that differ
@@ -9,21 +9,27 @@ covers two strata; a shorter one, in proportion to its share of a stratum. The r
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 import random
 import secrets
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lowmem_load.distributed.nodes import machine
+from lowmem_load.distributed.nodes import free_heap_bytes, machine, rooms
 from lowmem_load.distributed.peers import Progress
 from lowmem_load.distributed.steps import RankGroup
-from lowmem_load.errors import CheckpointError
+from lowmem_load.errors import CheckpointError, ConfigError, MemoryShortageError
+from lowmem_load.files.executor import MIN_DEVICE_THREADS
 from lowmem_load.files.source import OpenSources, read_bytes
 from lowmem_load.files.stand_ins import is_stand_in, origin
+from lowmem_load.files.uploads import Uploads
+from lowmem_load.load.describe import Described
 from lowmem_load.phases import no_callback
-from lowmem_load.planning.load_plan import PlannedFile, in_common_order
-from lowmem_load.text import fingerprint, spell_ranks
+from lowmem_load.planning.load_plan import LoadPlan, PlannedFile, in_common_order
+from lowmem_load.text import fingerprint, size, spell_ranks
 
 BLOCK_BYTES = 4096
 """Bytes of a block: a page, which the system reads as a whole anyway."""
@@ -33,6 +39,89 @@ MIN_BLOCKS, MAX_BLOCKS = 3, 64
 
 MAX_BLOCKS_IN_ALL = 2048
 """Most blocks of a checkpoint, unless `MIN_BLOCKS` of each file are more: a few milliseconds from the page cache."""
+
+
+class Use(NamedTuple):
+    """What one rank needs of a disk or of memory, and what is free there, bytes. Uses of equal `pool` add up."""
+
+    place: str  # for messages
+    pool: str
+    needed_bytes: int
+    free_bytes: int
+
+
+def disk_uses(needed: Mapping[str, int]) -> list[Use]:
+    """Return what this rank will write, given in bytes by folder, with what is free there to users other than root.
+
+    A network file system counts once per machine, because nothing shows for sure that two machines share it.
+    """
+    return [
+        Use(folder, f"{machine()} {os.stat(folder).st_dev}", nbytes, shutil.disk_usage(folder).free)
+        for folder, nbytes in needed.items()
+    ]
+
+
+def memory_uses(rank: int, plan: LoadPlan, described: Described, num_threads: int, message_bytes: int = 0) -> list[Use]:
+    """Return the host memory that a load will need on this rank at least, with what is free of all that bounds it.
+
+    `message_bytes` are those of messages to other ranks.
+    """
+    target = described.target
+    need = target.host_bytes(plan.targets)
+    new_bytes = need.new + plan.costs.largest_temporary_bytes + plan.companion_bytes + message_bytes - free_heap_bytes()
+    if target.device.type == "cpu":
+        buffers = [buffer for buffer in plan.buffers if buffer.fill is not None]  # others are in memory already
+        new_bytes += sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
+        new_bytes += plan.costs.staging_bytes
+    elif described.settings.offload_device == "none":
+        new_bytes += Uploads.missing_bytes(max(MIN_DEVICE_THREADS, num_threads))
+    return [
+        Use(room.place, room.pool, max(0, new_bytes + (0 if room.is_mapped else need.untouched)), room.free_bytes)
+        for room in rooms(rank)
+    ]
+
+
+def check_disks(name: str, uses: Sequence[Sequence[Sequence[Any]]]) -> None:
+    """Raise ConfigError, which names each file system that is too full, unless all that the ranks will write fits.
+
+    `uses` has those of each rank.
+    """
+    if problems := _too_large(uses):
+        raise ConfigError(
+            f"{name}: offload_param.nvme_path: its file system is too full: {problems}. Free space, or name another "
+            "folder; nothing has been read yet"
+        )
+
+
+def check_memory(name: str, uses: Sequence[Sequence[Sequence[Any]]]) -> None:
+    """Raise MemoryShortageError, which names each node and limit that is too small, unless the load fits into memory.
+
+    `uses` has those of each rank.
+    """
+    if problems := _too_large(uses):
+        raise MemoryShortageError(
+            f"{name}: does not fit into host memory: {problems}. Use more nodes or fewer ranks on each, "
+            "offload_param to nvme (there already: a smaller buffer_size), end other processes, or raise the limit; "
+            "nothing has been allocated or read yet"
+        )
+
+
+def _too_large(uses: Sequence[Sequence[Sequence[Any]]]) -> str:
+    """Return which ranks need more than is free, of all that they use together; "" if everything fits."""
+    pools: dict[str, list[tuple[int, Use]]] = {}
+    for rank, of_rank in enumerate(uses):
+        for use in (Use(*values) for values in of_rank):  # one that came from another rank is a list
+            pools.setdefault(use.pool, []).append((rank, use))
+    problems = []
+    for shared in pools.values():
+        needed, free = sum(use.needed_bytes for _, use in shared), min(use.free_bytes for _, use in shared)
+        if needed > free:
+            ranks = spell_ranks(sorted({rank for rank, _ in shared}))
+            problems.append(f"rank(s) {ranks} need {size(needed)}, and {size(free)} are free ({shared[0][1].place})")
+    return "; ".join(problems)
+
+
+# -- the same files: see [Note: the sample] ----------------------------------------------------------------------------
 
 
 class View(NamedTuple):
@@ -69,29 +158,26 @@ def agree_on_bytes(
     The ranks have agreed on names, sizes and headers. `ids` has what `identify_files` returned on each rank.
     Collective: one step; none where all opened the very same files.
     """
-    id_by_rank = [digest for digest, _ in ids]
-    first_rank = {digest: id_by_rank.index(digest) for digest in dict.fromkeys(id_by_rank)}
-    if len(first_rank) == 1:
+    ranks_by_digest: dict[str, list[int]] = {}
+    for rank, (digest, _) in enumerate(ids):
+        ranks_by_digest.setdefault(digest, []).append(rank)
+    if len(ranks_by_digest) == 1:
         return
-    ordered, sampled_blocks = in_common_order(files), [0]
+    ordered, num_sampled = in_common_order(files), 0
 
     def on_block() -> None:
-        sampled_blocks[0] += 1
+        nonlocal num_sampled
+        num_sampled += 1
         ranks.check()
 
     def progress() -> Progress:
-        return Progress(sampled_blocks[0], f"{sampled_blocks[0]} blocks compared")
+        return Progress(num_sampled, f"{num_sampled} blocks compared")
 
     with ranks.step("comparing the files of the ranks", name=name, progress=progress) as step:
-        if first_rank[id_by_rank[ranks.rank]] == ranks.rank:
+        if any(of_view[0] == ranks.rank for of_view in ranks_by_digest.values()):
             digests = sample_digests(ordered, ids[0][1], sources, on_block, num_threads=num_threads)
             step.payload = digests, [file.path for file in ordered]
-    check_same(
-        [
-            View([rank for rank, other in enumerate(id_by_rank) if other == digest], *step.payloads[first])
-            for digest, first in first_rank.items()
-        ]
-    )
+    check_same([View(of_view, *step.payloads[of_view[0]]) for of_view in ranks_by_digest.values()])
 
 
 def check_same(views: Sequence[View]) -> None:
