@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import os
 import shutil
 import sys
-import tempfile
 import types
 import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
 from packaging.version import Version
-from safetensors.torch import load_file
 from torch import nn
 
 import lowmem_load
@@ -39,7 +37,8 @@ PARTS_TIED = Version(version("accelerate")) < Version("1.15")
 """accelerate then made two parameters of tied ones in fsdp2_prepare_model; behind `install()` they stay tied."""
 
 ENVIRONMENT = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-WHOLE_FILES = {**ENVIRONMENT, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+"""The variable that the launcher sets, and by which stock loads."""
 
 
 def prepare(
@@ -116,17 +115,6 @@ def changed(path: str) -> nn.Module:
     return model
 
 
-def saved(path: str) -> nn.Module:
-    model = from_files(path)
-    if torch.distributed.get_rank() > 0:  # where transformers saves nothing
-        return model
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        state = load_file(Path(folder) / "model.safetensors")
-        assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
-    return model
-
-
 class ValueHead(nn.Module):
     """What TRL and others put around a model: heads by its device, by `ones_like`, and a buffer."""
 
@@ -171,15 +159,16 @@ KINDS: dict[str, Callable[[str], nn.Module]] = {
     "axolotl": materialized,
     "run on one rank": run_on_one_rank,
     "changed": changed,
-    "saved": saved,
     "copied": lambda path: copy.deepcopy(from_files(path)),
     "value head": lambda path: ValueHead(from_files(path)),
     "resized": resized,
     "lora, head": lambda path: adapted(path, modules_to_save=["lm_head", "embed_tokens"]),
     "dora": lambda path: adapted(path, use_dora=True),
-    "merged": lambda path: adapted(path, init_lora_weights=False).merge_and_unload().requires_grad_(),
 }
 """What scripts do to a model before accelerate shards it. tests/unit/test_lazy.py has more, without sharding."""
+
+NOT_EFFICIENT = ("plain", "ignored", "missing head", "run on one rank", "value head", "lora, head")
+"""What is loaded without efficient loading, too: what lies in memory, or is drawn, on other ranks than the first."""
 
 
 def give_memory(model: nn.Module) -> None:
@@ -204,9 +193,10 @@ def compare(path: str, kinds: list[str]) -> None:
     sys.modules["axolotl.train"] = types.ModuleType("axolotl.train")
     sys.modules["axolotl.train"].materialize_trainable_meta_params = give_memory  # type: ignore[attr-defined]
     warnings.simplefilter("error", NotStreamedWarning)
-    for kind, efficient in itertools.product(kinds, (True, False)):
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(efficient)  # the launcher sets it, and stock loads by it
-        precision = "no" if kind in ("lora, head", "dora", "merged") else "bf16"
+    cases = [(kind, efficient) for kind in kinds for efficient in (True, False) if efficient or kind in NOT_EFFICIENT]
+    for kind, efficient in cases:
+        os.environ[EFFICIENT] = str(efficient)
+        precision = "no" if kind in ("lora, head", "dora") else "bf16"
         how: Any = {"efficient": efficient, "mixed_precision": precision, "checkpointed": kind == "checkpointed"}
         how["ignored"] = "lm_head" if kind == "ignored" else None
         stock = prepare(KINDS[kind](path), **how)
@@ -244,12 +234,14 @@ def test_tied_models_equal_stock(checkpoints: Path) -> None:
     )
 
 
-def load_with_moved_names(path: str) -> None:
-    """Rank function: where accelerate has moved its names, its broadcast from rank 0 gives the same values."""
+# -- scripts, one after the other on the same ranks --------------------------------------------------------------------
+
+
+def with_moved_names(path: str) -> None:
+    """Where accelerate has moved its names, its broadcast from rank 0 gives the same values."""
     from lowmem_load.integrations import accelerate
 
-    start()
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+    os.environ[EFFICIENT] = "True"
     stock = prepare(from_files(path), efficient=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accelerate, "_HANDLERS", {})
@@ -257,10 +249,6 @@ def load_with_moved_names(path: str) -> None:
         ours = prepare(from_files(path), efficient=True)
     lowmem_load.integrations.install.uninstall()
     assert_equal(ours, stock)
-
-
-def test_names_that_accelerate_has_moved_cost_time_only(checkpoints: Path) -> None:
-    run_ranks(load_with_moved_names, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT, timeout_s=120)
 
 
 class Wrapper(nn.Module):
@@ -275,9 +263,8 @@ class Wrapper(nn.Module):
         self.register_buffer("again", self.count)
 
 
-def load_beside_others(path: str) -> None:
-    """Rank function: buffers beside the model keep rank 0's values, and a head needs some: on meta it has none."""
-    start()
+def beside_others(path: str) -> None:
+    """Buffers beside the model keep rank 0's values, and a head needs some: on meta it has none."""
     lowmem_load.install()
     device = "cpu" if torch.distributed.get_rank() == 0 else "meta"
     ours = prepare(Wrapper(from_files(path), device), efficient=True)
@@ -292,26 +279,18 @@ def load_beside_others(path: str) -> None:
     assert torch.equal(ours.base.model.rotary_emb.inv_freq, expected)
 
 
-def test_a_lazy_model_has_other_modules_beside_it(checkpoints: Path) -> None:
-    run_ranks(load_beside_others, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
-
-
-def load_for_trainer(path: str, folder: str) -> None:
-    """Rank function: nothing but TrainingArguments asks for FSDP2."""
-    start()
+def for_trainer(path: str) -> None:
+    """Nothing but TrainingArguments asks for FSDP2."""
+    del os.environ["ACCELERATE_USE_FSDP"], os.environ["FSDP_VERSION"]
     lowmem_load.install()
-    arguments = transformers.TrainingArguments(folder, fsdp=True, fsdp_config={"fsdp_version": 2}, use_cpu=True)
+    arguments = transformers.TrainingArguments("out", fsdp=True, fsdp_config={"fsdp_version": 2}, use_cpu=True)
     assert all(map(is_unread, from_files(path).parameters()))
     assert arguments.fsdp_plugin_args["fsdp_version"] == 2
 
 
-def test_training_arguments_alone_ask_for_fsdp2(checkpoints: Path, tmp_path: Path) -> None:
-    run_ranks(load_for_trainer, str(builders.tiny_llama(checkpoints)), str(tmp_path))
-
-
-def shard_as_trl(path: str) -> None:
-    """Rank function: TRL shards a reference model by `fully_shard` itself."""
-    start()
+def as_trl(path: str) -> None:
+    """TRL shards a reference model by `fully_shard` itself."""
+    os.environ[EFFICIENT] = "false"
     seen: list[Any] = []
     lowmem_load.install(on_load=seen.append)
     ours = from_files(path)
@@ -326,15 +305,11 @@ def shard_as_trl(path: str) -> None:
     assert seen == [lowmem_load.load_report(ours)]
 
 
-def test_a_model_that_others_shard_is_filled_too(checkpoints: Path) -> None:
-    run_ranks(shard_as_trl, str(builders.tiny_llama(checkpoints)), env=WHOLE_FILES)
-
-
 def keep_identity(path: str) -> None:
-    """Rank function: whoever holds a parameter of a lazy model holds that of the model, whatever fills it."""
+    """Whoever holds a parameter of a lazy model holds that of the model, whatever fills it."""
     import peft
 
-    start()
+    os.environ[EFFICIENT] = "false"
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
     dora = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
     fills: dict[str, Callable[[nn.Module], object]] = {
@@ -367,12 +342,8 @@ def keep_identity(path: str) -> None:
             assert [key for key, parameter in before.items() if after[key] is not parameter] == [], name
 
 
-def test_parameters_of_a_lazy_model_stay_the_same_objects(checkpoints: Path) -> None:
-    run_ranks(keep_identity, str(builders.tiny_llama(checkpoints)), env=WHOLE_FILES)
-
-
 def train_early(path: str) -> None:
-    """Rank function: an optimizer that is made before the model is moved, run and prepared trains it as in stock."""
+    """An optimizer that is made before the model is moved, run and prepared trains it as in stock."""
 
     def train(fill: Callable[[nn.Module], object], *, shards: bool) -> list[float]:
         import accelerate.utils.fsdp_utils as fsdp_utils
@@ -391,7 +362,7 @@ def train_early(path: str) -> None:
             )
         return losses(model, 3, optimizer)
 
-    start()
+    os.environ[EFFICIENT] = "false"
     fills: list[Callable[[nn.Module], object]] = [
         lambda model: model.to("cpu"),
         lambda model: model(torch.tensor([[1, 2]])),
@@ -405,15 +376,12 @@ def train_early(path: str) -> None:
             assert ours == expected and ours[-1] < ours[0], (shards, ours, expected)
 
 
-def test_an_optimizer_may_be_made_before_the_model_has_memory(checkpoints: Path) -> None:
-    run_ranks(train_early, str(builders.tiny_llama(checkpoints)), env=WHOLE_FILES, timeout_s=120)
-
-
 def draw_missing(path: str) -> None:
-    """Rank function: with efficient loading stock draws a missing head on the first rank of a node alone."""
-    start()
+    """With efficient loading stock draws a missing head on the first rank of a node alone."""
+    if Version(transformers.__version__) < Version("5.13"):
+        return  # draws there are this release's own
     for efficient in (True, False):
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(efficient)
+        os.environ[EFFICIENT] = str(efficient)
         with_missing_head(path)
         expected = torch.rand(3)
         lowmem_load.install()
@@ -424,15 +392,9 @@ def draw_missing(path: str) -> None:
         assert torch.equal(ours, expected), efficient
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.13"), reason="draws there are this release's own")
-def test_a_missing_head_leaves_each_rank_the_random_state_of_stock(checkpoints: Path) -> None:
-    run_ranks(draw_missing, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT)
-
-
 def stream(path: str) -> None:
-    """Rank function: `streaming()` hands out a lazy model, which accelerate shards after the block."""
-    start()
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+    """`streaming()` hands out a lazy model, which accelerate shards after the block."""
+    os.environ[EFFICIENT] = "True"
     stock = prepare(from_files(path), efficient=True)
     with lowmem_load.streaming():
         ours = from_files(path)
@@ -443,8 +405,52 @@ def stream(path: str) -> None:
     assert_equal(prepared, stock)
 
 
-def test_streaming_hands_out_lazy_models(checkpoints: Path) -> None:
-    run_ranks(stream, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT, timeout_s=120)
+def fail_to_send(path: str) -> None:
+    """The first rank cannot read a weight that the script has changed, or another cannot receive it."""
+    import lowmem_load.load.fill_lazy as fill
+    from lowmem_load.distributed.side_group import SideGroup
+
+    os.environ[EFFICIENT] = "True"
+    lowmem_load.install()
+    faults = (OSError(5, "Input/output error"), fill, "values_of"), (MemoryError("no memory"), SideGroup, "broadcast")
+    for failing, (error, owner, function) in enumerate(faults):
+        model = from_files(path)
+        model.lm_head.weight.data.mul_(2)
+
+        def fails(*_: Any, error: BaseException = error, **__: Any) -> Any:
+            raise error
+
+        with pytest.MonkeyPatch.context() as patch:
+            if torch.distributed.get_rank() == failing:
+                patch.setattr(owner, function, fails)
+            with pytest.raises(RankError, match=r"(reading|sending) what was changed") as caught:
+                prepare(model, efficient=True)
+        assert list(caught.value.failures) == [failing]
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total)  # the group has no message of another's left
+        assert total == 2
+
+
+SCRIPTS: tuple[Callable[[str], None], ...] = (
+    *(with_moved_names, beside_others, for_trainer, as_trl, keep_identity, train_early, draw_missing, stream),
+    fail_to_send,
+)
+
+
+def run_scripts(path: str) -> None:
+    """Rank function: what a script installs or sets in the environment ends with it."""
+    start()
+    for script in SCRIPTS:
+        with mock.patch.dict(os.environ):
+            script(path)
+        lowmem_load.integrations.install.uninstall()
+
+
+def test_scripts_under_install_do_as_in_stock(checkpoints: Path) -> None:
+    run_ranks(run_scripts, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT, timeout_s=300)
+
+
+# -- ranks that do not load alike ---------------------------------------------------------------------------------
 
 
 def empty_on_others(path: str, _: str) -> nn.Module:
@@ -483,7 +489,7 @@ def stock_on_one(path: str, _: str) -> nn.Module:
 def load_unlike(path: str, other: str) -> None:
     """Rank function: programs whose ranks do not load alike. A load is local, and ranks agree as they shard."""
     start()
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+    os.environ[EFFICIENT] = "True"
     stock = prepare(from_files(path), efficient=True)
     lowmem_load.install()
     for make in (empty_on_others, own_teacher, one_at_a_time, judge_on_first, stock_on_one):
@@ -501,42 +507,11 @@ def test_ranks_need_not_load_alike(checkpoints: Path, tmp_path: Path) -> None:
     run_ranks(load_unlike, path, str(tmp_path), env=env, timeout_s=150)
 
 
-def fail_to_send(path: str) -> None:
-    """Rank function: the first rank cannot read a weight that the script has changed, or another cannot receive it."""
-    import lowmem_load.load.fill_lazy as fill
-    from lowmem_load.distributed.side_group import SideGroup
-
-    start()
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
-    lowmem_load.install()
-    faults = (OSError(5, "Input/output error"), fill, "values_of"), (MemoryError("no memory"), SideGroup, "broadcast")
-    for failing, (error, owner, function) in enumerate(faults):
-        model = from_files(path)
-        model.lm_head.weight.data.mul_(2)
-
-        def fails(*_: Any, error: BaseException = error, **__: Any) -> Any:
-            raise error
-
-        with pytest.MonkeyPatch.context() as patch:
-            if torch.distributed.get_rank() == failing:
-                patch.setattr(owner, function, fails)
-            with pytest.raises(RankError, match=r"(reading|sending) what was changed") as caught:
-                prepare(model, efficient=True)
-        assert list(caught.value.failures) == [failing]
-        total = torch.ones(1)
-        torch.distributed.all_reduce(total)  # the group has no message of another's left
-        assert total == 2
-
-
-def test_a_rank_that_cannot_send_what_was_changed_is_named_on_all(checkpoints: Path) -> None:
-    run_ranks(fail_to_send, str(builders.tiny_llama(checkpoints)), env=ENVIRONMENT, timeout_s=120)
-
-
 def fail_on_one_rank(folder: str) -> None:
     """Rank function: the files of rank 1 change between the load and the sharding."""
     start()
     rank = torch.distributed.get_rank()
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+    os.environ[EFFICIENT] = "True"
     lowmem_load.install()
     model = from_files(f"{folder}/{rank}")
     if rank == 1:
