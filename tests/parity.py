@@ -18,6 +18,31 @@ from lowmem_load import LoadReport, load_model, load_report
 
 BF16 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 FP32 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+"""Torch's: DeepSpeed would compile its own first."""
+
+
+def losses_of_engine(model: nn.Module, ds_config: dict[str, Any], steps: int = 3) -> list[float]:
+    """Makes an engine of a model, and returns the losses of some steps on this rank."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    zero = {"reduce_bucket_size": 100_000, **ds_config["zero_optimization"]}  # the default takes a second to touch
+    engine, *_ = deepspeed.initialize(model=model.train(), config={**ADAM, **ds_config, "zero_optimization": zero})
+    return train(engine, steps)
+
+
+def train(engine: Any, steps: int) -> list[float]:
+    """Returns the losses of some steps. Ranks of even and of odd numbers have tokens of their own, always the same."""
+    losses = []
+    seed = torch.distributed.get_rank() % 2
+    tokens = torch.randint(3, 97, (2, 10), generator=torch.Generator().manual_seed(seed)).to(engine.device)
+    for _ in range(steps):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
 
 
 def assert_loads_alike(

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests import builders
-from tests.parity import BF16, FP32
+from tests.parity import BF16, FP32, losses_of_engine
 from tests.ranks import run_ranks
 
-OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 TOKENS = torch.randint(3, 100, (2, 10), generator=torch.Generator().manual_seed(1))
-
-
-def train(model: Any, ds_config: dict[str, Any], steps: int = 3) -> list[float]:
-    import deepspeed
-
-    model.train()
-    engine, *_ = deepspeed.initialize(model=model, config={**ds_config, "optimizer": OPTIMIZER})
-    losses = []
-    for _ in range(steps):
-        loss = engine(input_ids=TOKENS.to(engine.device), labels=TOKENS.to(engine.device)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 def generate_and_resize(path: str) -> None:
@@ -99,7 +83,7 @@ def lora_losses(path: str, streamed: bool) -> list[float]:
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.linspace(-0.1, 0.1, parameter.numel()).reshape(parameter.shape))
-    return train(model, FP32)
+    return losses_of_engine(model, FP32)
 
 
 def checkpointing_losses(path: str, checkpointing: bool) -> list[float]:
@@ -109,7 +93,7 @@ def checkpointing_losses(path: str, checkpointing: bool) -> list[float]:
     if checkpointing:
         model.config.use_cache = False
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return train(model, FP32)
+    return losses_of_engine(model, FP32)
 
 
 def use(path: str) -> None:
@@ -159,7 +143,7 @@ def from_config() -> list[float]:
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         sums = [parameter.double().sum().item() for parameter in model.parameters()]
         assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.05)
-    train(small, FP32, steps=1)
+    losses_of_engine(small, FP32, steps=1)
     return sums
 
 

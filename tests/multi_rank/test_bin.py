@@ -1,4 +1,4 @@
-"""Legacy pytorch_model*.bin: partitions equal the ordinary load, and no rank reads more than its own part."""
+"""Legacy pytorch_model*.bin, beyond test_parity.py: the dtype that a file has, and files that are refused."""
 
 from __future__ import annotations
 
@@ -11,46 +11,8 @@ import pytest
 import torch
 
 from tests import builders
-from tests.parity import BF16, FP32, assert_loads_alike
+from tests.parity import BF16
 from tests.ranks import run_ranks
-
-QWEN2_TIES = {"lm_head.weight": "model.embed_tokens.weight"}
-BERT_TIES = {
-    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-    "cls.predictions.decoder.bias": "cls.predictions.bias",
-}
-
-
-def _cases(checkpoints: Path) -> dict[str, tuple[str, dict[str, Any], str | None, torch.dtype]]:
-    """Arguments of `assert_loads_alike` by the name of the case."""
-    float32, bfloat16 = torch.float32, torch.bfloat16
-    llama = builders.tiny_llama(checkpoints)
-    odd = builders.tiny_llama(checkpoints, float32, **builders.ODD_SIZES)
-    qwen2 = builders.tiny_qwen2_tied(checkpoints)
-    bert = builders.tiny_bert(checkpoints)
-    tied_bert = str(builders.as_torch_bin(bert, ties=BERT_TIES))
-    return {
-        "llama, one file": (str(builders.as_torch_bin(llama)), BF16, None, bfloat16),
-        "llama, sharded": (str(builders.as_torch_bin(llama, 3)), BF16, None, bfloat16),
-        "llama, odd sizes, sharded, cast": (str(builders.as_torch_bin(odd, 2)), BF16, None, bfloat16),
-        "qwen2, tied, one name": (str(builders.as_torch_bin(qwen2)), BF16, None, bfloat16),
-        "qwen2, tied, both names": (str(builders.as_torch_bin(qwen2, ties=QWEN2_TIES)), BF16, None, bfloat16),
-        "mixtral": (str(builders.as_torch_bin(builders.tiny_mixtral(checkpoints), 2)), BF16, None, bfloat16),
-        "bert, tied, both names": (tied_bert, FP32, None, float32),
-        "bert without its head": (tied_bert, FP32, "AutoModel", float32),
-    }
-
-
-def load_all(cases: dict[str, tuple[str, dict[str, Any], str | None, torch.dtype]]) -> None:
-    """Rank function: one load after the other."""
-    for name, case in cases.items():
-        report = assert_loads_alike(*case)
-        assert report.read_bytes == report.needed_bytes, name
-        assert sorted(path.name for path in report.slow_paths) == report.loading_info["missing_keys"], name
-
-
-def test_partitions_equal_the_ordinary_load(checkpoints: Path) -> None:
-    run_ranks(load_all, _cases(checkpoints), world_size=3, timeout_s=180)
 
 
 def find_dtype(path: str) -> None:

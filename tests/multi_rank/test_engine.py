@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from tests import builders
+from tests.parity import ADAM
+from tests.parity import train as steps_of
 from tests.ranks import run_ranks
 
 ZERO3 = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}}
 AUTO = {**ZERO3, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 4}, "gradient_clipping": "auto"}
-ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 
 
 def write_yaml(folder: Path, model: Path, ds_config: dict[str, Any], **settings: Any) -> str:
@@ -34,7 +35,7 @@ def checkpoints_activations(model: nn.Module) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
-def train(path: str, name: str, steps: int) -> None:
+def train(path: str, name: str) -> None:
     """Trains in fp16 only where DeepSpeed can: on CPU it says "Type fp16 is not supported"."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -59,16 +60,10 @@ def train(path: str, name: str, steps: int) -> None:
     assert engine.ds_config["zero_optimization"]["reduce_bucket_size"] == 32 * 32
     if name == "float16" and not get_accelerator().is_fp16_supported():
         return
-    ds_engine, *_ = deepspeed.initialize(model=model, config={**engine.ds_config, "optimizer": ADAM})
-    losses = []
-    for _ in range(steps):
-        tokens = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(engine.distributed.rank))
-        loss = ds_engine(input_ids=tokens, labels=tokens).loss
-        ds_engine.backward(loss)
-        ds_engine.step()
-        losses.append(loss.item())
+    ds_engine, *_ = deepspeed.initialize(model=model, config={**engine.ds_config, **ADAM})
+    losses = steps_of(ds_engine, 2)
     assert losses[1] < losses[0]
-    assert str(ds_engine(input_ids=tokens).logits.dtype) == f"torch.{name}"
+    assert str(ds_engine(input_ids=torch.arange(12)[None]).logits.dtype) == f"torch.{name}"
     assert ds_engine.skipped_steps == 0
 
 
@@ -101,7 +96,7 @@ def set_up(path: str) -> None:
     assert not checkpoints_activations(model)
     assert model.config.use_cache is True
     assert model.config._attn_implementation == "eager"
-    ds_engine, *_ = deepspeed.initialize(model=model, config={**engine.ds_config, "optimizer": ADAM})
+    ds_engine, *_ = deepspeed.initialize(model=model, config={**engine.ds_config, **ADAM})
     before = whole(model)
     tokens = torch.arange(12)[None]
     ds_engine.backward(ds_engine(input_ids=tokens, labels=tokens).loss)
@@ -189,7 +184,7 @@ def use_engines(llama: str, paths: dict[str, str]) -> None:
     set_up(llama)  # first: it asks for the timeout of the process group
     make_several(llama)
     for dtype, path in paths.items():
-        train(path, dtype, 2)
+        train(path, dtype)
 
 
 def test_engines_train_and_leave_no_configuration_behind(checkpoints: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 import lowmem_load
 from tests import builders
 from tests.multi_rank.test_load_into import layers, parallelize, shard_fully, start
+from tests.parity import train
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -121,14 +122,7 @@ def losses_of_engine(model: Any, stage: int) -> list[float]:
         "zero_force_ds_cpu_optimizer": False,
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
-    losses = []
-    for _ in range(3):
-        loss = engine(input_ids=TOKENS, labels=TOKENS).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train(deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0], 3)
 
 
 @pytest.mark.parametrize("act", [shard, parallelize_both_ways, wrap, partition])

@@ -13,6 +13,11 @@ from tests.parity import BF16, FP32, assert_loads_alike
 from tests.ranks import run_ranks
 from tests.storage import on_network
 
+QWEN2_TIES = {"lm_head.weight": "model.embed_tokens.weight"}
+BERT_TIES = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
 TINY = {"hidden_size": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 7}
 """Norm weights of 2 elements: fewer than 3 ranks."""
 
@@ -22,18 +27,29 @@ def cases(checkpoints: Path, minilm: Path) -> dict[str, tuple[str, dict[str, Any
     float32, bfloat16 = torch.float32, torch.bfloat16
     odd = builders.tiny_llama(checkpoints, float32, "20KB", **builders.ODD_SIZES)
     few = builders.tiny_llama(checkpoints, **TINY)
-    bert = builders.tiny_bert(checkpoints)
+    bert, qwen2, mixtral = (
+        make(checkpoints) for make in (builders.tiny_bert, builders.tiny_qwen2_tied, builders.tiny_mixtral)
+    )
+    llama = builders.tiny_llama(checkpoints)
+    tied_bert = str(builders.as_torch_bin(bert, ties=BERT_TIES))
     return {
-        "llama": (str(builders.tiny_llama(checkpoints)), BF16, None, bfloat16),
+        "llama": (str(llama), BF16, None, bfloat16),
         "llama, sharded": (str(builders.tiny_llama(checkpoints, max_shard_size="20KB")), BF16, None, bfloat16),
         "llama, odd sizes, sharded, cast": (str(odd), BF16, "AutoModelForCausalLM", bfloat16),
         "llama, fewer elements than ranks, cast": (str(few), FP32, None, float32),
-        "qwen2, tied": (str(builders.tiny_qwen2_tied(checkpoints)), BF16, None, bfloat16),
-        "mixtral, experts fused on load": (str(builders.tiny_mixtral(checkpoints)), BF16, None, bfloat16),
+        "qwen2, tied": (str(qwen2), BF16, None, bfloat16),
+        "mixtral, experts fused on load": (str(mixtral), BF16, None, bfloat16),
         "bert, tied decoder": (str(bert), FP32, None, float32),
         "bert without its head, pooler missing": (str(bert), FP32, "AutoModel", float32),
         "minilm": (str(minilm), FP32, "AutoModel", float32),
         "minilm, classifier missing": (str(minilm), FP32, "AutoModelForSequenceClassification", float32),
+        ".bin": (str(builders.as_torch_bin(llama)), BF16, None, bfloat16),
+        ".bin, odd sizes, sharded, cast": (str(builders.as_torch_bin(odd, 2)), BF16, None, bfloat16),
+        ".bin, tied, one name": (str(builders.as_torch_bin(qwen2)), BF16, None, bfloat16),
+        ".bin, tied, both names": (str(builders.as_torch_bin(qwen2, ties=QWEN2_TIES)), BF16, None, bfloat16),
+        ".bin, mixtral": (str(builders.as_torch_bin(mixtral, 2)), BF16, None, bfloat16),
+        ".bin, bert, tied, both names": (tied_bert, FP32, None, float32),
+        ".bin, bert without its head": (tied_bert, FP32, "AutoModel", float32),
     }
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from tests import builders
-from tests.parity import BF16
+from tests.parity import ADAM, BF16
+from tests.parity import train as steps_of
 from tests.ranks import run_ranks
 
 pytest.importorskip("bitsandbytes")
 
-OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-CONFIG = {**BF16, "optimizer": OPTIMIZER}
+CONFIG = {**BF16, **ADAM}
 KINDS: dict[str, dict[str, Any]] = {
     "packed at load": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": torch.bfloat16},
     "scales quantized": {
@@ -91,7 +91,7 @@ def train(path: str, packed: str) -> dict[str, Any]:
     from lowmem_load import DistributedInterface, install, load_model
     from lowmem_load.integrations.install import uninstall
 
-    rank = DistributedInterface().rank
+    DistributedInterface()
     found: dict[str, Any] = {}
     for kind in TRAINED:
         folder, kwargs = loads(path, packed)[kind]
@@ -112,14 +112,7 @@ def train(path: str, packed: str) -> dict[str, Any]:
             model = get_peft_model(model, lora, autocast_adapter_dtype=kind == "packed").train()
             engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
             uninstall()
-            losses = []
-            for step in range(3):
-                tokens = torch.randint(3, 100, (2, 10), generator=torch.Generator().manual_seed(10 * step + rank))
-                loss = engine(input_ids=tokens, labels=tokens).loss
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
-            found[f"{kind}, {method}"] = partitioned, losses, adapter(model)
+            found[f"{kind}, {method}"] = partitioned, steps_of(engine, 3), adapter(model)
             engine.destroy()
     return found
 

@@ -9,30 +9,18 @@ import pytest
 import torch
 
 from tests import builders
-from tests.parity import BF16, FP32, differences
+from tests.parity import ADAM, BF16, FP32, differences, losses_of_engine, train
 from tests.ranks import run_ranks
 
-OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-TOKENS = torch.randint(3, 100, (2, 10), generator=torch.Generator().manual_seed(1))
 CONFIGS: dict[str, dict[str, Any]] = {
-    "actor": {**BF16, "optimizer": OPTIMIZER},
+    "actor": {**BF16, **ADAM},
     "critic": {
         **FP32,
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": False}},
-        "optimizer": OPTIMIZER,
+        **ADAM,
     },
-    "lower": {**FP32, "zero_optimization": {"stage": 1}, "optimizer": OPTIMIZER},
+    "lower": {**FP32, "zero_optimization": {"stage": 1}, **ADAM},
 }
-
-
-def _steps(engine: Any, count: int) -> list[float]:
-    losses = []
-    for _ in range(count):
-        loss = engine(input_ids=TOKENS.to(engine.device), labels=TOKENS.to(engine.device)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 def train_apart(path: str, names: list[str]) -> dict[str, list[float]]:
@@ -54,7 +42,7 @@ def train_together(path: str, names: list[str]) -> dict[str, list[float]]:
     losses: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(4):
         for name, engine in engines.items():
-            losses[name] += _steps(engine, 1)
+            losses[name] += train(engine, 1)
     return losses
 
 
@@ -107,7 +95,7 @@ def load_on_halves(llama: str, mixtral: str) -> list[float]:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     alone = [dist.new_group([rank]) for rank in range(4)][world.rank]
     half = halves[world.rank // 2]
-    config = {**BF16, "train_batch_size": "auto", "optimizer": OPTIMIZER}
+    config = {**BF16, "train_batch_size": "auto", **ADAM}
     # Both models on each half, in another order: DeepSpeed compares the numbers of parameters across all ranks.
     for path in ((llama, mixtral), (mixtral, llama))[world.rank // 2]:
         model = load_model(path, config, data_parallel_group=half)
@@ -118,18 +106,14 @@ def load_on_halves(llama: str, mixtral: str) -> list[float]:
         load_model(path, config, data_parallel_group=halves[1 - world.rank // 2])
     model = load_model(llama, config, data_parallel_group=half).train()
     engine, *_ = deepspeed.initialize(model=model, config=dict(report.ds_config), mpu=Groups(half, alone))
-    return _steps(engine, 3)
+    return train(engine, 3)
 
 
 def losses_alone(path: str) -> list[float]:
     """Rank function."""
-    import deepspeed
-
     from lowmem_load import load_model
 
-    config = {**BF16, "optimizer": OPTIMIZER}
-    engine, *_ = deepspeed.initialize(model=load_model(path, config).train(), config=config)
-    return _steps(engine, 3)
+    return losses_of_engine(load_model(path, BF16), BF16)
 
 
 def test_models_on_a_part_of_the_ranks(checkpoints: Path) -> None:
@@ -178,7 +162,7 @@ def losses_of_changed_models(path: str, how: str) -> dict[str, list[float]]:
         optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         config = {**BF16, "zero_allow_untested_optimizer": True}
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        losses[case] = _steps(engine, 4)
+        losses[case] = train(engine, 4)
     return losses
 
 

@@ -15,6 +15,7 @@ import transformers
 from packaging.version import Version
 
 from tests import builders
+from tests.parity import ADAM, train
 from tests.ranks import run_ranks
 
 STEPS = 5
@@ -28,7 +29,6 @@ CONFIG = {
     "bf16": {"enabled": True},
     "train_micro_batch_size_per_gpu": 1,
 }
-OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 ROTARY = {"Llama", "Qwen2", "Mixtral"}
 ROUNDS_ROTARY = Version("5.15.0") <= Version(Version(transformers.__version__).public) <= Version("5.22.2")
 """Whether stock computes rotary_emb.inv_freq in the dtype of the weights, with this transformers; others in float32."""
@@ -51,9 +51,9 @@ def measure(way: str, models: dict[str, tuple[str, str]], folder: str) -> dict[s
             model = getattr(transformers, auto_class).from_pretrained(path, dtype=torch.bfloat16)
         buffers = {key: digest(buffer) for key, buffer in model.named_buffers()}
         torch.manual_seed(0)
-        engine, *_ = deepspeed.initialize(model=model.train(), config={**CONFIG, "optimizer": OPTIMIZER})
+        engine, *_ = deepspeed.initialize(model=model.train(), config={**CONFIG, **ADAM})
         parameters, names = saved(engine, Path(folder, way, name), rank)
-        found[name] = {"parameters": parameters, "buffers": buffers, "names": names, "losses": losses(engine, rank)}
+        found[name] = {"parameters": parameters, "buffers": buffers, "names": names, "losses": train(engine, STEPS)}
         engine.destroy()
         del engine, model, alive
     return found
@@ -80,18 +80,6 @@ def digest(tensor: torch.Tensor) -> str:
     """Returns its dtype and a digest of its bytes."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(data).hexdigest()}"
-
-
-def losses(engine: Any, rank: int) -> list[float]:
-    """Returns the losses of some steps of training."""
-    found = []
-    for step in range(STEPS):
-        tokens = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(2 * step + rank))
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.item())
-    return found
 
 
 def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:

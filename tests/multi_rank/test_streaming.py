@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import builders
-from tests.parity import BF16, FP32, differences
+from tests.parity import BF16, FP32, differences, losses_of_engine
 from tests.ranks import run_ranks
 
 
@@ -102,21 +102,19 @@ def test_streaming_is_a_context_and_lower_stages_are_whole_on_every_rank(checkpo
 
 def compare_losses(path: str, ds_config: dict[str, Any], others: list[str]) -> None:
     """Rank function."""
-    streamed = losses_of(path, ds_config, "streamed", 5)
+    streamed = losses_of(path, ds_config, "streamed")
     assert streamed[-1] < streamed[0]
     for how in others:
-        assert losses_of(path, ds_config, how, 5) == streamed, how
+        assert losses_of(path, ds_config, how) == streamed, how
 
 
-def losses_of(path: str, ds_config: dict[str, Any], how: str, steps: int) -> list[float]:
+def losses_of(path: str, ds_config: dict[str, Any], how: str) -> list[float]:
     """Loads in one of three ways and trains for some steps; returns the losses of this rank."""
-    import deepspeed
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    from lowmem_load import DistributedInterface, load_model
+    from lowmem_load import load_model
 
-    rank = DistributedInterface().rank
     alive = HfDeepSpeedConfig(ds_config) if how == "stock" else None
     if how == "streamed":
         model = load_model(path, ds_config)
@@ -124,17 +122,7 @@ def losses_of(path: str, ds_config: dict[str, Any], how: str, steps: int) -> lis
         dtype = torch.bfloat16 if "bf16" in ds_config else torch.float32
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     del alive
-    model.train()
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-    engine, *_ = deepspeed.initialize(model=model, config={**ds_config, "optimizer": optimizer})
-    losses = []
-    for _ in range(steps):
-        tokens = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(rank)).to(engine.device)
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return losses_of_engine(model, ds_config, 5)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
