@@ -57,9 +57,9 @@ def write_diffusers(folder: Path) -> None:
     diffusers.FluxTransformer2DModel(**SETTINGS["FluxTransformer2DModel"]).save_pretrained(
         folder / "folder/transformer"
     )
-    settings = json.loads((REPO / "tests" / "zoo" / "diffusers.json").read_text())["DiTTransformer2DModel"]
+    settings = {"num_attention_heads": 2, "attention_head_dim": 4, "out_channels": 8, "num_layers": 1, "sample_size": 8}
     vae, scheduler = diffusers.AutoencoderKL(**SETTINGS["AutoencoderKL"]), diffusers.DDIMScheduler()
-    pipe = diffusers.DiTPipeline(diffusers.DiTTransformer2DModel(**settings), vae, scheduler)
+    pipe = diffusers.DiTPipeline(diffusers.DiTTransformer2DModel(**settings, num_embeds_ada_norm=8), vae, scheduler)
     pipe.save_pretrained(folder / "pipeline")
 
 

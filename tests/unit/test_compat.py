@@ -9,7 +9,7 @@ import pytest
 from packaging.version import Version
 
 from lowmem_load.foreign_names import DEEPSPEED, TORCH, TRANSFORMERS
-from tests.compat.__main__ import ENVIRONMENTS, GROUPS, PAGE, TESTED, count, counted, with_tables
+from tests.compat.__main__ import ENVIRONMENTS, GROUPS, PAGE, TESTED, with_tables
 from tests.ranks import REPO
 
 RESULTS = json.loads(TESTED.read_text(encoding="utf-8"))
@@ -40,16 +40,3 @@ def test_the_supported_range_is_what_was_tested(supported: Any) -> None:
 def test_groups_name_tests_that_exist() -> None:
     """pytest runs nothing at all, and ends with status 4, when one of its arguments is gone."""
     assert [name for names in GROUPS.values() for name in names if "/" in name and not (REPO / name).exists()] == []
-
-
-def test_what_came_of_tests_is_counted() -> None:
-    found = counted(
-        '<testsuites><testsuite><testcase classname="tests.unit.test_a" name="test_one"/>'
-        '<testcase classname="tests.unit.test_a" name="test_two"><failure message="1 == 2&#10;where"/></testcase>'
-        '<testcase classname="tests.unit.test_a" name="test_three"><skipped message="no GPU"/></testcase>'
-        '<testcase classname="" name="tests.unit.test_b"><error message="collection failure"/></testcase>'
-        "</testsuite></testsuites>"
-    )
-    failed = {"test_a::test_two": "1 == 2", "::tests.unit.test_b": "collection failure"}
-    assert found == {"passed": 1, "failed": failed, "skipped": {"no GPU": 1}}
-    assert [count(found), count(None)] == ["1, 2 failed, 1 skipped", ""]

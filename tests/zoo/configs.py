@@ -1,6 +1,6 @@
 """Tiny configurations of transformers' model types, made by shrinking the default one. Pure: builds no model.
 
-Rules on field names do most of it (`PROFILES`); `OVERRIDES` is the table of what they cannot know.
+Rules on field names do most of it (`PROFILES`); overrides.yaml is the table of what they cannot know.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import transformers
 import transformers.models.auto.modeling_auto as modeling_auto
+import yaml
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -41,162 +43,8 @@ OTHER_HEADS = (
 Value = Any
 Override = Mapping[str, Any]
 
-TINY_RESNET: dict[str, Any] = {
-    "model_type": "resnet",
-    "embedding_size": 8,
-    "hidden_sizes": [8, 16, 24, 32],
-    "depths": [1, 1, 1, 1],
-    "out_features": ["stage1", "stage2", "stage3", "stage4"],
-}
-
-_MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-_RESNET: Override = {"use_timm_backbone": False, "backbone": None, "backbone_config": TINY_RESNET}
-_FORECAST: Override = {"prediction_length": 4}
-_FOUR_STAGES: Override = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}
-_OCR_DET: Override = {
-    "intraclass_block_config": {
-        "reduce_channel": [1, 1, 0],
-        "return_channel": [1, 1, 0],
-        "vertical_long_to_small_conv_longratio": [[7, 1], [1, 1], [3, 0]],
-        "vertical_long_to_small_conv_midratio": [[5, 1], [1, 1], [2, 0]],
-        "vertical_long_to_small_conv_shortratio": [[3, 1], [1, 1], [1, 0]],
-        "horizontal_small_to_long_conv_longratio": [[1, 7], [1, 1], [0, 3]],
-        "horizontal_small_to_long_conv_midratio": [[1, 5], [1, 1], [0, 2]],
-        "horizontal_small_to_long_conv_shortratio": [[1, 3], [1, 1], [0, 1]],
-        "symmetric_conv_long_longratio": [[7, 7], [1, 1], [3, 3]],
-        "symmetric_conv_long_midratio": [[5, 5], [1, 1], [2, 2]],
-        "symmetric_conv_long_shortratio": [[3, 3], [1, 1], [1, 1]],
-    },
-    "scale_factor_list": [1, 2, 4, 8],
-    "kernel_list": [3, 2, 2],
-}
-
-
-OVERRIDES: dict[str, Override] = {
-    "apertus1p5": {
-        "text_config.vocab_size": 3 * VOCAB,
-        "image_token_offset": VOCAB,
-        "audio_token_offset": 2 * VOCAB,
-        "audio_config.codebook_dim": WIDTH,
-        "audio_config.decoder_attention_num_groups": 4,
-    },
-    "autoformer": _FORECAST,
-    "beit": _FOUR_STAGES,
-    "chameleon": {"vocabulary_map": {"<image>": 5}},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": _MROPE, "sliding_attention": _MROPE}},
-    "conditional_detr": _RESNET,
-    "cosmos3_edge_text": {"rope_parameters": _MROPE},
-    "cvt": {"depth": [1, 2, 3]},
-    "dab-detr": _RESNET,
-    "data2vec-vision": _FOUR_STAGES,
-    "dbrx": {"attn_config.rope_theta": 10000.0},
-    "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"]},
-    "deformable_detr": _RESNET,
-    "detr": _RESNET,
-    "diffusion_gemma": {
-        "text_config.num_experts": 4,
-        "text_config.top_k_experts": 2,
-        "text_config.moe_intermediate_size": 16,
-    },
-    "dory": {
-        "num_hidden_layers": 4,
-        "n_input_layers": 1,
-        "n_recurrent_layers": 2,
-        "n_output_layers": 1,
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
-    },
-    "dots1": {
-        "n_routed_experts": 4,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "n_shared_experts": 1,
-    },
-    "dots3_note": {"audio_config.adapter_input_size": WIDTH},
-    "dots3_note_text": {"num_key_value_heads": HEADS, "n_group": 1, "topk_group": 1},
-    "edgetam_video": {"vision_config.backbone_channel_list": [64, 32, 16, 8]},
-    "emu3": {"vocabulary_map": {"<image>": 5}},
-    "ernie4_5_vl_moe": {"text_config.rope_parameters": {**_MROPE, "mrope_section": [1, 1, 2]}},
-    "esm": {"vocab_size": 33},
-    "glm5_next_text": {"num_key_value_heads": HEADS},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
-    "gradium_phonon_tts": {"num_key_value_heads": HEADS},  # its converter splits q, k and v evenly
-    "granite4_vision": {
-        "vision_config.hidden_size": 64,
-        "text_config.hidden_size": 64,
-        "qformer_config.hidden_size": 64,
-        "qformer_config.encoder_hidden_size": 64,
-        "downsample_rate": "1/2",
-        "deepstack_layer_map": [[0, 0], [1, 1]],
-        "spatial_target_layers": [0, 1, 0, 1],
-    },
-    "granite_speech5_encoder": {"max_position_embeddings": 256},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
-    "hiera": {"decoder_hidden_size": 16, "decoder_depth": 1, "decoder_num_heads": 2},
-    "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
-    "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "num_experts": EXPERTS, "moe_topk": 2},
-    "hunyuan_vl_text": {"head_dim": HEAD_DIM},
-    "hy_v4_vl_text": {"qk_rope_head_dim": HEAD_DIM, "rope_parameters": _MROPE},
-    "informer": _FORECAST,
-    "inkling_mm_model": {"vision_config.patch_size": 8, "vision_config.n_layers": 4},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "ministral": {"head_dim": HEAD_DIM},
-    "molmo2": {"adapter_config.vision_feature_layer": [-1, -2]},
-    "moonshine_streaming": {"num_key_value_heads": KV_HEADS},
-    "nemo_speechlm": {
-        "audio_config.asr_config.num_key_value_heads": HEADS,
-        "audio_config.diarization_config.audio_config.num_key_value_heads": HEADS,
-        "word_timestamp_config.num_key_value_heads": HEADS,
-    },
-    "nemotron": {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM},
-    "neomme": {"head_dim": 16},
-    "omdet-turbo": {**_RESNET, "encoder_in_channels": [16, 24, 32], "backbone_feat_channels": [16, 24, 32]},
-    "pp_ocrv5_server_det": _OCR_DET,
-    "pp_ocrv6_medium_det": _OCR_DET,
-    "qwen2_5_omni": {"enable_audio_output": False},  # with it, from_pretrained wants a file of speakers
-    "qwen3_omni_moe": {
-        "talker_config.text_config.shared_expert_intermediate_size": INNER,
-        "talker_config.spatial_merge_size": 2,
-    },
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 16,
-        "indexer_compress_ratio": 4,
-    },
-    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
-    "sam2_hiera_det_model": {
-        "hidden_size": 8,
-        "embed_dim_per_stage": [8, 16, 32, 64],
-        "num_attention_heads_per_stage": [1, 2, 4, 8],
-        "blocks_per_stage": [1, 1, 1, 1],
-        "global_attention_blocks": [2],
-    },
-    "sam2_vision_model": {"backbone_channel_list": [64, 32, 16, 8]},
-    "sapiens2": {
-        "head_config": {
-            "upsample_out_channels": [16, 16],
-            "upsample_kernel_sizes": [4, 4],
-            "conv_out_channels": [16],
-            "conv_kernel_sizes": [1],
-        },
-    },
-    "seggpt": {"num_hidden_layers": 4, "merge_index": 0, "intermediate_hidden_state_indices": [0, 1, 2, 3]},
-    "t5gemma2_encoder": {"text_config.dropout_rate": 0.0},
-    "table-transformer": _RESNET,
-    "time_series_transformer": _FORECAST,
-    "vitmatte": {"fusion_hidden_sizes": [32, 16, 16, 8], "convstream_hidden_sizes": [8, 16, 16]},
-    "wav2vec2-bert": {"vocab_size": 32},
-    "wav2vec2-conformer": {"vocab_size": 32},
-    "wavtokenizer": {"codebook_dim": WIDTH, "decoder_attention_num_groups": 4},
-    "wavtokenizer_encoder": {"codebook_dim": WIDTH, "decoder_attention_num_groups": 4},
-    "zamba": {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2},
-}
-"""Fields to set, by model type; a dotted name reaches into a sub-config. They win over the rules.
-
-Those of a type also hold where it is the sub-config of another.
-"""
+OVERRIDES: dict[str, Override] = yaml.safe_load(Path(__file__).with_name("overrides.yaml").read_text(encoding="utf-8"))
+"""Fields to set, by model type; a dotted name reaches into a sub-config. They win over the rules."""
 
 _AS_WHOLE_MODELS = ("beit", "detr", "wav2vec2-bert")
 """Types whose overrides are not for sub-configs of others."""
