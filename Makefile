@@ -175,10 +175,11 @@ zoo: export HF_HUB_OFFLINE := 1
 zoo: $(SHM_COMM)
 	cd $(ROOT) && $(RUN) -m tests.zoo.walk --world-sizes 2 3 --precision fp32 bf16 --methods lowmem stock --saves $(ARGS)
 
+# For each of the ten kinds of input.
 FUZZ_SECONDS ?= 600
 fuzz: export HF_HUB_OFFLINE := 1
 fuzz: $(STAMP)
-	cd $(ROOT) && $(RUN) -m tests.fuzz.run --seconds $(FUZZ_SECONDS) $(ARGS)
+	cd $(ROOT) && FUZZ_SECONDS=$$((10 * $(FUZZ_SECONDS))) $(RUN) -m pytest -q tests/fuzz -k fresh $(ARGS)
 
 faults: export HF_HUB_OFFLINE := 1
 faults: $(STAMP)

@@ -150,15 +150,6 @@ _QWEN_VL = {
 }
 
 
-def tiny_qwen_vl(root: Path) -> Path:
-    """Returns the folder of a Qwen2.5-VL checkpoint; 4 image tokens per picture of 16 patches."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    vision = {**_QWEN_VISION, "depth": 2, "window_size": 16, "fullatt_block_indexes": [1]}
-    settings = {**_QWEN_VL, "vision_config": vision, "text_config": dict(_QWEN_TEXT)}
-    return _save(root, "qwen-vl", Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig, settings, torch.float32, None)
-
-
 def tiny_qwen3_vl_moe(root: Path) -> Path:
     """Returns the folder of a Qwen3-VL-MoE checkpoint as it is published: its experts (one) are transposed on load."""
     from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration

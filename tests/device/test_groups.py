@@ -85,22 +85,6 @@ def test_a_load_uses_no_collective_whatever_the_group(path: str) -> None:
     run_ranks(make_and_adopt, path, env={**SIMULATED, "SIM_DEVICES": "2"})
 
 
-def make_without_a_device() -> None:
-    """Rank function: each process sees one device, and LOCAL_RANK is still that of the launcher."""
-    from lowmem_load import DistributedInterface
-
-    wrong = r"rank 1: ConfigError: LOCAL_RANK is 1, but this process sees 1 sim device\(s\), SIM_VISIBLE"
-    with pytest.raises(RankError, match=wrong):
-        DistributedInterface()
-    assert not dist.is_initialized()
-    os.environ["LOCAL_RANK"] = "0"
-    assert DistributedInterface().device == torch.device("sim", 0)
-
-
-def test_a_rank_without_a_device_is_an_error_on_all() -> None:
-    run_ranks(make_without_a_device, env=ONE_VISIBLE, timeout_s=30)
-
-
 def adopt_without_a_device(folder: str) -> None:
     """Rank function: where LOCAL_RANK is not set, a process with one device uses that."""
     from lowmem_load import DistributedInterface

@@ -30,7 +30,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 def fail_on_the_last_rank(path: str) -> None:
-    """Rank function: each fault on the last rank; all ranks raise, and load the same model afterwards."""
+    """Each fault on the last rank; all ranks raise, and load the same model afterwards."""
     from transformers import AutoModelForCausalLM
 
     from lowmem_load import RankError, load_model, streaming
@@ -44,14 +44,7 @@ def fail_on_the_last_rank(path: str) -> None:
         with streaming(ds_config):
             AutoModelForCausalLM.from_pretrained(path, **kwargs)
 
-    other = {**BF16, "zero_optimization": {"stage": 3, "sub_group_size": 7}, "steps_per_print": 3}
     faults: dict[str, tuple[Callable[[], Any], type[BaseException], str]] = {
-        "ds_config": (
-            lambda: load_model(path, other if last else BF16),
-            RankError,
-            r"holds ds_config steps_per_print 3, where rank\(s\) 0\S* hold none; "
-            r"holds ds_config zero_optimization.sub_group_size 7, where rank\(s\) 0\S* hold none$",
-        ),
         "name": (lambda: load_model(None if last else path, BF16), RankError, "name: expected a local folder"),
         "device_map": (lambda: streamed(BF16, **({"device_map": "cpu"} if last else {})), RankError, "device_map"),
         "an error without text": (
@@ -75,7 +68,7 @@ def fail_on_the_last_rank(path: str) -> None:
 
 
 def leave_alone(path: str) -> None:
-    """Rank function: the last rank goes away on its own; the others hear of it, and all load the same afterwards."""
+    """The last rank goes away on its own; the others hear of it, and all load the same afterwards."""
     import torch.distributed as dist
     from torch import nn
     from transformers import AutoModelForCausalLM
@@ -123,9 +116,11 @@ def leave_alone(path: str) -> None:
     expect(RankError, "no rate", trained)
 
 
-def test_who_goes_away_is_named_by_the_others(checkpoints: Path) -> None:
-    run_ranks(leave_alone, str(builders.tiny_llama(checkpoints)), world_size=3)
+def fail(path: str) -> None:
+    """Rank function."""
+    fail_on_the_last_rank(path)
+    leave_alone(path)
 
 
-def test_what_fails_on_one_rank_fails_on_all(checkpoints: Path) -> None:
-    run_ranks(fail_on_the_last_rank, str(builders.tiny_llama(checkpoints)), world_size=3)
+def test_what_fails_on_one_rank_fails_on_all_and_who_goes_away_is_named(checkpoints: Path) -> None:
+    run_ranks(fail, str(builders.tiny_llama(checkpoints)), world_size=3, timeout_s=120)

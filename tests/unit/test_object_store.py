@@ -120,29 +120,6 @@ def test_what_may_pass_is_asked_for_again_and_nothing_else(
     assert_no_secrets(str(caught.value))
 
 
-# -- answers that are wrong --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("parts", "said"), [([5], "the store sent 5 bytes, expected 8"), ([5, 4], "more than 8 bytes")]
-)
-def test_the_bytes_of_a_body_are_counted(
-    parts: list[int], said: str, source: RemoteFile, impatient: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """obstore does it by itself, so far."""
-    import obstore
-
-    class Found:
-        meta, attributes = {"e_tag": source.version, "last_modified": None}, {}
-
-        def stream(self, min_chunk_size: int) -> list[bytes]:
-            return [bytes(part) for part in parts]
-
-    monkeypatch.setattr(obstore, "get", lambda *_, **__: Found())
-    with pytest.raises(CheckpointError, match=said):
-        read_bytes(source, 0, 8)
-
-
 # -- HTTP servers ------------------------------------------------------------------------------------------------------
 
 PART = {"Content-Range": "bytes 0-7/100", "ETag": '"1"'}

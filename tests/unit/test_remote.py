@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.errors import CheckpointError
 from lowmem_load.files.object_store import HubObject
 from lowmem_load.files.remote_file import HEAD_BYTES, RemoteFile
 from lowmem_load.files.source import LocalFile
 from lowmem_load.files.torch_zip import TorchZip
-from lowmem_load.models.model_folder import find_checkpoint
 from tests.builders import as_torch_bin, tiny_mixtral
 from tests.hub import pointed_at
 from tests.remote.hub_front import HubServer
@@ -65,14 +63,6 @@ def test_of_a_torch_file_its_directory_and_its_pickle_are_fetched(
         described, local = (TorchZip().describe(each) for each in (source(server, path), LocalFile(str(path))))
         assert described.digest == local.digest and described.names == local.names
         assert sent(server)[path.name] < most < path.stat().st_size / 9
-
-
-def test_a_name_that_is_neither_folder_nor_cached(tmp_path: Path) -> None:
-    for name in ("./nothing", str(tmp_path / "nothing"), "a/b/c"):
-        with pytest.raises(CheckpointError, match=r"no such folder(\Z| in /)"):
-            find_checkpoint(name)
-    with pytest.raises(CheckpointError, match="not in the cache of the Hub"):
-        find_checkpoint("org/nothing")
 
 
 def test_of_weights_on_the_hub_only_headers_are_fetched(tmp_path: Path, answer: Callable[..., tuple[int, Any]]) -> None:
