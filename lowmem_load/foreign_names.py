@@ -290,7 +290,6 @@ _engine = functools.partial(ForeignName, DEEPSPEED, "deepspeed")
 
 INITIALIZE = _engine("initialize", loss=_OWN)
 LOAD_CHECKPOINT = _engine("DeepSpeedEngine.load_checkpoint", loss=_OWN)
-ENGINE_SAVE = _engine("DeepSpeedEngine.save_16bit_model", loss=f"engine.save_16bit_model {_STOCK}")
 
 _UNREAD = "every rank reads a lazy model whole before ZeRO-3 partitions it"
 PARTITION = ForeignName(

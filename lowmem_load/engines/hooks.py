@@ -22,7 +22,7 @@ require(
     DEEPSPEED,
     {
         "deepspeed": ("initialize",),
-        "deepspeed:DeepSpeedEngine": (_STATE, _MAY_GATHER, "load_checkpoint", "save_16bit_model"),
+        "deepspeed:DeepSpeedEngine": (_STATE, _MAY_GATHER, "load_checkpoint"),
     },
 )
 
@@ -39,7 +39,6 @@ PLACEHOLDER = "lowmem_load_placeholder"
 _SIGNATURES = {
     foreign_names.INITIALIZE: inspect.signature(deepspeed.initialize),
     foreign_names.LOAD_CHECKPOINT: inspect.signature(DeepSpeedEngine.load_checkpoint),
-    foreign_names.ENGINE_SAVE: inspect.signature(DeepSpeedEngine.save_16bit_model),
 }
 
 
@@ -76,7 +75,7 @@ def is_shell(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def consolidates_to(engine: Any, state: dict[str, Any] | None) -> Iterator[None]:
     """Inside, the engine gives `state` instead of gathering its weights, whatever its ds_config says."""
-    # Source: deepspeed 0.19.8 engine.py, save_16bit_model; accelerate 1.15 Accelerator.get_state_dict.
+    # Source: accelerate 1.15 Accelerator.get_state_dict.
     setattr(engine, _STATE, lambda *_, **__: state)
     setattr(engine, _MAY_GATHER, lambda: True)
     try:

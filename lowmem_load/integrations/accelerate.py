@@ -241,7 +241,8 @@ def _save_model(ordinary: Callable[..., None], accelerator: Any, *args: Any, **k
     arguments = inspect.signature(accelerator_class.save_model).bind(accelerator, *args, **kwargs).arguments
     arguments.pop("self")
     model, folder = unwrapped(arguments["model"]), arguments["save_directory"]
-    if not any(map(_is_partitioned, model.parameters())) or os.path.isfile(folder):
+    is_pickle = not arguments.get("safe_serialization", True)
+    if is_pickle or not any(map(_is_partitioned, model.parameters())) or os.path.isfile(folder):
         ordinary(accelerator, *args, **kwargs)
         return
 
@@ -259,9 +260,8 @@ def _describe_save(save: Callable[[], None], cls: type, scratch: Path, state: Ma
 
     files: list[SavedFile] = []
 
-    def write(_: Any, __: Any, weights: Mapping[str, Any], path: str, safe_serialization: bool = False) -> None:
-        metadata = {"format": "pt"} if safe_serialization else {}
-        files.append(recorded(scratch, weights, path, metadata, is_zip=not safe_serialization))
+    def write(_: Any, __: Any, weights: Mapping[str, Any], path: str, **___: Any) -> None:
+        files.append(recorded(scratch, weights, path, {"format": "pt"}))
 
     get_state_dict, save_file = foreign_names.GET_STATE_DICT.of(cls), foreign_names.SAVE.of(cls)
     with replaced({get_state_dict: lambda *_, **__: OrderedDict(state), save_file: write}):

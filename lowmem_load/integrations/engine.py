@@ -1,4 +1,4 @@
-"""DeepSpeed under `install`: `deepspeed.initialize`, and the engine's `load_checkpoint` and `save_16bit_model`."""
+"""DeepSpeed under `install`: `deepspeed.initialize`, and the engine's `load_checkpoint`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from lowmem_load.models.active import transformers_models
 from lowmem_load.resume.load_checkpoint import load_checkpoint
 from lowmem_load.training_checkpoints.zero_checkpoint import saved_by
 from lowmem_load.weights_out.local_shards import ranks_of, unwrapped
-from lowmem_load.weights_out.save import save_state_dict
 
 
 @contextlib.contextmanager
@@ -94,18 +93,3 @@ def _load_checkpoint(engine: Any, arguments: Mapping[str, Any]) -> tuple[str | N
     if len(saved_for) > 1 or saved_for <= {None, ranks.world_size}:
         return None
     return load_checkpoint(engine, **{name: value for name, value in arguments.items() if name != "custom_load_fn"})
-
-
-def saves_hooked() -> contextlib.AbstractContextManager[None]:
-    """Inside, `engine.save_16bit_model` writes without gathering, whatever the ds_config allows."""
-    return engine_hooked(foreign_names.ENGINE_SAVE, _save_16bit_model)
-
-
-def _save_16bit_model(engine: Any, arguments: Mapping[str, Any]) -> bool | None:
-    """Do what `engine.save_16bit_model` does; return None to leave it to stock."""
-    model = unwrapped(engine)
-    if not any(map(is_partitioned, model.parameters())):
-        return None
-    without_frozen = bool(arguments["exclude_frozen_parameters"])
-    save_state_dict(model, arguments["save_dir"], str(arguments["save_filename"]), without_frozen=without_frozen)
-    return True

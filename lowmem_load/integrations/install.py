@@ -19,7 +19,7 @@ from lowmem_load import foreign_names
 from lowmem_load.config.settings import Partition
 from lowmem_load.errors import ConfigError
 from lowmem_load.foreign_names import ForeignName
-from lowmem_load.integrations.hooks import enter_if_usable, entered_once_imported, replaced_once_imported
+from lowmem_load.integrations.hooks import entered_once_imported, replaced_once_imported
 from lowmem_load.load.load import Options
 from lowmem_load.load.load_model import streaming_by_active_config, streaming_by_config
 from lowmem_load.load.report import OnLoad
@@ -110,9 +110,9 @@ def install(
 
     Args:
         strict: True raises an error (usually an `UnsupportedError`) instead of falling back to the default loader.
-        saves: let `Trainer.save_model`, `Accelerator.save_model` and `engine.save_16bit_model` write the same files
-            under ZeRO-3 without gathering, and let `save_pretrained` refuse to write empty parameters; see
-            docs/howto/saving.md. stage3_gather_16bit_weights_on_model_save is not needed. False leaves saving alone.
+        saves: let `Trainer.save_model` and `Accelerator.save_model` write the same files under ZeRO-3 without
+            gathering, and let `save_pretrained` refuse to write empty parameters; see docs/howto/saving.md.
+            stage3_gather_16bit_weights_on_model_save is not needed. False leaves saving alone.
         on_load: called on every rank with the `LoadReport` of each load, at its end.
         stream: as for `load_model`. URLs are taken as names in any case.
         share_reads: as for `load_model`.
@@ -134,7 +134,7 @@ def install(
             )
         )
         stack.enter_context(replaced_once_imported(_TRL, lambda: _late("trl").HANDLERS))
-        stack.enter_context(entered_once_imported(_ENGINES, lambda _: _engines_hooked(saves=saves)))
+        stack.enter_context(entered_once_imported(_ENGINES, lambda _: _late("engine").engines_hooked()))
         if saves:
             stack.enter_context(diffusers_saves())
             for names in _SAVES:
@@ -177,15 +177,6 @@ _SAVES = (
 def _late(module: str) -> Any:
     """Return a module of this folder, which only programs that use its framework import."""
     return importlib.import_module(f"lowmem_load.integrations.{module}")
-
-
-@contextlib.contextmanager
-def _engines_hooked(*, saves: bool) -> Iterator[None]:
-    engine = _late("engine")
-    with engine.engines_hooked(), contextlib.ExitStack() as stack:
-        if saves:
-            enter_if_usable(stack, [foreign_names.ENGINE_SAVE], lambda _: engine.saves_hooked())
-        yield
 
 
 def _save_handlers() -> Handlers:

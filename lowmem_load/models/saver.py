@@ -58,7 +58,7 @@ require_names(TRANSFORMERS)
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
-    """One file of weights, of safetensors or (`is_zip`) of torch.save; `name` is its path in the folder, with "/".
+    """One file of weights; `name` is its path in the folder, with "/".
 
     Leaves of the expressions are `Source`s with the name of a parameter or buffer of the model and no path.
     """
@@ -66,7 +66,6 @@ class SavedFile:
     name: str
     tensors: Mapping[str, Expression]
     metadata: Mapping[str, str]
-    is_zip: bool = False
 
 
 def describe_save_pretrained(
@@ -167,12 +166,7 @@ def _refuse_unknown(model: nn.Module) -> None:
 
 
 def recorded(
-    scratch: Path,
-    weights: Mapping[str, Any],
-    path: str | os.PathLike[str],
-    metadata: Mapping[str, str],
-    *,
-    is_zip: bool = False,
+    scratch: Path, weights: Mapping[str, Any], path: str | os.PathLike[str], metadata: Mapping[str, str]
 ) -> SavedFile:
     """Return the file of weights that is to be written below `scratch`."""
     file = Path(path).relative_to(scratch).as_posix()
@@ -182,7 +176,7 @@ def recorded(
                 f"{file}: {name}: save_pretrained of this model saves a {type(value).__name__} that is none of its "
                 "parameters and buffers, so it is not known how it is partitioned"
             )
-    return SavedFile(file, {name: value.expression for name, value in weights.items()}, dict(metadata), is_zip)
+    return SavedFile(file, {name: value.expression for name, value in weights.items()}, dict(metadata))
 
 
 def symbolic_state(model: nn.Module, tensors: Mapping[int, Source], dtype: torch.dtype | None) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from lowmem_load.resume.load_checkpoint import load_checkpoint
 from lowmem_load.training_checkpoints.zero_checkpoint import STEPS, find_folder
 from lowmem_load.weights_out.folder import refuse_url
 from lowmem_load.weights_out.local_shards import Wrapper
-from lowmem_load.weights_out.save import save_state_dict
 
 
 class PartialEngine(Wrapper):
@@ -250,12 +249,9 @@ class PartialEngine(Wrapper):
 
     _zero3_consolidated_16bit_state_dict = consolidated_state_dict  # accelerate calls it
 
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write `consolidated_state_dict` as one torch file, each rank what it holds. Collective: all ranks."""
-        save_state_dict(self.module, save_dir, save_filename, without_frozen=exclude_frozen_parameters)
-        return True
+    def save_16bit_model(self, *_: Any, **__: Any) -> Any:
+        """Raise: the ZeRO-3 engine would write its part only."""
+        raise UnsupportedError("save_16bit_model is not supported; call lowmem_load.save_model(engine, folder)")
 
     def module_state_dict(self, *_: Any, **__: Any) -> Any:
         """Raise: the ZeRO-3 engine would return its part only, with empty tensors."""

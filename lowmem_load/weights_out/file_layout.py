@@ -3,10 +3,6 @@
 A safetensors file is laid out as safetensors itself does it (0.8.0, `safetensors/src/tensor.rs`, `prepare`): tensors of
 the widest dtypes come first, those of one dtype by name, so that all are aligned. The header is padded with spaces to 8
 bytes.
-
-For a file of `torch.save`, torch writes one without data (`torch.serialization.skip_data`): a sparse file of a few KiB
-on the disk. Everything in it that is not a tensor's data is taken over. That includes the zip's checksum of each
-storage, which is wrong. torch does not check it, but other tools that unpack such a file do.
 """
 
 from __future__ import annotations
@@ -14,20 +10,15 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.files.safetensors import BITS, DTYPES, METADATA, PACKED
-from lowmem_load.files.source import LocalFile, read_bytes
-from lowmem_load.files.torch_zip import TorchZip
 from lowmem_load.models.saver import SavedFile
-from lowmem_load.planning.expression import Expression, Held, Shape, Source, leaves, numel
+from lowmem_load.planning.expression import Expression, Held, Shape, leaves, numel
 from lowmem_load.planning.nest import Copy, plan_copies
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.text import fingerprint
@@ -42,11 +33,11 @@ class FileLayout:
     """The layout of one file of weights.
 
     Attributes:
-        name: its path in the folder, with "/". torch puts the stem into its files.
+        name: its path in the folder, with "/".
         header, others: all bytes that are not a tensor's data: the first ones, and the others by offset.
         nbytes: of the whole file.
         starts: first byte of each tensor's data, absolute in the file, by name.
-        tensors: what each tensor is made of, by name. Of several names of one tensor in a zip, one is here.
+        tensors: what each tensor is made of, by name.
     """
 
     name: str
@@ -57,11 +48,8 @@ class FileLayout:
     tensors: Mapping[str, Expression] = field(default_factory=dict)
 
 
-def lay_out_saved(file: SavedFile, scratch: Path) -> FileLayout:
-    """Return the layout of a file of a save. `scratch` is a folder for temporary files."""
-    if file.is_zip:
-        once = {id(part): (key, part) for key, part in file.tensors.items()}
-        return replace(lay_out_zip(file.name, file.tensors, scratch), tensors=dict(once.values()))
+def lay_out_saved(file: SavedFile) -> FileLayout:
+    """Return the layout of a file of a save."""
     layout = lay_out(file.name, {key: (part.dtype, part.shape) for key, part in file.tensors.items()}, file.metadata)
     return replace(layout, others=dict(_in_memory(file.tensors, layout)), tensors=file.tensors)
 
@@ -107,36 +95,6 @@ def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadat
     text += b" " * (-len(text) % _ALIGNMENT)
     header = struct.pack("<Q", len(text)) + text
     return FileLayout(name, header, len(header) + end, {key: len(header) + start for key, start in offsets.items()})
-
-
-def lay_out_zip(name: str, tensors: Mapping[str, Expression], scratch: Path) -> FileLayout:
-    """Return the layout of what `torch.save` writes of an `OrderedDict`. Two names of one expression are one tensor.
-
-    Source: torch 2.6 to 2.13 `serialization.py`, `_save`.
-    """
-    path = scratch / Path(name).name
-    with FakeTensorMode():
-        made = {id(part): torch.empty(part.shape, dtype=part.dtype, device="cpu") for part in tensors.values()}
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(OrderedDict((key, made[id(part)]) for key, part in tensors.items()), path)
-    file = LocalFile(str(path))
-    try:
-        described = TorchZip().describe(file)
-        starts, spans = {}, {(file.nbytes, file.nbytes)}
-        for key, part in tensors.items():
-            data = described.expression(key)
-            assert isinstance(data, Source)  # of a contiguous tensor
-            starts[key] = data.start
-            spans.add((data.start, data.start + math.prod(part.shape) * part.dtype.itemsize))
-        others, at = {}, 0
-        for start, end in sorted(spans):
-            if start > at:
-                others[at] = read_bytes(file, at, start - at)
-            at = end
-        return FileLayout(name, others.pop(0), file.nbytes, starts, others)
-    finally:
-        file.close()
-        path.unlink()
 
 
 def digest_of_files(files: Iterable[FileLayout]) -> str:

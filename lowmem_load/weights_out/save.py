@@ -5,18 +5,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowmem_load.models import saver
 from lowmem_load.models.active import load_lock
-from lowmem_load.models.peft import Merge
-from lowmem_load.models.saver import SavedFile
 from lowmem_load.phases import without_progress
-from lowmem_load.planning.expression import Source
 from lowmem_load.weights_out.local_shards import ranks_of, unwrapped
 from lowmem_load.weights_out.weights import Describe, describe_files, weights_of_model
 from lowmem_load.weights_out.write import SaveReport, write
@@ -87,15 +82,3 @@ def save_described(
         ranks = ranks_of(model, may_be_alone=True)
         weights = functools.partial(weights_of_model, model, ranks, describe=describe, masters=masters)
         return write(ranks, folder, weights, arguments, title="save_model")
-
-
-def save_state_dict(model: nn.Module, folder: str | os.PathLike[str], name: str, *, without_frozen: bool) -> None:
-    """Write what `state_dict` of the whole model returns into one file of torch, as engines save it. Collective."""
-    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-
-    def describe(scratch: Path, sources: Mapping[int, Source]) -> tuple[list[SavedFile], list[Merge]]:
-        state = saver.symbolic_state(model, sources, None)
-        kept = {key: value for key, value in state.items() if not (without_frozen and key in frozen)}
-        return [saver.recorded(scratch, kept, scratch / name, {}, is_zip=True)], []
-
-    save_described(model, folder, describe, {"save_filename": name, "exclude_frozen": without_frozen})

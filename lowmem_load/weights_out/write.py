@@ -115,7 +115,7 @@ def write(
         with ranks.step("planning the save", name=report.folder) as step, report.phase("plan"):
             target = folders.find_target(report.folder)
             weights = describe(scratch)
-            files = [lay_out_saved(file, scratch) for file in weights.files]
+            files = [lay_out_saved(file) for file in weights.files]
             writes = plan_writes(files)
             own_bytes = own_bytes_of(writes, weights.elements)
             all_bytes = sum(each.nbytes for of_one in writes.values() for each in of_one)

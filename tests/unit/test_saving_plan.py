@@ -18,8 +18,7 @@ from lowmem_load.planning.expression import Computed, Expression, Source
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.weights_out import write as write_module
-from lowmem_load.weights_out.file_layout import FileLayout, lay_out, lay_out_saved, lay_out_zip
-from lowmem_load.weights_out.folder import find_target, make_staging
+from lowmem_load.weights_out.file_layout import FileLayout, lay_out, lay_out_saved
 from lowmem_load.weights_out.write import Write, Writer, plan_writes
 from tests.storage import PageCache
 
@@ -27,7 +26,7 @@ SHAPES = {"a": (6, 10), "b": (4, 3, 5), "scalar": (), "empty": (0, 3), "row": (7
 
 
 def layout_of(name: str, tensors: Mapping[str, Expression]) -> FileLayout:
-    return lay_out_saved(SavedFile(name, tensors, {"format": "pt"}), Path())
+    return lay_out_saved(SavedFile(name, tensors, {"format": "pt"}))
 
 
 def converted(p: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -175,43 +174,3 @@ def test_a_file_begins_as_safetensors_begins_it(metadata: dict[str, str]) -> Non
 def test_a_dtype_that_no_file_can_hold_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"f: x is \(1,\) of torch\.complex128"):
         lay_out("f", {"x": (torch.complex128, (1,))}, {})
-
-
-def test_torch_loads_what_is_written_to_the_offsets(tmp_path: Path) -> None:
-    values = {
-        "one": torch.randn(5, 3),
-        "two": torch.arange(7),
-        "nothing": torch.empty(0, 4),
-        "half": torch.randn(300, 2).bfloat16(),
-        "scalar": torch.tensor(2.0),
-    }
-    parts = {name: Source("", name, 0, tuple(value.shape), value.dtype) for name, value in values.items()}
-    parts["tied"], values["tied"] = parts["one"], values["one"]
-    (tmp_path / "scratch").mkdir()
-    layout = lay_out_zip("below/model.bin", parts, tmp_path / "scratch")
-    assert not list((tmp_path / "scratch").iterdir())
-    staging = make_staging(find_target(tmp_path / "out"), [layout])
-    path = staging.path / layout.name
-    with path.open("r+b") as file:
-        for name, value in values.items():
-            file.seek(layout.starts[name])
-            file.write(value.view(-1).view(torch.uint8).numpy().tobytes())
-    others = len(layout.header) + sum(map(len, layout.others.values()))
-    assert layout.nbytes - others == sum(value.nbytes for name, value in values.items() if name != "tied")
-    assert path.stat().st_size == layout.nbytes
-    for mmap in (False, True):
-        found = torch.load(path, weights_only=True, mmap=mmap)
-        assert list(found) == list(values)
-        assert all(torch.equal(found[name], value) for name, value in values.items())
-    assert found["tied"].data_ptr() == found["one"].data_ptr()
-    torch.save(dict(found), tmp_path / "plain.bin")
-    assert abs((tmp_path / "plain.bin").stat().st_size - layout.nbytes) < 2000
-
-
-def test_all_ranks_lay_out_the_same(tmp_path: Path) -> None:
-    parts = {"one": Source("", "one", 0, (5, 3), torch.float32)}
-    layouts = []
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-        layouts.append(lay_out_zip("model.bin", parts, tmp_path / str(rank)))
-    assert layouts[0] == layouts[1]

@@ -93,7 +93,7 @@ def test_a_name_that_no_file_can_have_is_refused(name: str, tmp_path: Path) -> N
     sources = {id(shard.tensor): shard.source for shard in local_shards(model, 0, masters=False)}
     ((file,), _) = describe_files(model, tmp_path, sources, dtype=None, max_shard_size="5GB", kwargs={})
     with pytest.raises(UnsupportedError, match="cannot be a name in a safetensors file"):
-        lay_out_saved(file, tmp_path)
+        lay_out_saved(file)
 
 
 def test_names_that_the_module_chooses_for_its_state_dict(tmp_path: Path) -> None:
