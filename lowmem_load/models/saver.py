@@ -217,11 +217,9 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def model_of(config: str | os.PathLike[str], *, is_tied: bool | None = None) -> transformers.PreTrainedModel:
-    """Return the model of a configuration, on the meta device. With `is_tied`, its embeddings are tied or not."""
+def model_of(config: str | os.PathLike[str]) -> transformers.PreTrainedModel:
+    """Return the model of a configuration, on the meta device."""
     values = model_config(os.fspath(config), {"config": os.fspath(config)})
-    if is_tied is not None:
-        values.tie_word_embeddings = values.get_text_config().tie_word_embeddings = is_tied
     name = next(iter(getattr(values, "architectures", None) or ()), None)
     kind = getattr(transformers, str(name), None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
@@ -250,19 +248,6 @@ def give_dtypes(model: transformers.PreTrainedModel, dtypes: Mapping[int, torch.
         for config in (model.config, *parts):
             if config is not None:
                 config.dtype = next(iter(floating))
-
-
-def critic_of(config: str | os.PathLike[str], num_labels: int) -> transformers.PreTrainedModel | None:
-    """Return the model of a configuration with a head for values, on meta; None if its type has none."""
-    values = model_config(os.fspath(config), {"config": os.fspath(config)})
-    values.num_labels = num_labels
-    for kind in (transformers.AutoModelForTokenClassification, transformers.AutoModelForSequenceClassification):
-        if type(values) in kind._model_mapping:
-            with torch.device("meta"):
-                model: transformers.PreTrainedModel = kind.from_config(values)
-            model.tie_weights()
-            return model
-    return None
 
 
 def describe_plain(

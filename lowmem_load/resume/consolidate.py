@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from lowmem_load.models import peft, saver
 from lowmem_load.models.active import load_lock
 from lowmem_load.models.model_folder import files_beside
 from lowmem_load.phases import without_progress
-from lowmem_load.planning.expression import Source, leaves
+from lowmem_load.planning.expression import Source
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.adapter_config import ADAPTER_CONFIG, adapter_config, check_names_suffice
@@ -178,8 +177,6 @@ def _describe_folder(
     model: Any = None  # which PEFT wraps
     if config and (saved_model.tensors or saved_model.adapted is not None):
         saved_model = saved_model.without_wrappers()
-    if saved_model.tensors and config and _is_alone(saved_model, scratch, config, named):
-        saved_model = replace(saved_model, tensors={})
     if saved_model.tensors and config:
         with load_lock():
             options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": {}}
@@ -200,24 +197,6 @@ def _describe_folder(
         name = (place / "adapter_model.safetensors").relative_to(scratch).as_posix()
         saved.append(saver.plain_file(name, _sources(saved_model.adapter, _OF_ADAPTER), dtype))
     return saved_model, saved
-
-
-def _is_alone(
-    saved_model: SavedModel, scratch: Path, config: str | os.PathLike[str], named: str | os.PathLike[str] | None
-) -> bool:
-    """Whether the tensors of the base are those that PEFT saves with the adapter: biases that were trained."""
-    adapted = saved_model.adapted
-    if adapted is None or adapted.adapter is None or len(adapted.base) > len(adapted.saved):
-        return False  # most, without building a model
-    try:
-        without = replace(saved_model, tensors={})
-        alone = _describe_adapter(without, None, scratch / "alone", config, named)
-    except CheckpointError:  # better said of the base
-        return False
-    finally:
-        shutil.rmtree(scratch / "alone", ignore_errors=True)
-    written = {id(tensor) for tensor in alone.adapter.values()}
-    return all(id(tensor) in written for tensor in adapted.wrapped.values())
 
 
 def _describe_adapter(
@@ -263,75 +242,28 @@ def _as_saved_by_transformers(
     """
     sources = _sources(tensors)
     model = saver.model_of(config)
-    differences = _differences(model, sources)
-    if differences and (head := sources.get("score.weight")) is not None:
-        critic = saver.critic_of(config, head.shape[0])
-        if critic is not None and not _differences(critic, sources):
-            model, differences = critic, ""
-    if differences:
-        files, in_files = _under_hub_names(model, tensors, scratch, executor, config, options)
-        if in_files:
-            raise CheckpointError(
-                f"the checkpoint is not of a {type(model).__name__} as config {config} says: {differences}. Under the "
-                f"names of files on the Hub: {in_files}. Name another config, or pass {saver.NO_CONFIG}, which writes "
-                "the parameters under the names that the checkpoint has. Weights of Megatron and of torchtitan's own "
-                "models need the scripts of these first"
-            )
-        return model, files, []
-    _check_ties(model, {name: name for name in tensors}, tensors, executor, config)
-    named = (*model.named_parameters(), *model.named_buffers())
-    of_model = {id(tensor): sources[name] for name, tensor in named if name in sources}
-    saver.give_dtypes(model, {key: source.dtype for key, source in of_model.items()})
-    files = saver.describe_save_pretrained(model, scratch, of_model, **options)
-    used, state = used_sources(files), model.state_dict(keep_vars=True)
-    written = {name for name in sources if (source := of_model.get(id(state[name]))) and source.name in used}
-    return model, files, [name for name in sources if name not in written]
-
-
-def _under_hub_names(
-    model: Any,
-    tensors: Mapping[str, Values],
-    scratch: Path,
-    executor: Executor,
-    config: str | os.PathLike[str],
-    options: Mapping[str, Any],
-) -> tuple[list[saver.SavedFile], str]:
-    """Return the files of tensors that have the names of a model's files, and how they differ from these; "" if not.
-
-    Models of transformers 4 were trained under these names. Version 5 converts them on load, and back in a save.
-    """
-    sources = _sources(tensors)
-    floating = {source.dtype for source in sources.values() if source.dtype.is_floating_point}
-    if len(floating) != 1:
-        return [], "weights of several dtypes"
-    (dtype,) = floating
-    files = _files_of(model, dtype, scratch, options)
-    places = {name: part for file in files for name, part in file.tensors.items()}
-    if sources.keys() - places.keys():  # such as both names of a tied weight
-        with tempfile.TemporaryDirectory(prefix="lowmem_load-") as made:
-            untied = _files_of(saver.model_of(config, is_tied=False), dtype, Path(made), options)
-        places = {name: part for file in untied for name, part in file.tensors.items()}
+    state = model.state_dict(keep_vars=True)
+    named = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in state}
     differences = differences_of(
         {name: source.shape for name, source in sources.items()},
-        {name: part.shape for name, part in places.items()},
-        sources.keys() - places.keys(),
+        {name: tuple(tensor.shape) for name, tensor in named.items()},
+        sources.keys() - state.keys(),
         "model",
     )
-    if not differences:
-        names = {leaf.name: name for name, part in places.items() for leaf in leaves(part) if isinstance(leaf, Source)}
-        _check_ties(model, names, tensors, executor, config)
-    in_files = saver.plain_file("", sources, options["dtype"]).tensors
-    return [replace(file, tensors={name: in_files[name] for name in file.tensors}) for file in files], differences
-
-
-def _files_of(model: Any, dtype: torch.dtype, scratch: Path, options: Mapping[str, Any]) -> list[saver.SavedFile]:
-    """Return the files in which transformers saves a model of this dtype."""
-    of_model = {
-        id(tensor): Source("", name, 0, tuple(tensor.shape), dtype if tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
+    if differences:
+        raise CheckpointError(
+            f"the checkpoint is not of a {type(model).__name__} as config {config} says: {differences}. Name another "
+            f"config, or pass {saver.NO_CONFIG}, which writes the parameters under the names that the checkpoint has. "
+            "Models that were trained under transformers 4 may have the names of the files on the Hub already; weights "
+            "of Megatron and of torchtitan's own models need the scripts of these first"
+        )
+    _check_ties(model, tensors, executor, config)
+    of_model = {id(tensor): sources[name] for name, tensor in named.items() if name in sources}
     saver.give_dtypes(model, {key: source.dtype for key, source in of_model.items()})
-    return saver.describe_save_pretrained(model, scratch, of_model, **options)
+    files = saver.describe_save_pretrained(model, scratch, of_model, **options)
+    used = used_sources(files)
+    written = {name for name in sources if (source := of_model.get(id(state[name]))) and source.name in used}
+    return model, files, [name for name in sources if name not in written]
 
 
 def _copy_tokenizer(saved_model: SavedModel, scratch: Path, config: str | os.PathLike[str]) -> None:
@@ -345,28 +277,12 @@ def _copy_tokenizer(saved_model: SavedModel, scratch: Path, config: str | os.Pat
         shutil.copyfile(path, scratch / os.path.basename(path))
 
 
-def _differences(model: nn.Module, sources: Mapping[str, Source]) -> str:
-    state = model.state_dict(keep_vars=True)
-    named = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in state}
-    shapes = {name: source.shape for name, source in sources.items()}
-    expected = {name: tuple(tensor.shape) for name, tensor in named.items()}
-    return differences_of(shapes, expected, set(sources) - set(state), "model")
-
-
 def _check_ties(
-    model: nn.Module,
-    names: Mapping[str, str],
-    tensors: Mapping[str, Values],
-    executor: Executor,
-    config: str | os.PathLike[str],
+    model: nn.Module, tensors: Mapping[str, Values], executor: Executor, config: str | os.PathLike[str]
 ) -> None:
-    """Raise CheckpointError where the model ties two parameters that the checkpoint has apart: one would be lost.
-
-    `names` has the name in the checkpoint of each parameter.
-    """
+    """Raise CheckpointError where the model ties two parameters that the checkpoint has apart: one would be lost."""
     first: dict[int, str] = {}
-    for place, parameter in model.named_parameters(remove_duplicate=False):
-        name = names.get(place, "")
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if name not in tensors:
             continue
         other = first.setdefault(id(parameter), name)

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from lowmem_load import consolidate
@@ -87,31 +86,6 @@ def test_conversions_are_turned_back(checkpoints: Path, tmp_path: Path) -> None:
     assert made.keys() == expected.keys()
     assert [name for name in made if not torch.equal(made[name], expected[name])] == []
     assert json.loads((tmp_path / "made" / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-@pytest.mark.parametrize("way", ["zero", "dcp"])
-@pytest.mark.parametrize("make", [builders.tiny_mixtral, builders.tiny_llava, builders.tiny_qwen3_vl_moe])
-def test_names_of_files_on_the_hub_are_taken(make: Any, way: str, checkpoints: Path, tmp_path: Path) -> None:
-    """transformers 4 trained models under the names that their files have, one tensor for each expert."""
-    path = make(checkpoints)
-    model = AutoModelForImageTextToText if make is not builders.tiny_mixtral else AutoModelForCausalLM
-    model.from_pretrained(path, dtype=torch.float32).save_pretrained(tmp_path / "expected")
-    expected = tensors_in(tmp_path / "expected")
-    if way == "zero":
-        save_zero3(tmp_path / "saved", expected, world_size=2)
-    else:
-        with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-            dcp.save({"model": expected}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
-    report = consolidate(tmp_path / "saved", tmp_path / "made", config=path)
-    made = tensors_in(tmp_path / "made")
-    assert made.keys() == expected.keys()
-    assert [name for name in made if not torch.equal(made[name], expected[name])] == []
-    assert report.left_out == []
-    expected["mine"] = torch.ones(2)
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        dcp.save({"model": expected}, checkpoint_id=str(tmp_path / "more"), no_dist=True)
-    with pytest.raises(CheckpointError, match="mine"):
-        consolidate(tmp_path / "more", tmp_path / "other", config=path)
 
 
 def test_without_a_configuration_names_stay(tmp_path: Path) -> None:
