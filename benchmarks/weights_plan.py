@@ -26,7 +26,7 @@ from lowmem_load.planning.nest import Axis, Copy, Nest
 from lowmem_load.planning.regions import Cuts, Mesh, Partitions, Rule, Split
 from lowmem_load.text import fingerprint
 from lowmem_load.weights_out.buckets import Bucket, PlannedTensor, Sharing, Unit, plan_buckets, plan_messages
-from lowmem_load.weights_out.local_shards import LocalShard, digest_of_rules, layouts_by_rule
+from lowmem_load.weights_out.rank_shards import RankShard, digest_of_rules, layouts_by_rule
 
 COLUMNS = ("model", "tensors", "under", "ranks", "store, KiB", "CPU s", "peak, MiB")
 LLAMA = {"q": (8192, 8192), "k": (1024, 8192), "v": (1024, 8192), "o": (8192, 8192), "gate": (28672, 8192)}
@@ -59,16 +59,16 @@ def rule_of(source: Source, under: str, mesh: Mesh) -> Rule:
     return Cuts(source.shape, mesh, (((0,), Split(0, len(mesh.ranks), 0)),))
 
 
-def shards_of(sources: Sequence[Source], rules: Sequence[Rule], rank: int, world_size: int) -> list[LocalShard]:
+def shards_of(sources: Sequence[Source], rules: Sequence[Rule], rank: int, world_size: int) -> list[RankShard]:
     """Return what a rank holds. A real one has it from its parameters."""
     held = {rule: rule.regions(world_size)[rank] for rule in set(rules)}
     none: Any = None
     return [
-        LocalShard(each, none, held[rule], held[rule], True, False) for each, rule in zip(sources, rules, strict=True)
+        RankShard(each, none, held[rule], held[rule], True, False) for each, rule in zip(sources, rules, strict=True)
     ]
 
 
-def plan(shards: Sequence[LocalShard], rules: Sequence[Rule], buckets: Sequence[Bucket], world_size: int) -> str:
+def plan(shards: Sequence[RankShard], rules: Sequence[Rule], buckets: Sequence[Bucket], world_size: int) -> str:
     """Plan what one rank plans; return the digest of the rules."""
     rank = world_size // 2
     sharing = Sharing(layouts_by_rule(shards, rules, rank, world_size), world_size)

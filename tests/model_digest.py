@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lowmem_load.weights_out.local_shards import unwrapped
+from lowmem_load.weights_out.rank_shards import unwrapped
 
 
 def model_digest(model: nn.Module) -> dict[str, str]:

@@ -233,7 +233,7 @@ _HANDLERS: Handlers = {
 def _save_model(ordinary: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
     """Do what `Accelerator.save_model` does, without gathering."""
     from lowmem_load.models.saver import symbolic_state
-    from lowmem_load.weights_out.local_shards import unwrapped
+    from lowmem_load.weights_out.rank_shards import unwrapped
     from lowmem_load.weights_out.save import save_described
 
     # Not that of the accelerator's class: a subclass may take other arguments.
@@ -276,7 +276,7 @@ def _get_state_dict(ordinary: Callable[..., Any], accelerator: Any, model: Any, 
     """
     from lowmem_load.engines.hooks import may_gather
     from lowmem_load.integrations.saves import IN_STOCK, NotGathered
-    from lowmem_load.weights_out.local_shards import unwrapped
+    from lowmem_load.weights_out.rank_shards import unwrapped
 
     inner = unwrapped(model)
     is_left = inner is model or IN_STOCK.get() or not any(map(_is_partitioned, inner.parameters()))

@@ -74,7 +74,7 @@ def diffusers_saves() -> contextlib.AbstractContextManager[object]:
 
 def _save_pretrained(ordinary: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Do what `ModelMixin.save_pretrained` does. Of a model in parts: collective, all ranks that hold one."""
-    from lowmem_load.weights_out.local_shards import group_of, ranks_of  # not all who load also save
+    from lowmem_load.weights_out.rank_shards import group_of, ranks_of  # not all who load also save
     from lowmem_load.weights_out.save import save_model
 
     bound = inspect.signature(ordinary).bind(*args, **kwargs)

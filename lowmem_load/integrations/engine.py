@@ -21,7 +21,7 @@ from lowmem_load.load.load_model import why_left_to_stock
 from lowmem_load.models.active import transformers_models
 from lowmem_load.resume.load_checkpoint import load_checkpoint
 from lowmem_load.training_checkpoints.zero_checkpoint import saved_by
-from lowmem_load.weights_out.local_shards import ranks_of, unwrapped
+from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
 
 
 @contextlib.contextmanager

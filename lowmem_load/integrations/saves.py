@@ -25,7 +25,7 @@ from lowmem_load.engines.parameters import full_numel, is_partitioned
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.models.saver import OURS, default_shard_size
 from lowmem_load.replaced import Handlers, holding
-from lowmem_load.weights_out.local_shards import ranks_of, unwrapped
+from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
 from lowmem_load.weights_out.save import save_model
 
 

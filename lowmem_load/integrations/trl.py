@@ -22,9 +22,9 @@ from lowmem_load import foreign_names
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.replaced import Handlers, holding, warn_of_missing
 from lowmem_load.weights_out.iter_weights import Arguments, plan_weights
-from lowmem_load.weights_out.local_shards import is_dtensor
 from lowmem_load.weights_out.push_weights import hand_over, metadata_of, name_tensor_pairs
-from lowmem_load.weights_out.send import Sending, handing_out
+from lowmem_load.weights_out.rank_shards import is_dtensor
+from lowmem_load.weights_out.send import Sending, delivery
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def sync(ordinary: Callable[[Any], None], generation: Any) -> None:
     before = getattr(generation, _METADATA)
     setattr(generation, _METADATA, metadata_of(weights))
     try:
-        with handing_out(weights) as buckets, holding(_PAIRS, _logged(name_tensor_pairs(buckets))):
+        with delivery(weights) as buckets, holding(_PAIRS, _logged(name_tensor_pairs(buckets))):
             ordinary(generation)
     finally:
         setattr(generation, _METADATA, before)
@@ -77,7 +77,7 @@ def move(ordinary: Callable[[Any], None], trainer: Any) -> None:
         client = trainer.vllm_client if trainer.accelerator.is_main_process else None
     else:
         client = trainer.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights
-    with handing_out(weights) as buckets:
+    with delivery(weights) as buckets:
         hand_over(client, weights, buckets)
 
 

@@ -28,7 +28,7 @@ from lowmem_load.load.load import MAX_THREADS
 from lowmem_load.phases import no_callback
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children, leaves
 from lowmem_load.planning.load_plan import in_common_order
-from lowmem_load.symbolic.lazy import LazyTensor, become, is_unread, keep, values_of
+from lowmem_load.symbolic.lazy import LazyTensor, is_unread, keep, replace_in_place, values_of
 from lowmem_load.text import fingerprint
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _partition(partitioner: Partitioner, parameter: Any) -> list[Part]:
     """Let a lazy parameter be one of ZeRO-3; return what its partitions are to be filled with."""
     expression, regions = parameter.expression, partitioner.regions(parameter.numel())
     partitioner.convert(parameter)
-    become(parameter, torch.empty(0, dtype=parameter.dtype, device=partitioner.device))
+    replace_in_place(parameter, torch.empty(0, dtype=parameter.dtype, device=partitioner.device))
     tensors = partitioner.allocate(parameter, [region.numel for region in regions])
     name = name_in_files(expression)
     return [
@@ -177,9 +177,9 @@ def _partition(partitioner: Partitioner, parameter: Any) -> list[Part]:
 
 def _make_ordinary(parameter: LazyTensor, *, has_values: bool) -> None:
     if has_values or not is_unread(parameter):
-        become(parameter, keep(parameter))
+        replace_in_place(parameter, keep(parameter))
     else:
-        become(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
+        replace_in_place(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
 
 
 def allocate_shards(model: nn.Module, device: torch.device) -> None:

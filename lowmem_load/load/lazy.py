@@ -44,9 +44,9 @@ from lowmem_load.symbolic.lazy import (
     KEEPING,
     LazyTensor,
     assigned_data_is_real,
-    become,
     keep,
     normal_tensors,
+    replace_in_place,
     settle,
     values_of,
 )
@@ -278,7 +278,7 @@ def _read_parameters(lazy: Mapping[str, LazyTensor]) -> None:
         for value, part in parts.values():
             settle(value, part.memory.view(value.expression.shape))
     for tensor in lazy.values():
-        become(tensor, keep(tensor))
+        replace_in_place(tensor, keep(tensor))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

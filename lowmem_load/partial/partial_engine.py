@@ -29,7 +29,7 @@ from lowmem_load.partial.replicated import (
 from lowmem_load.resume.load_checkpoint import load_checkpoint
 from lowmem_load.training_checkpoints.zero_checkpoint import STEPS, find_folder
 from lowmem_load.weights_out.folder import refuse_url
-from lowmem_load.weights_out.local_shards import Wrapper
+from lowmem_load.weights_out.rank_shards import Wrapper
 
 
 class PartialEngine(Wrapper):

@@ -29,7 +29,7 @@ from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.adapter_config import ADAPTER_CONFIG, adapter_config, check_names_suffice
 from lowmem_load.training_checkpoints.open_model import SavedModel, Values, open_model, own_files
 from lowmem_load.training_checkpoints.zero_checkpoint import differences_of
-from lowmem_load.weights_out.local_shards import MemoryPiece
+from lowmem_load.weights_out.rank_shards import MemoryPiece
 from lowmem_load.weights_out.weights import Weights, used_sources
 from lowmem_load.weights_out.write import SaveReport, write
 

@@ -33,7 +33,7 @@ from lowmem_load.training_checkpoints.zero_checkpoint import (
     find_folder,
     open_checkpoint,
 )
-from lowmem_load.weights_out.local_shards import Wrapper, ranks_of
+from lowmem_load.weights_out.rank_shards import Wrapper, ranks_of
 
 if TYPE_CHECKING:
     from lowmem_load.engines.engine_states import HeldParameter, Zero3State

@@ -9,7 +9,7 @@ tensors, and through writes of such values. Everything else meets real values:
   dispatcher meets an error of torch: the tensor has no storage.
 
 [Note: becoming ordinary] A parameter must stay the same Python object, since optimizers, ties and hooks refer to it,
-and must end as an ordinary `nn.Parameter`. `become` does it in one of two ways:
+and must end as an ordinary `nn.Parameter`. `replace_in_place` does it in one of two ways:
 - Nobody else refers to its C++ implementation (`_use_count() == 1`, the usual case): class, attributes and
   implementation are exchanged with those of a new parameter, as `torch.utils.swap_tensors` does.
 - Something does, such as autograd after `loss = model(x)` without a backward: an exchange would tear the graph from
@@ -162,7 +162,7 @@ class LazyTensor(SymbolicTensor):
 
     @data.setter
     def data(self, tensor: torch.Tensor) -> None:
-        become(self, tensor)
+        replace_in_place(self, tensor)
 
     def data_ptr(self) -> int:
         """Return the address of the real values, which stay in memory from now on."""
@@ -189,7 +189,7 @@ class LazyTensor(SymbolicTensor):
 
     def set_(self, source: Any, *args: Any) -> LazyTensor:
         """Become an alias of another tensor, or of the whole of a storage."""
-        become(self, source if isinstance(source, torch.Tensor) else keep(self).detach().set_(source, *args))
+        replace_in_place(self, source if isinstance(source, torch.Tensor) else keep(self).detach().set_(source, *args))
         return self
 
     def share_memory_(self) -> LazyTensor:  # noqa: D102  torch's
@@ -294,7 +294,7 @@ def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     return real
 
 
-def become(tensor: LazyTensor, other: torch.Tensor) -> None:
+def replace_in_place(tensor: LazyTensor, other: torch.Tensor) -> None:
     """Let a lazy tensor be an alias of another tensor, in the same Python object. See [Note: becoming ordinary].
 
     Raises UnsupportedError if it would have to, and the other one has another shape, dtype or device.

@@ -24,7 +24,7 @@ from lowmem_load.models.saver import SavedFile, read_adapter_config
 from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.weights_out.buckets import PlannedTensor, Unit, merge_unit
-from lowmem_load.weights_out.local_shards import LocalShard, local_shards, ranks_of, unwrapped
+from lowmem_load.weights_out.rank_shards import RankShard, rank_shards, ranks_of, unwrapped
 from lowmem_load.weights_out.send import Sending, SendPlan, Tensors, plan_sending
 from lowmem_load.weights_out.weights import describe_files, proved_copies
 
@@ -91,7 +91,7 @@ def adapter_config(engine_or_model: nn.Module, adapters: str = "default") -> dic
     """
     model = unwrapped(engine_or_model)
     with load_lock():
-        sources = {id(shard.tensor): shard.source for shard in local_shards(model, 0, masters=False)}
+        sources = {id(shard.tensor): shard.source for shard in rank_shards(model, 0, masters=False)}
         config: dict[str, Any] = _describe_sent(model, Arguments(adapters=adapters), sources)[2]
         return config
 
@@ -168,7 +168,7 @@ def plan_weights(engine: nn.Module, arguments: Arguments) -> tuple[Sending, Any]
         with ranks.step("planning the weights") as step:
             arguments.check(ranks.world_size)
             masters = arguments.dtype == torch.float32 and not arguments.merge_adapters
-            shards = local_shards(model, ranks.rank, masters=masters)
+            shards = rank_shards(model, ranks.rank, masters=masters)
             kept = _kept_plan(model, arguments, shards, ranks)
             step.digest = {
                 "bucket_bytes, to, dtype": f"{arguments.bucket_bytes}, {arguments.to}, {arguments.dtype}",
@@ -179,7 +179,7 @@ def plan_weights(engine: nn.Module, arguments: Arguments) -> tuple[Sending, Any]
         return Sending(engine, kept.plan, shards, ranks, to=to), kept.config
 
 
-def _kept_plan(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard], ranks: RankGroup) -> _Kept:
+def _kept_plan(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard], ranks: RankGroup) -> _Kept:
     """Return the plan that the model has, or make one and leave it there."""
     state: list[Any] = [arguments, ranks.group, ranks.rank, ranks.world_size]
     state += [repr(getattr(model, name, None)) for name in ("config", "peft_config")]
@@ -198,7 +198,7 @@ def _kept_plan(model: nn.Module, arguments: Arguments, shards: Sequence[LocalSha
     return kept
 
 
-def _plan_units(model: nn.Module, arguments: Arguments, shards: Sequence[LocalShard]) -> tuple[list[Unit], Any]:
+def _plan_units(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard]) -> tuple[list[Unit], Any]:
     """Return what is sent together: a tensor, or the parameters of a merge, of which all its tensors are made.
 
     And the configuration of an adapter that is sent alone.

@@ -31,8 +31,8 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.weights_out.buckets import PlannedTensor
 from lowmem_load.weights_out.folder import refuse_url
 from lowmem_load.weights_out.iter_weights import Arguments, plan_weights
-from lowmem_load.weights_out.local_shards import ranks_of, unwrapped
-from lowmem_load.weights_out.send import Sending, Tensors, handing_out
+from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
+from lowmem_load.weights_out.send import Sending, Tensors, delivery
 
 _OF_TRL, _OF_OLD_TRL, _OF_SGLANG = "update_named_params", "update_named_param", "update_weights_from_tensor"
 _METHODS = _OF_TRL, _OF_OLD_TRL, _OF_SGLANG
@@ -94,7 +94,7 @@ def push_weights(
     to: int | Literal["all"] = takers[0] if len(takers) == 1 else "all"
     request = None
     sending, config = plan_weights(engine_or_model, Arguments(to=to, adapters=adapters, **keywords))
-    with handing_out(sending) as buckets:
+    with delivery(sending) as buckets:
         if adapters is not None and needs_folder:
             path = None if folder is None else Path(folder)
             request = _hand_over_adapter(client, adapters, config, path, buckets)

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowmem_load.models.active import load_lock
 from lowmem_load.phases import without_progress
-from lowmem_load.weights_out.local_shards import ranks_of, unwrapped
+from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
 from lowmem_load.weights_out.weights import Describe, describe_files, weights_of_model
 from lowmem_load.weights_out.write import SaveReport, write
 
@@ -76,7 +76,7 @@ def save_described(
 ) -> SaveReport:
     """Write the files that `describe` returns, of which ranks must have equal `arguments`. Collective.
 
-    `masters`: see `local_shards`.
+    `masters`: see `rank_shards`.
     """
     with load_lock():
         ranks = ranks_of(model, may_be_alone=True)

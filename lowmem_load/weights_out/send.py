@@ -51,8 +51,8 @@ from lowmem_load.weights_out.buckets import (
     plan_buckets,
     plan_messages,
 )
-from lowmem_load.weights_out.local_shards import (
-    LocalShard,
+from lowmem_load.weights_out.rank_shards import (
+    RankShard,
     digest_of_rules,
     is_dtensor,
     layouts_by_rule,
@@ -82,7 +82,7 @@ class SendPlan:
     sharing: Sharing
 
 
-def plan_sending(units: Sequence[Unit], shards: Sequence[LocalShard], ranks: RankGroup, bucket_bytes: int) -> SendPlan:
+def plan_sending(units: Sequence[Unit], shards: Sequence[RankShard], ranks: RankGroup, bucket_bytes: int) -> SendPlan:
     """Return what is sent, from rules that all ranks know: see [Note: rules] in `planning/regions.py`. Local.
 
     The ranks have to agree on `tensors` and `rules`.
@@ -112,7 +112,7 @@ class Sending:
     """Weights of a model on their way to all ranks, or to the rank `to`. Of an engine, the optimizer is watched."""
 
     def __init__(
-        self, engine: nn.Module, plan: SendPlan, shards: Sequence[LocalShard], ranks: RankGroup, *, to: int | None
+        self, engine: nn.Module, plan: SendPlan, shards: Sequence[RankShard], ranks: RankGroup, *, to: int | None
     ) -> None:
         self.plan, self.ranks = plan, ranks
         self._engine, self._to, self._spare = engine, to, SpareMemory()
@@ -228,7 +228,7 @@ class Sending:
 
 
 @contextlib.contextmanager
-def handing_out(sending: Sending) -> Iterator[Iterator[Tensors]]:
+def delivery(sending: Sending) -> Iterator[Iterator[Tensors]]:
     """Yield the buckets, all of which the block has to take. Collective: all ranks raise if one rank's block raises."""
     buckets, failures = sending.buckets(), list[Exception]()
 
@@ -312,7 +312,7 @@ def _place_constants(tensor: PlannedTensor, value: torch.Tensor) -> None:
 class _Changes:
     """Notices changes of the weights while they are sent: buckets from before and after one would be no model's."""
 
-    def __init__(self, engine: nn.Module, shards: Sequence[LocalShard]) -> None:
+    def __init__(self, engine: nn.Module, shards: Sequence[RankShard]) -> None:
         self._model, self._shards = unwrapped(engine), shards
         self._before = [(shard.version, shard.address) for shard in shards]
         self._parameters = {id(shard.tensor) for shard in shards}

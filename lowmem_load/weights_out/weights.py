@@ -26,7 +26,7 @@ from lowmem_load.planning.nest import Copy, plan_copies
 from lowmem_load.planning.proof import prove_coverage, prove_names
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.weights_out.buckets import merge_unit, whole_tensor
-from lowmem_load.weights_out.local_shards import LocalShard, MemoryPiece, local_shards
+from lowmem_load.weights_out.rank_shards import MemoryPiece, RankShard, rank_shards
 from lowmem_load.weights_out.send import Sending, plan_sending
 
 Describe: TypeAlias = Callable[[Path, Mapping[int, Source]], tuple[list[SavedFile], list[Merge]]]
@@ -68,8 +68,8 @@ class Weights:
 def weights_of_model(
     model: nn.Module, ranks: RankGroup, scratch: Path, describe: Describe, *, masters: bool
 ) -> Weights:
-    """Return the weights of a live model, in the files that `describe` returns. `masters`: see `local_shards`."""
-    shards = local_shards(model, ranks.rank, masters=masters)
+    """Return the weights of a live model, in the files that `describe` returns. `masters`: see `rank_shards`."""
+    shards = rank_shards(model, ranks.rank, masters=masters)
     files, merges = describe(scratch, {id(shard.tensor): shard.source for shard in shards})
     used = used_sources(files)
     return Weights(
@@ -82,7 +82,7 @@ def weights_of_model(
     )
 
 
-def _merging(model: nn.Module, ranks: RankGroup, shards: Sequence[LocalShard], merges: Sequence[Merge]) -> Sending:
+def _merging(model: nn.Module, ranks: RankGroup, shards: Sequence[RankShard], merges: Sequence[Merge]) -> Sending:
     """Return the merged parameters, planned to be put together on all ranks, one merge at a time."""
     sources = {id(shard.tensor): shard.source for shard in shards}
     units = [
@@ -146,7 +146,7 @@ def _describe_by_names(
 
 
 def _left_out(
-    model: nn.Module, shards: Sequence[LocalShard], written: Collection[str], merges: Sequence[Merge]
+    model: nn.Module, shards: Sequence[RankShard], written: Collection[str], merges: Sequence[Merge]
 ) -> list[str]:
     """Return the names of parameters, and of buffers of the state dict, that are in no file and merged into nothing."""
     others = {id(adapter) for merge in merges for adapter in merge.adapters()}

@@ -38,7 +38,7 @@ from lowmem_load.planning.regions import FlatRange
 from lowmem_load.text import share, size
 from lowmem_load.weights_out import folder as folders
 from lowmem_load.weights_out.file_layout import FileLayout, digest_of_files, lay_out_saved, offset_in
-from lowmem_load.weights_out.send import handing_out
+from lowmem_load.weights_out.send import delivery
 from lowmem_load.weights_out.weights import OwnElements, Weights, needs_gathering, proved_copies
 
 STAGING_BYTES = 8 << 20
@@ -194,7 +194,7 @@ def _write_files(
     bar = progress_bar(own_bytes, "Saving", ranks.rank)
     with bar as update, Writer(paths, on_bytes, past_cache=past_cache) as writer:
         if weights.merging is not None:
-            with report.phase("merge"), handing_out(weights.merging) as buckets:
+            with report.phase("merge"), delivery(weights.merging) as buckets:
                 for bucket in buckets:
                     for name, merged in bucket:
                         flat = merged.reshape(-1)

@@ -16,7 +16,7 @@ from lowmem_load.models.modules import tensors_of
 from lowmem_load.models.wrappers import named_tensors, plain_modules, plain_name
 from lowmem_load.planning.expression import Source
 from lowmem_load.weights_out.file_layout import lay_out_saved
-from lowmem_load.weights_out.local_shards import local_shards
+from lowmem_load.weights_out.rank_shards import rank_shards
 from lowmem_load.weights_out.weights import describe_files
 
 WORDS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_module")
@@ -57,7 +57,7 @@ def test_own_modules_keep_their_names(key: str, tmp_path: Path) -> None:
 
 def saved(model: nn.Module, scratch: Path) -> dict[str, str]:
     """Return the names in the files of a save, with those of their parameters."""
-    sources = {id(shard.tensor): shard.source for shard in local_shards(model, 0, masters=False)}
+    sources = {id(shard.tensor): shard.source for shard in rank_shards(model, 0, masters=False)}
     ((file,), _) = describe_files(model, scratch, sources, dtype=None, max_shard_size="5GB", kwargs={})
     return {name: part.name for name, part in file.tensors.items() if isinstance(part, Source)}
 
@@ -90,7 +90,7 @@ def test_a_wrapper_around_a_module_that_looks_alike(tmp_path: Path) -> None:
 def test_a_name_that_no_file_can_have_is_refused(name: str, tmp_path: Path) -> None:
     model = blocks()
     model.register_parameter(name, nn.Parameter(torch.ones(2)))
-    sources = {id(shard.tensor): shard.source for shard in local_shards(model, 0, masters=False)}
+    sources = {id(shard.tensor): shard.source for shard in rank_shards(model, 0, masters=False)}
     ((file,), _) = describe_files(model, tmp_path, sources, dtype=None, max_shard_size="5GB", kwargs={})
     with pytest.raises(UnsupportedError, match="cannot be a name in a safetensors file"):
         lay_out_saved(file)

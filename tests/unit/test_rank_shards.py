@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from lowmem_load import iter_weights, save_model
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.partial.partial_engine import PartialEngine
-from lowmem_load.weights_out.local_shards import local_shards, unwrapped
+from lowmem_load.weights_out.rank_shards import rank_shards, unwrapped
 from tests.multi_rank.test_save import equal_folders
 
 
@@ -24,22 +24,22 @@ def test_what_other_ranks_hold_parts_of_is_refused() -> None:
     model = nn.Linear(3, 2)
     model.weight.tensor_model_parallel = True
     with pytest.raises(UnsupportedError, match=r"^weight: is split by DeepSpeed's tensor parallelism"):
-        local_shards(model, 0, masters=False)
+        rank_shards(model, 0, masters=False)
     model = nn.Linear(3, 2)
     model.weight.allreduce, model.weight.group_name = False, "ep_size_1"
-    assert local_shards(model, 0, masters=False)
+    assert rank_shards(model, 0, masters=False)
     model.weight.group_name = "ep_size_2"
     with pytest.raises(UnsupportedError, match=r"^weight: is split by DeepSpeed's expert parallelism"):
-        local_shards(model, 0, masters=False)
+        rank_shards(model, 0, masters=False)
 
 
 def test_a_tensor_without_values_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"^weight: is on the meta device"):
-        local_shards(nn.Linear(3, 2, device="meta"), 0, masters=False)
+        rank_shards(nn.Linear(3, 2, device="meta"), 0, masters=False)
     model = nn.Module()
     model.register_buffer("sparse", torch.eye(2).to_sparse())
     with pytest.raises(UnsupportedError, match=r"^sparse: is of layout"):
-        local_shards(model, 0, masters=False)
+        rank_shards(model, 0, masters=False)
 
 
 def tiny_bert() -> transformers.BertModel:

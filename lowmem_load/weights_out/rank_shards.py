@@ -35,7 +35,7 @@ MemoryPiece: TypeAlias = "tuple[torch.Tensor, int]"
 
 
 @dataclass(frozen=True, slots=True)
-class LocalShard:
+class RankShard:
     """What this rank holds of a parameter or buffer.
 
     Attributes:
@@ -148,7 +148,7 @@ def _inside(model: nn.Module) -> nn.Module | None:
     return None
 
 
-def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalShard]:
+def rank_shards(model: nn.Module, rank: int, *, masters: bool) -> list[RankShard]:
     """Return each parameter and buffer of a model once.
 
     Every rank writes its partitions. Rank 0 writes what all ranks hold in full: their values may differ (buffers,
@@ -166,10 +166,10 @@ def local_shards(model: nn.Module, rank: int, *, masters: bool) -> list[LocalSha
                 f"{f', with {len(open_ones) - 1} more' if len(open_ones) > 1 else ''}. Changes reach the partitions "
                 "when the block ends: call save_model after it, on all ranks"
             )
-    shards: dict[int, LocalShard] = {}
+    shards: dict[int, RankShard] = {}
     for name, tensor in (*named, *nn.Module.named_buffers(model)):
         if id(tensor) not in shards:
-            shards[id(tensor)] = local_shard_of(name, tensor, rank, masters=masters)
+            shards[id(tensor)] = rank_shard_of(name, tensor, rank, masters=masters)
     return list(shards.values())
 
 
@@ -192,7 +192,7 @@ def group_of(tensor: torch.Tensor) -> Any:
     return None
 
 
-def local_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool) -> LocalShard:
+def rank_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool) -> RankShard:
     """Return what this rank holds of a tensor. Of ranks that hold the same, the first one writes it."""
     if isinstance(tensor, nn.Parameter) and "deepspeed" in sys.modules:
         from lowmem_load.engines import parameters
@@ -207,18 +207,18 @@ def local_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool)
             dtype = torch.float32 if is_master else tensor.dtype
             region = parameters.held_range(tensor)
             whole = Source("", name, 0, parameters.full_shape(tensor), dtype)
-            return LocalShard(whole, tensor, region, region, True, is_master)
+            return RankShard(whole, tensor, region, region, True, is_master)
     source = Source("", name, 0, tuple(tensor.shape), tensor.dtype)
     if is_dtensor(tensor):
         from lowmem_load.engines.mesh import is_first_replica, local_shard
 
         grid, _ = local_shard(name, tensor, needs_memory=True)
-        return LocalShard(source, tensor, grid, grid if is_first_replica(tensor) else NOTHING, False, False)
+        return RankShard(source, tensor, grid, grid if is_first_replica(tensor) else NOTHING, False, False)
     if tensor.is_meta or tensor.layout is not torch.strided:
         state = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
         raise UnsupportedError(f"{name}: is {state}, so it has no values")
     all_or_none = FlatRange(0, tensor.numel()) if rank == 0 else NOTHING
-    return LocalShard(source, tensor, all_or_none, all_or_none, False, False)
+    return RankShard(source, tensor, all_or_none, all_or_none, False, False)
 
 
 def ranks_of(model: nn.Module, *, may_be_alone: bool = False) -> RankGroup:
@@ -234,13 +234,13 @@ def ranks_of(model: nn.Module, *, may_be_alone: bool = False) -> RankGroup:
 # -- what all ranks hold, by rule, so that none has to be asked --------------------------------------------------------
 
 
-def rules_of(shards: Sequence[LocalShard]) -> list[Rule]:
+def rules_of(shards: Sequence[RankShard]) -> list[Rule]:
     """Return the rule by which each shard lies."""
     meshes: dict[Any, Any] = {}
     return [_rule_of(shard, meshes) for shard in shards]
 
 
-def _rule_of(shard: LocalShard, meshes: dict[Any, Any]) -> Rule:
+def _rule_of(shard: RankShard, meshes: dict[Any, Any]) -> Rule:
     tensor = shard.tensor
     if is_dtensor(tensor):
         from lowmem_load.engines.mesh import cuts_of
@@ -262,7 +262,7 @@ def digest_of_rules(rules: Sequence[Rule]) -> str:
 
 
 def layouts_by_rule(
-    shards: Sequence[LocalShard], rules: Sequence[Rule], rank: int, world_size: int
+    shards: Sequence[RankShard], rules: Sequence[Rule], rank: int, world_size: int
 ) -> dict[str, Distribution]:
     """Return the layout of each parameter. Raise UnsupportedError unless that of this rank's elements is its rule's."""
     layouts: dict[Rule, Distribution] = {}
