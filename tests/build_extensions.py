@@ -4,8 +4,6 @@ It may be interrupted or killed at any time: the next run takes up what is missi
 so, and ends with status 1.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -4,8 +4,6 @@ Every parameter is random, norms and biases too, so that no two of them can be m
 by default; ODD_SIZES and ODD_BERT_SIZES leave padding in most partitions of 2, 4, 7 and 8 ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Described models for tests of the stages: a file of three tensors, and a stand-in for `from_pretrained`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Writes docs/development/foreign_names.md: the functions of other packages that lowmem_load replaces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from lowmem_load.foreign_names import TABLE, ForeignName

@@ -1,7 +1,5 @@
 """A stand-in for the Hub: serves a folder as a model, to the process that calls it, and notes what it is asked."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Iterator

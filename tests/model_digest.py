@@ -1,7 +1,5 @@
 """A digest of a model's tensors that is the same however many ranks hold them, for tests of loads and saves."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 

@@ -3,8 +3,6 @@
 The reference trains in one process on the batches of all ranks: the mean of their losses, torch's AdamW and clipping.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gives each engine a configuration of its own, on releases of DeepSpeed that take torch_adam out of the caller's."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

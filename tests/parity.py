@@ -3,8 +3,6 @@
 What a rank must hold is taken from DeepSpeed: stock `zero.Init` partitions copies of the ordinary parameters.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

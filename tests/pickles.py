@@ -1,7 +1,5 @@
 """Pickles made by hand: calls of any function, and tensors whose views lie."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from typing import Any

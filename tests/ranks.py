@@ -4,8 +4,6 @@ Each call forks new processes from a forkserver that has torch, transformers and
 and transformers keep globals that one test must not leave to the next. Only the standard library is imported here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing

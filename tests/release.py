@@ -4,8 +4,6 @@ python tests/release.py contents FOLDER     # of the wheel and the sdist in it
 python tests/release.py examples PYTHON     # run by that interpreter, in which the wheel is installed, outside of here
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Steps of ranks in tests: what all ranks bring, and a group whose other ranks are scripted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Storage that is not there: file systems that hold what tests have written, as far as lowmem_load can tell."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

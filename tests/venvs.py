@@ -1,7 +1,5 @@
 """Environments with other releases under .cache: torch comes first and alone, then all else in one go."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

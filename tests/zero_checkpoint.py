@@ -6,8 +6,6 @@ of those. Under stages 1 and 2 the parameters of a group lie one behind the othe
 tensors as there are ranks.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ environments.yaml says what is installed and which tests run. The counts go into
 tables of RESULTS.md. Ends with status 1 if an environment could not be made or a test failed; the others still run.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime as dt
 import importlib.metadata

@@ -1,7 +1,5 @@
 """The table of foreign names: it is all that is replaced, it is true, and nothing stays replaced."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import gc

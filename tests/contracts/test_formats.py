@@ -1,7 +1,5 @@
 """Every checkpoint format passes the shipped contract."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Every quantized format passes the shipped contract."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from pathlib import Path

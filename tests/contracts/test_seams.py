@@ -1,7 +1,5 @@
 """The seams notice when DeepSpeed or transformers is not what they were written for, before they rely on it."""
 
-from __future__ import annotations
-
 import ast
 import enum
 import inspect

@@ -1,7 +1,5 @@
 """Every byte source passes the shipped contract; and what local files alone can get wrong."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every target passes the shipped contract, under each setting that changes what ranks hold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

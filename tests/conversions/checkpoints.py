@@ -1,7 +1,5 @@
 """Checkpoints whose weights are quantized, written as published ones are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

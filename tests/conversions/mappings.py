@@ -5,8 +5,6 @@ for all model types that have it. A *case* of a chain is a set of source tensors
 the operations ask for. Sizes are small and odd, so that partition borders fall everywhere.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Iterator

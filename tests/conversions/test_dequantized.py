@@ -1,7 +1,5 @@
 """Weights that transformers dequantizes on load: the plan of every rank gives the bytes of its own dequantization."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

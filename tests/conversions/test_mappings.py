@@ -1,7 +1,5 @@
 """Every converter of transformers' mapping: the plan of every rank of worlds 1 to 8 gives transformers' own bytes."""
 
-from __future__ import annotations
-
 import inspect
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every converter of transformers' mapping, turned back: what the ranks write is what transformers' own code gives."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 

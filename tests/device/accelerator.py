@@ -1,7 +1,5 @@
 """DeepSpeed's view of the simulated device: what CUDA_Accelerator answers where that differs from the CPU's."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Compiles the simulated device: in about a minute, once, until its sources change."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

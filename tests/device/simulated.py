@@ -3,8 +3,6 @@
 Importing this makes it the accelerator of the process, for good. A process that is to fork imports it in the child.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import types
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """`make gpu-check` on the simulated device, so that it works on the day there is a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

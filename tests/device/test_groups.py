@@ -1,7 +1,5 @@
 """Process groups of ranks with devices: the device comes first, loads use no collective, mixtures of backends work."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lazy models on the simulated device: moved without a read, read straight to the device, sharded by slices."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

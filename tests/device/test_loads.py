@@ -1,7 +1,5 @@
 """Loads on the simulated device: memory and copies as stated, whatever stream, default device or offload there is."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import mmap

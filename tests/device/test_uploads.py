@@ -1,7 +1,5 @@
 """Device memory is filled with the right bytes, in the right order, by asynchronous copies."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`iter_weights` to consumers with streams of their own."""
 
-from __future__ import annotations
-
 from tests.ranks import SIMULATED, run_ranks
 
 

@@ -1,7 +1,5 @@
 """The rows of the matrix: faults, the moments of a load at which they strike, and what must come of each."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -4,8 +4,6 @@ Rules lie in a file that the process and whoever plays the fault both map: switc
 back to see whether, how often and when a rule was acted on.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import mmap

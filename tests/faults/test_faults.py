@@ -3,8 +3,6 @@
 Each fault strikes at each moment once, on the first or the last of 2 or 3 ranks in turn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Only the standard library is imported before a job runs: the process that ranks are forked from has the rest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

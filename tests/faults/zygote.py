@@ -4,8 +4,6 @@ Started as `python -m tests.faults.zygote`. Each line of its input is the JSON o
 input it ends, and the ranks with it.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -5,8 +5,6 @@ results.json, and goes from there into the table of tests/frameworks/RESULTS.md.
 The command ends with status 1 if a case failed, or differs from stock where cases.yaml does not say why.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

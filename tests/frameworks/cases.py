@@ -1,7 +1,5 @@
 """The environments and cases of cases.yaml as data; its head says what each field means."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

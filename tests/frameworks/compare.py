@@ -1,7 +1,5 @@
 """What two runs of a case came to, side by side: losses, saved tensors, memory, and what lowmem_load said."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The results of cases, results.json, and their table in RESULTS.md: `python -m tests.frameworks.page`."""
 
-from __future__ import annotations
-
 import datetime as dt
 import importlib.metadata
 import json

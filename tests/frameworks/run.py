@@ -1,7 +1,5 @@
 """Runs the command of a case in the environment of its framework, as it is or behind `lowmem-load run`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -4,8 +4,6 @@ Runs in the environment of the framework, in stock and ours alike; a case asks f
 takes part in loading a model, or in training one.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

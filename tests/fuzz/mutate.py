@@ -1,7 +1,5 @@
 """Mutates inputs: as bytes, as JSON, as opcodes of a pickle. The same generator gives the same inputs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pickletools

@@ -4,8 +4,6 @@ Of any input must come a result or an error of lowmem_load: no other error, noth
 the input itself, and time and memory that the input bounds. Where somebody else reads the same format, both must agree.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

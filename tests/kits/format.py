@@ -1,7 +1,5 @@
 """What any `CheckpointFormat` must do, as tests."""
 
-from __future__ import annotations
-
 import abc
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Bytes in memory as a source, for tests that need no files and want to know what is read."""
 
-from __future__ import annotations
-
 import hashlib
 
 from lowmem_load.errors import TruncatedFileError

@@ -1,7 +1,5 @@
 """What any `QuantizedFormat` must do, as tests."""
 
-from __future__ import annotations
-
 import abc
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What any `ByteSource` must do, as tests."""
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import random

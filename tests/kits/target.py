@@ -1,7 +1,5 @@
 """What any `Target` must do, as tests."""
 
-from __future__ import annotations
-
 import abc
 import math
 from collections.abc import Iterator

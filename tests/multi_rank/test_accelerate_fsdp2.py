@@ -1,7 +1,5 @@
 """accelerate's FSDP2 under `install()`: unchanged calls, without a full copy on any rank and without a broadcast."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """Adapters whose initialisation reads or changes the weights that they adapt: loaded as an ordinary load does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What people do with a loaded model under ZeRO-3 works: generate, resize, save, LoRA, checkpointing, from_config."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Legacy pytorch_model*.bin, beyond test_parity.py: the dtype that a file has, and files that are refused."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

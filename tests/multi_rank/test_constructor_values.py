@@ -1,7 +1,5 @@
 """What the constructor of a model computes is there after every kind of load: code that comes with a checkpoint."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

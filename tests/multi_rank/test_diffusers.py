@@ -1,7 +1,5 @@
 """Models of diffusers: shards and partitions equal its plain load, files equal its plain save."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

@@ -1,7 +1,5 @@
 """DistributedInterface on several ranks."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """Models that transformers shards by a `DistributedConfig`, or FSDP2 over a mesh: as after a plain load."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

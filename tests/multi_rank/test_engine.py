@@ -1,7 +1,5 @@
 """ModelEngine on two ranks: what it sets up trains, in each precision, and it leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

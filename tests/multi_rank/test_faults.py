@@ -1,7 +1,5 @@
 """What fails on one rank before ranks have agreed on anything is an error on all of them, within seconds."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Where checkpoints lie and how they are stored: folders, variants, surplus files, remote code, block scales."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A load that does not fit into host memory is one error on all ranks, with sizes, before anything is allocated."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

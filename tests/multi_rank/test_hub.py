@@ -1,7 +1,5 @@
 """Loads from the Hub: ranks that share a cache download once, and ranks that are told other commits raise."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`iter_weights`: its buckets hold, bit for bit, what the files of `save_model` hold."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

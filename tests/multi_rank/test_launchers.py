@@ -1,7 +1,5 @@
 """load_model works under each launcher, and without one."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Lazy models in the hands of code that shards, wraps or partitions: equal to ordinary ones, whoever does it."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

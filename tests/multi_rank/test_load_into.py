@@ -1,7 +1,5 @@
 """`load_into` fills what a mesh has sharded: every shard equals the ordinary load, whatever the placements are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The measure is what torch gathers, `full_tensor()`. Its rows are of distinct values, and no dim divides by the ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

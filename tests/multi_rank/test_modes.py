@@ -1,7 +1,5 @@
 """Every ZeRO-3 mode of `zero_modes.py` that CPU ranks can run: partitions, whole parameters and losses of stock."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Random modules whose children have the names that wrappers, trainers and optimizers use: no tensor is lost or renamed
 without a word by a save, `iter_weights`, a load or `consolidate`."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The code of docs/howto/own_module.md runs as it is written, on two ranks, with small checkpoints under its names."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Modules that are no transformers model: FSDP2 shards and ZeRO-3 partitions equal the plain load."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every partition is bit-identical to the ordinary load, for every kind of checkpoint and every world size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What initialize refuses, on every rank alike; and composites whose parts were loaded in several ways."""
 
-from __future__ import annotations
-
 import re
 from argparse import Namespace
 from collections.abc import Iterator

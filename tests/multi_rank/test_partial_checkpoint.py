@@ -1,7 +1,5 @@
 """A run of partial ZeRO-3 that was saved and resumed goes on as one that was not interrupted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

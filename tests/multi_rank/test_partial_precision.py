@@ -1,7 +1,5 @@
 """Partial ZeRO-3 in bf16 and fp16: master weights, one loss scale, and steps that both parts skip."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

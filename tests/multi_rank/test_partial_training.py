@@ -1,7 +1,5 @@
 """Partial ZeRO-3 trains as one process does on the batches of all ranks, whichever encoders the ranks run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A vision-language model of transformers: language model partitioned, tower and projector whole, by name."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A module whose parts have a checkpoint each: two transformers models and a projector, sharded, and trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """plan() is the plan that a rank makes and executes, made in a plain process: no group, no DeepSpeed, headers only."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from collections.abc import Iterator

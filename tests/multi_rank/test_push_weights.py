@@ -1,7 +1,5 @@
 """`push_weights` to functions and clients; TRL's own sync under `install`, to a receiver that speaks its protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import queue

@@ -3,8 +3,6 @@
 Stock holds them whole on every rank until `deepspeed.initialize` cuts them up.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Stock packs or holds whole weights on every rank until `fully_shard` cuts them up.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from pathlib import Path

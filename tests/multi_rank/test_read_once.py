@@ -1,7 +1,5 @@
 """Ranks that hold the same read it once: the values of ranks that read alone, of fewer bytes; else each reads alone."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Loads from remote stores: bit for bit the ordinary ones, each byte asked for once, and one error if they fail."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

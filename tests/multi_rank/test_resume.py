@@ -4,8 +4,6 @@ Starting ranks is slow, so the test starts two, once, and has what three have sa
 on elsewhere are run by `-m release`.
 """
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

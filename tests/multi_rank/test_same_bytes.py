@@ -1,7 +1,5 @@
 """Ranks that hold different checkpoints of the same shapes are stopped; each node may have files of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """save_model: what all ranks write together is what `save_pretrained` of the whole model writes, file by file."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """`save_model` of a model of DTensors: the bytes that `save_pretrained` of the whole model writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

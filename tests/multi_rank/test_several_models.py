@@ -1,7 +1,5 @@
 """Several models in one process, models on some of the ranks, and what is done to a model between load and training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

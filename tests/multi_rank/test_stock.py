@@ -3,8 +3,6 @@
 Each way to load has processes of its own, since DeepSpeed replaces functions of torch when zero.Init is first entered.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """streaming() and load_model(): what they change, what they restore, what they refuse, and that training agrees."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

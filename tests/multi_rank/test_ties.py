@@ -1,7 +1,5 @@
 """What a config ties and the files tell apart: both tensors are kept, as in an ordinary load. And the reverse."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints of FSDP2 as torch and verl save them: folders equal save_pretrained, loads on other ranks are equal."""
 
-from __future__ import annotations
-
 import filecmp
 import os
 from collections.abc import Callable

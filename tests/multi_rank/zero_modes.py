@@ -1,7 +1,5 @@
 """The ZeRO-3 modes that are compared with DeepSpeed's own loads: `test_modes.py`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Any

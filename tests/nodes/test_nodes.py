@@ -4,8 +4,6 @@ What one machine cannot show with ordinary ranks: a cable that is cut, process n
 files that differ under one path. Skipped where namespaces cannot be made.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

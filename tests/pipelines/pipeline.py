@@ -1,7 +1,5 @@
 """Runs examples with and without lowmem_load, measured, for `tests/pipelines/test_examples.py`."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib

@@ -1,7 +1,5 @@
 """install() beside stock ZeRO-3, however ZeRO-3 was switched on: streamed with the same result, or left to stock."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings

@@ -1,7 +1,5 @@
 """The examples on 2 CPU ranks: stock and streamed agree, loading takes less memory, resuming changes nothing."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """install(): when it takes effect, what it leaves alone, the order mistakes it reports, and uninstall()."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Trainer.save_model under install(): the files that stock writes, without gathering and the key that asks for it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A server that gives one answer to all requests, and what tests of remote files share: logins, secrets, forks."""
 
-from __future__ import annotations
-
 import os
 import ssl
 import threading

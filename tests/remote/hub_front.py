@@ -1,7 +1,5 @@
 """The Hub as loads by byte ranges see it: it tells of a model, and sends those who want weights to a signed host."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

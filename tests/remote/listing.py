@@ -1,7 +1,5 @@
 """What S3's ListObjectsV2 answers, which GCS speaks too, of a folder: all in one page."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

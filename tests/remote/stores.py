@@ -13,8 +13,6 @@ Moto believes all signatures. Emulators of GCS are of no use: fake-gcs-server ig
 ways that obstore puts by, and gcp-storage-emulator knows no HEAD of the XML API.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """A file on a server that is an HTTP server and, as the environment says, S3."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which DeepSpeed configuration transformers sees, what it hears while a load is described, and models in a module."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Adapters in training checkpoints: what PEFT's own `save_pretrained` writes is what is written, or one error."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

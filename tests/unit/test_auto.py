@@ -1,7 +1,5 @@
 """Resolving "auto", and what is left of an active ds_config for a load."""
 
-from __future__ import annotations
-
 import copy
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """How benchmarks start ranks and measure memory."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import time

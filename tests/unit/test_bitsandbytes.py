@@ -1,7 +1,5 @@
 """bitsandbytes in 4 bits, as far as one process can show it: plans, the packed bytes, and files that are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

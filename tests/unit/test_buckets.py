@@ -1,7 +1,5 @@
 """Buckets and messages: what all ranks send is put together to what a whole model holds. No ranks are started."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What the ranks check before they read: room on disks and in memory; the same files, on ranks that are scripted."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """The command lowmem-load: it starts fast, and `run` replaces it with the given command."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Answers of the subcommands: figures of the plan, checks, exit codes; and what their start imports."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

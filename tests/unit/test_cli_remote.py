@@ -1,7 +1,5 @@
 """Subcommands of checkpoints at URLs and on the Hub: the answers of a local folder, and no downloads."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tempfile

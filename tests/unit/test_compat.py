@@ -1,7 +1,5 @@
 """What `make compat` says was tested."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

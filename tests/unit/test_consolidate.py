@@ -1,7 +1,5 @@
 """consolidate: what DeepSpeed's own script makes of a checkpoint, or an error that says what is wrong with it."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import json

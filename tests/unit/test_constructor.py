@@ -1,7 +1,5 @@
 """Building a model: values that a constructor computes are real, parameters are on meta, and the rest is named."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a package lacks is told in one error."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The planner: executing a plan rebuilds the value of the expression, for every rank of every world size."""
 
-from __future__ import annotations
-
 import math
 import sys
 from types import FrameType

@@ -1,7 +1,5 @@
 """dcp.py, rank_files.py, names.py: what real torch has saved is read; what is wrong with it is named."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

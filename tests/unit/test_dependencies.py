@@ -1,7 +1,5 @@
 """Whatever the package imports is declared."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

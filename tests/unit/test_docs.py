@@ -1,7 +1,5 @@
 """What the documents name is there: paths, links, public names."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import runpy

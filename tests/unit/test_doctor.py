@@ -1,7 +1,5 @@
 """`lowmem-load doctor`: each finding has a cause, and no finding stops the other checks."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

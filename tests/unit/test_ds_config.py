@@ -1,7 +1,5 @@
 """Reading a ds_config, its ZeRO stage, and what its keys may hold."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

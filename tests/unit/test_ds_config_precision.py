@@ -1,7 +1,5 @@
 """Every combination of ds_config and training arguments, and docs/reference/configuration.md against the code."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

@@ -1,7 +1,5 @@
 """What an engine is asked for: the optimizer and the scale of parameters outside of it."""
 
-from __future__ import annotations
-
 import inspect
 from collections import UserDict, namedtuple
 from dataclasses import dataclass

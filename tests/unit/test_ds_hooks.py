@@ -1,7 +1,5 @@
 """Hooks on deepspeed.initialize: what they are given, what they decide, and that nothing is asked after they end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Variables of the environment that say which rank this is; `test_process_group.py` has what is made of them."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """What errors of ranks say."""
 
-from __future__ import annotations
-
 import pytest
 
 from lowmem_load.errors import RankError, error_text

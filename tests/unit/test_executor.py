@@ -1,7 +1,5 @@
 """The reader puts the right bytes in the right place, within its budget, and never believes a short file."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """Expressions: what each constructor makes of its parts, and what it leaves out because it would change nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

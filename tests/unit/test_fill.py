@@ -1,7 +1,5 @@
 """`fill` proves the memory before it reads, names what it fills, and the step around it tells how far it is."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Hooks on frameworks: a release that lacks a name costs one warning, which says what is lost, and breaks no import."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

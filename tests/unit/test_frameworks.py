@@ -1,7 +1,5 @@
 """The cases of tests/frameworks, their results, and the page that shows them."""
 
-from __future__ import annotations
-
 import shlex
 
 from tests.frameworks import page

@@ -3,8 +3,6 @@
 So are configurations of adapters.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """inert_pickle.py: a pickle describes tensors; anything else is refused by name and never run."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import time

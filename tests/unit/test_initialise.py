@@ -1,7 +1,5 @@
 """Writes into parameters: in order, with the random numbers that torch would draw, and one whole at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

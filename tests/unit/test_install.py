@@ -1,7 +1,5 @@
 """install(): a wrong order of loading is noticed, however deepspeed.initialize is called."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

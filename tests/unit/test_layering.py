@@ -1,7 +1,5 @@
 """Which folder of lowmem_load imports which, and which alone uses DeepSpeed, transformers, files and the like."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 from collections.abc import Iterator

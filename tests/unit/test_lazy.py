@@ -1,7 +1,5 @@
 """`lazy`: whatever code does to a model that is read when it is looked at, values are those of an ordinary one."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import copy
 import errno

@@ -1,7 +1,5 @@
 """What load_model, streaming, plan and load_report refuse before anything is read."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The lock for loads of one process: who waits for it, and who gives up."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A plan as data: what is equal, what is summed, what ranks have in common, and costs that add up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """What stands in for what transformers has: alike to it, and gone afterwards."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

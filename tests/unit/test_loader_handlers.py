@@ -1,7 +1,5 @@
 """Who handles a from_pretrained: of which block, in which thread, and nothing left behind."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """integrations/llamafactory.py: which forms of arguments `ModelEngine` takes, and which it refuses."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a name stands for: which folders hold weights that can be streamed, and which configurations make a model."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

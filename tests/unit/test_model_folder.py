@@ -1,7 +1,5 @@
 """Names of checkpoints that are not on this machine: which ones are meant, and what transformers does with them."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Modules that are filled by names: from which files, by which names, and what happens to all that has none there."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which file systems are on the network, and what a read of them is taken to cost. The mounts are made up."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

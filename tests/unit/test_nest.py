@@ -1,7 +1,5 @@
 """Elements are moved where a nest says, also in pieces and gathered first; numpy decides where that is."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Which processes share a node, and what is free of host memory: of the machine, in cgroups, within limits."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Files in object stores and on HTTP servers, beyond test_remote_objects.py: lists, URLs, redirects, proxies, TLS."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import ssl

@@ -1,7 +1,5 @@
 """Few sources are open at a time, none twice needlessly, and none that changed goes unnoticed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -1,7 +1,5 @@
 """Loads of DeepSpeed's ops: a lock of another build is named, and so is a folder that cannot be written."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

@@ -1,7 +1,5 @@
 """What DeepSpeed is asked about parameters and buffers; stand-ins have the attributes that ZeRO-3 hangs on one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

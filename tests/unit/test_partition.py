@@ -1,7 +1,5 @@
 """The partitioner under offload_param to nvme: which error is whose, and whose folder is whose."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Which rank is given up, when, and with what words."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """inert_pickle.py makes a tree of any pickle; `plain` creates its plain values and names other objects."""
 
-from __future__ import annotations
-
 import collections
 import os
 import random

@@ -1,7 +1,5 @@
 """The planner: fills that are proved, values that are shared, costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """DistributedInterface in one process. Groups are made in fresh ones: torch, DeepSpeed and os.environ keep state."""
 
-from __future__ import annotations
-
 import functools
 import os
 import threading

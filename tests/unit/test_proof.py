@@ -1,7 +1,5 @@
 """The proof that copies cover a destination once, against counting the writes to each element."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

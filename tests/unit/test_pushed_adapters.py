@@ -1,7 +1,5 @@
 """The folder in memory through which an engine gets an adapter."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Quantized weights: settings that would destroy packed ones, quantizers of transformers, functions described once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What has no values of its own on a rank is refused before anything is written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

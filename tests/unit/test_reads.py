@@ -1,7 +1,5 @@
 """From copies to reads: the same elements go to the same places, in few reads that keep to their limits."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What ranks hold: ranges and grids against counting one by one, cuts against torch's own, rules for all ranks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

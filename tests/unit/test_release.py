@@ -1,7 +1,5 @@
 """What a release lacks, or has too much of, is found."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

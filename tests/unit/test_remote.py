@@ -1,7 +1,5 @@
 """Checkpoints on the Hub, on a server of this machine: headers alone are fetched, and each once."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import zipfile

@@ -1,7 +1,5 @@
 """Folders that stand for checkpoints in remote stores: what is looked up, fetched and refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

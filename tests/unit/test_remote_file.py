@@ -1,7 +1,5 @@
 """Requests of files in remote stores: what is made again, how often, and how many at a time."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

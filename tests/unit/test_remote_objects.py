@@ -1,7 +1,5 @@
 """What holds of a file on an HTTP server and of one in an object store: faults, wrong answers, refusals, secrets."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

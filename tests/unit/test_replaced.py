@@ -1,7 +1,5 @@
 """Handlers that stand in for functions: where they are called, and what is left of them."""
 
-from __future__ import annotations
-
 import contextvars
 import functools
 import sys

@@ -1,7 +1,5 @@
 """Who reads what of the memory that several ranks fill alike: each piece once, near-equal shares, equal on all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The replicated part, on one rank: what is reduced, averaged, skipped and stepped; and splitting an optimizer."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report: what it takes from a plan, seconds that add up, memory that is measured, and figures as text."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import mmap

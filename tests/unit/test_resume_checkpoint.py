@@ -1,7 +1,5 @@
 """zero_checkpoint.py: what a ZeRO checkpoint holds besides weights, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path

@@ -1,7 +1,5 @@
 """training_checkpoints/zero_checkpoint.py: any range of any parameter is found in the files of any number of ranks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Headers are untrusted: every malformed one is refused with a message that names the fault."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 That all else is taken as by safetensors itself is shown for the corpus of tests/fuzz.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import struct

@@ -1,7 +1,5 @@
 """Which files a save would write, and what it says of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

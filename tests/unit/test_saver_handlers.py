@@ -1,7 +1,5 @@
 """Saves of scripts that are handed to a handler: which ones, with what, and what may be done with a placeholder."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """A folder that is saved appears all at once, whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

@@ -1,7 +1,5 @@
 """What PEFT's code merges later, layer by layer, are the weights that it merges at once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

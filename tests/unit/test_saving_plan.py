@@ -1,7 +1,5 @@
 """Which rank writes which bytes, against torch, for every rank of many worlds."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Mapping

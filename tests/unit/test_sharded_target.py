@@ -1,7 +1,5 @@
 """Which rank of a mesh writes a shard, and where a sharded model is filled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Allocators' errors name what the memory was for."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 

@@ -1,7 +1,5 @@
 """Local files as byte sources, beyond tests/contracts/test_sources.py."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc

@@ -1,7 +1,5 @@
 """From a `from_pretrained` to a described model, its plan and what is made of it: values, and what they cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

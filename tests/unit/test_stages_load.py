@@ -1,7 +1,5 @@
 """The stages in order, as far as one process can show it: progress, changing files, and what is warned of."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

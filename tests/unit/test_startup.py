@@ -3,8 +3,6 @@
 transformers and lowmem_load's own install are stood in for in most processes here: their start is what is tested.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Operations on symbolic tensors describe what torch would compute, and read nothing until asked."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable

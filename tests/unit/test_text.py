@@ -1,7 +1,5 @@
 """Sizes as text; digests of lines of text."""
 
-from __future__ import annotations
-
 import pytest
 
 from lowmem_load.text import count, fingerprint, size, spell_ranks

@@ -1,7 +1,5 @@
 """saved_state.py: blocks make up the tensor that they were cut from, or it is said which part is missing."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """torch_zip.py: what torch.save wrote comes back bit by bit; anything else is refused by name and never run."""
 
-from __future__ import annotations
-
 import io
 import os
 import tracemalloc

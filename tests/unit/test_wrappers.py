@@ -1,7 +1,5 @@
 """Names without what others put around modules: a part of a name goes by the class of the module that stands there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

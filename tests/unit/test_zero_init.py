@@ -1,7 +1,5 @@
 """A zero.Init around a load: without effect inside, in effect afterwards, and compared with what the load makes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import deepspeed

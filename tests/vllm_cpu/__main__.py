@@ -6,8 +6,6 @@ noted, and `save_model` writes a folder. Then a fresh engine of each folder has 
 TRL are installed once, into `.cache/vllm` (2 GB). Ends with status 1 if they differ.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """vLLM's engine on CPU, and its greedy outputs: `python -m tests.vllm_cpu.engine FOLDER OUT`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 The method "full" trains all weights, "merged" a LoRA that TRL's sync merges, "adapters" one that is sent alone.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -4,8 +4,6 @@ A rank writes what it starts and what comes of it to a journal, line by line, so
 when it was killed. A type that takes longer than its limit ends the rank, with the stacks in its output.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -3,8 +3,6 @@
 Rules on field names do most of it (`PROFILES`); overrides.yaml is the table of what they cannot know.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping

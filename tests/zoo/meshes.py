@@ -1,7 +1,5 @@
 """Loads of a model type on meshes of DTensors: by `load_model`, and by transformers itself."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -3,8 +3,6 @@
 `walk.py` does all types.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

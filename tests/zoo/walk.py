@@ -4,8 +4,6 @@ One set of ranks handles many types in sequence, since starting ranks costs more
 or raises is started again behind the type that did it.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

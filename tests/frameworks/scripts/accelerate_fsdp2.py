@@ -1,7 +1,5 @@
 """accelerate and a plain loop under the FSDP2 that `accelerate launch` asks for; `--lora` trains an adapter."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No framework: `HfDeepSpeedConfig`, `from_pretrained`, `deepspeed.initialize`, a loop; `--lora` trains an adapter."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lightning's own loop under DeepSpeedStrategy, the model loaded in `configure_model`; `--lora` trains an adapter."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

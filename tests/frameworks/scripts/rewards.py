@@ -1,7 +1,5 @@
 """A reward for TRL's GRPO that differs between completions of any model, however little it was trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """SentenceTransformerTrainer over mean-pooled states; `--lora` trains an adapter."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The Trainer under FSDP2, which nothing but TrainingArguments asks for; `--lora` trains an adapter."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
