@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from tqdm.auto import tqdm
 
-from lowmem_load.errors import ConfigError, outside_level
+from lowmem_load.errors import ConfigError
 from lowmem_load.text import size
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 STATM = Path("/proc/self/statm")
 """Has the resident pages second, those of files and shared memory third (Linux `Documentation/filesystems/proc.rst`).
@@ -152,17 +146,3 @@ class ProgressLines:
         done = f"{size(self._done)} of {size(self._total)}, {size(rate)}/s, about {left_s:.0f} s left"
         sys.stderr.write(f"lowmem_load: {self._description} of rank 0: {done}\n")
         sys.stderr.flush()
-
-
-def without_progress(function: Callable[P, R]) -> Callable[P, R]:
-    """Accept `progress=` in calls of a function for one release, and ignore it: `PROGRESS` has replaced it."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "progress" in kwargs:
-            del kwargs["progress"]
-            text = f"{function.__name__}: progress= is ignored. Set {PROGRESS} to 1 or 0 in the environment."
-            warnings.warn(text, FutureWarning, stacklevel=outside_level())
-        return function(*args, **kwargs)
-
-    return call

@@ -27,7 +27,7 @@ require(
 )
 
 Handler: TypeAlias = "Callable[[dict[str, Any]], Any]"
-"""Gets the arguments by name; returns the result of the call, or None to let the call go on."""
+"""Gets the arguments that are given by name; returns the result of the call, or None to let the call go on."""
 
 FULL_MODEL = "_full_model"
 """Attribute of the stand-in for a model that a partial engine gives to `deepspeed.initialize`: the full model."""
@@ -42,8 +42,8 @@ _SIGNATURES = {
 }
 
 
-def hooked(handler: Handler, name: ForeignName = foreign_names.INITIALIZE) -> AbstractContextManager[None]:
-    """Inside, every call goes to `handler` first; of several blocks, to the innermost. They may end in any order."""
+def asked_first(name: ForeignName, handler: Handler) -> Callable[..., Any]:
+    """Return what stands in for a function of DeepSpeed: it asks `handler` first."""
 
     def call(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -53,18 +53,12 @@ def hooked(handler: Handler, name: ForeignName = foreign_names.INITIALIZE) -> Ab
         result = handler(arguments)
         return ordinary(*args, **kwargs) if result is None else result
 
-    return replaced({name: call}, everywhere=True)
+    return call
 
 
-def engine_hooked(name: ForeignName, handler: Callable[[Any, dict[str, Any]], Any]) -> AbstractContextManager[None]:
-    """Inside, every call of this method of any engine goes to `handler` first, with all its arguments."""
-    defaults = {parameter.name: parameter.default for parameter in _SIGNATURES[name].parameters.values()}
-
-    def with_defaults(arguments: dict[str, Any]) -> Any:
-        arguments = {**defaults, **arguments}
-        return handler(arguments.pop("self"), arguments)
-
-    return hooked(with_defaults, name)
+def hooked(handler: Handler) -> AbstractContextManager[None]:
+    """Inside, every `deepspeed.initialize` asks `handler` first; of several blocks, the innermost."""
+    return replaced({foreign_names.INITIALIZE: asked_first(foreign_names.INITIALIZE, handler)}, everywhere=True)
 
 
 def is_shell(model: nn.Module) -> bool:

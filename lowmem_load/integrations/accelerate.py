@@ -17,8 +17,7 @@ import inspect
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,16 +29,14 @@ from lowmem_load.distributed import environment
 from lowmem_load.distributed.steps import RankGroup, has_group
 from lowmem_load.engines.target import Target
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.integrations.hooks import replaced_once_imported
 from lowmem_load.load.load import Options, find, is_to_be_found, leave_to_stock, make_executor, why_stock
 from lowmem_load.load.report import LoadReport
-from lowmem_load.models import loader
 from lowmem_load.models.active import active_zero3_config, draws_no_missing
 from lowmem_load.models.loader import SHARDS, Call
 from lowmem_load.models.model_folder import rename_loaded
 from lowmem_load.models.quantizers import stays_packed
 from lowmem_load.models.skeleton import ties_kept
-from lowmem_load.replaced import Handlers, holding, replaced, warn_of_missing
+from lowmem_load.replaced import Handlers, replaced, warn_of_missing
 from lowmem_load.symbolic.lazy import addresses_are_only_compared
 
 if TYPE_CHECKING:
@@ -55,20 +52,7 @@ _NOT_LAZY = (
 """Keywords of loads that transformers does by itself."""
 
 
-@contextlib.contextmanager
-def lazy_loads(options: Options, *, everywhere: bool) -> Iterator[None]:
-    """Inside, models for accelerate's FSDP2 are lazy until they are sharded: in this thread or task, or in all."""
-
-    def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
-        return load_lazily(call, options)
-
-    # With `everywhere`, names that are missing are noticed when accelerate or axolotl is imported.
-    hooked = _hooks() if everywhere else contextlib.nullcontext()
-    with hooked, loader.intercepted(load, is_for_fsdp2, everywhere=everywhere):
-        yield
-
-
-def load_lazily(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]]:
+def load_lazily(call: Call, *, options: Options) -> tuple[nn.Module, dict[str, Any]]:
     """Run a call; return a model that is lazy until accelerate shards it. Local: only then do the ranks agree."""
     from lowmem_load.load.lazy import describe_lazily  # most jobs have no FSDP2, and need not import all this
 
@@ -78,17 +62,10 @@ def load_lazily(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]
     on_node = environment.integer("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else ranks.world_size
     executor, report = make_executor(call, on_node), LoadReport(call.name, ranks.rank, ranks.world_size)
     try:
-        reader, model, info = describe_lazily(
-            call,
-            executor,
-            report,
-            make_target=_lazy_target,
-            on_load=options.on_load,
-        )
+        model, info = describe_lazily(call, executor, report, make_target=_lazy_target, on_load=options.on_load)
     except Exception as error:  # noqa: BLE001  it is raised again unless stock may work
         reason = why_stock(error, call, options)
     else:
-        reader.closing.enter_context(_hooks())  # also after the block
         if draws_no_missing():
             torch.set_rng_state(state)
         place = _device_of(device_map)
@@ -98,11 +75,6 @@ def load_lazily(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]
     if device_map is not None:
         call.kwargs["device_map"] = device_map
     return leave_to_stock(call, "stock FSDP2", reason, state)
-
-
-def _hooks() -> contextlib.ExitStack:
-    """Inside, each rank reads its shards of a lazy model that accelerate shards on the meta device."""
-    return replaced_once_imported(_HANDLERS, lambda: _HANDLERS)
 
 
 def is_for_fsdp2(kwargs: Mapping[str, Any]) -> bool:
@@ -169,8 +141,6 @@ def _fill(ordinary: Any, accelerator: Any, model: nn.Module, state: Any, *args: 
     from lowmem_load.engines.mesh import offloads
     from lowmem_load.load.fill_lazy import are_lazy, fill_sharded
 
-    while isinstance(ordinary, functools.partial) and ordinary.func is _fill:
-        (ordinary,) = ordinary.args  # this rank may be in several blocks, and another one in one
     if not are_lazy(model):
         return ordinary(accelerator, model, state, *args, **kwargs)
     is_offloaded = offloads({"offload_policy": accelerator.state.fsdp_plugin.cpu_offload})
@@ -191,8 +161,6 @@ def _prepare_model(ordinary: Any, accelerator: Any, model: nn.Module) -> Any:
 
 # -- ZeRO-3 ------------------------------------------------------------------------------------------------------------
 
-_IS_PARTITIONING: ContextVar[bool] = ContextVar("lowmem_load_is_partitioning", default=False)
-
 
 def _partition(ordinary: Callable[..., None], init: Any, parameters: Iterable[nn.Parameter]) -> None:
     """Have each rank read its partitions of what is still as in the files; all else is partitioned as in stock.
@@ -202,11 +170,7 @@ def _partition(ordinary: Callable[..., None], init: Any, parameters: Iterable[nn
     from lowmem_load.engines.partition import Partitioner
     from lowmem_load.load.fill_lazy import fill_partitions
 
-    if _IS_PARTITIONING.get():  # an outer block's
-        ordinary(init, parameters)
-        return
-    with holding(_IS_PARTITIONING, True):
-        ordinary(init, fill_partitions(Partitioner.of(init), list(parameters)))
+    ordinary(init, fill_partitions(Partitioner.of(init), list(parameters)))
 
 
 def _broadcast_model(ordinary: Callable[..., None], engine: Any) -> None:
@@ -217,7 +181,7 @@ def _broadcast_model(ordinary: Callable[..., None], engine: Any) -> None:
         ordinary(engine)
 
 
-_HANDLERS: Handlers = {
+HANDLERS: Handlers = {
     foreign_names.PARTITION: _partition,
     foreign_names.BROADCAST_MODEL: _broadcast_model,
     foreign_names.ACCELERATE_FILL: _fill,

@@ -1,43 +1,39 @@
-"""diffusers under `install` and `streaming`: its models are lazy until DeepSpeed or accelerate's FSDP2 takes them.
+"""diffusers under `install`: its models are lazy until DeepSpeed or accelerate's FSDP2 takes them.
 
 diffusers knows no ZeRO-3: its stock models are whole until `deepspeed.initialize`, and scripts change them before that.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
-
 from lowmem_load import foreign_names
 from lowmem_load.errors import NotStreamedWarning, UnsupportedError, outside_level
 from lowmem_load.integrations.accelerate import load_lazily, may_be_lazy, uses_fsdp2
-from lowmem_load.integrations.hooks import replaced_once_imported
 from lowmem_load.load.load import Options
 from lowmem_load.models import diffusion
 from lowmem_load.models.active import active_zero3_config, inside_load
-from lowmem_load.models.loader import Call
 from lowmem_load.replaced import Handlers
 
+NAMES = (
+    foreign_names.DIFFUSERS_FROM_PRETRAINED,
+    foreign_names.DIFFUSERS_SINGLE_FILE,
+    foreign_names.DIFFUSERS_PIPELINE,
+)
+"""What `handlers` replaces."""
 
-def diffusers_loads(options: Options, *, everywhere: bool) -> contextlib.AbstractContextManager[object]:
-    """Inside, models of diffusers are streamed: in this thread if diffusers is imported, or in all."""
 
-    def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
-        return load_lazily(call, options)
-
-    if not everywhere:
-        return diffusion.intercepted(load, _is_wanted)
-    others: Handlers = {
+def handlers(options: Options) -> Handlers:
+    """Return what streams models of diffusers, which is imported."""
+    return {
+        **diffusion.handlers(functools.partial(load_lazily, options=options), _is_wanted),
         foreign_names.DIFFUSERS_SINGLE_FILE: _load_single_file,
         foreign_names.DIFFUSERS_PIPELINE: _load_pipeline,
     }
-    names = (foreign_names.DIFFUSERS_FROM_PRETRAINED, *others)
-    return replaced_once_imported(names, lambda: {**diffusion.handlers(load, _is_wanted), **others})
 
 
 def _is_wanted(cls: type, kwargs: Mapping[str, Any]) -> bool:
@@ -65,13 +61,6 @@ def _load_single_file(ordinary: Callable[..., Any], cls: type, *args: Any, **kwa
 # -- saves -------------------------------------------------------------------------------------------------------------
 
 
-def diffusers_saves() -> contextlib.AbstractContextManager[object]:
-    """Inside, `save_pretrained` of a sharded or partitioned model of diffusers does what `save_model` does."""
-    return replaced_once_imported(
-        [foreign_names.DIFFUSERS_SAVE], lambda: {foreign_names.DIFFUSERS_SAVE: _save_pretrained}
-    )
-
-
 def _save_pretrained(ordinary: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Do what `ModelMixin.save_pretrained` does. Of a model in parts: collective, all ranks that hold one."""
     from lowmem_load.weights_out.rank_shards import group_of, ranks_of  # not all who load also save
@@ -95,3 +84,6 @@ def _save_pretrained(ordinary: Callable[..., None], *args: Any, **kwargs: Any) -
     with ranks_of(model).step(title, is_prompt=True):
         pass  # wait for all ranks
     save_model(model, folder, max_shard_size=arguments["max_shard_size"], variant=arguments["variant"])
+
+
+SAVE_HANDLERS: Handlers = {foreign_names.DIFFUSERS_SAVE: _save_pretrained}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -13,22 +12,16 @@ from lowmem_load import foreign_names
 from lowmem_load.config.ds_config import Precision
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.engines.engine_states import is_plain_zero3
-from lowmem_load.engines.hooks import engine_hooked, hooked, is_shell
+from lowmem_load.engines.hooks import asked_first, is_shell
 from lowmem_load.engines.parameters import is_partitioned
 from lowmem_load.errors import ConfigError, LoadOrderWarning, outside_level
 from lowmem_load.load.load import REPORT_ATTRIBUTE
 from lowmem_load.load.load_model import why_left_to_stock
 from lowmem_load.models.active import transformers_models
+from lowmem_load.replaced import Handlers
 from lowmem_load.resume.load_checkpoint import load_checkpoint
 from lowmem_load.training_checkpoints.zero_checkpoint import saved_by
 from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
-
-
-@contextlib.contextmanager
-def engines_hooked() -> Iterator[None]:
-    """Inside, engines get models that suit them, and take checkpoints of other numbers of ranks."""
-    with engine_hooked(foreign_names.LOAD_CHECKPOINT, _load_checkpoint), hooked(_before_engine):
-        yield
 
 
 def _before_engine(arguments: Mapping[str, Any]) -> None:
@@ -81,15 +74,22 @@ def _check_load_order(model: nn.Module) -> None:
             )
 
 
-def _load_checkpoint(engine: Any, arguments: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]] | None:
+def _load_checkpoint(arguments: dict[str, Any]) -> tuple[str | None, dict[str, Any]] | None:
     """Load a checkpoint that another number of ranks saved, in place of `engine.load_checkpoint`; else return None."""
-    if not is_plain_zero3(engine) or engine.load_universal_checkpoint() or arguments["custom_load_fn"] is not None:
+    engine = arguments.pop("self")
+    if not is_plain_zero3(engine) or engine.load_universal_checkpoint() or arguments.get("custom_load_fn") is not None:
         return None
     ranks = ranks_of(unwrapped(engine))
     # Ranks may see only the files of their own node. All must take the same way.
     with ranks.step("finding the checkpoint") as step:
-        step.payload = saved_by(arguments["load_dir"], arguments["tag"])
+        step.payload = saved_by(arguments["load_dir"], arguments.get("tag"))
     saved_for = set(step.payloads)
     if len(saved_for) > 1 or saved_for <= {None, ranks.world_size}:
         return None
     return load_checkpoint(engine, **{name: value for name, value in arguments.items() if name != "custom_load_fn"})
+
+
+HANDLERS: Handlers = {
+    foreign_names.INITIALIZE: asked_first(foreign_names.INITIALIZE, _before_engine),
+    foreign_names.LOAD_CHECKPOINT: asked_first(foreign_names.LOAD_CHECKPOINT, _load_checkpoint),
+}

@@ -1,7 +1,8 @@
 """streaming() and install(): lowmem_load inside code that calls `from_pretrained` by itself, for a block or a script.
 
-`install` is `streaming(None)` without a block, and leaves to stock what cannot be streamed. It also hooks into
-`deepspeed.initialize`, saves, and `engine.load_checkpoint`.
+`streaming` goes by a ds_config of its own, and raises for what cannot be streamed. `install` follows the configuration
+that is active in transformers and accelerate, and leaves to stock what cannot be streamed. It also hooks into
+`deepspeed.initialize`, saves, and `engine.load_checkpoint`, once a program imports what is replaced there.
 """
 
 from __future__ import annotations
@@ -12,28 +13,36 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
+from types import ModuleType
 from typing import Any
 
+import torch
+from torch import nn
+
 from lowmem_load import foreign_names
-from lowmem_load.config.settings import Partition
-from lowmem_load.errors import ConfigError
+from lowmem_load.config.settings import Partition, read_settings
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.errors import LoadOrderWarning, RankError, UnsupportedError, outside_level
 from lowmem_load.foreign_names import ForeignName
-from lowmem_load.integrations.hooks import entered_once_imported, replaced_once_imported
-from lowmem_load.load.load import Options
-from lowmem_load.load.load_model import streaming_by_active_config, streaming_by_config
+from lowmem_load.integrations.imports import after_import
+from lowmem_load.load.load import Options, leave_to_stock
 from lowmem_load.load.report import OnLoad
-from lowmem_load.phases import without_progress
+from lowmem_load.load.request import make_load
+from lowmem_load.models import diffusion, loader
+from lowmem_load.models.active import active_zero3_config, deepspeed_config, load_lock, note_load, was_dropped
+from lowmem_load.models.loader import SHARDS, Call
 from lowmem_load.planning.replicas import ShareReads
-from lowmem_load.replaced import Handlers
+from lowmem_load.replaced import Handlers, replaced, usable_names, warn_of_loss, warn_of_missing
 
 logger = logging.getLogger(__name__)
 
 
-@without_progress
 @contextlib.contextmanager
 def streaming(
-    ds_config: Any = None,
+    ds_config: Any,
     *,
     partition: Partition | None = None,
     stream: bool = False,
@@ -42,12 +51,10 @@ def streaming(
     """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
 
     Under stages 0 to 2 models keep the dtype that the caller asked for; under stage 3 the ds_config decides, as with
-    stock ZeRO-3. Other threads load in the ordinary way. On exit everything is as before.
+    stock ZeRO-3. Other threads load in the ordinary way. On exit everything is as before. Collective: all ranks.
 
     Args:
-        ds_config: as for `load_model`. None follows transformers: each load goes by the ZeRO-3 configuration that
-            TrainingArguments, accelerate's plugin or an `HfDeepSpeedConfig` has set. Where accelerate will shard the
-            model by FSDP2, it is lazy, as by `lazy`, also after the block. Else loads are ordinary.
+        ds_config: as for `load_model`.
         partition: as for `load_model`, for each model that is loaded inside. A model without a chosen module stays
             whole.
         stream: as for `load_model`.
@@ -56,28 +63,28 @@ def streaming(
     Raises:
         ConfigError: ds_config cannot be used. Loads inside raise as `load_model` does.
     """
-    options = Options(stream=stream, share_reads=share_reads)
-    if ds_config is not None:
-        with streaming_by_config(ds_config, options, partition=partition):
-            yield
-        return
-    if partition is not None:
-        raise ConfigError("streaming() without a ds_config takes no partition")
-    from lowmem_load.integrations.accelerate import lazy_loads  # a load by a ds_config needs none of it
-    from lowmem_load.integrations.diffusion import diffusers_loads
-
+    with load_lock():
+        ranks = DistributedInterface()
+        with ranks.step("checking the ds_config") as step:
+            settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
+            step.digest = settings.compared
+    load = make_load(ranks, settings, Options(stream=stream, share_reads=share_reads))
     with (
-        streaming_by_active_config(options),
-        lazy_loads(options, everywhere=False),
-        diffusers_loads(options, everywhere=False),
+        deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
+        loader.intercepted(load),
+        diffusion.intercepted(load),
     ):
-        yield
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, RankError):
+                ranks.abort("streaming()", error)
+            raise
 
 
 _installed: list[contextlib.ExitStack] = []  # what to undo: at most one
 
 
-@without_progress
 def install(
     *,
     strict: bool = False,
@@ -119,26 +126,13 @@ def install(
     """
     if _installed:
         return
-    from lowmem_load.integrations.accelerate import lazy_loads
-    from lowmem_load.integrations.diffusion import diffusers_loads, diffusers_saves
-
     _warn_of_locks()
     options = Options(is_lenient=not strict, on_load=on_load, stream=stream, share_reads=share_reads)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(streaming_by_active_config(options, everywhere=True))
-        stack.enter_context(lazy_loads(options, everywhere=True))
-        stack.enter_context(diffusers_loads(options, everywhere=True))
-        stack.enter_context(
-            replaced_once_imported(
-                [foreign_names.LLAMAFACTORY_LOAD], lambda: _late("llamafactory").load_handlers(options)
-            )
-        )
-        stack.enter_context(replaced_once_imported(_TRL, lambda: _late("trl").HANDLERS))
-        stack.enter_context(entered_once_imported(_ENGINES, lambda _: _late("engine").engines_hooked()))
-        if saves:
-            stack.enter_context(diffusers_saves())
-            for names in _SAVES:
-                stack.enter_context(replaced_once_imported(names, _save_handlers))
+        for load, is_wanted in _loads(options):
+            stack.enter_context(loader.intercepted(load, is_wanted, everywhere=True))
+        for names, handlers in _hooks(options, saves=saves):
+            stack.enter_context(_replaced_once_imported(names, handlers))
         _installed.append(stack.pop_all())
 
 
@@ -157,31 +151,88 @@ def uninstall() -> None:
         _installed.pop().close()
 
 
+# -- loads of transformers models --------------------------------------------------------------------------------------
+
+
+def _loads(options: Options) -> Iterator[tuple[loader.Load, Callable[[Mapping[str, Any]], bool]]]:
+    """Yield what loads in place of `from_pretrained`, and whether it does, given keywords; the last is asked first."""
+    from lowmem_load.integrations import accelerate
+
+    yield functools.partial(_load_by_active_config, options=options), _is_for_zero3
+    yield functools.partial(_load_sharded, options=options), _is_sharded
+    yield functools.partial(accelerate.load_lazily, options=options), accelerate.is_for_fsdp2
+
+
+def _load_by_active_config(call: Call, *, options: Options) -> tuple[nn.Module, dict[str, Any]]:
+    """Run a call by the ds_config that is active in transformers. Collective."""
+    ds_config = active_zero3_config()
+    assert ds_config is not None  # `_is_for_zero3`
+    ranks = DistributedInterface()
+    with ranks.step("checking the active ds_config") as step:
+        settings = read_settings(ds_config, world_size=ranks.world_size, is_active=True)
+        step.digest = settings.compared
+    return make_load(ranks, settings, options)(call)
+
+
+def _is_for_zero3(_: Mapping[str, Any]) -> bool:
+    if was_dropped():
+        text = (
+            "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded whole on every rank, not "
+            "into ZeRO-3 partitions; transformers holds the object weakly: keep it in a variable for as long as models "
+            "are loaded. If the load is meant to be an ordinary one, call "
+            "transformers.integrations.unset_hf_deepspeed_config() before it"
+        )
+        warnings.warn(text, LoadOrderWarning, stacklevel=outside_level())
+    note_load()
+    return active_zero3_config() is not None
+
+
+def _load_sharded(call: loader.TransformersCall, *, options: Options) -> tuple[nn.Module, dict[str, Any]]:
+    """Run a call that transformers itself shards, by a `DistributedConfig`."""
+    from lowmem_load.load.load_into import shards_filled
+
+    random_state = torch.get_rng_state()
+    try:
+        with shards_filled(call.path, call.kwargs, options):
+            return call.run()
+    except UnsupportedError as error:  # on all ranks: what one alone raises is a RankError
+        if not options.is_lenient:
+            raise
+        reason = str(error)
+    return leave_to_stock(call, "transformers", reason, random_state)
+
+
+def _is_sharded(kwargs: Mapping[str, Any]) -> bool:
+    return any(kwargs.get(keyword) is not None for keyword in SHARDS)
+
+
 # -- what is replaced once a program imports it. Our modules are imported then, or by the first call -------------------
 
-_TRL = (
-    foreign_names.SYNC_WEIGHTS,
-    foreign_names.ITER_NAMED_PARAMS,
-    foreign_names.MOVE_TO_VLLM,
-    foreign_names.SYNC_TARGET_MODEL,
-)
-_ENGINES = (foreign_names.INITIALIZE, foreign_names.LOAD_CHECKPOINT)
 _SAVES = (
-    (foreign_names.SAVE_MODEL, foreign_names.GET_STATE_DICT, foreign_names.SAVE),
-    (foreign_names.TRAINER_SAVE,),
-    (foreign_names.MODEL_SAVE,),
-    (foreign_names.ADAPTER_SAVE,),
+    *(foreign_names.SAVE_MODEL, foreign_names.GET_STATE_DICT, foreign_names.SAVE),
+    *(foreign_names.TRAINER_SAVE, foreign_names.MODEL_SAVE, foreign_names.ADAPTER_SAVE),
 )
+
+
+def _hooks(options: Options, *, saves: bool) -> Iterator[tuple[Sequence[ForeignName], Callable[[], Handlers]]]:
+    """Yield names, and what returns their handlers once their module is imported."""
+    from lowmem_load.integrations import accelerate
+    from lowmem_load.integrations import diffusion as diffusers
+
+    yield tuple(accelerate.HANDLERS), lambda: accelerate.HANDLERS
+    yield diffusers.NAMES, lambda: diffusers.handlers(options)
+    yield [foreign_names.LLAMAFACTORY_LOAD], lambda: _late("llamafactory").load_handlers(options)
+    weights_out = foreign_names.SYNC_WEIGHTS, foreign_names.ITER_NAMED_PARAMS, foreign_names.MOVE_TO_VLLM
+    yield [*weights_out, foreign_names.SYNC_TARGET_MODEL], lambda: _late("trl").HANDLERS
+    yield [foreign_names.INITIALIZE, foreign_names.LOAD_CHECKPOINT], lambda: _late("engine").HANDLERS
+    if saves:
+        yield [foreign_names.DIFFUSERS_SAVE], lambda: diffusers.SAVE_HANDLERS
+        yield _SAVES, lambda: {name: functools.partial(_save, name) for name in _SAVES if name != foreign_names.SAVE}
 
 
 def _late(module: str) -> Any:
     """Return a module of this folder, which only programs that use its framework import."""
     return importlib.import_module(f"lowmem_load.integrations.{module}")
-
-
-def _save_handlers() -> Handlers:
-    replaced_names = {name for names in _SAVES for name in names} - {foreign_names.SAVE}
-    return {name: functools.partial(_save, name) for name in replaced_names}
 
 
 def _save(name: ForeignName, ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -190,3 +241,39 @@ def _save(name: ForeignName, ordinary: Callable[..., Any], *args: Any, **kwargs:
         return ordinary(*args, **kwargs)
     handlers = {**_late("accelerate").SAVE_HANDLERS, **_late("saves").HANDLERS}
     return handlers[name](ordinary, *args, **kwargs)
+
+
+def _replaced_once_imported(names: Sequence[ForeignName], handlers: Callable[[], Handlers]) -> contextlib.ExitStack:
+    """Return a block: inside, handlers are called in place of names once their module is imported, in all threads.
+
+    These names are private, and any release may move them. An import of a user must work all the same, so what a
+    release lacks is one warning. Names without a handler are needed, but not replaced.
+    """
+    stack = contextlib.ExitStack()
+
+    def replace(names: Sequence[ForeignName], _: ModuleType) -> None:
+        if usable := usable_names(names):
+            try:
+                made = handlers()
+                stack.enter_context(replaced({name: made[name] for name in usable if name in made}, everywhere=True))
+            except ImportError as error:  # of what the handlers need; an IncompatibleVersionError is one
+                warn_of_loss(f"{error}. So {names[0].loss}")
+
+    for module in dict.fromkeys(name.module for name in names):
+        of_module = [name for name in names if name.module == module]
+        stack.callback(after_import(module, functools.partial(replace, of_module)))
+        package = module.partition(".")[0]
+        if package != module:
+            stack.callback(after_import(package, functools.partial(_check_module, of_module)))
+    return stack
+
+
+def _check_module(names: Sequence[ForeignName], package: ModuleType) -> None:
+    """Warn if the module of names is no file of its package, which has just been imported. Imports nothing."""
+    path, parts = getattr(package, "__path__", []), names[0].module.split(".")
+    for depth in range(2, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:depth]), path)
+        if spec is None:
+            warn_of_missing(names)
+            return
+        path = spec.submodule_search_locations or []

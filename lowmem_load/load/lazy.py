@@ -100,7 +100,7 @@ def lazy(
         cls, _ = model_class.class_and_config(where, auto_class, kwargs)
 
     def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
-        return describe_lazily(call, Executor(num_threads=min(MAX_THREADS, environment.cores(1))))[1:]
+        return describe_lazily(call, Executor(num_threads=min(MAX_THREADS, environment.cores(1))))
 
     with load_lock(), loader.intercepted(load), diffusion.intercepted(load):
         return rename_loaded(cls.from_pretrained(where, **kwargs))
@@ -113,8 +113,8 @@ def describe_lazily(
     *,
     make_target: TargetMaker = lambda *_: Unfilled(),
     on_load: OnLoad | None = None,
-) -> tuple[LazyReader, nn.Module, dict[str, Any]]:
-    """Return a reader, the lazy model of a call of `from_pretrained` that it reads for, and the loading info. Local."""
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the lazy model of a call of `from_pretrained`, and the loading info. Local."""
     report = report or LoadReport(call.name)
     executor.sources.keeps_all = True
     try:
@@ -127,11 +127,11 @@ def describe_lazily(
                 planned = make_plan(described, 0)
             report.take_plan(planned.plan, {})
             combine_companions(planned, executor)
-            reader = hand_out(described, planned, executor, report, on_load=on_load)
+            hand_out(described, planned, executor, report, on_load=on_load)
     except BaseException as error:
         executor.__exit__(type(error), error, None)
         raise
-    return reader, described.model, described.info
+    return described.model, described.info
 
 
 # -- a described model becomes a lazy one -----------------------------------------------------------------------------
@@ -141,8 +141,7 @@ class LazyReader:
     """Reads for the parameters of one lazy model, and keeps its report.
 
     Any number of threads may use it; they take turns. Processes that are forked off have threads of their own.
-    `leaves` are those of the expressions that the load has given the parameters, by id. `progress` is as for
-    `load_model`.
+    `leaves` are those of the expressions that the load has given the parameters, by id.
 
     Raises CheckpointError if a file cannot be read, or has changed since the load: files are compared after each read.
 
@@ -155,11 +154,11 @@ class LazyReader:
         self.leaves: dict[int, Expression] = {}
         self._lock, self._process = ForkedLock(), os.getpid()
         executor.sources.expect(described.files)
-        self.closing = contextlib.ExitStack()
-        """What ends when nobody refers to the reader any more. In any thread: it neither waits nor runs users' code."""
-        self.closing.enter_context(made_real(values_of))
-        self.closing.enter_context(assigned_data_is_real())
-        weakref.finalize(self, self.closing.close)
+        closing = contextlib.ExitStack()
+        closing.enter_context(made_real(values_of))
+        closing.enter_context(assigned_data_is_real())
+        # When nobody refers to the reader any more, in any thread: it neither waits nor runs users' code.
+        weakref.finalize(self, closing.close)
 
     def now(self, expression: Expression, _: str) -> torch.Tensor:
         """Return the value of an expression on the host."""
@@ -201,11 +200,11 @@ def hand_out(
     executor: Executor,
     report: LoadReport,
     on_load: OnLoad | None = None,
-) -> LazyReader:
-    """Give a described model lazy parameters and ordinary buffers; return what reads them, as long as one is there.
+) -> None:
+    """Give a described model lazy parameters and ordinary buffers. Their reader is there as long as one of them is.
 
-    A forward reads all parameters below its module first. `progress` is that of the reader. `on_load` is called with
-    the report before the first forward of the model, or when it has been filled.
+    A forward reads all parameters below its module first. `on_load` is called with the report before the first forward
+    of the model, or when it has been filled.
     """
     filling = Filling(planned, executor)
     fill_buffers(planned, described.target, filling)
@@ -242,7 +241,6 @@ def hand_out(
     setattr(described.model, REPORT_ATTRIBUTE, report)
     if on_load is not None:
         _ENDS[described.model] = functools.partial(on_load, report)
-    return reader
 
 
 def was_lazy(model: nn.Module) -> bool:

@@ -44,7 +44,6 @@ from lowmem_load.models.modules import Build, BuiltModelCall, ModuleCall, Rename
 from lowmem_load.models.quantizers import packed_format
 from lowmem_load.models.skeleton import blocks, file_keywords, filled_by, hand_over, is_kept_on_host, refuse_parted
 from lowmem_load.models.wrappers import named_tensors, plain_modules, plain_name
-from lowmem_load.phases import without_progress
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
 from lowmem_load.symbolic.constructor import Constructor
@@ -54,7 +53,6 @@ SetStates = Callable[[nn.Module], None]
 """Gives a module its extra states, which are no tensors."""
 
 
-@without_progress
 def load_into(
     model: nn.Module,
     name: str | os.PathLike[str],

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import (
     ConfigError,
-    LoadOrderWarning,
-    NotStreamedWarning,
-    RankError,
-    UnsupportedError,
-    outside_level,
 )
 from lowmem_load.load.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Options
 from lowmem_load.load.report import LoadReport
 from lowmem_load.load.request import Request, agree_on_request, make_load, name_text, weights_folder
-from lowmem_load.models import diffusion, loader
-from lowmem_load.models.active import active_zero3_config, deepspeed_config, load_lock, note_load, was_dropped
-from lowmem_load.models.loader import SHARDS, Call
+from lowmem_load.models.active import load_lock
 from lowmem_load.models.skeleton import is_distributed_config
-from lowmem_load.phases import without_progress
 from lowmem_load.planning.replicas import ShareReads
 
 
-@without_progress
 def load_model(
     name: str | os.PathLike[str],
     ds_config: Any,
@@ -131,88 +119,3 @@ def _is_sharding(target: Any) -> bool:
     from lowmem_load.engines.mesh import is_mesh
 
     return is_distributed_config(target) or is_mesh(target)
-
-
-# -- loads inside code that calls from_pretrained by itself ------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def streaming_by_config(ds_config: Any, options: Options, *, partition: Partition | None) -> Iterator[None]:
-    """Do what `streaming()` does with a ds_config."""
-    with load_lock():
-        ranks = DistributedInterface()
-        with ranks.step("checking the ds_config") as step:
-            settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
-            step.digest = settings.compared
-    with (
-        deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
-        loader.intercepted(make_load(ranks, settings, options)),
-        diffusion.intercepted(make_load(ranks, settings, options)),
-        _sharded_calls(options),
-    ):
-        try:
-            yield
-        except BaseException as error:
-            if not isinstance(error, RankError):
-                ranks.abort("streaming()", error)
-            raise
-
-
-@contextlib.contextmanager
-def streaming_by_active_config(options: Options, *, everywhere: bool = False) -> Iterator[None]:
-    """Do what `streaming()` does without a ds_config: for all threads with `everywhere`."""
-
-    def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
-        return load_by_active_config(call, options)
-
-    with (
-        loader.intercepted(load, _zero3_is_active, everywhere=everywhere),
-        _sharded_calls(options, everywhere=everywhere),
-    ):
-        yield
-
-
-def load_by_active_config(call: Call, options: Options) -> tuple[nn.Module, dict[str, Any]]:
-    """Run a call by the ds_config that is active in transformers. Collective."""
-    ds_config = active_zero3_config()
-    assert ds_config is not None  # asked a moment ago
-    ranks = DistributedInterface()
-    with ranks.step("checking the active ds_config") as step:
-        settings = read_settings(ds_config, world_size=ranks.world_size, is_active=True)
-        step.digest = settings.compared
-    return make_load(ranks, settings, options)(call)
-
-
-def _sharded_calls(options: Options, *, everywhere: bool = False) -> contextlib.AbstractContextManager[None]:
-    def load(call: loader.TransformersCall) -> tuple[nn.Module, dict[str, Any]]:
-        from lowmem_load.load.load_into import shards_filled
-
-        random_state = torch.get_rng_state()
-        try:
-            with shards_filled(call.path, call.kwargs, options):
-                return call.run()
-        except UnsupportedError as error:  # on all ranks: what one alone raises is a RankError
-            if not options.is_lenient:
-                raise
-            text = f"{call.name}: not streamed, but left to transformers: {error}"
-        warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())
-        torch.set_rng_state(random_state)
-        return call.run()
-
-    def is_sharded(kwargs: Mapping[str, Any]) -> bool:
-        return any(kwargs.get(keyword) is not None for keyword in SHARDS)
-
-    return loader.intercepted(load, is_sharded, everywhere=everywhere)
-
-
-def _zero3_is_active(_: Mapping[str, Any]) -> bool:
-    if was_dropped():
-        text = (
-            "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded whole on every rank, not "
-            "into ZeRO-3 partitions; transformers holds the object weakly: keep it in a variable for as long as models "
-            "are loaded. If the load is meant to be an ordinary one, call "
-            "transformers.integrations.unset_hf_deepspeed_config() before it"
-        )
-        warnings.warn(text, LoadOrderWarning, stacklevel=outside_level())
-    note_load()
-    return active_zero3_config() is not None

@@ -22,7 +22,6 @@ from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.models import peft, saver
 from lowmem_load.models.active import load_lock
 from lowmem_load.models.model_folder import files_beside
-from lowmem_load.phases import without_progress
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.text import fingerprint
@@ -50,7 +49,6 @@ _OF_ADAPTER = "adapter: "
 """Before the names of an adapter's tensors in a plan, which has those of its base, too."""
 
 
-@without_progress
 def consolidate(
     checkpoint_folder: str | os.PathLike[str],
     output_folder: str | os.PathLike[str],

@@ -20,7 +20,6 @@ from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.load.execute import reading
 from lowmem_load.load.load import REPORT_ATTRIBUTE
 from lowmem_load.load.report import Attempts, LoadReport
-from lowmem_load.phases import without_progress
 from lowmem_load.planning.expression import Expression, Source, leaves
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import FlatRange
@@ -86,7 +85,6 @@ class ResumePlan:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in sources if isinstance(leaf, Source))
 
 
-@without_progress
 def load_checkpoint(
     engine: Any,
     load_dir: str | os.PathLike[str],

@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 from lowmem_load.models.active import load_lock
-from lowmem_load.phases import without_progress
 from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
 from lowmem_load.weights_out.weights import Describe, describe_files, weights_of_model
 from lowmem_load.weights_out.write import SaveReport, write
 
 
-@without_progress
 def save_model(
     model: nn.Module,
     folder: str | os.PathLike[str],

@@ -392,19 +392,6 @@ def draw_missing(path: str) -> None:
         assert torch.equal(ours, expected), efficient
 
 
-def stream(path: str) -> None:
-    """`streaming()` hands out a lazy model, which accelerate shards after the block."""
-    os.environ[EFFICIENT] = "True"
-    stock = prepare(from_files(path), efficient=True)
-    with lowmem_load.streaming():
-        ours = from_files(path)
-    assert all(map(is_unread, ours.parameters()))
-    size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    prepared = prepare(ours, efficient=True)
-    assert lowmem_load.load_report(prepared).read_bytes < 0.6 * size  # not rank 0 for all
-    assert_equal(prepared, stock)
-
-
 def fail_to_send(path: str) -> None:
     """The first rank cannot read a weight that the script has changed, or another cannot receive it."""
     import lowmem_load.load.fill_lazy as fill
@@ -432,7 +419,7 @@ def fail_to_send(path: str) -> None:
 
 
 SCRIPTS: tuple[Callable[[str], None], ...] = (
-    *(with_moved_names, beside_others, for_trainer, as_trl, keep_identity, train_early, draw_missing, stream),
+    *(with_moved_names, beside_others, for_trainer, as_trl, keep_identity, train_early, draw_missing),
     fail_to_send,
 )
 

@@ -1,6 +1,5 @@
 """Models of diffusers: shards and partitions equal its plain load, files equal its plain save."""
 
-import contextlib
 import copy
 import os
 from pathlib import Path
@@ -197,7 +196,7 @@ def load_in_script(folder: Path) -> None:
     from torch.distributed.fsdp import fully_shard
     from transformers.integrations import HfDeepSpeedConfig
 
-    from lowmem_load import DistributedInterface, load_report, streaming
+    from lowmem_load import DistributedInterface, load_report
     from lowmem_load.symbolic.lazy import is_unread
 
     rank = DistributedInterface().rank
@@ -205,35 +204,31 @@ def load_in_script(folder: Path) -> None:
     whole = flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16)
     all_bytes = sum(file.stat().st_size for file in (folder / "FluxTransformer2DModel").glob("*.safetensors"))
     install()
-    for block in (contextlib.nullcontext, streaming):
-        alive = HfDeepSpeedConfig(BF16)
-        with block():
-            model = flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16)
-            with_lora = adapted(flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16))
-            left = vae.from_pretrained(folder / "AutoencoderKL")
-        assert all(map(is_unread, model.parameters()))
-        assert not any(map(is_unread, left.parameters()))
-        deepspeed.initialize(model=model, config=BF16)
-        assert load_report(model).read_bytes < 0.55 * all_bytes
-        assert not differing(model, whole)
-        if block is contextlib.nullcontext:  # under `install`
-            assert_own_save(model, whole, folder / "zero3")
-            assert_left_to_stock(folder / "FluxTransformer2DModel")
-        deepspeed.initialize(model=with_lora, config=BF16)
-        del alive
-        uninstall()
-        expected = adapted(copy.deepcopy(whole)).bfloat16()
-        assert not differing(with_lora, expected)
-        assert_lora_is_sent(with_lora, expected)
+    alive = HfDeepSpeedConfig(BF16)
+    model = flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16)
+    with_lora = adapted(flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16))
+    left = vae.from_pretrained(folder / "AutoencoderKL")
+    assert all(map(is_unread, model.parameters()))
+    assert not any(map(is_unread, left.parameters()))
+    deepspeed.initialize(model=model, config=BF16)
+    assert load_report(model).read_bytes < 0.55 * all_bytes
+    assert not differing(model, whole)
+    assert_own_save(model, whole, folder / "zero3")
+    assert_left_to_stock(folder / "FluxTransformer2DModel")
+    deepspeed.initialize(model=with_lora, config=BF16)
+    del alive
+    uninstall()
+    expected = adapted(copy.deepcopy(whole)).bfloat16()
+    assert not differing(with_lora, expected)
+    assert_lora_is_sent(with_lora, expected)
     os.environ |= {"ACCELERATE_USE_FSDP": "1", "FSDP_VERSION": "2"}
     install()
     if rank == 0:  # scripts try what they have trained on the main rank
         loaded = diffusers.FluxPipeline.from_pretrained(folder / "pipe", **WITHOUT)
         assert not any(map(is_unread, loaded.transformer.parameters()))
     assert not any(map(is_unread, vae.from_pretrained(folder / "AutoencoderKL").parameters()))
+    model = flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16)
     uninstall()
-    with streaming():
-        model = flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16)
     assert all(map(is_unread, model.parameters()))
     adapted(model)
     for block in model.transformer_blocks:

@@ -9,7 +9,8 @@ import torch
 import transformers
 
 import lowmem_load
-from lowmem_load import ConfigError, UnsupportedError, load_model, load_report, plan, streaming
+from lowmem_load import ConfigError, UnsupportedError, install, load_model, load_report, plan
+from lowmem_load.integrations.install import uninstall
 from tests import builders
 from tests.multi_rank.test_load_into import differing, losses, start
 from tests.multi_rank.test_plan import fp8
@@ -38,10 +39,11 @@ def load_all(paths: list[str], moe: str) -> list[list[Any]]:
         model = load_model(path, DistributedConfig(**sizes), dtype=torch.bfloat16)
         assert differing(model, reference) == [], (path, sizes)
         assert not model.training
-        with streaming():
-            again, info = cls.from_pretrained(
-                path, distributed_config=DistributedConfig(**sizes), dtype=torch.bfloat16, output_loading_info=True
-            )
+        install(strict=True)
+        again, info = cls.from_pretrained(
+            path, distributed_config=DistributedConfig(**sizes), dtype=torch.bfloat16, output_loading_info=True
+        )
+        uninstall()
         assert differing(again, reference) == [], (path, sizes)
         assert not info["missing_keys"]
         report = load_report(model)

@@ -184,8 +184,6 @@ def quantized(path: str) -> None:
     refusal = pytest.raises(UnsupportedError, match="quantization 'weights-as-they-are'")
     with installed(strict=True), refusal:
         load()
-    with streaming(), refusal:
-        load()
     with streaming(BF16), refusal:
         load()
     with refusal:

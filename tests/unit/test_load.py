@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 import lowmem_load
-from lowmem_load import ConfigError, LoadOrderWarning, UnsupportedError, load_report, plan, streaming
+from lowmem_load import ConfigError, LoadOrderWarning, UnsupportedError, install, load_report, plan
+from lowmem_load.integrations.install import uninstall
 from tests import builders
 
 STAGE_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
@@ -77,24 +78,23 @@ def test_what_transformers_places_by_itself_has_no_plan(llama: str) -> None:
         plan(llama, STAGE_3, rank=0, world_size=2, device_map="cpu")
 
 
-def test_streaming_by_active_config_takes_its_settings_from_the_active_configuration() -> None:
-    with (
-        pytest.raises(ConfigError, match="without a ds_config takes no partition"),
-        streaming(partition="model.*"),
-    ):
-        pytest.fail("entered")
+@pytest.fixture
+def installed() -> Iterator[None]:
+    install()
+    yield
+    uninstall()
 
 
-def test_a_configuration_that_nobody_kept_is_named(llama: str, no_active_config: None) -> None:
+def test_a_configuration_that_nobody_kept_is_named(llama: str, no_active_config: None, installed: None) -> None:
     HfDeepSpeedConfig(STAGE_3)  # and nobody keeps it
-    with streaming(), pytest.warns(LoadOrderWarning) as caught:
+    with pytest.warns(LoadOrderWarning) as caught:
         model = AutoModelForCausalLM.from_pretrained(llama)
     assert type(next(model.parameters())) is nn.Parameter
     assert "HfDeepSpeedConfig" in str(caught[0].message)
 
 
-def test_no_configuration_is_no_mistake(llama: str, no_active_config: None) -> None:
-    with streaming(), warnings.catch_warnings():
+def test_no_configuration_is_no_mistake(llama: str, no_active_config: None, installed: None) -> None:
+    with warnings.catch_warnings():
         warnings.simplefilter("error", LoadOrderWarning)
         AutoModelForCausalLM.from_pretrained(llama)
 

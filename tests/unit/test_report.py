@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-import lowmem_load
 from lowmem_load import phases as phases_module
 from lowmem_load.errors import ConfigError
 from lowmem_load.load import report as report_module
 from lowmem_load.load.report import DeviceMemory, LoadReport, device_memory
-from lowmem_load.phases import Memory, host_memory, progress_bar, without_progress
+from lowmem_load.phases import Memory, host_memory, progress_bar
 from lowmem_load.planning.load_plan import SlowPath
 from tests.unit.test_load_plan import made_plan
 
@@ -184,14 +183,3 @@ def test_a_long_load_writes_lines_to_a_log(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("LOWMEM_LOAD_PROGRESS", "no")
     with pytest.raises(ConfigError, match="'no', expected 0 or 1"), progress_bar(1, "", 1):
         pass
-
-
-def test_functions_that_had_progress_ignore_it_and_say_what_to_set() -> None:
-    def double(number: int) -> int:
-        return 2 * number
-
-    with pytest.warns(FutureWarning, match="double: progress= is ignored. Set LOWMEM_LOAD_PROGRESS") as caught:
-        assert without_progress(double)(2, progress=True) == 4
-    assert caught[0].filename == __file__
-    for name in ("load_model", "load_into", "streaming", "install", "save_model", "load_checkpoint", "consolidate"):
-        assert getattr(lowmem_load, name).__code__ is without_progress(int).__code__
