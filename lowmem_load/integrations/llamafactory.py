@@ -51,17 +51,13 @@ _ALIASES = {
 }
 """LLaMA-Factory's names for some fields of `ModelArguments`."""
 
-_MISPLACED = ("dtype", "torch_dtype", "device_map", "ds_config")
-"""Keywords that `ModelArguments.model_kwargs` must not have."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelArguments:
     """What to load, and how to train it.
 
     Attributes:
-        model: a local folder, a Hub id or a URL.
-        auto_class: a transformers class, its name, or None for the class that the checkpoint names.
+        model, auto_class: as for `load_model`.
         trust_remote_code: whether code that comes with the checkpoint may run.
         attn_implementation: "eager", "sdpa", "flash_attention_2", ...; None for transformers' choice.
         bf16, fp16: the training arguments of these names; None if there are none. See docs/reference/configuration.md.
@@ -79,6 +75,14 @@ class ModelArguments:
     freeze: list[str] = field(default_factory=list)
     gradient_checkpointing: bool | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if misplaced := [
+            key for key in ("dtype", "torch_dtype", "device_map", "ds_config") if key in self.model_kwargs
+        ]:
+            raise ConfigError(
+                f"ModelArguments.model_kwargs: remove {', '.join(misplaced)}; bf16 and dist_config say it"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,36 +111,23 @@ def read_arguments(model_args: Any, dist_config: Any = None) -> tuple[ModelArgum
     """Return the arguments of `ModelEngine` as dataclasses, and the keys that belong to others.
 
     A given `dist_config` wins over the one in model_args.
-
-    Raises:
-        ConfigError: a file cannot be read, a name is unknown or missing, a value has the wrong type.
-        UnsupportedError: quant_config or model_class asks for something that cannot be streamed.
     """
-    values, folder, is_foreign = _read(model_args, "model_args")
+    values, folder = _values_of(model_args, "model_args")
     nested = values.pop("dist_config", None)
-    if dist_config is None:
-        dist_config = nested
-    else:
+    if dist_config is not None:
         folder = None
-    if dist_config is None:
-        raise ConfigError(
-            'no dist_config: pass {"name": "deepspeed", "config_file": "ds_z3.json"} or write it next to the model'
-        )
+    elif nested is None:
+        raise ConfigError('no dist_config: pass {"config_file": "ds_z3.json"}, or write it next to the model')
     values, extra = _in_own_names(values), {}
-    if is_foreign or nested is not None:
+    if nested is not None or dataclasses.is_dataclass(model_args):  # of a whole pipeline, or of another library
         own = {each.name for each in dataclasses.fields(ModelArguments)}
         extra = {key: values.pop(key) for key in list(values) if key not in own}
-    args = _made(ModelArguments, values)
-    if misplaced := [key for key in _MISPLACED if key in args.model_kwargs]:
-        raise ConfigError(
-            f"ModelArguments.model_kwargs: remove {', '.join(misplaced)}; bf16, fp16 and dist_config decide on them"
-        )
-    return args, _dist_config(*_read(dist_config, "dist_config")[:2], folder), extra
+    return _made(ModelArguments, values), _dist_config(nested if dist_config is None else dist_config, folder), extra
 
 
-def _read(argument: Any, where: str) -> tuple[dict[str, Any], Path | None, bool]:
-    """Return the values of an argument, the folder of its YAML file, and whether it is another library's dataclass."""
-    folder, is_foreign = None, False
+def _values_of(argument: Any, where: str) -> tuple[dict[str, Any], Path | None]:
+    """Return the values of an argument, without those that are None, and the folder of its YAML file."""
+    folder = None
     if isinstance(argument, str | os.PathLike):
         path = Path(argument).expanduser()
         folder = path.absolute().parent
@@ -146,25 +137,22 @@ def _read(argument: Any, where: str) -> tuple[dict[str, Any], Path | None, bool]
             raise ConfigError(
                 f'{where}: {path}: cannot be read as YAML: {error}; for the name of a model write {{"model": ...}}'
             ) from error
-    elif dataclasses.is_dataclass(argument) and not isinstance(argument, type):
-        is_foreign = not isinstance(argument, ModelArguments | DistConfig)
+    elif dataclasses.is_dataclass(argument):
         argument = {each.name: getattr(argument, each.name) for each in dataclasses.fields(argument)}
     if not isinstance(argument, Mapping):
         raise ConfigError(f"{where}: expected a dataclass, a mapping, or the path of a YAML file; got {argument!r}")
     plain = {str(key): value.value if isinstance(value, enum.Enum) else value for key, value in argument.items()}
-    return plain, folder, is_foreign
+    return {key: value for key, value in plain.items() if value is not None}, folder
 
 
 def _in_own_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values under the names of `ModelArguments`. Refuse what LLaMA-Factory has, and cannot be streamed."""
-    values = {_ALIASES.get(key, key): value for key, value in values.items() if value is not None}
-    if "quant_config" in values:
-        raise UnsupportedError("quant_config is not supported here; load_model takes transformers' quantization_config")
+    values = {_ALIASES.get(key, key): value for key, value in values.items()}
     model_class = values.pop("model_class", "llm")
-    if model_class not in ("llm", "other"):
+    if "quant_config" in values or model_class not in ("llm", "other"):
         raise UnsupportedError(
-            f"model_class {model_class!r}: expected 'llm' or 'other'; for anything else write auto_class, such as "
-            "'AutoModelForSequenceClassification'"
+            f"model_class {model_class!r}: expected 'llm' or 'other', and no quant_config; auto_class names any class, "
+            "and load_model takes transformers' quantization_config"
         )
     if model_class == "other":
         values.setdefault("auto_class", "AutoModel")
@@ -177,32 +165,29 @@ def _in_own_names(values: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _dist_config(values: dict[str, Any], own_folder: Path | None, outer_folder: Path | None) -> DistConfig:
-    if "zero_optimization" in values:
-        raise ConfigError('dist_config: this is a ds_config itself; pass {"config_file": it}')
-    file, folder = values.get("config_file"), own_folder or outer_folder
+def _dist_config(argument: Any, outer_folder: Path | None) -> DistConfig:
+    values, folder = _values_of(argument, "dist_config")
+    file, folder = values.get("config_file"), folder or outer_folder
     if isinstance(file, str | os.PathLike):
         values["config_file"] = os.fspath(file)
-        if folder is not None:
-            # Next to the YAML file that names it, else in the current folder.
+        if folder is not None:  # it is next to the YAML file that names it, else in the current folder
             beside, path = folder / file, Path(file).expanduser()
             values["config_file"] = str(path if path.is_file() and not beside.is_file() else beside)
     config = _made(DistConfig, values)
-    if config.name not in ("deepspeed", "fsdp2") or (config.name == "fsdp2" and config.config_file is not None):
-        raise ConfigError(f"DistConfig.name: expected 'deepspeed', or 'fsdp2' without config_file, got {config.name!r}")
-    if config.mixed_precision not in PRECISIONS:
+    of_fsdp2 = config.name == "fsdp2" and config.config_file is None and config.mixed_precision in PRECISIONS
+    if config.name != "deepspeed" and not of_fsdp2:
         raise ConfigError(
-            f"DistConfig.mixed_precision: expected one of {', '.join(PRECISIONS)}, got {config.mixed_precision!r}"
+            "dist_config: expected the name 'deepspeed', or 'fsdp2' without config_file and with a mixed_precision of "
+            f"{', '.join(PRECISIONS)}; got {config}"
         )
     return config
 
 
 def _made(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Return a dataclass of values; a null counts as absent. Raise ConfigError for a key or a type that it lacks."""
+    """Return a dataclass of values. Raise ConfigError for a key or a type that it lacks."""
     kinds = typing.get_type_hints(cls)
     if unknown := [key for key in values if key not in kinds]:
         raise ConfigError(f"{cls.__name__}: unknown key(s) {', '.join(unknown)}; known are {', '.join(kinds)}")
-    values = {key: value for key, value in values.items() if value is not None}
     if "model" in kinds and not values.get("model"):
         raise ConfigError(f"{cls.__name__}.model is missing: a folder, a Hub id or a URL")
     for key, value in values.items():
