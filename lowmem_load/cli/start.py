@@ -6,36 +6,27 @@ Heavy modules are imported by the subcommands that need them, when they run.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
-import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version as distribution_version
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, LowMemLoadError, UnsupportedError
 from lowmem_load.integrations.startup_hook import switched_on
 
-if TYPE_CHECKING:
-    from rich.console import Group, RenderableType
-
 YES, NO, USAGE, CHECKPOINT, UNSUPPORTED, FAILED = 0, 1, 2, 3, 4, 5
 """Exit codes: done, and the answer is yes; something was found; unusable arguments or ds_config; an unusable
 checkpoint; an unsupported combination or release; any other error."""
 
-NOT_FOUND, NOT_EXECUTABLE, INTERRUPTED = 127, 126, 128 + signal.SIGINT
-"""Exit codes of `run`, and after Ctrl-C, as in shells."""
-
-PIPE_WIDTH = 100
-"""Columns of tables that do not go to a terminal."""
+NOT_FOUND, NOT_EXECUTABLE = 127, 126
+"""Exit codes of `run`, as in shells."""
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -128,7 +119,7 @@ def plan(
             auto_class=auto_class,
             trust_remote_code=trust_remote_code,
         )
-    answer(as_json, asdict(found), lambda: [facts(found.name, found.about)])
+    answer(as_json, asdict(found), lambda: f"{found.name}\n{table(found.about.items())}")
 
 
 @app.command()
@@ -158,13 +149,9 @@ def doctor(
 
         findings = check_machine()
     num_problems = sum(finding.level == PROBLEM for finding in findings)
-    rows = [(finding.level, finding.area, finding.text, finding.advice) for finding in findings]
     summary = f"{num_problems} problem{'s' * (num_problems > 1)}" if num_problems else "No problem in what was checked."
-    answer(
-        as_json,
-        [asdict(finding) for finding in findings],
-        lambda: [table("", ("", "about", "found", "what to do"), rows), summary],
-    )
+    rows = [(finding.level, finding.area, f"{finding.text}  {finding.advice}") for finding in findings]
+    answer(as_json, [asdict(finding) for finding in findings], lambda: f"{table(rows)}\n{summary}")
     if num_problems:
         raise typer.Exit(NO)
 
@@ -178,14 +165,14 @@ def _show_steps(store: str, as_json: bool) -> None:
         from lowmem_load.distributed.channel import look_into
 
         seen = look_into(host, int(port))
-    rows = []
+    rows = [("prefix", "rank", "step", "does", "since", "process")]
     for group, rank, beat, is_silent in seen:
         does = beat.last_seen + (" (no heartbeat)" if beat.title and is_silent else "")
         rows.append((group.rstrip("/"), str(rank), f"{beat.group} {beat.number}", does, f"{beat.seconds} s", beat.who))
     answer(
         as_json,
         [{"prefix": one.group, "rank": one.rank, "silent": one.is_silent, **one.heartbeat._asdict()} for one in seen],
-        lambda: [table("", ("prefix", "rank", "step", "does", "since", "process"), rows), f"{len(rows)} ranks"],
+        lambda: f"{table(rows)}\n{len(seen)} ranks",
     )
 
 
@@ -246,8 +233,8 @@ def consolidate(
     if report.rank:
         return
     has_config = (output / "config.json").is_file()
-    note = "" if has_config else "No config.json was written: --config names the model whose config.json to take."
-    answer(as_json, asdict(report), lambda: [str(report), *([note] if note else [])])
+    note = "" if has_config else "\nNo config.json was written: --config names the model whose config.json to take."
+    answer(as_json, asdict(report), lambda: f"{report}{note}")
 
 
 # Options after the command's name belong to that command.
@@ -298,54 +285,17 @@ def working() -> Iterator[None]:
         yield
 
 
-def answer(as_json: bool, value: Any, tables: Callable[[], Sequence[RenderableType]]) -> None:
-    """Print the answer of a command: `value` as JSON, or the tables and lines one below the other."""
-    if as_json:
-        sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
-        return
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
-    console = Console(highlight=False, soft_wrap=False, width=width)
-    for part in tables():
-        is_line = isinstance(part, str)
-        console.print(printable(part) if isinstance(part, str) else part, markup=False, soft_wrap=is_line)
+def answer(as_json: bool, value: Any, text: Callable[[], str]) -> None:
+    """Print the answer of a command: `value` as JSON, or else the text."""
+    sys.stdout.write((json.dumps(value, indent=2, default=str) if as_json else printable(text())) + "\n")
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> Group:
-    """Return a table below a title; "" for no title. Columns named in `right` are flush right and never wrapped.
-
-    A column without any value is left out.
-    """
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = list(rows)
-    if columns and rows:
-        kept = [any(cells) for cells in zip(*rows, strict=True)]
-        columns = list(itertools.compress(columns, kept))
-        rows = [list(itertools.compress(row, kept)) for row in rows]
-
-    made = Table(box=box.SIMPLE_HEAD if columns else None, pad_edge=False, show_header=bool(columns))
-    if not columns:  # names and values
-        made.add_column(style="dim", no_wrap=True)
-        made.add_column(overflow="fold")
-    for column in columns:
-        is_right = column in right
-        made.add_column(
-            column, justify="right" if is_right else "left", no_wrap=is_right or column == "file", overflow="fold"
-        )
-    for row in rows:
-        made.add_row(*(Text(printable(cell)) for cell in row))
-    # The title has a line of its own: rich would wrap it to the width of the table.
-    return Group(Text(printable(title), style="bold"), made) if title else Group(made)
-
-
-def facts(title: str, values: Mapping[str, str]) -> Group:
-    """Return a table of names and values without headings. Empty values are left out."""
-    return table(title, (), [item for item in values.items() if item[1]])
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Return rows as lines of text, cells below each other; columns without any value are left out."""
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width] for row in rows]
+    return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
 def printable(text: str) -> str:
@@ -364,27 +314,11 @@ def exit_code(error: LowMemLoadError) -> int:
 
 def main() -> None:
     """Run the command line of this process."""
-    interrupts: list[int] = []
-
-    def interrupted(number: int, _: FrameType | None) -> None:
-        interrupts.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # else a shell has it ignored, for a background job
-        signal.signal(signal.SIGINT, interrupted)
     try:
         app(prog_name="lowmem-load")
-    except BaseException as error:
-        # An interrupt may arrive as another error: transformers' imports convert it.
-        if interrupts:
-            sys.exit(INTERRUPTED)
-        if isinstance(error, SystemExit):
-            raise
-        if not isinstance(error, LowMemLoadError):
-            traceback.print_exception(error)
-            sys.exit(FAILED)
+    except LowMemLoadError as error:
         print(printable(f"lowmem-load: {error}"), file=sys.stderr)  # noqa: T201
         sys.exit(exit_code(error))
-    finally:
-        signal.signal(signal.SIGINT, before)
+    except Exception as error:  # noqa: BLE001  it is printed
+        traceback.print_exception(error)
+        sys.exit(FAILED)
