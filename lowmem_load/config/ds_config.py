@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import enum
 import json
 import os
 import reprlib
@@ -11,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
+
+import torch
 
 from lowmem_load.errors import ConfigError
 
@@ -86,16 +87,12 @@ def plain_copy(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_file(path: str | os.PathLike[str], label: str) -> str:
-    if not os.path.exists(path):
-        raise ConfigError(f"{label}: no such file; pass the path of a JSON file, or a dict")
     if not os.path.isfile(path):  # opening a FIFO would wait for a writer
-        raise ConfigError(f"{label}: is not a regular file; pass the path of a JSON file")
+        raise ConfigError(f"{label}: no such file; pass the path of a JSON file, or a dict")
     try:
         return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{label}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{label}: not UTF-8 text at byte {error.start}; save it as UTF-8 JSON") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{label}: cannot be read ({error}); save it as UTF-8 JSON") from error
 
 
 def _parse_json(text: str, source: str) -> dict[str, Any]:
@@ -110,13 +107,10 @@ def _parse_json(text: str, source: str) -> dict[str, Any]:
         config = json.loads(text, object_pairs_hook=without_duplicates)
     except ConfigError:
         raise
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{source}: not JSON at line {error.lineno}, column {error.colno} ({error.msg}); correct it there "
-            "(comments and trailing commas are not JSON either)"
+            f"{source}: not JSON: {error}; correct it there (comments and trailing commas are not JSON either)"
         ) from error
-    except (ValueError, RecursionError) as error:  # an integer of too many digits; objects in objects
-        raise ConfigError(f"{source}: cannot be parsed: {error}; write less") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{source}: expected an object {{...}} at top level, got {type(config).__name__}")
     return config
@@ -132,17 +126,12 @@ class _Kind(NamedTuple):
     fits: Callable[[Any], bool]
 
 
-def _is_size(value: object) -> bool:
-    """Return whether a value is a count of elements, which may be a float such as 1e8."""
-    return is_int(value) or (isinstance(value, float) and value.is_integer())
-
-
 _SECTION = _Kind("an object {...}", lambda value: isinstance(value, Mapping))
 _OBJECT = _Kind("an object {...} or null", lambda value: value is None or isinstance(value, Mapping))
 _TEXT = _Kind("a string", lambda value: isinstance(value, str))
 _FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
 _WHOLE = _Kind("a whole number", is_int)
-_SIZE = _Kind("a number of elements", _is_size)
+_SIZE = _Kind("a number of elements", lambda value: is_int(value) or (isinstance(value, float) and value.is_integer()))
 _DEVICE = _Kind('"none", "cpu" or "nvme"', lambda value: value in ("none", "cpu", "nvme"))
 _NAMES = _Kind(
     "a list of names", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)
@@ -183,22 +172,14 @@ def check_kinds(config: Mapping[str, Any]) -> None:
 _ABSENT = object()
 
 
-class Precision(enum.Enum):
-    """The type of the parameters, by the name of the torch dtype."""
-
-    BF16 = "bfloat16"
-    FP16 = "float16"
-    FP32 = "float32"
-
-
 def precision_of(
     ds_config: Mapping[str, Any],
     *,
     absent: Literal["auto", "disabled"],
     trainer_bf16: bool | None = None,
     trainer_fp16: bool | None = None,
-) -> Precision:
-    """Return the precision that a ds_config and the training arguments (None: there are none) agree on.
+) -> torch.dtype:
+    """Return the dtype of parameters that a ds_config and the training arguments (None: there are none) agree on.
 
     A training argument replaces a ds_config value that is absent or "auto". A value that is still open is the opposite
     of the other one. If both are open, the answer is bf16. `absent` says how to read a section without "enabled" that
@@ -212,14 +193,14 @@ def precision_of(
         fp16 = not bf16
     if bf16 and fp16:
         raise ConfigError("bf16 and fp16 are both enabled: disable one of them, in the ds_config or TrainingArguments")
-    return Precision.BF16 if bf16 else Precision.FP16 if fp16 else Precision.FP32
+    return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
 
 
-def with_precision(ds_config: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
+def with_precision(ds_config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return a deep copy of a ds_config in which bf16.enabled and fp16.enabled are explicit booleans."""
     resolved = copy.deepcopy(dict(ds_config))
-    for name, own in (("bf16", Precision.BF16), ("fp16", Precision.FP16)):
-        resolved[name] = {**_section(resolved, name), "enabled": precision is own}
+    for name, own in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        resolved[name] = {**_section(resolved, name), "enabled": dtype is own}
     return resolved
 
 

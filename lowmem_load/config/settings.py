@@ -13,7 +13,6 @@ from torch import nn
 
 from lowmem_load.config.ds_config import (
     AUTO,
-    Precision,
     check_kinds,
     comparable,
     is_int,
@@ -40,7 +39,7 @@ class Settings:
     Attributes:
         ds_config: a plain copy. After `for_model` it has no "auto" that loading reads.
         stage: of ZeRO, 0 to 3.
-        precision: of DeepSpeed under this ds_config.
+        dtype: of parameters in DeepSpeed under this ds_config.
         world_size: ranks that load together. A parameter is partitioned among all of them.
         partition: what to partition; None for the whole model.
         must_match: whether every entry of `partition` must choose a module.
@@ -49,7 +48,7 @@ class Settings:
 
     ds_config: Mapping[str, Any]
     stage: int
-    precision: Precision
+    dtype: torch.dtype
     world_size: int
     partition: Partition | None = None
     must_match: bool = False
@@ -60,16 +59,8 @@ class Settings:
         if self.is_resolved:
             return self
         hidden_size = hidden_size_of(model_config)
-        resolved = resolve_auto(
-            self.ds_config, world_size=self.world_size, hidden_size=hidden_size, precision=self.precision
-        )
+        resolved = resolve_auto(self.ds_config, world_size=self.world_size, hidden_size=hidden_size, dtype=self.dtype)
         return replace(self, ds_config=resolved, is_resolved=True)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of parameters in DeepSpeed."""
-        dtype: torch.dtype = getattr(torch, self.precision.value)
-        return dtype
 
     @property
     def offload_device(self) -> str:
@@ -96,7 +87,7 @@ class Settings:
     def compared(self) -> dict[str, str]:
         """The values that must be equal on all ranks, by key; digests of long ones. Paths may differ."""
         values = {f"ds_config {key}": text for key, text in _leaves(comparable(self.ds_config))}
-        values["precision"] = self.precision.value
+        values["precision"] = str(self.dtype).removeprefix("torch.")
         values["partition"] = "of the whole model" if self.partition is None else "of chosen modules"
         return {key: text if len(text) <= MAX_VALUE else fingerprint([text]) for key, text in values.items()}
 
@@ -131,12 +122,12 @@ def read_settings(
     if is_active:
         config = for_loading(config)
     stage = zero_stage(config)
-    precision = precision_of(config, absent=absent, trainer_bf16=trainer_bf16, trainer_fp16=trainer_fp16)
+    dtype = precision_of(config, absent=absent, trainer_bf16=trainer_bf16, trainer_fp16=trainer_fp16)
     if partition is not None:
         if stage != 3:
             raise ConfigError(f"partition needs ZeRO stage 3, the ds_config has stage {stage}; drop partition")
         choices_of(partition)
-    return Settings(config, stage, precision, world_size, partition, must_match)
+    return Settings(config, stage, dtype, world_size, partition, must_match)
 
 
 def choices_of(partition: Partition) -> list[Choice]:
@@ -189,7 +180,7 @@ module_inject/auto_ep_config.py:61-82.
 
 
 def resolve_auto(
-    ds_config: Mapping[str, Any], *, world_size: int, hidden_size: int | None, precision: Precision
+    ds_config: Mapping[str, Any], *, world_size: int, hidden_size: int | None, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Return a deep copy of a ds_config with every "auto" resolved as Trainer does with its default arguments.
 
@@ -197,7 +188,7 @@ def resolve_auto(
     train_batch_size and train_micro_batch_size_per_gpu, which DeepSpeed refuses, gets a micro batch size of 1. Other
     absent keys stay absent. "auto" stays in "optimizer" and "scheduler", and in keys for which DeepSpeed defines it.
     """
-    resolved = with_precision(plain_copy(ds_config), precision)
+    resolved = with_precision(plain_copy(ds_config), dtype)
     if resolved.get("gradient_clipping") == AUTO:
         resolved["gradient_clipping"] = _DEFAULT_GRADIENT_CLIPPING
     problems = _fill_batch_sizes(resolved, world_size)

@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowmem_load import foreign_names
-from lowmem_load.config.ds_config import Precision
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.engines.engine_states import is_plain_zero3
 from lowmem_load.engines.hooks import asked_first, is_shell
@@ -51,7 +51,7 @@ def _cast_adapters(model: nn.Module, settings: Settings) -> None:
     """Cast what was added to a streamed model of 4-bit weights: stock's engine does, where nothing is partitioned."""
     reports = [getattr(inner, REPORT_ATTRIBUTE, None) for inner in transformers_models(model)]
     is_packed = any(report is not None and report.num_quantized for report in reports)
-    if not is_packed or settings.precision is Precision.FP32:
+    if not is_packed or settings.dtype is torch.float32:
         return
     for parameter in model.parameters():
         if parameter.is_floating_point() and not is_partitioned(parameter):

@@ -25,7 +25,6 @@ import yaml
 from torch import nn
 
 from lowmem_load import foreign_names
-from lowmem_load.config.ds_config import Precision
 from lowmem_load.config.settings import read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.engines.mesh import fsdp_over_all_ranks
@@ -215,7 +214,7 @@ class ModelEngine:
         args, dist_config, is_train: the arguments, as dataclasses.
         extra: top-level keys of a pipeline file that are not the engine's.
         distributed: the `DistributedInterface`.
-        precision: of the stored parameters and of DeepSpeed; fp32 with fsdp2.
+        precision: the dtype of the stored parameters and of DeepSpeed; fp32 with fsdp2.
         ds_config: the resolved ds_config. It states bf16.enabled and fp16.enabled, and has "auto" only in optimizer and
             scheduler, whose values the training loop knows. You may add to it. Empty with fsdp2.
         hf_deepspeed_config: the `HfDeepSpeedConfig` that was active while loading. Only the engine keeps it alive.
@@ -257,7 +256,7 @@ class ModelEngine:
             if self.args.bf16 or self.args.fp16:
                 raise ConfigError("bf16 and fp16 belong to deepspeed; dist_config.mixed_precision says it for fsdp2")
             self.processor = model_class.load_processor(name, kwargs)
-        self.precision = Precision.FP32
+        self.precision = torch.float32
         mesh, policy = fsdp_over_all_ranks(
             self.distributed.device.type,
             self.distributed.world_size,
@@ -289,7 +288,7 @@ class ModelEngine:
             step.digest = settings.compared
             self.processor = model_class.load_processor(name, kwargs)
             settings = settings.for_model(model_class.model_config(name, kwargs))
-        self.precision = settings.precision
+        self.precision = settings.dtype
         self.ds_config = copy.deepcopy(dict(settings.ds_config))
         request = Request(name, self.args.auto_class, "auto", kwargs)
         # transformers gets a copy: it must not see what the caller adds to ds_config, such as an optimizer.

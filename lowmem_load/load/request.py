@@ -101,7 +101,7 @@ def agree_on_request(
         model_folder.check_name(request.name, request.kwargs.get("subfolder", ""))
         is_folder = os.path.isdir(request.name)
         kind = "a local folder" if is_folder else "a name on the Hub"
-        compared = settings.compared if has_ds_config else {"dtype": settings.precision.value}
+        compared = settings.compared if has_ds_config else {"dtype": settings.compared["precision"]}
         step.digest = {**compared, "as name": kind}
         if is_folder:
             return request.checked(settings)

@@ -42,7 +42,7 @@ def train(path: str, name: str) -> None:
 
     engine = ModelEngine(path)
     model = engine.model
-    assert engine.precision.value == name
+    assert engine.precision is getattr(torch, name)
     assert engine.ds_config["bf16"]["enabled"] is (name == "bfloat16")
     assert engine.ds_config["fp16"]["enabled"] is (name == "float16")
     assert {str(parameter.dtype) for parameter in model.parameters()} == {f"torch.{name}"}

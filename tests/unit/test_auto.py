@@ -5,8 +5,8 @@ import types
 from typing import Any
 
 import pytest
+import torch
 
-from lowmem_load.config.ds_config import Precision
 from lowmem_load.config.settings import for_loading, hidden_size_of, resolve_auto
 from lowmem_load.errors import ConfigError
 from tests.unit.test_ds_config import HF_ZERO3
@@ -17,7 +17,7 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 def resolve(config: dict[str, Any], world_size: int = 4, hidden_size: int | None = 64) -> dict[str, Any]:
     before = copy.deepcopy(config)
     try:
-        return resolve_auto(config, world_size=world_size, hidden_size=hidden_size, precision=Precision.BF16)
+        return resolve_auto(config, world_size=world_size, hidden_size=hidden_size, dtype=torch.bfloat16)
     finally:
         assert config == before, "resolve_auto changed its input"
 

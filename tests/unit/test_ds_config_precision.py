@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from lowmem_load.config.ds_config import Precision, precision_of, with_precision
+from lowmem_load.config.ds_config import precision_of, with_precision
 from lowmem_load.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
@@ -45,7 +46,7 @@ def outcome(function: Any, *args: Any, **kwargs: Any) -> str:
     except ConfigError as error:
         kinds = {"both enabled": "error: both on", "contradict each other": "error: contradiction"}
         return next((kind for text, kind in kinds.items() if text in str(error)), str(error))
-    return {Precision.BF16: "bf16", Precision.FP16: "fp16", Precision.FP32: "fp32"}[precision]
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[precision]
 
 
 def config_with(ds_bf16: Any, ds_fp16: Any) -> dict[str, Any]:
@@ -96,8 +97,8 @@ def test_the_table_of_the_docs_agrees_with_the_code() -> None:
 
 def test_one_training_argument_leaves_the_other_absent_value_disabled() -> None:
     # A trainer bf16=False stands in for bf16; nothing stands in for fp16, which DeepSpeed would not run.
-    assert precision_of({}, absent="disabled", trainer_bf16=False) is Precision.FP32
-    assert precision_of({}, absent="auto", trainer_bf16=False) is Precision.FP16
+    assert precision_of({}, absent="disabled", trainer_bf16=False) is torch.float32
+    assert precision_of({}, absent="auto", trainer_bf16=False) is torch.float16
 
 
 # ---- messages
@@ -124,7 +125,7 @@ def test_other_values_are_refused(value: Any) -> None:
 def test_a_section_that_is_not_an_object_is_refused(config: dict[str, Any]) -> None:
     name = next(iter(config))
     message = rf"ds_config {name}: expected an object such as \{{\"enabled\": true\}}, got "
-    for function in (lambda: precision_of(config, absent="auto"), lambda: with_precision(config, Precision.BF16)):
+    for function in (lambda: precision_of(config, absent="auto"), lambda: with_precision(config, torch.bfloat16)):
         with pytest.raises(ConfigError, match=message):
             function()
 
@@ -135,8 +136,8 @@ def test_a_section_that_is_not_an_object_is_refused(config: dict[str, Any]) -> N
 def test_a_section_without_enabled_counts_as_absent() -> None:
     config = {"fp16": {"loss_scale": 0}, "bf16": {}}
 
-    assert precision_of(config, absent="auto") is Precision.BF16
-    assert precision_of(config, absent="disabled") is Precision.FP32
+    assert precision_of(config, absent="auto") is torch.bfloat16
+    assert precision_of(config, absent="disabled") is torch.float32
 
 
 def test_the_old_section_name_is_refused() -> None:
@@ -152,7 +153,7 @@ def test_with_precision_keeps_other_keys_and_the_input() -> None:
     }
     before = copy.deepcopy(config)
 
-    resolved = with_precision(config, Precision.FP16)
+    resolved = with_precision(config, torch.float16)
 
     assert resolved["fp16"] == {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2}
     assert resolved["bf16"] == {"enabled": False, "check_grad_overflow": False}
