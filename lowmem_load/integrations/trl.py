@@ -100,7 +100,7 @@ def _planned(model: Any, mode: str) -> Sending | None:
     to: Any = "all" if mode == "colocate" else 0
     try:
         arguments = Arguments(bucket_bytes=BUCKET_BYTES, to=to, dtype=None, names=None, merge_adapters=is_peft)
-        return plan_weights(model, arguments)[0]
+        return plan_weights(model, arguments)
     except UnsupportedError as error:  # on all ranks alike
         warnings.warn(f"TRL gathers the weights for vLLM, as they cannot be sent in buckets: {error}", stacklevel=2)
         return None

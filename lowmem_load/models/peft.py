@@ -122,21 +122,10 @@ def saved_names(
     return saved, left_out
 
 
-def check_adapter(model: nn.Module, name: str) -> None:
-    """Raise ConfigError unless a model has an adapter of this name."""
-    _check_model(model, "adapters")
-    if name not in (known := getattr(model, "peft_config", {})):
-        raise ConfigError(f"adapters: {name!r}: the model has {', '.join(map(repr, known))}")
-
-
-def _check_model(model: nn.Module, option: str) -> None:
+def _check_tuner(model: nn.Module) -> None:
     peft = sys.modules.get("peft.peft_model")
     if peft is None or not isinstance(model, peft.PeftModel):
-        raise ConfigError(f"{option}: {type(model).__name__} is no PeftModel; make one, or leave the option out")
-
-
-def _check_tuner(model: nn.Module) -> None:
-    _check_model(model, "merge_adapters")
+        raise ConfigError(f"merge_adapters: {type(model).__name__} is no PeftModel; make one, or leave the option out")
     if not hasattr(model.base_model, "merge_and_unload"):
         raise ConfigError(f"merge_adapters: what {type(model.base_model).__name__} of PEFT trains cannot be merged")
     require(PEFT, {"peft.tuners.tuners_utils": ("BaseTunerLayer.merge", "BaseTunerLayer.get_base_layer")})

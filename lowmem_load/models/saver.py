@@ -201,12 +201,6 @@ def _no_values(part: Expression, operation: str) -> torch.Tensor:
     )
 
 
-def read_adapter_config(scratch: Path) -> Any:
-    """Return the configuration of the one adapter that was described."""
-    (path,) = scratch.rglob("adapter_config.json")  # of other adapters than "default" in a folder of their own
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def _note_dtype(path: Path, dtype: torch.dtype) -> None:
     if not path.is_file():  # an adapter has none
         return

@@ -14,14 +14,11 @@ from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.files.executor import Executor
-from lowmem_load.files.fill import Part, PlannedPart, fill_planned, plan_parts, read_whole
+from lowmem_load.files.fill import Part, fill, read_whole
 from lowmem_load.files.memory import naming_shortage
 from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.load.execute import reading
-from lowmem_load.load.load import REPORT_ATTRIBUTE
-from lowmem_load.load.report import Attempts, LoadReport
 from lowmem_load.planning.expression import Expression, Source, leaves
-from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.zero_checkpoint import (
@@ -121,8 +118,6 @@ def load_checkpoint(
         configuration. Each rank gets its own client state if as many ranks resume as saved under stage 3, else that of
         rank 0. (None, {}) if there is no file `latest`.
 
-    Reads that were tried again are counted in the `LoadReport` of the engine's model, if lowmem_load loaded it.
-
     Collective: all ranks. Only weights that DeepSpeed keeps in full between steps cross the network.
     Memory: the optimizer's moments, if it has not stepped yet; 16 MiB for each reading thread where values are cast.
 
@@ -149,7 +144,7 @@ def load_checkpoint(
 def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dict[str, Any]]:
     from lowmem_load.engines.engine_states import Zero3State, mark_unusable, mark_usable
 
-    ranks, attempts = ranks_of(engine), Attempts()
+    ranks = ranks_of(engine)
     with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, cores(1))) as executor:
         with ranks.step("opening the checkpoint", name=name) as step:
             state = Zero3State(engine)
@@ -164,23 +159,14 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
         if folder is None:
             return None, {}
         # Of equal names, sizes and shapes are two saves of one run, too.
-        agree_on_bytes(
-            ranks,
-            folder,
-            checkpoint.files,
-            sources=executor.sources,
-            ids=step.payloads,
-            num_threads=executor.num_threads,
-        )
+        sources, num_threads = executor.sources, executor.num_threads
+        agree_on_bytes(ranks, folder, checkpoint.files, sources=sources, ids=step.payloads, num_threads=num_threads)
         mark_unusable(engine)
         _fill(ranks, plan, state, executor, name)
         with ranks.step("setting scalars, scheduler and counters", name=name):
             _set_rest(engine, state, plan, wanted)
         state.finish()
         mark_usable(engine)
-    report = getattr(engine, REPORT_ATTRIBUTE, None)
-    if isinstance(report, LoadReport):  # of the model's load
-        report.notes += [f"load_checkpoint of {folder}: {note}" for note in attempts.notes]
     return folder, plan.client_state
 
 
@@ -211,9 +197,7 @@ def make_plan(
     scalars: list[Mapping[str, Any]] = [{} for _ in state.sub_groups]
     if wanted.optimizer:
         param_groups = checkpoint.param_groups
-        groups = [
-            [saved[parameter.name] for parameter in group if parameter.name in saved] for group in state.sub_groups
-        ]
+        groups = [[saved[held.name] for held in group if held.name in saved] for group in state.sub_groups]
         # Before the optimizer's first step there are no moments.
         moments = next((tuple(sorted({*group[0].pieces} - {FP32})) for group in groups if group), ())
         state.check_groups(param_groups, frozenset(moments))
@@ -255,12 +239,10 @@ def _match(
                 "so the optimizer's states do not match; pass load_optimizer_states=False"
             )
     expected.update((name, tuple(buffer.shape)) for name, buffer in state.buffers.items())
-    shapes = {
-        name: parameter.shape for name, parameter in {**checkpoint.replicated, **saved}.items() if name in expected
-    }
-    wanted_shapes = {
-        name: shape for name, shape in expected.items() if name in shapes or (wanted.strict and name not in optional)
-    }
+    found = {**checkpoint.replicated, **saved}
+    shapes = {name: parameter.shape for name, parameter in found.items() if name in expected}
+    required = expected.keys() - optional if wanted.strict else set()
+    wanted_shapes = {name: shape for name, shape in expected.items() if name in shapes or name in required}
     unknown = set(checkpoint.of_module) - set(expected) if wanted.strict else ()
     differences = differences_of(shapes, wanted_shapes, unknown, "engine")
     if differences:
@@ -309,10 +291,10 @@ def _fill(ranks: RankGroup, plan: ResumePlan, state: Zero3State, executor: Execu
             nbytes = sum(run.parameter.numel for run in runs if run.key != FP32) * torch.float32.itemsize
             shortage = naming_shortage(f"optimizer states of sub-group {number}", nbytes)
             with shortage, state.memory(number, plan.moments) as (master, moments):
-                fill_planned(*_into(runs, {FP32: master, **moments}), executor, done.on_part)
+                fill(_into(runs, {FP32: master, **moments}), executor, done.on_part)
         for run in plan.frozen:
             with state.frozen_memory(run.parameter) as memory:
-                fill_planned(*_into([run], {FP32: memory}), executor, done.on_part)
+                fill(_into([run], {FP32: memory}), executor, done.on_part)
         for key, buffer in state.buffers.items():
             if key in replicated:
                 whole = replicated[key].pieces[FP32].part(FlatRange(0, buffer.numel()))
@@ -320,7 +302,7 @@ def _fill(ranks: RankGroup, plan: ResumePlan, state: Zero3State, executor: Execu
         executor.sources.check_unchanged()
 
 
-def _into(runs: Sequence[Run], memory: Mapping[str, torch.Tensor]) -> tuple[list[PlannedPart], Planner]:
+def _into(runs: Sequence[Run], memory: Mapping[str, torch.Tensor]) -> list[Part]:
     """Return the parts of memory that the checkpoint fills; make padding, and moments that it lacks, zero."""
     parts = []
     for run in runs:
@@ -331,7 +313,7 @@ def _into(runs: Sequence[Run], memory: Mapping[str, torch.Tensor]) -> tuple[list
             parts.append(Part(name, run.values, FlatRange(0, numel), mine[:numel]))
         elif run.key != FP32:
             mine.zero_()
-    return plan_parts(parts)
+    return parts
 
 
 def _set_rest(engine: Any, state: Zero3State, plan: ResumePlan, wanted: Wanted) -> None:

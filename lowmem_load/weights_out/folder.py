@@ -31,8 +31,8 @@ from lowmem_load.weights_out.file_layout import FileLayout
 PROBE = ".lowmem_load_probe"
 """File by which ranks tell that they see one folder. It marks the staging folder of a save that has not ended."""
 
-_SAVING, _REMOVED = "saving-", "removed-"
-"""Parts of the names of folders that are being filled, and of folders that are being deleted."""
+_SAVING = "saving-"
+"""Part of the name of a staging folder."""
 
 _FORMER, _REPLACING = ".former", ".replacing"
 """Folder in a staging folder, for files of the target that the new ones replace, and its name when all are there."""
@@ -60,12 +60,9 @@ class Staging:
 
     @property
     def path(self) -> Path:
-        """The staging folder."""
-        return self.folder(_SAVING + self.token)
-
-    def folder(self, state: str) -> Path:
-        """Return the path of a hidden folder of this save, beside the target or inside it."""
-        return self.target / f".{state}" if self.is_inside else self.target.with_name(f".{self.target.name}.{state}")
+        """The staging folder, next to the target or inside it."""
+        name = _SAVING + self.token
+        return self.target / f".{name}" if self.is_inside else self.target.with_name(f".{self.target.name}.{name}")
 
 
 def find_target(folder: str | os.PathLike[str]) -> str:
@@ -113,7 +110,7 @@ def make_staging(folder: str, files: Sequence[FileLayout]) -> Staging:
             for file in files:
                 _make_file(staging.path / file.name, file)
         except BaseException:
-            _remove(staging.path)
+            shutil.rmtree(staging.path, ignore_errors=True)
             raise
     except OSError as error:
         raise ConfigError(f"{target}: cannot be saved to: {error}") from error
@@ -162,7 +159,7 @@ def commit(staging: Staging) -> None:
 def discard(staging: Staging) -> None:
     """Remove the staging folder of a save that has failed."""
     if not _is_taking_its_place(staging.path):
-        _remove(staging.path)
+        shutil.rmtree(staging.path, ignore_errors=True)
 
 
 def _make_file(path: Path, file: FileLayout) -> None:
@@ -197,17 +194,14 @@ def _call(name: str, *arguments: Any) -> int:
 def _finish_what_is_left(target: Path) -> None:
     """Finish the saves that were killed while they took their place, and remove those that were killed before."""
     for inside in (False, True):
-        places = Staging(target, "", inside)
-        beside = places.path.parent
-        for removed in beside.glob(f"{glob.escape(places.folder(_REMOVED).name)}*"):
-            shutil.rmtree(removed, ignore_errors=True)
-        for left in beside.glob(f"{glob.escape(places.path.name)}*"):
+        path = Staging(target, "", inside).path
+        for left in path.parent.glob(f"{glob.escape(path.name)}*"):
             if _is_alive(left):
                 continue
             if _is_taking_its_place(left):
                 _replace(left, target)
             else:
-                _remove(left)
+                shutil.rmtree(left, ignore_errors=True)
     (target / PROBE).unlink(missing_ok=True)  # of a save that was killed right after it was renamed
 
 
@@ -227,14 +221,6 @@ def _is_alive(left: Path) -> bool:
 
 def _is_taking_its_place(staging: Path) -> bool:
     return (staging / _FORMER).exists() or (staging / _REPLACING).exists()
-
-
-def _remove(folder: Path) -> None:
-    """Delete a staging folder. It is renamed first, so that the next save deletes what is left of it."""
-    removed = folder.with_name(_REMOVED.join(folder.name.rsplit(_SAVING, 1)))
-    with contextlib.suppress(OSError):
-        os.rename(folder, removed)
-        shutil.rmtree(removed, ignore_errors=True)
 
 
 def _replace(staging: Path, target: Path) -> None:
@@ -259,7 +245,7 @@ def _replace(staging: Path, target: Path) -> None:
         os.rename(staging / name, target / name)
     for folder in {(target / name).parent for name in names}:
         _sync(folder)
-    _remove(staging)
+    shutil.rmtree(staging, ignore_errors=True)
 
 
 def _replaced_by(names: Sequence[Path], target: Path) -> set[Path]:

@@ -6,8 +6,7 @@ A save asks which bytes of files a rank's elements fill; here they fill tensors 
 from __future__ import annotations
 
 import tempfile
-import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -17,11 +16,9 @@ from torch import nn
 
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError
-from lowmem_load.models import peft
 from lowmem_load.models.active import load_lock
 from lowmem_load.models.peft import Merge
-from lowmem_load.models.saver import SavedFile, read_adapter_config
-from lowmem_load.planning.expression import Expression, Source
+from lowmem_load.planning.expression import Expression
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.weights_out.buckets import PlannedTensor, Unit, merge_unit
 from lowmem_load.weights_out.rank_shards import RankShard, rank_shards, ranks_of, unwrapped
@@ -42,7 +39,6 @@ def iter_weights(
     dtype: torch.dtype | None = None,
     names: Names | None = None,
     merge_adapters: bool = False,
-    adapters: str | None = None,
 ) -> Generator[Tensors, None, None]:
     """Yield all weights in buckets, `[(name, tensor), ...]`, put together from what the ranks hold.
 
@@ -61,8 +57,6 @@ def iter_weights(
         names: names to yield, or a function that says of a name whether to yield it; equal on all ranks.
         merge_adapters: of a PEFT model, yield what `merge_and_unload` would make, and not the adapters. The layers of
             a bucket are merged when they are put together; the engine does not change.
-        adapters: of a PEFT model, yield what its `save_pretrained` writes of the adapter of this name, such as
-            "default". `adapter_config` returns its configuration.
 
     Collective: all ranks that hold the model. All ranks have to take all buckets, or stop after the same one. There are
         at most `2 * total bytes / bucket_bytes + 1`, each with one collective (on gloo, and for experts on hundreds of
@@ -77,23 +71,8 @@ def iter_weights(
         UnsupportedError: names a tensor that cannot be put together, and why.
         RankError: another rank failed, stopped early, or did not come for the next bucket.
     """
-    arguments = Arguments(
-        bucket_bytes=bucket_bytes, to=to, dtype=dtype, names=names, merge_adapters=merge_adapters, adapters=adapters
-    )
-    yield from plan_weights(engine_or_model, arguments)[0].buckets()
-
-
-def adapter_config(engine_or_model: nn.Module, adapters: str = "default") -> dict[str, Any]:
-    """Return what PEFT's `save_pretrained` writes into `adapter_config.json` of an adapter. Local.
-
-    Raises:
-        ConfigError: no model of PEFT, or it has no adapter of this name.
-    """
-    model = unwrapped(engine_or_model)
-    with load_lock():
-        sources = {id(shard.tensor): shard.source for shard in rank_shards(model, 0, masters=False)}
-        config: dict[str, Any] = _describe_sent(model, Arguments(adapters=adapters), sources)[2]
-        return config
+    arguments = Arguments(bucket_bytes=bucket_bytes, to=to, dtype=dtype, names=names, merge_adapters=merge_adapters)
+    yield from plan_weights(engine_or_model, arguments).buckets()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +84,6 @@ class Arguments:
     dtype: torch.dtype | None = None
     names: Names | None = None
     merge_adapters: bool = False
-    adapters: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.names, Iterable) and not callable(self.names):  # the caller may change his own in place
@@ -118,8 +96,6 @@ class Arguments:
             raise ConfigError(f"iter_weights: bucket_bytes: {self.bucket_bytes!r} is no positive number of bytes")
         if self.to != "all" and self.to not in range(world_size):
             raise ConfigError(f"iter_weights: to: {self.to!r} is neither 'all' nor a rank below {world_size}")
-        if self.adapters is not None and self.merge_adapters:
-            raise ConfigError("iter_weights: adapters: are sent alone, or merged with merge_adapters, not both")
 
     def choose(self, tensors: Mapping[str, Expression]) -> dict[str, Expression]:
         """Return the tensors to yield."""
@@ -134,34 +110,22 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """A plan that stays on its model, and is used as long as nothing has changed that decides it on this rank.
-
-    Attributes:
-        state, objects: what decides it: values, and what it knows by identity. Parameters may be replaced, and go.
-        config: of an adapter that is sent alone.
-    """
+class _KeptPlan:
+    """The last plan of a model, and what decided it: to plan thousands of experts may take longer than to send them."""
 
     state: list[Any]
-    objects: list[weakref.ref[Any]]
     plan: SendPlan
-    config: Any
-
-    def is_of(self, state: Sequence[Any], objects: Sequence[Any]) -> bool:
-        """Return whether these are still the same."""
-        alike = len(self.objects) == len(objects) and self.state == state
-        return alike and all(one() is other for one, other in zip(self.objects, objects, strict=True))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, ()  # a copy of the model has other parameters
 
 
 _KEPT = "_lowmem_load_weights"
-"""Attribute of a model: its last plan."""
+"""Attribute of a model: its `_KeptPlan`."""
 
 
-def plan_weights(engine: nn.Module, arguments: Arguments) -> tuple[Sending, Any]:
-    """Return the weights of a model, planned but not sent, and the configuration of an adapter alone. Collective."""
+def plan_weights(engine: nn.Module, arguments: Arguments) -> Sending:
+    """Return the weights of a model, planned but not sent. Collective."""
     model = unwrapped(engine)
     with load_lock():
         ranks = ranks_of(model)
@@ -169,70 +133,60 @@ def plan_weights(engine: nn.Module, arguments: Arguments) -> tuple[Sending, Any]
             arguments.check(ranks.world_size)
             masters = arguments.dtype == torch.float32 and not arguments.merge_adapters
             shards = rank_shards(model, ranks.rank, masters=masters)
-            kept = _kept_plan(model, arguments, shards, ranks)
+            plan = _plan(model, arguments, shards, ranks)
             step.digest = {
                 "bucket_bytes, to, dtype": f"{arguments.bucket_bytes}, {arguments.to}, {arguments.dtype}",
-                "tensors": kept.plan.tensors,
-                "the layout of the tensors": kept.plan.rules,
+                "tensors": plan.tensors,
+                "the layout of the tensors": plan.rules,
             }
-        to = None if arguments.to == "all" else arguments.to
-        return Sending(engine, kept.plan, shards, ranks, to=to), kept.config
+        return Sending(engine, plan, shards, ranks, to=None if arguments.to == "all" else arguments.to)
 
 
-def _kept_plan(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard], ranks: RankGroup) -> _Kept:
-    """Return the plan that the model has, or make one and leave it there."""
-    state: list[Any] = [arguments, ranks.group, ranks.rank, ranks.world_size]
-    state += [repr(getattr(model, name, None)) for name in ("config", "peft_config")]
+def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard], ranks: RankGroup) -> SendPlan:
+    """Return the last plan of the model, or a new one if anything has changed that decides it on this rank."""
+    state = [arguments, ranks.group, ranks.rank, ranks.world_size, *_state_of(model)]
     state += [(shard.source, shard.local_region, shard.is_master) for shard in shards]
-    for module in model.modules():
-        adapter = repr(getattr(module, "_active_adapter", None))  # PEFT may save or merge another part by it
-        state.append((type(module), adapter, {*module._non_persistent_buffers_set}))  # noqa: SLF001
-    objects = [*model.modules(), *(shard.tensor for shard in shards)]
     kept = vars(model).pop(_KEPT, None)
-    if not isinstance(kept, _Kept) or not kept.is_of(state, objects):
-        units, config = _plan_units(model, arguments, shards)
-        plan = plan_sending(units, shards, ranks, arguments.bucket_bytes)
-        kept = _Kept(state, [*map(weakref.ref, objects)], plan, config)
+    if not isinstance(kept, _KeptPlan) or kept.state != state:
+        units = _units_of(model, arguments, shards)
+        kept = _KeptPlan(state, plan_sending(units, shards, ranks, arguments.bucket_bytes))
     if not callable(arguments.names):  # it may choose others the next time
         vars(model)[_KEPT] = kept
-    return kept
+    return kept.plan
 
 
-def _plan_units(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard]) -> tuple[list[Unit], Any]:
-    """Return what is sent together: a tensor, or the parameters of a merge, of which all its tensors are made.
+def _state_of(model: nn.Module) -> Iterator[Any]:
+    """Yield what decides which tensors `save_pretrained` writes: the modules, which names are tied, configurations.
 
-    And the configuration of an adapter that is sent alone.
+    A new object may have the `id` of one that is gone. Then all that is compared is equal, and the plan is right.
     """
+    yield from (repr(getattr(model, name, None)) for name in ("config", "peft_config"))
+    for module in model.modules():
+        adapter = repr(getattr(module, "_active_adapter", None))  # PEFT may save or merge another part by it
+        yield id(module), type(module), adapter, {*module._non_persistent_buffers_set}  # noqa: SLF001
+    for named in (nn.Module.named_parameters, nn.Module.named_buffers):
+        yield [(name, id(tensor)) for name, tensor in named(model, remove_duplicate=False)]
+
+
+def _units_of(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard]) -> list[Unit]:
+    """Return what is sent together: a tensor, or the parameters of a merge, of which all its tensors are made."""
     sources = {id(shard.tensor): shard.source for shard in shards}
-    files, merges, config = _describe_sent(model, arguments, sources)
+    options: dict[str, Any] = {"dtype": arguments.dtype, "merge_adapters": arguments.merge_adapters, "kwargs": {}}
+    with tempfile.TemporaryDirectory(prefix="lowmem_load-") as made:
+        scratch = Path(made)
+        files, merges = describe_files(model, scratch, sources, max_shard_size=_ONE_FILE, has_configs=False, **options)
     names = {(file.name, name): name for file in files for name in file.tensors}
-    prove_names("iter_weights: the files of a save", names, names)  # a file for each adapter, and alike in names
-    tensors = arguments.choose({name: part for file in files for name, part in file.tensors.items()})
+    prove_names("iter_weights: the files of a save", names, names)  # each adapter has a file, with the same names
     merge_of = {sources[id(parameter)].name: merge for merge in merges for parameter in merge.parameters}
-    made: dict[Merge, list[PlannedTensor]] = {}
+    merged: dict[Merge, list[PlannedTensor]] = {}
     units: list[Unit] = []
-    for name, part in tensors.items():
+    for name, part in arguments.choose({name: part for file in files for name, part in file.tensors.items()}).items():
         tensor = PlannedTensor(name, part.shape, part.dtype, tuple(proved_copies(name, part)))
         found = {merge_of[source.name] for source in tensor.sources if source.name in merge_of}
         if len(found) > 1:
             raise ConfigError(f"{name}: is made of parameters that are merged apart; save the model instead")
         if found:
-            made.setdefault(found.pop(), []).append(tensor)
+            merged.setdefault(found.pop(), []).append(tensor)
         else:
             units.append(Unit((tensor,)))
-    return [*units, *(merge_unit(merge, tensors, sources) for merge, tensors in made.items())], config
-
-
-def _describe_sent(
-    model: nn.Module, arguments: Arguments, sources: Mapping[int, Source]
-) -> tuple[list[SavedFile], list[Merge], Any]:
-    """Return the files that a save would write, the merges, and the configuration of an adapter that is sent alone."""
-    kwargs: dict[str, Any] = {}
-    if arguments.adapters is not None:
-        peft.check_adapter(model, arguments.adapters)
-        kwargs["selected_adapters"] = [arguments.adapters]
-    options: dict[str, Any] = {"dtype": arguments.dtype, "merge_adapters": arguments.merge_adapters, "kwargs": kwargs}
-    with tempfile.TemporaryDirectory(prefix="lowmem_load-") as made:
-        scratch = Path(made)
-        files, merges = describe_files(model, scratch, sources, max_shard_size=_ONE_FILE, has_configs=False, **options)
-        return files, merges, None if arguments.adapters is None else read_adapter_config(scratch)
+    return [*units, *(merge_unit(merge, tensors, sources) for merge, tensors in merged.items())]

@@ -61,29 +61,20 @@ class RankShard:
         return (self.region,) if self.region.numel else ()
 
     @property
-    def version(self) -> int:
-        """Grows when the memory is changed in place, but not by DeepSpeed's optimizers, which torch does not see."""
-        if self.is_partitioned:
-            from lowmem_load.engines.parameters import partition_of
-
-            return partition_of(cast("nn.Parameter", self.tensor))._version  # noqa: SLF001  torch documents it
-        if is_dtensor(self.tensor):  # operations on it are seen on the DTensor, those of FSDP2 on its memory
+    def state(self) -> tuple[int, ...]:
+        """Differs once the memory was changed or replaced. torch sees no changes by DeepSpeed's optimizers."""
+        if is_dtensor(self.tensor):
             from lowmem_load.engines.mesh import local_shard
 
+            # Operations on it are seen on the DTensor, those of FSDP2 on its memory, which moves.
             memory = local_shard(self.source.name, self.tensor, needs_memory=True)[1]
-            return memory._version + self.tensor._version  # noqa: SLF001
-        return self.tensor._version  # noqa: SLF001
+            return memory._version, self.tensor._version  # noqa: SLF001  torch documents it
+        memory, is_moved = self.tensor, not isinstance(self.tensor, nn.Parameter)  # modules may replace their buffers
+        if self.is_partitioned:
+            from lowmem_load.engines.parameters import may_be_on_nvme, partition_of
 
-    @property
-    def address(self) -> int:
-        """Where a parameter's memory begins. 0 of what moves by itself: partitions on nvme, DTensors, buffers."""
-        if not isinstance(self.tensor, nn.Parameter) or is_dtensor(self.tensor):
-            return 0
-        if not self.is_partitioned:
-            return self.tensor.data_ptr()
-        from lowmem_load.engines.parameters import may_be_on_nvme, partition_of
-
-        return 0 if may_be_on_nvme(self.tensor) else partition_of(self.tensor).data_ptr()
+            memory, is_moved = partition_of(cast("nn.Parameter", self.tensor)), may_be_on_nvme(self.tensor)
+        return memory._version, 0 if is_moved else memory.data_ptr()  # noqa: SLF001
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[list[MemoryPiece]]:

@@ -314,7 +314,7 @@ class _Changes:
 
     def __init__(self, engine: nn.Module, shards: Sequence[RankShard]) -> None:
         self._model, self._shards = unwrapped(engine), shards
-        self._before = [(shard.version, shard.address) for shard in shards]
+        self._before = [shard.state for shard in shards]
         self._parameters = {id(shard.tensor) for shard in shards}
         self._optimizers: set[int] = set()
         self._stepped = ""
@@ -326,7 +326,14 @@ class _Changes:
 
     def refuse(self) -> None:
         """Raise ConfigError if something that can be seen has changed the weights."""
-        if change := self._find():
+        change = f"an optimizer ({self._stepped}) stepped" if self._stepped else ""
+        present = {*map(id, self._model.parameters())}
+        for shard, before in zip(self._shards, self._before, strict=True):
+            # FSDP2 puts other parameters in the place of its DTensors while it computes.
+            may_go = is_dtensor(shard.tensor) or not isinstance(shard.tensor, nn.Parameter)
+            if not change and (shard.state != before or not (may_go or id(shard.tensor) in present)):
+                change = f"{shard.source.name} was changed"
+        if change:
             raise ConfigError(
                 f"iter_weights: {change} between two buckets, so they would be no state of the model; take all buckets "
                 "before the next step"
@@ -340,15 +347,3 @@ class _Changes:
         trained = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         if id(optimizer) in self._optimizers or not self._parameters.isdisjoint(trained):
             self._stepped = type(optimizer).__name__
-
-    def _find(self) -> str:
-        if self._stepped:
-            return f"an optimizer ({self._stepped}) stepped"
-        present = {*map(id, self._model.parameters())}
-        for shard, before in zip(self._shards, self._before, strict=True):
-            # FSDP2 puts other parameters in the place of its DTensors while it computes.
-            may_go = is_dtensor(shard.tensor) or not isinstance(shard.tensor, nn.Parameter)
-            is_there = may_go or id(shard.tensor) in present
-            if not is_there or (shard.version, shard.address) != before:
-                return f"{shard.source.name} was changed"
-        return ""

@@ -370,8 +370,8 @@ def plan_once(path: str) -> None:
     from lowmem_load.distributed.steps import RankGroup
 
     module = importlib.import_module("lowmem_load.weights_out.iter_weights")
-    described, steps, describe, step = [], list[str](), module._plan_units, RankGroup.step
-    module._plan_units = lambda *args: (described.append(1), describe(*args))[1]
+    described, steps, describe, step = [], list[str](), module._units_of, RankGroup.step
+    module._units_of = lambda *args: (described.append(1), describe(*args))[1]
     RankGroup.step = lambda self, title, **kwargs: (steps.append(title), step(self, title, **kwargs))[1]
 
     def sent(model: Any, num_described: int) -> dict[str, torch.Tensor]:

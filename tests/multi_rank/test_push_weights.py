@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from lowmem_load import (
     DistributedInterface,
     WeightSource,
-    adapter_config,
     iter_weights,
     load_model,
     push_weights,
+    save_model,
     streaming,
 )
 from lowmem_load.errors import ConfigError, RankError
@@ -179,42 +179,6 @@ def push_all(path: str) -> None:
     assert_equal(final.found, wanted, "at the end")
 
 
-class Request(SimpleNamespace):
-    """Stands for vLLM's `LoRARequest`."""
-
-
-class ServesAdapters:
-    """A client with the methods of SGLang's engine for adapters."""
-
-    def __init__(self, says: str = "") -> None:
-        self.says, self.loaded = says, dict[str, tuple[dict[str, torch.Tensor], Any]]()
-
-    def load_lora_adapter(self, lora_name: str, lora_path: str) -> Any:
-        """Load a folder, if there is none of this name."""
-        assert lora_name not in self.loaded
-        config = loads((Path(lora_path) / "adapter_config.json").read_text())
-        self.loaded[lora_name] = load_file(Path(lora_path) / "adapter_model.safetensors"), config
-        return SimpleNamespace(success=not self.says, error_message=self.says)
-
-    def unload_lora_adapter(self, lora_name: str) -> Any:
-        """Unload it, if it is there."""
-        return SimpleNamespace(success=self.loaded.pop(lora_name, None) is not None)
-
-
-class OfVllm(ServesAdapters):
-    """A client with the method of vLLM's `LLM`, which loads in place."""
-
-    def __init__(self, says: str = "") -> None:
-        super().__init__(says)
-        self.llm_engine = SimpleNamespace(add_lora=self.add_lora)
-
-    def add_lora(self, request: Request) -> bool:
-        """Load a folder, in place."""
-        assert request.load_inplace and request.lora_int_id > 0
-        self.unload_lora_adapter(request.lora_name)
-        return bool(self.load_lora_adapter(request.lora_name, request.lora_path).success)
-
-
 def models_with_adapters(path: str) -> Iterator[tuple[str, Any]]:
     """Yield a whole model, and sharded ones. Each has a second adapter."""
     from peft import LoraConfig
@@ -237,54 +201,24 @@ def models_with_adapters(path: str) -> Iterator[tuple[str, Any]]:
     yield "FSDP2 of all", model
 
 
-def push_adapters(path: str, out: str) -> None:
-    """Rank function: what engines get is what PEFT saves of the whole model."""
-    import sys
-
-    from lowmem_load.weights_out.push_weights import _shared_folder
-
-    rank = DistributedInterface().rank
-    sys.modules |= {"vllm": Request(), "vllm.lora": Request(), "vllm.lora.request": Request(LoRARequest=Request)}
-    stock = f"{out}/{rank}"
+def save_adapters(path: str, out: str) -> None:
+    """Rank function: what engines can load is what PEFT saves of the whole model."""
+    stock = f"{out}/{DistributedInterface().rank}"
     for way, model in models_with_adapters(path):
         if way == "whole":
             model.save_pretrained(stock)
         for name, folder in (("default", Path(stock)), ("other", Path(stock, "other"))):
-            wanted = load_file(folder / "adapter_model.safetensors")
-            config = loads((folder / "adapter_config.json").read_text())
-            for bucket_bytes in (1, 1 << 30):
-                weights = iter_weights(model, adapters=name, bucket_bytes=bucket_bytes)
-                assert_equal(dict(pair for bucket in weights for pair in bucket), wanted, (way, name))
-            assert adapter_config(model, name) == config, (way, name)
-            for client in (OfVllm(), ServesAdapters()):
-                for _ in range(2):
-                    request = push_weights(model, None if rank else client, adapters=name)
-                if rank == 0:
-                    assert_equal(client.loaded[name][0], wanted, (way, name))
-                    assert client.loaded[name][1] == config
-                    assert (request is not None) == isinstance(client, OfVllm)
-        found: list[Any] = []
-        push_weights(model, found.extend, adapters="default", names=lambda name: "lora_A" in name)
-        assert found and all("lora_A" in name for name, _ in found)
-
-    for adapters, client, match in (
-        ("none", found.extend, "'none': the model has 'default', 'other'"),
-        ("default", Taker(), "takes no adapters"),
-        ("default", OfVllm("no"), "did not load the adapter 'default'"),
-        ("default", ServesAdapters("too large"), "load_lora_adapter says: too large"),
-    ):
-        with pytest.raises((ConfigError, RankError), match=match):
-            push_weights(model, None if rank else client, adapters=adapters)
-    with pytest.raises(ConfigError, match="not both"):
-        push_weights(model, found.extend, adapters="default", merge_adapters=True)
-    with pytest.raises(ConfigError, match="is no PeftModel"):
-        push_weights(model.get_base_model(), found.extend, adapters="default")
-    _shared_folder().cleanup()  # ranks of tests are killed, and leave it
+            save_model(model, f"{out}/{way}", selected_adapters=[name])
+            made = Path(out, way) if name == "default" else Path(out, way, name)
+            tensors = [load_file(each / "adapter_model.safetensors") for each in (made, folder)]
+            assert_equal(*tensors, (way, name))
+            configs = [loads((each / "adapter_config.json").read_text()) for each in (made, folder)]
+            assert configs[0] == configs[1], (way, name)
 
 
-def test_engines_get_what_peft_saves(checkpoints: Path, tmp_path: Path) -> None:
+def test_adapters_alone_are_what_peft_saves(checkpoints: Path, tmp_path: Path) -> None:
     path = builders.tiny_llama(checkpoints, torch.float32, **builders.ODD_SIZES)
-    run_ranks(push_adapters, str(path), str(tmp_path), timeout_s=250)
+    run_ranks(save_adapters, str(path), str(tmp_path), timeout_s=250)
 
 
 def test_clients_get_all_weights_or_all_ranks_raise(checkpoints: Path) -> None:

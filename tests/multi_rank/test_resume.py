@@ -350,7 +350,7 @@ def fail_once(patch: pytest.MonkeyPatch) -> None:
 
 def refuse(path: str, folder: str) -> None:
     """What does not go together is an error on all ranks, and leaves the engine as it was."""
-    from lowmem_load import load_checkpoint, load_report
+    from lowmem_load import load_checkpoint
 
     engine = make_engine(path, BF16, config(BF16))
     engine.save_checkpoint(f"{folder}/first")
@@ -389,9 +389,6 @@ def refuse(path: str, folder: str) -> None:
         fail_once(patch)
         load_checkpoint(engine, f"{folder}/bf16", load_module_only=True)
     assert engine.global_steps == 1
-    (note,) = load_report(engine).notes[-1:]
-    assert note.startswith(f"load_checkpoint of {folder}/bf16/global_step3: tried again after "), note
-    assert ".pt: Input/output error (1x)" in note
     resume_by_two_paths(engine, folder)
     train(engine, 3, 4)
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}

@@ -18,7 +18,6 @@ import torch
 import lowmem_load
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.weights_out import folder as folders
-from lowmem_load.weights_out import push_weights
 from lowmem_load.weights_out.file_layout import FileLayout
 from lowmem_load.weights_out.folder import PROBE, Staging
 from tests import builders
@@ -342,7 +341,7 @@ assert "deepspeed" not in sys.modules
     assert os.listdir(tmp_path / "alone") == os.listdir(tmp_path / "group") == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("where", ["save_model", "consolidate", "lazy", "adapter"])
+@pytest.mark.parametrize("where", ["save_model", "consolidate", "lazy"])
 def test_urls_are_refused_wherever_files_are_written(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: Path
 ) -> None:
@@ -351,7 +350,6 @@ def test_urls_are_refused_wherever_files_are_written(
         "save_model": lambda: lowmem_load.save_model(torch.nn.Linear(2, 2), url),
         "consolidate": lambda: lowmem_load.consolidate(tmp_path, url),
         "lazy": lambda: lowmem_load.lazy(llama).save_pretrained(url),
-        "adapter": lambda: push_weights._write_adapter(Path(url), {}, {}),
     }
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"^s3:/+bucket/run: is a URL, and files are only written to local folders"):

@@ -24,6 +24,7 @@ lowmem_load.install()
 
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.generation import vllm_generation  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
 
 from tests.vllm_cpu.engine import greedy, loadable_engine  # noqa: E402
 
@@ -59,9 +60,11 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 def hand_over(generation: Any) -> None:
     """Do what a script does in place of TRL's sync, which knows no adapters."""
-    engine = generation.llm
-    request = lowmem_load.push_weights(generation.model, engine, adapters="default")
-    engine.generate = functools.partial(type(engine).generate, engine, lora_request=request)
+    engine, folder = generation.llm, os.path.abspath("adapter")
+    lowmem_load.save_model(generation.model, folder)
+    request = functools.partial(LoRARequest, lora_name="default", lora_int_id=1, lora_path=folder)
+    assert engine.llm_engine.add_lora(request(load_inplace=True))
+    engine.generate = functools.partial(type(engine).generate, engine, lora_request=request())
 
 
 def sync_and_note(sync: Any, is_merged: bool, generation: Any) -> None:
