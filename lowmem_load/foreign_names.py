@@ -9,11 +9,11 @@ nothing, with one warning.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
 import inspect
 import logging
 import operator
+import pkgutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -67,43 +67,33 @@ def require(
     """
     check_release(supported)
     missing: list[str] = []
-    for list_missing, wanted in ((_missing_attributes, names), (_missing_arguments, arguments)):
-        for owner, wanted_names in wanted.items():
-            label = owner.replace(":", ".")
-            try:
-                missing += list_missing(label, _import_owner(owner), wanted_names)
-            except (ImportError, AttributeError) as error:
-                missing.append(f"{label} ({error})")
+    for owner in (*names, *arguments):
+        label = owner.replace(":", ".")
+        try:
+            found: Any = pkgutil.resolve_name(owner)
+        except (ImportError, AttributeError) as error:
+            missing.append(f"{label} ({error})")
+            continue
+        missing += _missing_attributes(label, found, names.get(owner, ()))
+        if owner in arguments:
+            parameters = inspect.signature(found).parameters
+            missing += [f"{label}({name})" for name in arguments[owner] if name not in parameters]
     refuse(supported, missing)
 
 
 def require_attributes(supported: Releases, owner: object, names: Sequence[str]) -> None:
     """Raise IncompatibleVersionError unless an object has all attributes: those that `__init__` sets, say."""
-    if not _has(owner, *names):  # in one call, because every parameter is checked
-        refuse(supported, _missing_attributes(type(owner).__qualname__, owner, names))
-
-
-def _import_owner(owner: str) -> Any:
-    module, _, path = owner.partition(":")
-    imported = importlib.import_module(module)
-    return operator.attrgetter(path)(imported) if path else imported
+    refuse(supported, _missing_attributes(type(owner).__qualname__, owner, names))
 
 
 def _missing_attributes(label: str, owner: object, names: Iterable[str]) -> list[str]:
-    return [f"{label}.{name}" for name in names if not _has(owner, name)]
-
-
-def _has(owner: object, *names: str) -> bool:
-    try:
-        operator.attrgetter(*names)(owner)
-    except AttributeError:
-        return False
-    return True
-
-
-def _missing_arguments(label: str, function: Any, names: Iterable[str]) -> list[str]:
-    parameters = inspect.signature(function).parameters
-    return [f"{label}({name})" for name in names if name not in parameters]
+    missing = []
+    for name in names:
+        try:
+            operator.attrgetter(name)(owner)
+        except AttributeError:
+            missing.append(f"{label}.{name}")
+    return missing
 
 
 def installed_release(package: str) -> str:
@@ -194,6 +184,8 @@ class ForeignName:
 
 _transformers = functools.partial(ForeignName, TRANSFORMERS)
 _modeling = functools.partial(_transformers, "transformers.modeling_utils")
+_collecting = functools.partial(_transformers, "transformers.core_model_loading")
+_EXPERTS = "planning a model of many experts takes twice the time and memory"
 
 FROM_PRETRAINED = _modeling("PreTrainedModel.from_pretrained")
 FROM_CONFIG = _modeling("PreTrainedModel._from_config")
@@ -208,142 +200,115 @@ TIED_WEIGHTS_KEYS = _modeling("PreTrainedModel.get_expanded_tied_weights_keys")
 SAFE_OPEN = _modeling("safe_open")
 LOAD_STATE_DICT = _modeling("load_state_dict")
 SHARD_FILES = _modeling("get_checkpoint_shard_files")
-
-_MOUNTS = "files on a mount of the Hub are read whole before the load"
-_EXPERTS = "planning a model of many experts takes twice the time and memory"
-_collecting = functools.partial(_transformers, "transformers.core_model_loading")
-
-IS_ON_HF_MOUNT = _modeling("_is_on_hf_mount", loss=_MOUNTS)
-DEEPCOPY = _collecting("deepcopy", loss=_EXPERTS)
-SPAWN_MATERIALIZE = _collecting("spawn_materialize", loss=_EXPERTS)
+IS_ON_HF_MOUNT = _modeling("_is_on_hf_mount", "files on a mount of the Hub are read whole before the load")
+DEEPCOPY = _collecting("deepcopy", _EXPERTS)
+SPAWN_MATERIALIZE = _collecting("spawn_materialize", _EXPERTS)
+FIND_ADAPTER = _transformers("transformers.models.auto.auto_factory", "find_adapter_config_file")
 
 # What transformers asks while it loads. Its other modules ask functions that look at the configuration, whose reference
 # is replaced, too. Axolotl puts its own answer in both places of `is_deepspeed_zero3_enabled`.
 _deepspeed = functools.partial(_transformers, "transformers.integrations.deepspeed")
-_placing = functools.partial(_transformers, "transformers.integrations.accelerate")
 
 CONFIG_REFERENCE = _deepspeed("_hf_deepspeed_config_weak_ref")
 SET_CONFIG = _deepspeed("set_hf_deepspeed_config")
 IS_ZERO3 = _deepspeed("is_deepspeed_zero3_enabled")
 IS_ZERO3_IN_LOADS = _modeling("is_deepspeed_zero3_enabled")
 IS_FSDP_IN_LOADS = _modeling("is_fsdp_enabled")
-IS_FSDP_IN_PLACING = _placing("is_fsdp_enabled")
-
-# -- transformers: names of checkpoints --------------------------------------------------------------------------------
-
-_auto_factory = functools.partial(_transformers, "transformers.models.auto.auto_factory")
-
-FIND_ADAPTER = _auto_factory("find_adapter_config_file")
+IS_FSDP_IN_PLACING = _transformers("transformers.integrations.accelerate", "is_fsdp_enabled")
 
 # -- quantized weights -------------------------------------------------------------------------------------------------
 
+_quantizer = functools.partial(_transformers, "transformers.quantizers.base")
+_bitsandbytes = functools.partial(ForeignName, BITSANDBYTES, "bitsandbytes.nn")
+_compressors = functools.partial(ForeignName, COMPRESSED_TENSORS, since="0.20.1")
 _WHOLE = "are dequantized whole on every rank, not refused"
 _PARTIAL = "fp8 weights with a partial last block cannot be dequantized"
 _TWICE = "transformers takes memory for a whole 4-bit model on each GPU before it is partitioned"
-_quantizer = functools.partial(_transformers, "transformers.quantizers.base")
-_fp8 = functools.partial(_transformers, "transformers.integrations.finegrained_fp8")
-_mxfp4 = functools.partial(_transformers, "transformers.integrations.mxfp4")
 _UNPACKED = "4-bit codes of compressed-tensors are unpacked one whole weight at a time, not by ranges"
-_bitsandbytes = functools.partial(ForeignName, BITSANDBYTES, "bitsandbytes.nn")
-_compressors = functools.partial(ForeignName, COMPRESSED_TENSORS, loss=_UNPACKED, since="0.20.1")
 
 MAKE_QUANTIZER = _transformers("transformers.quantizers.auto", "AutoHfQuantizer.from_config")
 VALIDATE_ENVIRONMENT = _quantizer("HfQuantizer.validate_environment")
 UPDATE_CONVERSIONS = _quantizer(
-    "HfQuantizer.update_weight_conversions",
-    loss=f"experts of compressed-tensors {_WHOLE}",
-    since="5.8.0",
+    "HfQuantizer.update_weight_conversions", f"experts of compressed-tensors {_WHOLE}", since="5.8.0"
 )
-INKLING_EXPERTS = _collecting(
-    "Inkling2LoopDequantizeExperts.convert", loss=f"experts of Inkling 2 {_WHOLE}", since="5.24.0"
+INKLING_EXPERTS = _collecting("Inkling2LoopDequantizeExperts.convert", f"experts of Inkling 2 {_WHOLE}", since="5.24.0")
+FP8_DEQUANTIZE = _transformers(
+    "transformers.integrations.finegrained_fp8", "Fp8Dequantize._dequantize_one", _PARTIAL, since="5.8.0"
 )
-FP8_DEQUANTIZE = _fp8("Fp8Dequantize._dequantize_one", loss=_PARTIAL, since="5.8.0")
-MXFP4_DEQUANTIZE = _mxfp4("convert_moe_packed_tensors")
-WARM_UP = _modeling("caching_allocator_warmup", loss=_TWICE)
+MXFP4_DEQUANTIZE = _transformers("transformers.integrations.mxfp4", "convert_moe_packed_tensors")
+WARM_UP = _modeling("caching_allocator_warmup", _TWICE)
 NEW_PARAMS_4BIT = _bitsandbytes("Params4bit.__new__")
 PACKED_PARAMS_4BIT = _bitsandbytes("Params4bit.from_prequantized")
-UNPACK_FP4 = _compressors("compressed_tensors.compressors.nvfp4.base", "unpack_fp4_from_uint8")
-UNPACK_INT4 = _compressors("compressed_tensors.compressors.pack_quantized.base", "unpack_from_int32")
+UNPACK_FP4 = _compressors("compressed_tensors.compressors.nvfp4.base", "unpack_fp4_from_uint8", _UNPACKED)
+UNPACK_INT4 = _compressors("compressed_tensors.compressors.pack_quantized.base", "unpack_from_int32", _UNPACKED)
 
 # -- saves; the last three under `install`, where engines train --------------------------------------------------------
 
+_peft = functools.partial(ForeignName, PEFT, "peft.peft_model")
 _STOCK = "is stock's: it gathers the weights, if the ds_config allows it"
 _EMPTY = "save_pretrained writes partitioned parameters as empty tensors; call lowmem_load.save_model"
-_generation = functools.partial(_transformers, "transformers.generation.configuration_utils")
-_peft = functools.partial(ForeignName, PEFT, "peft.peft_model")
-_trainer = functools.partial(_transformers, "transformers.trainer")
 
 WRITE_WEIGHTS = _modeling("safe_save_file")
 WRITE_ADAPTER = _peft("safe_save_file")
 NUM_PARAMETERS = _modeling("PreTrainedModel.num_parameters")
 SHOULD_SAVE = _modeling("PreTrainedModel.should_save_on_this_rank", since="5.15.0")
 SAVE_CONFIG = _transformers("transformers.configuration_utils", "PretrainedConfig.save_pretrained")
-SAVE_GENERATION_CONFIG = _generation("GenerationConfig.save_pretrained")
-MODEL_SAVE = _modeling("PreTrainedModel.save_pretrained", loss=_EMPTY)
-ADAPTER_SAVE = _peft("PeftModel.save_pretrained", loss=_EMPTY)
-TRAINER_SAVE = _trainer("Trainer.save_model", loss=f"Trainer.save_model {_STOCK}")
+SAVE_GENERATION_CONFIG = _transformers(
+    "transformers.generation.configuration_utils", "GenerationConfig.save_pretrained"
+)
+MODEL_SAVE = _modeling("PreTrainedModel.save_pretrained", _EMPTY)
+ADAPTER_SAVE = _peft("PeftModel.save_pretrained", _EMPTY)
+TRAINER_SAVE = _transformers("transformers.trainer", "Trainer.save_model", f"Trainer.save_model {_STOCK}")
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
 
-_OWN = "deepspeed.initialize and the engine's loads and saves are DeepSpeed's own; loads for ZeRO-3 are refused"
 _engine = functools.partial(ForeignName, DEEPSPEED, "deepspeed")
-
-INITIALIZE = _engine("initialize", loss=_OWN)
-LOAD_CHECKPOINT = _engine("DeepSpeedEngine.load_checkpoint", loss=_OWN)
-
+_partitioning = functools.partial(ForeignName, DEEPSPEED, "deepspeed.runtime.zero.partition_parameters")
+_OWN = "deepspeed.initialize and the engine's loads and saves are DeepSpeed's own; loads for ZeRO-3 are refused"
 _UNREAD = "every rank reads a lazy model whole before ZeRO-3 partitions it"
-PARTITION = ForeignName(
-    DEEPSPEED,
-    "deepspeed.runtime.zero.partition_parameters",
-    "Init._convert_to_zero_parameters",
-    loss=_UNREAD,
-)
-BROADCAST_MODEL = _engine("DeepSpeedEngine._broadcast_model", loss=_UNREAD)
+
+INITIALIZE = _engine("initialize", _OWN)
+LOAD_CHECKPOINT = _engine("DeepSpeedEngine.load_checkpoint", _OWN)
+PARTITION = _partitioning("Init._convert_to_zero_parameters", _UNREAD)
+BROADCAST_MODEL = _engine("DeepSpeedEngine._broadcast_model", _UNREAD)
 
 # -- accelerate, and axolotl's copy of it ------------------------------------------------------------------------------
 
+_accelerator = functools.partial(ForeignName, ACCELERATE, "accelerate.accelerator")
+_fsdp_utils = functools.partial(ForeignName, ACCELERATE, "accelerate.utils.fsdp_utils")
+_axolotl = functools.partial(ForeignName, AXOLOTL, "axolotl.monkeypatch.accelerate.fsdp2")
+_state = functools.partial(ForeignName, ACCELERATE, "accelerate.state")
 _BROADCASTS = "rank 0 reads all weights of FSDP2 models with cpu_ram_efficient_loading, and broadcasts them"
 _READS_WHOLE = "every rank reads an FSDP2 model whole if its optimizer is made before Accelerator.prepare"
 _TIES = "accelerate ties what a configuration ties, also where the files have two tensors"
 _UNNOTICED = "FSDP2 goes unnoticed where an Accelerator asks for it and no variable does: stock loads these models"
 _SAVES = f"Accelerator.save_model {_STOCK}"
-_fill = functools.partial(ForeignName, name="fsdp2_load_full_state_dict", loss=_BROADCASTS)
-_accelerator = functools.partial(ForeignName, ACCELERATE, "accelerate.accelerator")
 
-ACCELERATE_FILL = _fill(ACCELERATE, "accelerate.utils.fsdp_utils")
-AXOLOTL_FILL = _fill(AXOLOTL, "axolotl.monkeypatch.accelerate.fsdp2")
-PREPARE_FSDP2 = _accelerator("Accelerator._prepare_fsdp2", loss=_READS_WHOLE)
-PREPARE_MODEL = tuple(
-    ForeignName(ACCELERATE, f"accelerate.{module}", "fsdp2_prepare_model", loss=_TIES)
-    for module in ("utils.fsdp_utils", "accelerator")
-)
-SHARED_STATE = ForeignName(ACCELERATE, "accelerate.state", "AcceleratorState._shared_state", loss=_UNNOTICED)
+ACCELERATE_FILL = _fsdp_utils("fsdp2_load_full_state_dict", _BROADCASTS)
+AXOLOTL_FILL = _axolotl("fsdp2_load_full_state_dict", _BROADCASTS)
+PREPARE_FSDP2 = _accelerator("Accelerator._prepare_fsdp2", _READS_WHOLE)
+PREPARE_MODEL = (_fsdp_utils("fsdp2_prepare_model", _TIES), _accelerator("fsdp2_prepare_model", _TIES))
+SHARED_STATE = _state("AcceleratorState._shared_state", _UNNOTICED)
 """Looked at, and not replaced."""
-SAVE_MODEL = _accelerator("Accelerator.save_model", loss=_SAVES)
-GET_STATE_DICT = _accelerator("Accelerator.get_state_dict", loss=_SAVES)
-SAVE = _accelerator("Accelerator.save", loss=_SAVES)
+SAVE_MODEL = _accelerator("Accelerator.save_model", _SAVES)
+GET_STATE_DICT = _accelerator("Accelerator.get_state_dict", _SAVES)
+SAVE = _accelerator("Accelerator.save", _SAVES)
 
 # -- diffusers ---------------------------------------------------------------------------------------------------------
 
 _diffusers = functools.partial(ForeignName, DIFFUSERS)
 _in_models = functools.partial(_diffusers, "diffusers.models.modeling_utils")
 _in_loading = functools.partial(_diffusers, "diffusers.models.model_loading_utils")
+_single_file = functools.partial(_diffusers, "diffusers.loaders.single_file_model")
+_pipelines = functools.partial(_diffusers, "diffusers.pipelines.pipeline_utils")
+_LOADS_WHOLE = "nothing warns that from_single_file loads whole models on every rank"
+_REFUSED = "pipelines that one rank loads by itself are refused"
+_EMPTY_MODELS = "save_pretrained of diffusers writes empty parameters under ZeRO-3, and fails under FSDP2"
 
-DIFFUSERS_FROM_PRETRAINED = _in_models("ModelMixin.from_pretrained", loss="every rank loads diffusers' models whole")
-DIFFUSERS_SINGLE_FILE = _diffusers(
-    "diffusers.loaders.single_file_model",
-    "FromOriginalModelMixin.from_single_file",
-    loss="nothing warns that from_single_file loads whole models on every rank",
-)
-DIFFUSERS_PIPELINE = _diffusers(
-    "diffusers.pipelines.pipeline_utils",
-    "DiffusionPipeline.from_pretrained",
-    loss="pipelines that one rank loads by itself are refused",
-)
-DIFFUSERS_SAVE = _in_models(
-    "ModelMixin.save_pretrained",
-    loss="save_pretrained of diffusers writes empty parameters under ZeRO-3, and fails under FSDP2",
-)
+DIFFUSERS_FROM_PRETRAINED = _in_models("ModelMixin.from_pretrained", "every rank loads diffusers' models whole")
+DIFFUSERS_SINGLE_FILE = _single_file("FromOriginalModelMixin.from_single_file", _LOADS_WHOLE)
+DIFFUSERS_PIPELINE = _pipelines("DiffusionPipeline.from_pretrained", _REFUSED)
+DIFFUSERS_SAVE = _in_models("ModelMixin.save_pretrained", _EMPTY_MODELS)
 DIFFUSERS_LOAD = _in_models("ModelMixin._load_pretrained_model")
 DIFFUSERS_STATE_DICTS = (_in_models("load_state_dict"), _in_loading("load_state_dict"))
 DIFFUSERS_SHARD_FILES = _in_models("_get_checkpoint_shard_files")
@@ -353,33 +318,29 @@ DIFFUSERS_WRITE = _diffusers("safetensors.torch", "save_file")
 
 # -- TRL and LLaMA-Factory ---------------------------------------------------------------------------------------------
 
+_vllm = functools.partial(ForeignName, TRL, "trl.generation.vllm_generation")
+_online_dpo = functools.partial(ForeignName, TRL, "trl.experimental.online_dpo.online_dpo_trainer")
+_callbacks = functools.partial(ForeignName, TRL, "trl.trainer.callbacks")
+_fsdp2 = functools.partial(ForeignName, LLAMAFACTORY, "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2")
 _GATHERS = "TRL gathers the weights for vLLM itself, one parameter after the other"
 _BOTH = "sync_ref_model gathers two whole models on every rank"
 _UNCHECKED = "LLaMA-Factory v1 reads the weights of FSDP2 models itself, without lowmem_load's checks"
-_vllm = functools.partial(ForeignName, TRL, "trl.generation.vllm_generation", loss=_GATHERS)
-_online_dpo = functools.partial(ForeignName, TRL, "trl.experimental.online_dpo.online_dpo_trainer", loss=_GATHERS)
-_callbacks = functools.partial(ForeignName, TRL, "trl.trainer.callbacks")
-_fsdp2 = functools.partial(
-    ForeignName, LLAMAFACTORY, "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2", loss=_UNCHECKED
-)
 
-SYNC_WEIGHTS = _vllm("VLLMGeneration.sync_weights")
-ITER_NAMED_PARAMS = _vllm("VLLMGeneration._iter_named_params")
-WEIGHT_METADATA = _vllm("VLLMGeneration._weight_metadata")
+SYNC_WEIGHTS = _vllm("VLLMGeneration.sync_weights", _GATHERS)
+ITER_NAMED_PARAMS = _vllm("VLLMGeneration._iter_named_params", _GATHERS)
+WEIGHT_METADATA = _vllm("VLLMGeneration._weight_metadata", _GATHERS)
 """Set on objects, and not replaced."""
-MOVE_TO_VLLM = _online_dpo("OnlineDPOTrainer._move_model_to_vllm_inner")
-SYNC_TARGET_MODEL = _callbacks("SyncRefModelCallback.sync_target_model", loss=_BOTH)
-LLAMAFACTORY_LOAD = _fsdp2("FSDP2Engine._load_weights_from_hf_checkpoint")
+MOVE_TO_VLLM = _online_dpo("OnlineDPOTrainer._move_model_to_vllm_inner", _GATHERS)
+SYNC_TARGET_MODEL = _callbacks("SyncRefModelCallback.sync_target_model", _BOTH)
+LLAMAFACTORY_LOAD = _fsdp2("FSDP2Engine._load_weights_from_hf_checkpoint", _UNCHECKED)
 
 # -- torch: reads the memory of lazy tensors past its dispatcher -------------------------------------------------------
 
-_torch = functools.partial(ForeignName, TORCH)
-
-MESH_SCATTER = _torch("torch.distributed.tensor.placement_types", "mesh_scatter")
-FLATTEN_TENSORS = _torch("torch.distributed.fsdp._flat_param", "FlatParamHandle.flatten_tensors")
-ASSIGNED_DATA = _torch("torch.nn", "Parameter.data")
+MESH_SCATTER = ForeignName(TORCH, "torch.distributed.tensor.placement_types", "mesh_scatter")
+FLATTEN_TENSORS = ForeignName(TORCH, "torch.distributed.fsdp._flat_param", "FlatParamHandle.flatten_tensors")
+ASSIGNED_DATA = ForeignName(TORCH, "torch.nn", "Parameter.data")
 """A property, which `symbolic/lazy.py` replaces by itself while there are lazy models."""
-LINEAR = _torch("torch.nn.functional", "linear")
+LINEAR = ForeignName(TORCH, "torch.nn.functional", "linear")
 """DeepSpeed's under memory_efficient_linear. It stays, as in stock."""
 
 TABLE: tuple[ForeignName, ...] = tuple(
