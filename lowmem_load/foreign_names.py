@@ -282,7 +282,6 @@ _BROADCASTS = "rank 0 reads all weights of FSDP2 models with cpu_ram_efficient_l
 _READS_WHOLE = "every rank reads an FSDP2 model whole if its optimizer is made before Accelerator.prepare"
 _TIES = "accelerate ties what a configuration ties, also where the files have two tensors"
 _UNNOTICED = "FSDP2 goes unnoticed where an Accelerator asks for it and no variable does: stock loads these models"
-_SAVES = f"Accelerator.save_model {_STOCK}"
 
 ACCELERATE_FILL = _fsdp_utils("fsdp2_load_full_state_dict", _BROADCASTS)
 AXOLOTL_FILL = _axolotl("fsdp2_load_full_state_dict", _BROADCASTS)
@@ -290,9 +289,7 @@ PREPARE_FSDP2 = _accelerator("Accelerator._prepare_fsdp2", _READS_WHOLE)
 PREPARE_MODEL = (_fsdp_utils("fsdp2_prepare_model", _TIES), _accelerator("fsdp2_prepare_model", _TIES))
 SHARED_STATE = _state("AcceleratorState._shared_state", _UNNOTICED)
 """Looked at, and not replaced."""
-SAVE_MODEL = _accelerator("Accelerator.save_model", _SAVES)
-GET_STATE_DICT = _accelerator("Accelerator.get_state_dict", _SAVES)
-SAVE = _accelerator("Accelerator.save", _SAVES)
+GET_STATE_DICT = _accelerator("Accelerator.get_state_dict", f"Accelerator.get_state_dict {_STOCK}")
 
 # -- diffusers ---------------------------------------------------------------------------------------------------------
 

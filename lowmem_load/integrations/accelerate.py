@@ -1,4 +1,4 @@
-"""accelerate: models that are lazy until FSDP2 shards or ZeRO-3 partitions them, and saves under ZeRO-3.
+"""accelerate: models that are lazy until FSDP2 shards or ZeRO-3 partitions them.
 
 FSDP2:
 In stock every rank builds the whole model, in fp32 if it trains in mixed precision, before it is sharded. With
@@ -12,13 +12,9 @@ Source: accelerate 1.15 `utils/fsdp_utils.py`, `fsdp2_prepare_model` and `fsdp2_
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import os
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,13 +32,11 @@ from lowmem_load.models.loader import SHARDS, Call
 from lowmem_load.models.model_folder import rename_loaded
 from lowmem_load.models.quantizers import stays_packed
 from lowmem_load.models.skeleton import ties_kept
-from lowmem_load.replaced import Handlers, replaced, warn_of_missing
+from lowmem_load.replaced import Handlers, warn_of_missing
 from lowmem_load.symbolic.lazy import addresses_are_only_compared
 
 if TYPE_CHECKING:
-    from lowmem_load.models.peft import Merge
-    from lowmem_load.models.saver import SavedFile
-    from lowmem_load.planning.expression import Source
+    pass
 
 _NOT_LAZY = (
     "gguf_file",
@@ -189,68 +183,3 @@ HANDLERS: Handlers = {
     foreign_names.PREPARE_FSDP2: _prepare_all,
     **dict.fromkeys(foreign_names.PREPARE_MODEL, _prepare_model),
 }
-
-
-# -- saves under ZeRO-3: see [Note: saved afterwards]. Imported late: not all who load also save -----------------------
-
-
-def _save_model(ordinary: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
-    """Do what `Accelerator.save_model` does, without gathering."""
-    from lowmem_load.models.saver import symbolic_state
-    from lowmem_load.weights_out.rank_shards import unwrapped
-    from lowmem_load.weights_out.save import save_described
-
-    # Not that of the accelerator's class: a subclass may take other arguments.
-    accelerator_class = sys.modules[foreign_names.SAVE_MODEL.module].Accelerator
-    arguments = inspect.signature(accelerator_class.save_model).bind(accelerator, *args, **kwargs).arguments
-    arguments.pop("self")
-    model, folder = unwrapped(arguments["model"]), arguments["save_directory"]
-    is_pickle = not arguments.get("safe_serialization", True)
-    if is_pickle or not any(map(_is_partitioned, model.parameters())) or os.path.isfile(folder):
-        ordinary(accelerator, *args, **kwargs)
-        return
-
-    def describe(scratch: Path, sources: Mapping[int, Source]) -> tuple[list[SavedFile], list[Merge]]:
-        save = functools.partial(ordinary, accelerator, **{**arguments, "model": model, "save_directory": str(scratch)})
-        return _describe_save(save, type(accelerator), scratch, symbolic_state(model, sources, None)), []
-
-    options = {key: value for key, value in arguments.items() if key not in ("model", "save_directory")}
-    save_described(model, folder, describe, options)
-
-
-def _describe_save(save: Callable[[], None], cls: type, scratch: Path, state: Mapping[str, Any]) -> list[SavedFile]:
-    """Return the files of weights that `save` would write; write all its other files to `scratch`."""
-    from lowmem_load.models.saver import recorded
-
-    files: list[SavedFile] = []
-
-    def write(_: Any, __: Any, weights: Mapping[str, Any], path: str, **___: Any) -> None:
-        files.append(recorded(scratch, weights, path, {"format": "pt"}))
-
-    get_state_dict, save_file = foreign_names.GET_STATE_DICT.of(cls), foreign_names.SAVE.of(cls)
-    with replaced({get_state_dict: lambda *_, **__: OrderedDict(state), save_file: write}):
-        save()
-    return files
-
-
-def _get_state_dict(ordinary: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return a placeholder for `save_pretrained` where stock `get_state_dict` refuses.
-
-    `model` has accelerate's name for it: callers may pass it by that.
-    """
-    from lowmem_load.engines.hooks import may_gather
-    from lowmem_load.integrations.saves import IN_STOCK, NotGathered
-    from lowmem_load.weights_out.rank_shards import unwrapped
-
-    inner = unwrapped(model)
-    is_left = inner is model or IN_STOCK.get() or not any(map(_is_partitioned, inner.parameters()))
-    return ordinary(accelerator, model, *args, **kwargs) if is_left or may_gather(model) else NotGathered()
-
-
-def _is_partitioned(parameter: torch.Tensor) -> bool:
-    from lowmem_load.engines.parameters import is_partitioned  # FSDP2 needs no DeepSpeed, which takes 70 MiB
-
-    return is_partitioned(parameter)
-
-
-SAVE_HANDLERS: Handlers = {foreign_names.SAVE_MODEL: _save_model, foreign_names.GET_STATE_DICT: _get_state_dict}

@@ -117,9 +117,9 @@ def install(
 
     Args:
         strict: True raises an error (usually an `UnsupportedError`) instead of falling back to the default loader.
-        saves: let `Trainer.save_model` and `Accelerator.save_model` write the same files under ZeRO-3 without
-            gathering, and let `save_pretrained` refuse to write empty parameters; see docs/howto/saving.md.
-            stage3_gather_16bit_weights_on_model_save is not needed. False leaves saving alone.
+        saves: let `Trainer.save_model`, and `save_pretrained` with the state of `Accelerator.get_state_dict`, write the
+            same files under ZeRO-3 without gathering, and let `save_pretrained` refuse to write empty parameters; see
+            docs/howto/saving.md. stage3_gather_16bit_weights_on_model_save is not needed. False leaves saving alone.
         on_load: called on every rank with the `LoadReport` of each load, at its end.
         stream: as for `load_model`. URLs are taken as names in any case.
         share_reads: as for `load_model`.
@@ -209,8 +209,8 @@ def _is_sharded(kwargs: Mapping[str, Any]) -> bool:
 # -- what is replaced once a program imports it. Our modules are imported then, or by the first call -------------------
 
 _SAVES = (
-    *(foreign_names.SAVE_MODEL, foreign_names.GET_STATE_DICT, foreign_names.SAVE),
-    *(foreign_names.TRAINER_SAVE, foreign_names.MODEL_SAVE, foreign_names.ADAPTER_SAVE),
+    *(foreign_names.GET_STATE_DICT, foreign_names.TRAINER_SAVE),
+    *(foreign_names.MODEL_SAVE, foreign_names.ADAPTER_SAVE),
 )
 
 
@@ -227,7 +227,7 @@ def _hooks(options: Options, *, saves: bool) -> Iterator[tuple[Sequence[ForeignN
     yield [foreign_names.INITIALIZE, foreign_names.LOAD_CHECKPOINT], lambda: _late("engine").HANDLERS
     if saves:
         yield [foreign_names.DIFFUSERS_SAVE], lambda: diffusers.SAVE_HANDLERS
-        yield _SAVES, lambda: {name: functools.partial(_save, name) for name in _SAVES if name != foreign_names.SAVE}
+        yield _SAVES, lambda: {name: functools.partial(_save, name) for name in _SAVES}
 
 
 def _late(module: str) -> Any:
@@ -239,15 +239,14 @@ def _save(name: ForeignName, ordinary: Callable[..., Any], *args: Any, **kwargs:
     # What DeepSpeed has not partitioned, stock can save. The handlers need DeepSpeed: 70 MiB, and seconds of imports.
     if "deepspeed" not in sys.modules:
         return ordinary(*args, **kwargs)
-    handlers = {**_late("accelerate").SAVE_HANDLERS, **_late("saves").HANDLERS}
-    return handlers[name](ordinary, *args, **kwargs)
+    return _late("saves").HANDLERS[name](ordinary, *args, **kwargs)
 
 
 def _replaced_once_imported(names: Sequence[ForeignName], handlers: Callable[[], Handlers]) -> contextlib.ExitStack:
     """Return a block: inside, handlers are called in place of names once their module is imported, in all threads.
 
     These names are private, and any release may move them. An import of a user must work all the same, so what a
-    release lacks is one warning. Names without a handler are needed, but not replaced.
+    release lacks is one warning.
     """
     stack = contextlib.ExitStack()
 
@@ -255,7 +254,7 @@ def _replaced_once_imported(names: Sequence[ForeignName], handlers: Callable[[],
         if usable := usable_names(names):
             try:
                 made = handlers()
-                stack.enter_context(replaced({name: made[name] for name in usable if name in made}, everywhere=True))
+                stack.enter_context(replaced({name: made[name] for name in usable}, everywhere=True))
             except ImportError as error:  # of what the handlers need; an IncompatibleVersionError is one
                 warn_of_loss(f"{error}. So {names[0].loss}")
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from lowmem_load import foreign_names
-from lowmem_load.engines.hooks import consolidates_to
+from lowmem_load.engines.hooks import consolidates_to, may_gather
 from lowmem_load.engines.parameters import full_numel, is_partitioned
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.models.saver import OURS, default_shard_size
@@ -166,7 +166,21 @@ def is_saved_by_itself(model: nn.Module) -> bool:
     return isinstance(model, tuple(imported))
 
 
+# -- accelerate --------------------------------------------------------------------------------------------------------
+
+
+def get_state_dict(ordinary: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a placeholder for `save_pretrained` where stock `Accelerator.get_state_dict` refuses.
+
+    `model` has accelerate's name for it: callers may pass it by that.
+    """
+    inner = unwrapped(model)
+    is_left = inner is model or IN_STOCK.get() or not any(map(is_partitioned, inner.parameters()))
+    return ordinary(accelerator, model, *args, **kwargs) if is_left or may_gather(model) else NotGathered()
+
+
 HANDLERS: Handlers = {
+    foreign_names.GET_STATE_DICT: get_state_dict,
     foreign_names.MODEL_SAVE: save_pretrained,
     foreign_names.ADAPTER_SAVE: save_pretrained,
     foreign_names.TRAINER_SAVE: save_trained,

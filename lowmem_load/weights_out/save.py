@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from lowmem_load.models.active import load_lock
 from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
-from lowmem_load.weights_out.weights import Describe, describe_files, weights_of_model
+from lowmem_load.weights_out.weights import describe_files, weights_of_model
 from lowmem_load.weights_out.write import SaveReport, write
 
 
@@ -61,22 +60,7 @@ def save_model(
     options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "merge_adapters": merge_adapters}
     describe = functools.partial(describe_files, model, kwargs=save_pretrained_kwargs, **options)
     options |= {key: value for key, value in save_pretrained_kwargs.items() if key != "rename"}  # a function
-    return save_described(model, folder, describe, options, masters=uses_masters)
-
-
-def save_described(
-    model: nn.Module,
-    folder: str | os.PathLike[str],
-    describe: Describe,
-    arguments: Mapping[str, Any],
-    *,
-    masters: bool = False,
-) -> SaveReport:
-    """Write the files that `describe` returns, of which ranks must have equal `arguments`. Collective.
-
-    `masters`: see `rank_shards`.
-    """
     with load_lock():
         ranks = ranks_of(model, may_be_alone=True)
-        weights = functools.partial(weights_of_model, model, ranks, describe=describe, masters=masters)
-        return write(ranks, folder, weights, arguments, title="save_model")
+        weights = functools.partial(weights_of_model, model, ranks, describe=describe, masters=uses_masters)
+        return write(ranks, folder, weights, options, title="save_model")

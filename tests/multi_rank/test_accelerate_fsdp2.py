@@ -244,7 +244,7 @@ def with_moved_names(path: str) -> None:
     os.environ[EFFICIENT] = "True"
     stock = prepare(from_files(path), efficient=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accelerate, "_HANDLERS", {})
+        patch.setattr(accelerate, "HANDLERS", {})
         lowmem_load.install()
         ours = prepare(from_files(path), efficient=True)
     lowmem_load.integrations.install.uninstall()

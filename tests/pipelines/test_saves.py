@@ -205,7 +205,6 @@ def apart(engine: Any) -> Iterator[None]:
 def save_otherwise(trainer: Any, folder: Path) -> None:
     """Save as scripts do that have an engine or an accelerator."""
     engine, accelerator = trainer.deepspeed, trainer.accelerator
-    accelerator.save_model(engine, folder / "accelerator", max_shard_size="30KB")
     if Path(folder).name == "ours":
         save_on_one_rank(accelerator, engine, folder / "alone")
     accelerator.unwrap_model(engine).save_pretrained(
@@ -246,9 +245,8 @@ def test_trainer_saves_what_stock_saves(checkpoints: Path, tmp_path: Path) -> No
         checkpoint = tmp_path / name / "run" / "checkpoint-1"
         equal_folders_of_weights(checkpoint, tmp_path / name / "ours")
         assert (checkpoint / "latest").exists(), "the optimizer's part of the checkpoint is there as well"
-    for name in ("accelerator", "script"):
-        equal_folders(tmp_path / "ours" / name, tmp_path / "stock" / name)
-        assert len(list((tmp_path / "ours" / name).glob("*.safetensors"))) > 1
+    equal_folders(tmp_path / "ours" / "script", tmp_path / "stock" / "script")
+    assert len(list((tmp_path / "ours" / "script").glob("*.safetensors"))) > 1
     assert len(load_file(tmp_path / "plain" / "model.safetensors")) > 0
     assert {path.name for path in (tmp_path / "again").iterdir()} >= {"adapter_model.safetensors", "tokens.json"}
 

@@ -123,7 +123,7 @@ def test_an_import_of_deepspeed_goes_on_without_its_private_names() -> None:
     ranks.run_ranks(install_without_a_name, world_size=1)
 
 
-@pytest.mark.parametrize("name", [names.SAVE_MODEL, names.TRAINER_SAVE], ids=str)
+@pytest.mark.parametrize("name", [names.GET_STATE_DICT, names.TRAINER_SAVE], ids=str)
 def test_a_save_that_moved_is_left_to_stock(name: ForeignName, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, _, attribute = name.name.partition(".")
     monkeypatch.delattr(getattr(importlib.import_module(name.module), owner), attribute)
