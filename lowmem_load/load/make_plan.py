@@ -13,7 +13,15 @@ from lowmem_load.engines.target import Layout
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.load.describe import Described
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.load_plan import BufferPlan, Destination, LoadPlan, SlowPath, TargetPlan, Value
+from lowmem_load.planning.load_plan import (
+    BufferPlan,
+    Destination,
+    LoadPlan,
+    SlowPath,
+    TargetPlan,
+    Value,
+    reading_order,
+)
 from lowmem_load.planning.planner import Constants, Planner
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
 from lowmem_load.planning.regions import FlatRange, Region
@@ -63,7 +71,7 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> 
         )
         for name, parameter in parameters.items()
     ]
-    targets.sort(key=lambda plan: plan.sort_key)  # so that files are read front to back
+    targets.sort(key=lambda plan: reading_order(plan.fills, plan.name))  # so that files are read front to back
     buffers, buffer_places, buffer_names = _distinct(model, "_buffers")
     on_host = target.device.type == "cpu"
     fp32 = {id(buffer) for buffer in target.fp32_buffers(model)}

@@ -2,7 +2,7 @@
 
 An expression is a tree. Its leaves are tensors in shard files (`Source`), tensors in memory (`Held`), and results of
 operations (`Elementwise`, and `Computed` for those that need their inputs whole). Its inner nodes only move elements
-(`Concat`, `Slice`, `Pick`, `Permute`, `Reshape`) or cast them (`Cast`). Shapes are logical: elements count in row-major
+(`Concat`, `Strided`) or cast them (`Cast`). Shapes are logical: elements count in row-major
 order, whatever strides the torch tensor that an expression stands for would have had.
 """
 
@@ -96,48 +96,24 @@ class Concat:
         return ends
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slice:
-    """Element `i` along dim `d` is element `starts[d] + steps[d] * i` of `part`; a step of 0 repeats one element."""
+@dataclass(frozen=True, eq=False)
+class Strided:
+    """Elements of `part` under strides, as `as_strided` makes them of a row-major tensor.
 
-    part: Expression
-    starts: Shape
-    steps: Shape
-    shape: Shape
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pick:
-    """The elements of `part` that a loop nest visits; the result has one dim for each loop.
-
-    Along dim `d` of `part`, element `t` of the result has the index `bases[d] + sum(t * coefficients[d])`.
+    The element with the indices `i` is flat element `start + sum(i * strides)` of `part`. Slices, permutations,
+    repetitions (a stride of 0) and other shapes are made so. Several of them are one node, unless a reshape is between.
     """
 
     part: Expression
-    bases: Shape
-    coefficients: tuple[Shape, ...]
+    start: int
+    strides: Shape
     shape: Shape
     dtype: torch.dtype
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Permute:
-    """Dim `i` of the result is dim `dims[i]` of `part`."""
-
-    part: Expression
-    dims: Shape
-    shape: Shape
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reshape:
-    """The same elements in the same row-major order under another shape."""
-
-    part: Expression
-    shape: Shape
-    dtype: torch.dtype
+    @cached_property
+    def dims(self) -> list[tuple[int, int]]:
+        """Size and stride of each dim, where neighbors that are one dim of the part count as one."""
+        return merged_dims(self.shape, self.strides)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,7 +177,7 @@ def _rebuilt(node: Expression, places: dict[int, Expression]) -> Expression:
 
 
 Leaf = Source | Held | Computed | Elementwise
-Expression = Leaf | Concat | Slice | Pick | Permute | Reshape | Cast | Placeholder | Instance
+Expression = Leaf | Concat | Strided | Cast | Placeholder | Instance
 
 
 def hold(tensor: torch.Tensor, origin: str = IN_MEMORY) -> Held:
@@ -217,36 +193,68 @@ def concat(parts: Sequence[Expression], dim: int) -> Expression:
     return Concat(tuple(parts), dim, shape, first.dtype)
 
 
+def row_major_strides(shape: Sequence[int]) -> Shape:
+    """Return how many elements apart neighbors along each dim are in a row-major tensor."""
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
+
+
+def merged_dims(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Return size and stride of the dims that remain if dims that are one dim are joined; none for a single element."""
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        elif size != 1:
+            dims.append((size, stride))
+    return dims
+
+
+def strided(part: Expression, start: int, strides: Sequence[int], shape: Sequence[int]) -> Expression:
+    """Return elements of `part` under strides: itself, if these are all in order. See `Strided`."""
+    if isinstance(part, Strided) and part.dims in ([], [(numel(part), 1)]):
+        start += part.start
+        part = part.part
+    if start == 0 and tuple(shape) == part.shape and tuple(strides) == row_major_strides(shape):
+        return part
+    return Strided(part, start, tuple(strides), tuple(shape), part.dtype)
+
+
+def _as_strided(part: Expression) -> tuple[Expression, int, list[int]]:
+    if isinstance(part, Strided):
+        return part.part, part.start, list(part.strides)
+    return part, 0, list(row_major_strides(part.shape))
+
+
 def slice_dim(part: Expression, dim: int, start: int, step: int, size: int) -> Expression:
     """Return `size` elements of `part` along `dim`, from `start` on, `step` apart."""
-    starts, steps, shape = [0] * len(part.shape), [1] * len(part.shape), list(part.shape)
-    starts[dim], steps[dim], shape[dim] = start, step, size
-    return Slice(part, tuple(starts), tuple(steps), tuple(shape), part.dtype)
+    base, first, strides = _as_strided(part)
+    first += start * strides[dim]
+    strides[dim] *= step
+    return strided(base, first, strides, (*part.shape[:dim], size, *part.shape[dim + 1 :]))
 
 
 def expand(part: Expression, shape: Sequence[int]) -> Expression:
     """Return `part` broadcast to `shape` by torch's rules."""
-    padded = (1,) * (len(shape) - len(part.shape)) + part.shape
-    if padded == tuple(shape):
-        return reshape(part, shape)
-    steps = tuple(1 if size == wanted else 0 for size, wanted in zip(padded, shape, strict=True))
-    return Slice(reshape(part, padded), (0,) * len(padded), steps, tuple(shape), part.dtype)
+    base, first, strides = _as_strided(part)
+    num_new = len(shape) - len(part.shape)
+    sizes = zip(part.shape, shape[num_new:], strides, strict=True)
+    kept = [stride if size == wanted else 0 for size, wanted, stride in sizes]
+    return strided(base, first, [0] * num_new + kept, shape)
 
 
 def permute(part: Expression, dims: Sequence[int]) -> Expression:
     """Return `part` with its dims in the order `dims` (all 0 <= dim)."""
-    if tuple(dims) == tuple(range(len(part.shape))):
-        return part
-    return Permute(part, tuple(dims), tuple(part.shape[dim] for dim in dims), part.dtype)
+    base, first, strides = _as_strided(part)
+    return strided(base, first, [strides[dim] for dim in dims], [part.shape[dim] for dim in dims])
 
 
 def reshape(part: Expression, shape: Sequence[int]) -> Expression:
     """Return `part` under `shape`, which has no -1."""
-    if tuple(shape) == part.shape:
-        return part
-    if isinstance(part, Reshape):
-        part = part.part
-    return Reshape(part, tuple(shape), part.dtype)
+    return strided(part, 0, row_major_strides(shape), shape)
 
 
 def cast(part: Expression, dtype: torch.dtype) -> Expression:
@@ -259,9 +267,9 @@ def without_casts(part: Expression) -> tuple[Expression, tuple[torch.dtype, ...]
     if isinstance(part, Cast):
         inner, dtypes = without_casts(part.part)
         return inner, (*dtypes, part.dtype)
-    if isinstance(part, Reshape):
+    if isinstance(part, Strided):
         inner, dtypes = without_casts(part.part)
-        return reshape(inner, part.shape), dtypes
+        return strided(inner, part.start, part.strides, part.shape), dtypes
     return part, ()
 
 

@@ -140,11 +140,6 @@ class TargetPlan:
         of_companions = [companion.fill for companion in self.companions if companion.fill is not None]
         return [destination.fill for destination in self.destinations if destination.fill is not None] + of_companions
 
-    @property
-    def sort_key(self) -> tuple[str, int, str]:
-        """See `reading_order`."""
-        return reading_order(self.fills, self.name)
-
 
 class BufferPlan(NamedTuple):
     """A buffer of the model. Every rank holds all of it."""
@@ -165,6 +160,11 @@ class PlannedFile:
     nbytes: int
     digest: str  # of its header, which says which tensor lies where
     version: str = field(compare=False)  # see `ByteSource.version`; nodes may have other ones
+
+    @property
+    def name(self) -> str:
+        """Name in its folder, which nodes may have in different places."""
+        return self.path.rpartition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class LoadPlan:
         # Ranks have their targets in the order of their own reads, and files in folders of their own.
         lines = sorted(f"{target.name} {target.kind} {target.fingerprint}" for target in self.targets)
         lines += [f"buffer {buffer.names[0]} {buffer.fingerprint}" for buffer in self.buffers]
-        lines += sorted(f"file {_file_name(file.path)} {file.nbytes} {file.digest}" for file in self.files)
+        lines += sorted(f"file {file.name} {file.nbytes} {file.digest}" for file in self.files)
         return fingerprint(lines)
 
 
@@ -265,8 +265,4 @@ SHARDED = "sharded"
 
 def in_common_order(files: Iterable[PlannedFile]) -> list[PlannedFile]:
     """Return files in an order that is the same on all ranks, although nodes may have them in different folders."""
-    return sorted(files, key=lambda file: (_file_name(file.path), file.digest))
-
-
-def _file_name(path: str) -> str:
-    return path.rpartition("/")[2]
+    return sorted(files, key=lambda file: (file.name, file.digest))

@@ -6,9 +6,13 @@ all rules, and each one proves that its own elements are those of the rule. So t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from lowmem_load.planning.expression import Shape
 
@@ -47,6 +51,16 @@ class Grid:
     def numel(self) -> int:
         """Elements in the grid."""
         return math.prod(self.sizes)
+
+    def boxes(self) -> Iterator[tuple[Shape, Shape, Shape]]:
+        """Yield one run of each dim, in all combinations: its first indices in the memory and the tensor, its shape."""
+        dims = []
+        for runs in self.runs:
+            lengths = [end - start for start, end in runs]
+            places = itertools.accumulate(lengths, initial=0)
+            dims.append([(place, run[0], length) for place, run, length in zip(places, runs, lengths, strict=False)])
+        for box in itertools.product(*dims):
+            yield tuple(run[0] for run in box), tuple(run[1] for run in box), tuple(run[2] for run in box)
 
 
 NOTHING = FlatRange(0, 0)
@@ -195,19 +209,10 @@ class Mesh:
     ranks: tuple[int, ...]
     shape: Shape
 
-    def coordinate(self, place: int) -> list[int]:
-        """Return the coordinate of `ranks[place]`."""
-        indices: list[int] = []
-        for size in reversed(self.shape):
-            place, index = divmod(place, size)
-            indices.insert(0, index)
-        return indices
-
     def dims_along(self, ranks: Sequence[int]) -> tuple[int, ...] | None:
         """Return the dims of which these ranks are one line, in any order; None if there are none."""
-        places = {rank: place for place, rank in enumerate(self.ranks)}
-        coordinates = [self.coordinate(places[rank]) for rank in ranks]
-        dims = tuple(dim for dim in range(len(self.shape)) if len({indices[dim] for indices in coordinates}) > 1)
+        coordinates = np.argwhere(np.isin(self._grid, ranks))
+        dims = tuple(int(dim) for dim in np.flatnonzero(np.ptp(coordinates, axis=0)))
         return dims if math.prod(self.shape[dim] for dim in dims) == len(ranks) else None
 
     def group_ranks(self, dims: Sequence[int]) -> dict[int, int]:
@@ -217,11 +222,13 @@ class Mesh:
 
         Source: torch 2.13 `distributed/distributed_c10d.py`, `new_group` and `split_group`.
         """
-        lines: dict[tuple[int, ...], list[int]] = {}
-        for place, rank in enumerate(self.ranks):
-            across = tuple(index for dim, index in enumerate(self.coordinate(place)) if dim not in dims)
-            lines.setdefault(across, []).append(rank)
-        return {rank: number for line in lines.values() for number, rank in enumerate(sorted(line))}
+        size = math.prod(self.shape[dim] for dim in dims)
+        lines = np.moveaxis(self._grid, dims, range(-len(dims), 0)).reshape(-1, size)
+        return {rank: number for line in np.sort(lines).tolist() for number, rank in enumerate(line)}
+
+    @property
+    def _grid(self) -> Any:
+        return np.array(self.ranks).reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 
 from lowmem_load.files.memory import map_memory
 from lowmem_load.planning.expression import Computed, Expression, Held, numel
-from lowmem_load.planning.regions import FlatRange
+from lowmem_load.planning.regions import NOTHING, FlatRange
 
 PAGES_NBYTES = 128 << 10  # smallest block that gets pages of its own: the default threshold of glibc
 
@@ -22,7 +22,6 @@ INITIALISED = "initialised on this rank"
 """Origin of the values of a parameter that is not in the checkpoint."""
 
 CPU = torch.device("cpu")
-NOTHING = FlatRange(0, 0)
 
 T = TypeVar("T")
 ReadNow = Callable[[Expression, str], torch.Tensor]

@@ -59,7 +59,7 @@ def nodes(path: str) -> dict[str, tuple[ex.Expression, torch.Tensor]]:
         "cast": (ex.cast(source, torch.bfloat16), whole.to(torch.bfloat16)),
         "cast twice": (ex.cast(ex.cast(source, torch.bfloat16), torch.float64), whole.to(torch.bfloat16).double()),
         "transposed": (ex.permute(source, (1, 0)), whole.t()),
-        "every other": (ex.Slice(source, (0, 1), (2, 3), (300, 333), torch.float32), whole[::2, 1::3]),
+        "every other": (ex.slice_dim(ex.slice_dim(source, 0, 0, 2, 300), 1, 1, 3, 333), whole[::2, 1::3]),
         "held": (ex.cast(ex.hold(whole.t()), torch.float16), whole.t().half()),
         "held, transposed": (ex.permute(ex.hold(whole), (1, 0)), whole.t()),
         "computed": (ex.Computed("double", double, (source,), SHAPE, torch.float32), whole * 2),

@@ -26,13 +26,8 @@ def value_of(node: ex.Expression, data: dict[str, torch.Tensor]) -> torch.Tensor
         return data[node.name]
     if isinstance(node, ex.Concat):
         return torch.cat([value_of(part, data) for part in node.parts], node.dim)
-    if isinstance(node, ex.Slice):
-        bounds = zip(node.starts, node.steps, node.shape, strict=True)
-        return value_of(node.part, data)[tuple(slice(s, s + (n - 1) * t + 1, t) for s, t, n in bounds)]
-    if isinstance(node, ex.Permute):
-        return value_of(node.part, data).permute(node.dims)
-    if isinstance(node, ex.Reshape):
-        return value_of(node.part, data).reshape(node.shape)
+    if isinstance(node, ex.Strided):
+        return value_of(node.part, data).contiguous().as_strided(node.shape, node.strides, node.start)
     assert isinstance(node, ex.Cast)
     return value_of(node.part, data).to(node.dtype)
 
@@ -65,24 +60,32 @@ def expressions(draw: st.DrawFn) -> tuple[ex.Expression, dict[str, torch.Tensor]
         return source(name, *shape)
 
     node: ex.Expression = leaf(tuple(draw(st.lists(st.integers(1, 6), max_size=4))))
+    value = value_of(node, data)
     for _ in range(draw(st.integers(0, 6))):
         kind = draw(st.sampled_from(["concat", "slice", "permute", "reshape", "reshape"]))
         if kind == "reshape":
-            node = ex.reshape(node, draw(_factorings(ex.numel(node))))
+            shape = draw(_factorings(ex.numel(node)))
+            node, value = ex.reshape(node, shape), value.reshape(shape)
         elif not node.shape:
             continue
         elif kind == "permute":
-            node = ex.permute(node, draw(st.permutations(range(len(node.shape)))))
+            dims = draw(st.permutations(range(len(node.shape))))
+            node, value = ex.permute(node, dims), value.permute(dims)
         else:
             dim = draw(st.integers(0, len(node.shape) - 1))
             size = node.shape[dim]
             if kind == "slice":
                 start, step = draw(st.integers(0, size - 1)), draw(st.integers(1, 3))
-                node = ex.slice_dim(node, dim, start, step, draw(st.integers(1, (size - start - 1) // step + 1)))
+                num = draw(st.integers(1, (size - start - 1) // step + 1))
+                node = ex.slice_dim(node, dim, start, step, num)
+                value = value[(slice(None),) * dim + (slice(start, None, step),)].narrow(dim, 0, num)
             else:
                 sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
                 others = [leaf((*node.shape[:dim], other, *node.shape[dim + 1 :])) for other in sizes]
-                node = ex.concat(draw(st.permutations([node, *others])), dim)
+                parts = draw(st.permutations([node, *others]))
+                value = torch.cat([value if part is node else data[part.name] for part in parts], dim)
+                node = ex.concat(parts, dim)
+    assert torch.equal(value_of(node, data), value), "views are torch's"
     return node, data
 
 

@@ -129,7 +129,7 @@ def in_memory(node: ex.Expression, data: dict[str, torch.Tensor]) -> ex.Expressi
         return ex.hold(data[node.name])
     if isinstance(node, ex.Concat):
         return replace(node, parts=tuple(in_memory(part, data) for part in node.parts))
-    assert isinstance(node, ex.Slice | ex.Permute | ex.Reshape)
+    assert isinstance(node, ex.Strided)
     return replace(node, part=in_memory(node.part, data))
 
 
