@@ -23,8 +23,8 @@ from lowmem_load.planning.regions import FlatRange
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.zero_checkpoint import (
     FP32,
-    Checkpoint,
     SavedParameter,
+    ZeroCheckpoint,
     differences_of,
     find_folder,
     open_checkpoint,
@@ -66,7 +66,7 @@ class Run:
 class ResumePlan:
     """What is read of a checkpoint, and small values that were read already."""
 
-    checkpoint: Checkpoint
+    checkpoint: ZeroCheckpoint
     sub_groups: Sequence[Sequence[Run]]
     scalars: Sequence[Mapping[str, Any]]  # of each sub-group, what the optimizer keeps besides tensors
     moments: tuple[str, ...]  # their keys
@@ -170,7 +170,7 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
     return folder, plan.client_state
 
 
-def _compared(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> dict[str, str]:
+def _compared(checkpoint: ZeroCheckpoint, state: Zero3State, wanted: Wanted) -> dict[str, str]:
     files = sorted((os.path.basename(file.path), file.nbytes, file.digest) for file in checkpoint.files)
     parameters = [f"{parameter.name} {parameter.shape}" for group in state.sub_groups for parameter in group]
     return {
@@ -185,7 +185,7 @@ def _compared(checkpoint: Checkpoint, state: Zero3State, wanted: Wanted) -> dict
 
 
 def make_plan(
-    checkpoint: Checkpoint, state: Zero3State, wanted: Wanted, rank: int, *, has_scheduler: bool
+    checkpoint: ZeroCheckpoint, state: Zero3State, wanted: Wanted, rank: int, *, has_scheduler: bool
 ) -> ResumePlan:
     """Return what a rank reads, and check the checkpoint against the engine.
 
@@ -224,7 +224,7 @@ def make_plan(
 
 
 def _match(
-    checkpoint: Checkpoint, parameters: Sequence[HeldParameter], state: Zero3State, wanted: Wanted
+    checkpoint: ZeroCheckpoint, parameters: Sequence[HeldParameter], state: Zero3State, wanted: Wanted
 ) -> dict[str, SavedParameter]:
     """Return the saved parameters that the engine has, by name."""
     expected = {parameter.name: tuple(parameter.shape) for parameter in parameters}

@@ -1,44 +1,33 @@
-"""Opens checkpoints of torch DCP: `.metadata` with `.distcp` files, or safetensors files, each of one rank's parts.
+"""Opens checkpoints of torch DCP: `.metadata` with `.distcp` files.
 
-The first kind is written by accelerate, Trainer, axolotl, LLaMA-Factory, torchtitan, NeMo, Megatron's torch_dist; the
-second by `HuggingFaceStorageWriter` and transformers' `save_pretrained(distributed_checkpoint=True)`. `.metadata` says
+Accelerate, Trainer, axolotl, LLaMA-Factory, torchtitan, NeMo and Megatron's torch_dist write them. `.metadata` says
 which chunk of which tensor lies where. It is a pickle of plain classes, which are read by name and never made.
 
-Source: torch 2.6 to 2.13 `distributed/checkpoint/metadata.py`, `filesystem.py`, `hf_storage.py`, `_hf_utils.py`.
+Source: torch 2.6 to 2.13 `distributed/checkpoint/metadata.py`, `filesystem.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
-import re
 import reprlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from lowmem_load.errors import CheckpointError, TruncatedFileError, UnsupportedError, listed
+from lowmem_load.errors import CheckpointError, TruncatedFileError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.inert_pickle import Foreign, is_shape, objects
-from lowmem_load.files.safetensors import Safetensors
 from lowmem_load.files.source import ByteSource, read_bytes
 from lowmem_load.files.torch_zip import ZippedTensors
-from lowmem_load.planning.expression import Expression, Shape
+from lowmem_load.planning.expression import Shape
 from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.planning.proof import prove_names
 from lowmem_load.text import fingerprint
-from lowmem_load.training_checkpoints.saved_state import (
-    SavedState,
-    Tile,
-    TiledTensor,
-    assemble,
-    check_written_before,
-    check_written_together,
-)
+from lowmem_load.training_checkpoints.saved_state import SavedState, Tile, assemble, check_written_before
 
 METADATA = ".metadata"
 
@@ -49,12 +38,6 @@ MAX_KEYS = 16
 """Dicts and lists within each other in a state dict."""
 
 _PACKAGE = "torch.distributed.checkpoint"
-
-_SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")
-
-SHARDING_INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-"""Keys in the header of a safetensors file that holds parts of tensors."""
-
 
 _Places: TypeAlias = "Mapping[tuple[str, Shape | None], tuple[str, int, int]]"
 """File, first byte and number of bytes of each chunk, by name and first index."""
@@ -96,33 +79,25 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
     for tensor in saved.values():
         for chunk in tensor.chunks:
             by_file.setdefault(chunk.file, []).append((tensor, chunk))
-    values: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Expression] = {}
+    prove_names(path, saved, {name: tensor.keys for name, tensor in saved.items()})
+    tiles: dict[str, list[Tile]] = {name: [] for name in saved}
     zips = ZippedTensors()
     for name, chunks in sorted(by_file.items()):
         chunks.sort(key=lambda item: item[1].start)
-        files.append(_open_file(folder, name, chunks, executor))
-        for tensor, chunk in chunks:
-            with executor.sources.reading(files[-1].path) as source:
-                expression = zips.find(source, chunk.start, chunk.nbytes, tensor.name)
-            if (expression.shape, expression.dtype) != (chunk.sizes, tensor.dtype):
-                raise CheckpointError(
-                    f"{files[-1].path}: {tensor.name}: is {expression.dtype} of shape {expression.shape} at byte "
-                    f"{chunk.start}, where .metadata says {tensor.dtype} of shape {chunk.sizes}: another save "
-                    "has written one of them"
-                )
-            values[tensor.name, chunk.offsets, chunk.sizes] = expression
+        file = _open_file(folder, name, chunks, executor)
+        files.append(file)
+        with executor.sources.reading(file.path) as source:
+            for tensor, chunk in chunks:
+                values = zips.find(source, chunk.start, chunk.nbytes, tensor.name)
+                if (values.shape, values.dtype) != (chunk.sizes, tensor.dtype):
+                    raise CheckpointError(
+                        f"{file.path}: {tensor.name}: is {values.dtype} of shape {values.shape} at byte "
+                        f"{chunk.start}, where .metadata says {tensor.dtype} of shape {chunk.sizes}: another save "
+                        "has written one of them"
+                    )
+                tiles[tensor.name].append(Tile(chunk.offsets, values))
     check_written_before(path, [file.path for file in files[1:]])
-    keys = Counter(tensor.keys for tensor in saved.values())
-    if twice := [".".join(key) for key, count in keys.items() if count > 1]:
-        raise CheckpointError(f"{path}: has two tensors {listed(twice)}")
-    tensors = {
-        tensor.keys: assemble(
-            f"{folder}: {tensor.name}",
-            tensor.shape,
-            (Tile(chunk.offsets, values[tensor.name, chunk.offsets, chunk.sizes]) for chunk in tensor.chunks),
-        )
-        for tensor in saved.values()
-    }
+    tensors = {tensor.keys: assemble(f"{folder}: {name}", tensor.shape, tiles[name]) for name, tensor in saved.items()}
     return SavedState(folder, "torch DCP", tensors, tuple(files))
 
 
@@ -259,63 +234,3 @@ def _tensor(
             )
         chunks.append(Chunk(offsets, sizes, file, start, nbytes))
     return SavedTensor(name, keys, dtype, shape, tuple(chunks))
-
-
-# -- parts in safetensors files ----------------------------------------------------------------------------------------
-
-
-def shard_files(folder: str) -> list[str]:
-    """Return the names of the safetensors files of a folder if they hold parts of tensors; else none."""
-    return sorted(name for name in os.listdir(folder) if _SHARD.fullmatch(name))
-
-
-def open_shards(folder: str, executor: Executor) -> SavedState:
-    """Return what a folder of safetensors files holds of which each has the parts that one rank has saved.
-
-    Raises:
-        CheckpointError: parts are missing or overlap, or a file does not say where its parts belong.
-    """
-    tiles: dict[str, list[Tile]] = {}
-    files, names = [], shard_files(folder)
-    numbers = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
-    if missing := sorted(set(range(1, max(numbers) + 1)) - numbers):
-        raise CheckpointError(f"{folder}: lacks the shards {listed(list(map(str, missing)))} of {max(numbers)} or more")
-    for name in names:
-        path = os.path.join(folder, name)
-        with executor.sources.reading(path) as source:
-            file = Safetensors().describe(source)
-        files.append(PlannedFile(path, file.nbytes, file.digest, file.version))
-        offsets = _offsets_in(path, (file.metadata or {}).get(SHARDING_INFO))
-        for tensor in file.names:
-            values = file.expression(tensor)
-            first = offsets.get(tensor, {}).get(OFFSETS)
-            if not isinstance(first, list) or len(first) != len(values.shape) or not all(map(_is_index, first)):
-                raise CheckpointError(f"{path}: its header does not say where the part of {tensor} belongs ({OFFSETS})")
-            tiles.setdefault(tensor, []).append(Tile(tuple(first), values))
-    check_written_together(file.path for file in files)
-    tensors: dict[tuple[str, ...], TiledTensor]
-    tensors = {(name,): _assemble_parts(f"{folder}: {name}", parts) for name, parts in tiles.items()}
-    return SavedState(folder, "torch DCP in safetensors files", tensors, tuple(files), has_shapes=False)
-
-
-def _offsets_in(path: str, text: str | None) -> dict[str, dict[str, object]]:
-    try:
-        content = json.loads(text or "null")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: {SHARDING_INFO} in its header is no JSON: {error}") from error
-    if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
-        raise CheckpointError(f"{path}: has no {SHARDING_INFO} in its header, as the files beside it have")
-    return content
-
-
-def _is_index(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 60
-
-
-def _assemble_parts(what: str, parts: Sequence[Tile]) -> TiledTensor:
-    # The files do not say the shape: the part that ends last does.
-    dims = range(len(parts[0].offsets))
-    if any(len(part.offsets) != len(dims) for part in parts):
-        raise CheckpointError(f"{what}: its parts have different numbers of dims")
-    shape = tuple(max(part.offsets[dim] + part.values.shape[dim] for part in parts) for dim in dims)
-    return assemble(what, shape, parts)

@@ -58,7 +58,7 @@ TOKENS = "token_adapter"
 
 
 @dataclass(frozen=True, slots=True)
-class Weights(Generic[T]):
+class NamedWeights(Generic[T]):
     """The weights of a model in a state dict.
 
     Attributes:
@@ -76,7 +76,7 @@ class Weights(Generic[T]):
 
 def weights_in(
     where: str, entries: Mapping[tuple[str, ...], T], part: str | None, *, has_adapter_config: bool = False
-) -> Weights[T]:
+) -> NamedWeights[T]:
     """Return the model's weights under its own names, and those of an adapter under the names by which PEFT saves them.
 
     Args:
@@ -102,9 +102,9 @@ def weights_in(
     weights = {new: entries[keys] for keys, new in new_names.items()}
     others = tuple(map(".".join, left_out))
     if not is_adapter(weights) and not (has_adapter_config and all(name.startswith(OF_PEFT) for name in weights)):
-        return Weights(weights, None, others, outer)
+        return NamedWeights(weights, None, others, outer)
     found = adapted(where, weights)
-    return Weights(found.base, found, others, outer)
+    return NamedWeights(found.base, found, others, outer)
 
 
 def _model_among(where: str, groups: Collection[tuple[str, ...]]) -> tuple[str, ...]:

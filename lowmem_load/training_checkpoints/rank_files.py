@@ -9,13 +9,12 @@ Source: verl 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py`; accelerate 1.1
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -228,24 +227,11 @@ def _tiles(name: str, shard: _Shard, mesh: Sequence[int]) -> Iterator[Tile]:
     if not grid.numel:
         return
     local = shard.file.expression(shard.local, name)
-    for runs in itertools.product(*map(_runs, grid.runs)):
+    for starts, first, sizes in grid.boxes():
         values = local
-        for dim, run in enumerate(runs):
-            if run.size != local.shape[dim]:
-                values = slice_dim(values, dim, run.local, 1, run.size)
-        yield Tile(tuple(run.start for run in runs), values)
-
-
-class _Run(NamedTuple):
-    start: int  # in the whole tensor
-    local: int  # in the local one
-    size: int
-
-
-def _runs(runs: Sequence[tuple[int, int]]) -> list[_Run]:
-    """Return each run of indices along a dim that a rank has."""
-    ends = itertools.accumulate(end - start for start, end in runs)
-    return [_Run(start, last - (end - start), end - start) for (start, end), last in zip(runs, ends, strict=True)]
+        for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            values = slice_dim(values, dim, start, 1, size)
+        yield Tile(first, values)
 
 
 def _split(shard: _Shard, name: str, placement: Foreign, num_chunks: int, index: int) -> Iterator[Split]:

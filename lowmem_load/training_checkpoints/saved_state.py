@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.planning.expression import Expression, Shape, concat, numel, reshape
+from lowmem_load.planning.expression import Concat, Expression, Shape, concat, numel, reshape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.regions import FlatRange
 
@@ -41,33 +41,35 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TiledTensor:
-    """A whole tensor as bands of rows, in order. `starts` are the first rows; a tensor without dims is one band."""
+    """A tensor that is put together from tiles: `whole` is all of it."""
 
-    shape: Shape
-    dtype: torch.dtype
-    starts: tuple[int, ...]
-    bands: tuple[Expression, ...]
+    whole: Expression
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the tensor."""
+        return self.whole.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tensor."""
+        return self.whole.dtype
 
     @property
     def numel(self) -> int:
         """Elements of the tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def whole(self) -> Expression:
-        """All of it."""
-        return self.bands[0] if len(self.bands) == 1 else concat(self.bands, 0)
+        return numel(self.whole)
 
     def part(self, elements: FlatRange) -> tuple[Expression, FlatRange]:
-        """Return an expression that has these elements, and where: the bands that hold some of them."""
-        if len(self.bands) == 1:
-            return self.bands[0], elements
-        row = math.prod(self.shape[1:])
-        first = bisect.bisect_right(self.starts, elements.start // row) - 1
-        last = bisect.bisect_left(self.starts, -(-elements.end // row), lo=first + 1)
-        bands, skipped = self.bands[first:last], self.starts[first] * row
-        span = FlatRange(elements.start - skipped, elements.end - skipped)
-        return (bands[0] if len(bands) == 1 else concat(bands, 0)), span
+        """Return an expression that has these elements, and where: the bands of rows that hold some of them."""
+        whole = self.whole
+        if not isinstance(whole, Concat) or whole.dim:
+            return whole, elements
+        row = math.prod(whole.shape[1:])
+        first = min(bisect.bisect_right(whole.ends, elements.start // row), len(whole.ends) - 1)
+        last = bisect.bisect_left(whole.ends, -(-elements.end // row), lo=first) + 1
+        skipped = whole.ends[first - 1] * row if first else 0
+        return concat(whole.parts[first:last], 0), FlatRange(elements.start - skipped, elements.end - skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +81,12 @@ class SavedState:
         kind: who writes such files, for messages.
         tensors: by the keys that lead to them in the state dict that was saved.
         files: all files that were opened.
-        has_shapes: whether the files say how large the tensors are.
     """
 
     folder: str
     kind: str
     tensors: Mapping[tuple[str, ...], TiledTensor]
     files: tuple[PlannedFile, ...]
-    has_shapes: bool = True
 
 
 def assemble(what: str, shape: Shape, tiles: Iterable[Tile]) -> TiledTensor:
@@ -109,12 +109,8 @@ def assemble(what: str, shape: Shape, tiles: Iterable[Tile]) -> TiledTensor:
         if any(end > size for end, size in zip(ends, shape, strict=True)):
             raise CheckpointError(f"{what}: a chunk ends at {tuple(ends)}, the tensor at {shape}")
     if not math.prod(shape):
-        return TiledTensor(shape, filled[0].values.dtype, (0,), (reshape(filled[0].values, shape),))
-    if not shape:
-        return TiledTensor(shape, filled[0].values.dtype, (0,), (_join(what, filled, origin, shape),))
-    bands = _cut(what, filled, origin, shape, 0)
-    parts = tuple(_join(what, band, *_box(band, origin, shape, 0)) for band in bands)
-    return TiledTensor(shape, parts[0].dtype, tuple(band[0].offsets[0] for band in bands), parts)
+        return TiledTensor(reshape(filled[0].values, shape))
+    return TiledTensor(_join(what, filled, origin, shape))
 
 
 def _box(group: Sequence[Tile], start: Shape, sizes: Shape, dim: int) -> tuple[Shape, Shape]:

@@ -210,7 +210,7 @@ def place_fragments(name: str, shape: Shape, fragments: Sequence[Source]) -> Sav
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class ZeroCheckpoint:
     """A ZeRO checkpoint.
 
     Attributes:
@@ -299,7 +299,7 @@ class Checkpoint:
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
-def open_checkpoint(folder: str, executor: Executor, *, with_moments: bool = True) -> Checkpoint:
+def open_checkpoint(folder: str, executor: Executor, *, with_moments: bool = True) -> ZeroCheckpoint:
     """Return what a checkpoint holds. Everything that decides what lies where is checked.
 
     The executor reads small values, and keeps the files open. Without the moments nothing is asked of the optimizer's
@@ -328,7 +328,7 @@ def open_checkpoint(folder: str, executor: Executor, *, with_moments: bool = Tru
         frozen = frozen if frozen is not None else ({} if others else None)
     else:
         others = {name: files.fragments(models, name, shape) for name, shape in (frozen or {}).items()}
-    return Checkpoint(
+    return ZeroCheckpoint(
         folder=folder,
         world_size=len(optims),
         parameters={**trained, **others},
@@ -436,21 +436,14 @@ def _shapes(models: Sequence[TorchObjects]) -> tuple[list[dict[str, Shape]], dic
     """Return names and shapes of the groups' parameters, and of the frozen ones, if they were saved."""
     read = []
     for file in models:
-        frozen = file.tree.get("frozen_param_shapes")
-        groups = [_checked(file, group) for group in at(file.tree, "param_shapes", list, file.path)]
-        read.append((groups, None if frozen is None else _checked(file, frozen)))
+        groups, frozen = at(file.tree, "param_shapes", list, file.path), file.tree.get("frozen_param_shapes")
+        for shapes in [*groups, {} if frozen is None else frozen]:
+            if not isinstance(shapes, dict) or not all(isinstance(n, str) and is_shape(s) for n, s in shapes.items()):
+                raise CheckpointError(f"{file.path}: its parameters' shapes are malformed")
+        read.append((groups, frozen))
         if read[-1] != read[0]:
             raise CheckpointError(f"{file.path}: has other parameters than {os.path.basename(models[0].path)}")
     return read[0]
-
-
-def _checked(file: TorchObjects, shapes: Any) -> dict[str, Shape]:
-    is_right = isinstance(shapes, dict) and all(
-        isinstance(name, str) and is_shape(shape) for name, shape in shapes.items()
-    )
-    if not is_right:
-        raise CheckpointError(f"{file.path}: its parameters' shapes are malformed")
-    return {name: tuple(shape) for name, shape in shapes.items()}
 
 
 def _replicated(files: Files, states: TorchObjects) -> dict[str, SavedParameter]:
@@ -554,27 +547,21 @@ def _trained(
     scalars: list[list[dict[str, Any]]] = []
     sizes = group_numels(groups, len(optims))
     for rank, (file, zero) in enumerate(zip(optims, zeros, strict=True)):
-        masters, states = _states_of(
-            file, zero, len(groups), stage=3 if paddings is None else 2, with_moments=with_moments
-        )
-        flats.append([])
-        scalars.append([])
-        for number, (master, state, size) in enumerate(zip(masters, states, sizes, strict=True)):
-            flat: dict[str, Source] = {}
-            others: dict[str, Any] = {}
-            for key, value in {FP32: master, **state}.items():
+        states = _states_of(file, zero, len(groups), stage=3 if paddings is None else 2, with_moments=with_moments)
+        flats.append([{} for _ in groups])
+        scalars.append([{} for _ in groups])
+        for number, (state, size) in enumerate(zip(states, sizes, strict=True)):
+            for key, value in state.items():
                 what = f"flat group {number}" if key == FP32 else f"{key} of group {number}"
                 if key != FP32 and not (isinstance(value, Tensor) and value.size):
-                    others[key] = files.scalar(file, value, key)
+                    scalars[rank][number][key] = files.scalar(file, value, key)
                 elif paddings is None:
-                    flat[key] = files.flat_or_swapped(file, value, what, size, rank)
+                    flats[rank][number][key] = files.flat_or_swapped(file, value, what, size, rank)
                 else:
-                    flat[key] = files.flat(file, value, what, None)
-            flats[-1].append(flat)
-            scalars[-1].append(others)
-        if any(group.keys() != flats[0][0].keys() for group in flats[-1]):
+                    flats[rank][number][key] = files.flat(file, value, what, None)
+        if any(group.keys() != flats[0][0].keys() for group in flats[rank]):
             raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(sorted(flats[0][0]))}")
-        if [group.get(STEP) for group in scalars[-1]] != [group.get(STEP) for group in scalars[0]]:
+        if [group.get(STEP) for group in scalars[rank]] != [group.get(STEP) for group in scalars[0]]:
             raise CheckpointError(
                 f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
                 "earlier one did not end; take another checkpoint"
@@ -584,27 +571,27 @@ def _trained(
 
 def _states_of(
     file: TorchObjects, zero: Mapping[str, Any], num_groups: int, *, stage: int, with_moments: bool
-) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Return the fp32 values that a rank saved for each group, and what its optimizer keeps for it."""
-    base = base_optimizer(zero, file.path)
-    masters = at(zero, _MASTERS[stage], list, file.path)
-    saved = at(base, "state", dict, file.path)
-    numbers = [
-        number for group in at(base, "param_groups", list, file.path) for number in at(group, "params", list, file.path)
-    ]
+) -> list[dict[str, Any]]:
+    """Return what a rank saved for each group: the fp32 values, and what its optimizer keeps for it."""
+    base, path = base_optimizer(zero, file.path), file.path
+    masters, saved = at(zero, _MASTERS[stage], list, path), at(base, "state", dict, path)
+    numbers = [number for group in at(base, "param_groups", list, path) for number in at(group, "params", list, path)]
     if len(masters) != num_groups or numbers != list(range(num_groups)):
-        raise CheckpointError(f"{file.path}: {len(masters)} flat groups, its model states name {num_groups}")
-    states = [at(saved, number, dict, file.path) if number in saved else {} for number in numbers]
-    if not with_moments:
-        return masters, [{key: value for key, value in state.items() if key == STEP} for state in states]
-    for number, state in enumerate(states):
-        if blocks := [key for key in state if isinstance(key, str) and key.startswith(_OF_BLOCKS)]:
+        raise CheckpointError(f"{path}: {len(masters)} flat groups, its model states name {num_groups}")
+    states = []
+    for number, master in enumerate(masters):
+        state = at(saved, number, dict, path) if number in saved else {}
+        blocks = [key for key in state if isinstance(key, str) and key.startswith(_OF_BLOCKS)]
+        if not with_moments:
+            state = {key: value for key, value in state.items() if key == STEP}
+        elif blocks:
             raise UnsupportedError(
-                f"{file.path}: {blocks[0]} of group {number}: an optimizer of 8 bits has saved its states in blocks, "
+                f"{path}: {blocks[0]} of group {number}: an optimizer of 8 bits has saved its states in blocks, "
                 "which end elsewhere on other ranks; load it with as many ranks by the engine's own load_checkpoint, "
                 "or pass load_optimizer_states=False"
             )
-    return masters, states
+        states.append({FP32: master, **state})
+    return states
 
 
 def _paddings(

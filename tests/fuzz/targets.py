@@ -38,7 +38,7 @@ from lowmem_load.files.executor import Executor
 from lowmem_load.files.index import base_of_adapter, check_index
 from lowmem_load.files.safetensors import METADATA, PREFIX_NBYTES, Safetensors, parse_header
 from lowmem_load.files.torch_zip import TorchObjects, TorchZip, state_dict
-from lowmem_load.planning.expression import Computed, Source, leaves
+from lowmem_load.planning.expression import Computed, Source, leaves, numel
 from lowmem_load.training_checkpoints.dcp import read_metadata
 from lowmem_load.training_checkpoints.rank_files import put_together
 from lowmem_load.training_checkpoints.saved_state import Tile, assemble
@@ -320,7 +320,8 @@ def dcp_metadata(data: bytes) -> None:
             for chunk in tensor.chunks
         ]
         whole = assemble(tensor.name, tensor.shape, tiles)
-        if whole.numel != sum(math.prod(part.shape) for part in whole.bands):
+        chunks = [leaf for leaf in leaves(whole.whole) if isinstance(leaf, Source)]
+        if whole.numel != sum(map(numel, chunks)):
             raise Finding(f"{tensor.name!r:.80}: {whole.numel} elements in other chunks")
 
 
