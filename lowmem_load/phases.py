@@ -15,7 +15,6 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from lowmem_load.errors import ConfigError
-from lowmem_load.text import size
 
 STATM = Path("/proc/self/statm")
 """Has the resident pages second, those of files and shared memory third (Linux `Documentation/filesystems/proc.rst`).
@@ -25,7 +24,7 @@ PROGRESS = "LOWMEM_LOAD_PROGRESS"
 """Environment variable: 1 for a progress bar from the start on, 0 for none."""
 
 LINE_S = 30.0
-"""Seconds between lines of progress where stderr is no terminal."""
+"""Seconds between two states of the progress bar where stderr is not a terminal."""
 
 DELAY_S = 3.0
 """Seconds before the progress bar appears where it was not asked for."""
@@ -93,56 +92,33 @@ class Phases:
 def progress_bar(total: int, description: str, rank: int) -> Iterator[Callable[[int], object]]:
     """Yield a function to call, from any thread, with the bytes that were done since its last call.
 
-    Only rank 0 shows its own progress: a bar in long loads where stderr is a terminal, else a line every `LINE_S`
-    seconds. `PROGRESS` asks for a bar, or for nothing.
+    Only rank 0 shows its own progress, in long loads: where stderr is not a terminal, every `LINE_S` seconds.
+    `PROGRESS` asks for a bar, or for nothing.
     """
     text = os.environ.get(PROGRESS, "")
     if text not in ("", "0", "1"):
         raise ConfigError(f"{PROGRESS}: the environment has {text!r}, expected 0 or 1")
-    is_wanted = {"0": False, "1": True}.get(text)
-    if rank != 0 or is_wanted is False:
-        yield lambda _: None
-    elif is_wanted is None and not sys.stderr.isatty():
-        yield _one_by_one(ProgressLines(total, description).update)
-    else:
-        with tqdm(
-            total=total,
-            desc=f"{description} of rank 0",
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            disable=False,  # whatever TQDM_DISABLE says
-            delay=0 if is_wanted else DELAY_S,
-        ) as bar:
-            yield _one_by_one(bar.update)
-
-
-def _one_by_one(update: Callable[[int], object]) -> Callable[[int], object]:
+    if rank != 0 or text == "0":
+        yield no_callback
+        return
+    delay_s, interval_s = (DELAY_S, 0.1) if sys.stderr.isatty() else (LINE_S, LINE_S)
+    if text == "1":
+        delay_s, interval_s = 0.0, 0.1
     lock = threading.Lock()
+    with tqdm(
+        total=total,
+        desc=f"{description} of rank 0",
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        disable=False,  # whatever TQDM_DISABLE says
+        delay=delay_s,
+        mininterval=interval_s,
+        maxinterval=LINE_S,
+    ) as bar:
 
-    def count(num_bytes: int) -> None:
-        with lock:
-            update(num_bytes)
+        def update(num_bytes: int) -> None:
+            with lock:
+                bar.update(num_bytes)
 
-    return count
-
-
-class ProgressLines:
-    """Progress for a log: a line on stderr every `LINE_S` seconds."""
-
-    def __init__(self, total: int, description: str) -> None:
-        self._total, self._description, self._done = total, description, 0
-        self._start_s = self._last_s = time.monotonic()
-
-    def update(self, num_bytes: int) -> None:
-        """Count bytes that were done."""
-        self._done += num_bytes
-        now_s = time.monotonic()
-        if now_s - self._last_s < LINE_S or not self._done:
-            return
-        self._last_s = now_s
-        rate = self._done / (now_s - self._start_s)
-        left_s = max(0, self._total - self._done) / rate
-        done = f"{size(self._done)} of {size(self._total)}, {size(rate)}/s, about {left_s:.0f} s left"
-        sys.stderr.write(f"lowmem_load: {self._description} of rank 0: {done}\n")
-        sys.stderr.flush()
+        yield update

@@ -158,7 +158,8 @@ class IntoModule:
     ) -> None:
         self._name, self._kwargs, self._dtype, self._auto_class = name_text(name), kwargs, dtype, auto_class
         self._of_names = {"rename": rename, **of_names}
-        self.model, self.left, self.is_by_names = module, set(leave), fills_by_names(module, rename)
+        self.model, self.left = module, set(leave)
+        self.is_by_names = rename is not None or not transformers_models(module)
         if self.is_by_names:
             if dtype is not None or auto_class is not None:
                 raise ConfigError(
@@ -183,11 +184,11 @@ class IntoModule:
         settings = stage_3(torch.float32, world_size)
         return Way(settings, lambda load: loader.run_load(load, call)[0], call.set_extra_states)
 
-    def partitions(self, ranks: RankGroup | None, world_size: int) -> ModuleCall | BuiltModelCall:
-        """Return the call that fills the model itself. Collective: the ranks agree. Local without `ranks`."""
+    def partitions(self, ranks: RankGroup) -> ModuleCall | BuiltModelCall:
+        """Return the call that fills the model itself. Collective: the ranks agree."""
         if self.is_by_names:
             return self._module_call(self.model)
-        checked = self._checked(ranks, world_size)
+        checked = self._checked(ranks, ranks.world_size)
         return BuiltModelCall(self.model, checked.cls, checked.name, dict(checked.kwargs), left=self.left)
 
     def _checked(self, ranks: RankGroup | None, world_size: int) -> Checked:
@@ -197,11 +198,6 @@ class IntoModule:
     def _module_call(self, model: nn.Module, *, is_stand_in: bool = False) -> ModuleCall:
         how = {**self._of_names, "leave": self.left, "is_stand_in": is_stand_in}
         return ModuleCall(self._name, model, dict(self._kwargs), **how)
-
-
-def fills_by_names(module: nn.Module, rename: Rename | None) -> bool:
-    """Return whether a module is filled by the names of its tensors: it holds no transformers model, or is renamed."""
-    return rename is not None or not transformers_models(module)
 
 
 def _transformers_model(model: nn.Module) -> nn.Module:
@@ -288,7 +284,7 @@ def _fill_partitions(
             into = make_into()
         model, before = into.model, list(snapshot(into.model))
         try:
-            call = into.partitions(ranks, ranks.world_size)
+            call = into.partitions(ranks)
             loader.run_load(make_load(ranks, settings, options), call)
             with ranks.step("setting extra states"):
                 call.set_extra_states(model)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -18,18 +17,16 @@ from lowmem_load.engines.zero3_target import TargetMaker, target_maker, zero_ini
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.mounts import read_cost
-from lowmem_load.load.describe import Described, check_described, describe
-from lowmem_load.load.load_into import Into, IntoDiffusers, IntoModule, Way, fills_by_names, skeletons_sharded
+from lowmem_load.load.describe import check_described, describe
+from lowmem_load.load.load_into import Into, IntoDiffusers, IntoModule, Way, skeletons_sharded
 from lowmem_load.load.make_plan import make_plan
-from lowmem_load.load.request import Request, name_text
+from lowmem_load.load.request import Checked, Request, name_text
 from lowmem_load.models import diffusion, model_class
 from lowmem_load.models.active import load_lock, on_host
 from lowmem_load.models.loader import Call, is_left_alone, refuse_device_map
 from lowmem_load.models.model_folder import find_folder
-from lowmem_load.models.modules import Build, Rename
 from lowmem_load.models.skeleton import blocks, is_distributed_config, is_kept_on_host
 from lowmem_load.planning.load_plan import LoadPlan
-from lowmem_load.symbolic.constructor import Constructor
 
 
 def plan(
@@ -41,10 +38,6 @@ def plan(
     auto_class: str | type | None = None,
     dtype: str | torch.dtype | None = "auto",
     partition: Partition | None = None,
-    build: Build | None = None,
-    rename: Rename | None = None,
-    strict: bool = True,
-    initialize: bool = False,
     **from_pretrained_kwargs: Any,
 ) -> LoadPlan:
     """Return the plan that `load_model` executes on one rank, without loading.
@@ -55,9 +48,7 @@ def plan(
     weight); `LoadPlan.read_to_describe` names these.
 
     `rank` is one of the `world_size` ranks among which parameters are partitioned. Other arguments are those of
-    `load_model`, except a `DeviceMesh`, which needs the processes of its ranks. With `build`, a function that builds a
-    module, it is the plan of `load_into`; see there for `rename`, `strict` and `initialize`.
-    Without a ds_config (None), `build` also shards it, over a mesh of CPUs, as `rank` of a group that does nothing.
+    `load_model`, except a `DeviceMesh`, which needs the processes of its ranks.
 
     Memory: the description of the model; no parameter is allocated, except where its value decides.
 
@@ -68,43 +59,13 @@ def plan(
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
-    options: dict[str, Any] = {"rank": rank, "world_size": world_size}
-    if build is not None:
-        options |= {"rename": rename, "strict": strict, "initialize": initialize, "kwargs": from_pretrained_kwargs}
-        with load_lock():
-            return _plan_module(name, build, ds_config, partition, **options)
-    options |= {"auto_class": auto_class, "dtype": dtype, **from_pretrained_kwargs}
+    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "auto_class": auto_class, "dtype": dtype}
+    options |= from_pretrained_kwargs
     if is_distributed_config(ds_config):
         if partition is not None:
             raise ConfigError("partition belongs to ZeRO, not to a DistributedConfig")
         return plan_sharded(name, ds_config, **options)
     return plan_zero3_rank(name, ds_config, device=_accelerator(), partition=partition, **options)
-
-
-def _plan_module(
-    name: str | os.PathLike[str],
-    build: Build,
-    ds_config: Any,
-    partition: Partition | None,
-    rank: int,
-    world_size: int,
-    **how: Any,
-) -> LoadPlan:
-    """Return the plan of `load_into` with the module that `build` builds, and without a ds_config shards."""
-    if ds_config is None:
-        forget_meshes()
-        with fake_group(rank, world_size):
-            model, left = build(), set[str]()
-            if fills_by_names(model, how["rename"]):  # what the module computes is no part of a plan
-                left = {buffer for buffer, _ in model.named_buffers()} - model.state_dict().keys()
-            return _plan_shards(IntoModule(model, name, leave=left, **how), rank, world_size)
-    settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
-    with Constructor().building():
-        model = build()
-    if fills_by_names(model, how["rename"]):
-        how["build"] = build
-    call = IntoModule(model, name, **how).partitions(None, world_size)
-    return _plan_call(call, settings, target_maker(rank, _accelerator()), rank)
 
 
 def plan_sharded(
@@ -161,8 +122,7 @@ def plan_zero3_rank(
     """Return the plan of a model under a ds_config."""
     request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs).with_folder()
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
-    checked = request.checked(settings)
-    return _plan_way(Way(checked.settings, checked.run), target_maker(rank, device), rank)
+    return _plan_way(request.checked(settings), target_maker(rank, device), rank)
 
 
 # -- the end of the road in a plan -------------------------------------------------------------------------------------
@@ -175,7 +135,7 @@ def _plan_shards(into: Into, rank: int, world_size: int, *, is_skeleton: bool = 
     return _plan_way(into.shards(None, world_size), sharded.make_target, rank)
 
 
-def _plan_way(way: Way, make_target: TargetMaker, rank: int) -> LoadPlan:
+def _plan_way(way: Way | Checked, make_target: TargetMaker, rank: int) -> LoadPlan:
     def handler(call: Call) -> NoReturn:
         raise _Done(_plan_call(call, way.settings, make_target, rank))
 
@@ -185,13 +145,7 @@ def _plan_way(way: Way, make_target: TargetMaker, rank: int) -> LoadPlan:
 
 
 def _plan_call(call: Call, settings: Settings, make_target: TargetMaker, rank: int) -> LoadPlan:
-    with _described(call, settings, make_target) as described:
-        return make_plan(described, rank, read_cost([file.path for file in described.files])).plan
-
-
-@contextlib.contextmanager
-def _described(call: Call, settings: Settings, make_target: TargetMaker) -> Iterator[Described]:
-    """Yield what a call describes on the host. torch's random state stays as it was."""
+    """Return the plan of what a call describes on the host. torch's random state stays as it was."""
     refuse_device_map(call, settings)
     if is_left_alone(call, settings):
         raise UnsupportedError(f"{call.name}: transformers places this model by itself, so there is nothing to plan")
@@ -199,7 +153,7 @@ def _described(call: Call, settings: Settings, make_target: TargetMaker) -> Iter
     with random_state, zero_init_disabled(), on_host(), Executor() as executor:
         described = describe(call, settings, make_target, executor, holds_values=False)
         check_described(described)
-        yield described
+        return make_plan(described, rank, read_cost([file.path for file in described.files])).plan
 
 
 def _result(from_pretrained: Callable[[], object]) -> Any:
