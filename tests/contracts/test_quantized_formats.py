@@ -1,13 +1,16 @@
-"""Every quantized format passes the shipped contract."""
+"""What every quantized format must do: a new one gets a line of `WRITERS`."""
 
 import functools
 import importlib
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
+from transformers import AutoModelForCausalLM
 
 import lowmem_load
 from lowmem_load import foreign_names
@@ -15,19 +18,25 @@ from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
 from lowmem_load.foreign_names import ForeignName
+from lowmem_load.load import plan_model
+from lowmem_load.load.make_plan import PlannedModel
+from lowmem_load.models.quantizers import FORMATS, format_of
 from lowmem_load.planning.expression import hold
+from lowmem_load.planning.regions import FlatRange
 from lowmem_load.quantized.bitsandbytes import BitsAndBytes4Bit
 from lowmem_load.quantized.compressed_tensors import CompressedTensors
+from lowmem_load.quantized.format import QuantizedFormat
 from lowmem_load.quantized.fp8 import FineGrainedFp8
 from lowmem_load.quantized.mxfp4 import Mxfp4
 from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from tests.conversions.checkpoints import SCHEMES, write_compressed, write_fp8, write_mxfp4
-from tests.kits.quantized import QuantizedFormatContract
 from tests.parity import BF16
 
 # transformers says so whenever `dequantize` is asked for of a checkpoint that has a quantization_config
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+
+WORLD_SIZES = (1, 3)
 
 SIZES = {
     "hidden_size": 64,
@@ -40,60 +49,100 @@ SIZES = {
 }
 
 
-class TestFp8(QuantizedFormatContract):
-    kind = FineGrainedFp8
+class Written(NamedTuple):
+    """A checkpoint of a format, and the keywords to load it by."""
 
-    def write(self, folder: Path) -> dict[str, Any]:
-        try:
-            importlib.import_module(foreign_names.FP8_DEQUANTIZE.module)
-        except ModuleNotFoundError as error:
-            if error.name != "triton":
-                raise
-            pytest.skip("transformers 5.6 imports triton for fp8, which torch for CPUs lacks")
-        write_fp8(folder)
-        return {"quantization_config": transformers.FineGrainedFP8Config(weight_block_size=(64, 64), dequantize=True)}
+    kind: type[QuantizedFormat]
+    folder: Path
+    keywords: dict[str, Any]
 
 
-class TestMxfp4(QuantizedFormatContract):
-    kind = Mxfp4
-
-    def write(self, folder: Path) -> dict[str, Any]:
-        write_mxfp4(folder)
-        config = transformers.Mxfp4Config(modules_to_not_convert=["lm_head"], dequantize=True)
-        return {"quantization_config": config}
-
-
-class TestBitsAndBytes4Bit(QuantizedFormatContract):
-    kind = BitsAndBytes4Bit
-
-    def write(self, folder: Path) -> dict[str, Any]:
-        pytest.importorskip("bitsandbytes")
-        model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**SIZES, "hidden_size": 60}))
-        model.save_pretrained(folder / "plain")
-        options = {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16}
-        config = transformers.BitsAndBytesConfig(**options, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-        load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.bfloat16)
-        load(folder / "plain", quantization_config=config).save_pretrained(folder)
-        return {}
+def fp8(folder: Path) -> dict[str, Any]:
+    try:
+        importlib.import_module(foreign_names.FP8_DEQUANTIZE.module)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        pytest.skip("transformers 5.6 imports triton for fp8, which torch for CPUs lacks")
+    write_fp8(folder)
+    return {"quantization_config": transformers.FineGrainedFP8Config(weight_block_size=(64, 64), dequantize=True)}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-class TestCompressedTensors(QuantizedFormatContract):
-    kind = CompressedTensors
+def mxfp4(folder: Path) -> dict[str, Any]:
+    write_mxfp4(folder)
+    config = transformers.Mxfp4Config(modules_to_not_convert=["lm_head"], dequantize=True)
+    return {"quantization_config": config}
 
-    @pytest.fixture(autouse=True)
-    def chosen(self, scheme: str) -> None:
-        self.scheme = scheme
 
-    @pytest.fixture(autouse=True)
-    def checkpoint(self, chosen: None, tmp_path: Path) -> None:
-        self.folder = tmp_path
-        self.keywords = self.write(tmp_path)
+def bitsandbytes(folder: Path) -> dict[str, Any]:
+    pytest.importorskip("bitsandbytes")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**SIZES, "hidden_size": 60}))
+    model.save_pretrained(folder / "plain")
+    options = {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16}
+    config = transformers.BitsAndBytesConfig(**options, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.bfloat16)
+    load(folder / "plain", quantization_config=config).save_pretrained(folder)
+    return {}
 
-    def write(self, folder: Path) -> dict[str, Any]:
-        pytest.importorskip("compressed_tensors", reason="an optional package of transformers")
-        write_compressed(folder, transformers.LlamaConfig(**SIZES), self.scheme)
-        return {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+
+def compressed(folder: Path, scheme: str) -> dict[str, Any]:
+    pytest.importorskip("compressed_tensors", reason="an optional package of transformers")
+    write_compressed(folder, transformers.LlamaConfig(**SIZES), scheme)
+    return {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+
+
+WRITERS: dict[str, tuple[type[QuantizedFormat], Callable[[Path], dict[str, Any]]]] = {
+    "fp8": (FineGrainedFp8, fp8),
+    "mxfp4": (Mxfp4, mxfp4),
+    "bitsandbytes": (BitsAndBytes4Bit, bitsandbytes),
+    **{scheme: (CompressedTensors, functools.partial(compressed, scheme=scheme)) for scheme in SCHEMES},
+}
+"""Of causal models, some of whose weights have sizes that ranks and blocks do not divide."""
+
+
+@pytest.fixture(params=WRITERS)
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> Written:
+    kind, write = WRITERS[request.param]
+    return Written(kind, tmp_path, write(tmp_path))
+
+
+def test_its_configuration_is_recognized(written: Written) -> None:
+    """As an object and as in a config.json, by this format alone; and no other one is."""
+    in_file = json.loads((written.folder / "config.json").read_text())["quantization_config"]
+    for config in filter(None, (in_file, written.keywords.get("quantization_config"))):
+        assert [type(each) for each in FORMATS if each.recognizes(config)] == [written.kind]
+        assert type(format_of(config)) is written.kind
+    assert format_of({"quant_method": "another"}) is None
+
+
+def test_each_rank_reads_the_bytes_of_its_part(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it has after an ordinary load. No weight is read or computed whole."""
+    ordinary = AutoModelForCausalLM.from_pretrained(written.folder, dtype=torch.bfloat16, **written.keywords)
+    expected = {name: value.detach().view(-1) for name, value in ordinary.named_parameters()}
+    made: list[PlannedModel] = []
+    make_plan = plan_model.make_plan
+    monkeypatch.setattr(plan_model, "make_plan", lambda *args: made.append(make_plan(*args)) or made[-1])
+    for world_size in WORLD_SIZES:
+        for rank in range(world_size):
+            plan = lowmem_load.plan(written.folder, BF16, rank=rank, world_size=world_size, **written.keywords)
+            assert plan.slow_paths == []
+            assert bool(plan.num_quantized) is written.kind.stays_packed
+            with Executor() as executor:
+                for target in plan.targets:
+                    fill, region = target.destinations[0].fill, target.destinations[0].region
+                    assert fill is not None and isinstance(region, FlatRange)
+                    memory = torch.empty(fill.numel, dtype=target.dtype)
+                    executor.fill(fill, memory, plan.values, made[-1].constants)
+                    executor.finish()
+                    part = expected[target.name][region.start : region.end]
+                    assert part.dtype == memory.dtype
+                    assert torch.equal(memory.view(torch.uint8), part.view(torch.uint8)), target.name
+
+
+def test_ranks_agree_on_the_plan(written: Written) -> None:
+    """Ranks that load by other keywords, or other files, have another digest; all others the same."""
+    plans = [lowmem_load.plan(written.folder, BF16, rank=rank, world_size=2, **written.keywords) for rank in (0, 1)]
+    assert plans[0].fingerprint == plans[1].fingerprint
 
 
 def test_stacked_experts_of_compressed_tensors_are_refused(tmp_path: Path) -> None:

@@ -72,7 +72,6 @@ def default_device(device: str) -> Iterator[None]:
 
 
 def load_in_all_ways(path: str) -> None:
-    """Rank function."""
     from lowmem_load import DistributedInterface
 
     device = f"sim:{DistributedInterface().rank}"
@@ -147,7 +146,6 @@ def test_all_entry_points_work_under_a_default_device_and_compile_nothing(
 
 
 def load_to_pinned_memory(path: str) -> None:
-    """Rank function."""
     from tests.device.simulated import counters, reset
 
     offload = {"offload_param": {"device": "cpu", "pin_memory": True}}
@@ -196,7 +194,6 @@ def test_pinned_memory_outlives_copies_of_it(path: str) -> None:
 
 
 def run_out_of_memory(path: str) -> None:
-    """Rank function."""
     from lowmem_load import DistributedInterface, load_model
     from tests.device.simulated import set_capacity
 

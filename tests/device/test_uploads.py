@@ -68,7 +68,6 @@ def nodes(path: str) -> dict[str, tuple[ex.Expression, torch.Tensor]]:
 
 
 def compare_all(path: str) -> None:
-    """Rank function."""
     from tests.device.simulated import counters, reset
 
     device = torch.device("sim", 1)
@@ -211,7 +210,6 @@ def dropped_memory(path: str) -> bool:
 
 
 def keep_the_order(path: str) -> None:
-    """Rank function."""
     for case in (slow_copies, reused_memory, dropped_memory):
         assert case(path), case
 

@@ -3,7 +3,6 @@
 import errno
 import itertools
 import os
-import resource
 import shutil
 import signal
 import time
@@ -105,7 +104,6 @@ class Case:
     Attributes:
         job: see `worker.JOBS`.
         arguments: of the job.
-        checkpoint: which one.
     """
 
     fault: Fault
@@ -114,7 +112,6 @@ class Case:
     world_size: int
     job: str = "load"
     arguments: dict[str, Any] = field(default_factory=dict)
-    checkpoint: str = "small"
 
     @property
     def name(self) -> str:
@@ -306,35 +303,6 @@ HANG_UNMEASURED = replace(
     HANG, name="a call that hangs in others' code", group_timeout_s=SHORT_GROUP_S, limit_s=SHORT_GROUP_S + LIMIT_S
 )
 
-# -- swap files ------------------------------------------------------------------------------------------------------
-
-SWAP_FOLDER = Moment("preparing", Call.MKDIR, "/rank")
-SWAP_WRITE = Moment("finishing", Call.SUBMIT, ".swp")
-SWAP_OPEN = Moment("finishing", Call.OPEN, ".swp")
-NO_FOLDER = _errno(errno.EACCES, "for ever", "raises", Call.MKDIR)
-NO_SWAP_FILE = _errno(errno.EIO, "for ever", "raises", Call.OPEN)
-SHORT_WRITE = Fault("writes end after 64 KiB", "raises", Action.SHORT, 65536, -1, match=r"rank {rank}\b.*nvme_path")
-FAILED_WRITE = replace(_errno(errno.EIO, "once", "dies", Call.SUBMIT), limit_s=SILENCE_S + LIMIT_S)
-
-
-def _quota(scene: Scene) -> None:
-    resource.prlimit(scene.pid, resource.RLIMIT_FSIZE, (512 << 10, resource.RLIM_INFINITY))
-
-
-def _no_quota(scene: Scene) -> None:
-    resource.prlimit(scene.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-
-QUOTA = Fault("file size limit", "raises", act=_quota, undo=_no_quota, match=r"rank {rank}\b.*nvme_path")
-
-SWAP_FAULTS = (
-    (NO_FOLDER, SWAP_FOLDER),
-    (NO_SWAP_FILE, SWAP_OPEN),
-    (SHORT_WRITE, SWAP_WRITE),
-    (FAILED_WRITE, SWAP_WRITE),
-    (QUOTA, SWAP_OPEN),
-)
-
 # -- the rest --------------------------------------------------------------------------------------------------------
 
 MARKED_BLOCK = Moment("in the block", Call.READ, "/ds.json")
@@ -370,7 +338,7 @@ def subset() -> list[Case]:
     few = {
         "load": (
             *(READ_FAULTS[3], READ_FAULTS[7], NO_MEMORY, SLOW, CRAWLING, CHANGES[0], CHANGES[3], CHANGES[7]),
-            *(INTERRUPT, DEATHS[0], STOP, HANG, HANG_UNMEASURED, FAILED_WRITE, QUOTA),
+            *(INTERRUPT, DEATHS[0], STOP, HANG, HANG_UNMEASURED),
         ),
         "stream": (READ_FAULTS[1], USERS_ERROR),
         "once": (READ_FAULTS[1], INTERRUPT_ANYWHERE, DEATHS[0]),
@@ -412,8 +380,6 @@ def _cases() -> Iterator[Case]:
         yield from at(fault, *HELD)
     yield from at(HANG, *(moment for moment in HELD if moment not in UNMEASURED))
     yield from at(HANG_UNMEASURED, *UNMEASURED)
-    for fault, moment in SWAP_FAULTS:
-        yield from at(fault, moment, checkpoint="swapped")
     for fault in (READ_FAULTS[1], INTERRUPT, DEATHS[0], STOP):
         yield from at(fault, DESCRIBING, MIDDLE, job="stream")
     yield from at(READ_FAULTS[1], FIRST, MIDDLE, LAST, job="once")

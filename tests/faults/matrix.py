@@ -7,11 +7,9 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from tests import builders
 from tests.faults.faults import ANY_SHARD, SHARD, Case, Scene
@@ -23,12 +21,8 @@ SLACK_S = 10.0
 """Beyond the limit of a row: what is late is waited for so long, then it hangs."""
 RETRY_S = 60.0
 MARKS = ("agree_on_bytes", "execute", "make_plan", "prepare", "move_to", "_exchange", "_finish", "_fill", "broadcast")
-SIZES: dict[str, dict[str, Any]] = {
-    "small": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 6, "max_shard_size": "150KB"},
-    "swapped": {"vocab_size": 60_000},
-}
-"""Of the checkpoints. Small: several shards, of which each rank reads its parts. Swapped: partitions of the embeddings
-that are beyond the 1 MiB from which DeepSpeed swaps."""
+SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 6, "max_shard_size": "150KB"}
+"""Of the checkpoint: several shards, of which each rank reads its parts."""
 
 DS_CONFIG: dict[str, Any] = {
     "zero_optimization": {"stage": 3},
@@ -77,12 +71,12 @@ class Matrix:
     """Runs rows; keeps a set of ranks for as long as it is good. Use as a context manager."""
 
     def __init__(self, folder: Path) -> None:
-        self._folders = {name: builders.tiny_llama(folder, **sizes) for name, sizes in SIZES.items()}
-        self._folders["other"] = _different(self._folders["small"], folder / "other")
+        self._pristine = builders.tiny_llama(folder, **SIZES)
+        self._other = _different(self._pristine, folder / "other")
         self._zygote = Zygote()
         self._team: Team | None = None
         self._key: tuple[int, float] | None = None
-        self._references: dict[tuple[int, str, str], _Reference] = {}
+        self._references: dict[tuple[int, Path, str], _Reference] = {}
         self._num_runs = 0
 
     def __enter__(self) -> Matrix:
@@ -94,14 +88,12 @@ class Matrix:
 
     def run(self, case: Case) -> Verdict:
         """Runs one row."""
-        if case.checkpoint == "swapped" and not AsyncIOBuilder().is_compatible():
-            return Verdict(case, "skipped", skipped="no libaio")
         verdict, team = Verdict(case), self._team_for(case)
         try:
-            reference = self._reference(team, case, case.checkpoint)
+            reference = self._reference(team, case, self._pristine)
             exact = [reference.digests]
             if case.fault.expect == "either":
-                exact.append(self._reference(team, case, "other").digests)
+                exact.append(self._reference(team, case, self._other).digests)
         except _NoReference as error:
             verdict.problems.append(str(error))
             self._drop_team()
@@ -119,7 +111,7 @@ class Matrix:
     def _strike(self, team: Team, case: Case, reference: _Reference, verdict: Verdict) -> dict[int, Answer | None]:
         """Plays the fault; returns what ranks answered, those that hang left out."""
         fault, control, everyone = case.fault, team.controls[case.rank], set(range(team.world_size))
-        folders = self._folders_for(team, case, copied=case.moment.own_copy or fault.expect == "either")
+        folders = self._folders_for(team, case, self._pristine, copied=case.moment.own_copy or fault.expect == "either")
         scene = self._scene(team, case, folders)
         control.set([self._rule(case, reference)])
         self._send(team, case, folders, case.arguments)
@@ -161,7 +153,7 @@ class Matrix:
         return True
 
     def _retry(self, team: Team, case: Case, reference: _Reference, verdict: Verdict) -> None:
-        answers = self._clean(team, case)
+        answers = self._clean(team, case, self._pristine)
         found = {rank: answer.digest for rank, answer in answers.items() if answer is not None}
         if found != dict(reference.digests):
             texts = {answer.text[:300] if answer else "died" for answer in answers.values()}
@@ -188,30 +180,21 @@ class Matrix:
 
     def _scene(self, team: Team, case: Case, folders: dict[int, Path]) -> Scene:
         shards = list((folders[case.rank] / "checkpoint").glob(f"*{SHARD}*"))
-        others = list(self._folders["other"].glob(f"*{SHARD}*"))
+        others = list(self._other.glob(f"*{SHARD}*"))
         none = Path("/nonexistent")
         return Scene(team.pids[case.rank], shards[0] if shards else none, others[0] if others else none)
 
     def _send(self, team: Team, case: Case, folders: dict[int, Path], arguments: Mapping[str, Any]) -> None:
-        config = self._ds_config(case)
         for folder in folders.values():
-            (folder / "ds.json").write_text(json.dumps(config))
-            (folder / "load.json").write_text(json.dumps(config))
+            (folder / "ds.json").write_text(json.dumps(DS_CONFIG))
+            (folder / "load.json").write_text(json.dumps(DS_CONFIG))
         for rank, folder in folders.items():
             team.send(rank, Command(case.job, str(folder), arguments, MARKS))
 
-    def _ds_config(self, case: Case) -> dict[str, Any]:
-        if case.checkpoint != "swapped":
-            return DS_CONFIG
-        path = self._zygote.folder / f"swap{self._num_runs}"
-        offload = {"device": "nvme", "nvme_path": str(path), "buffer_size": 2_000_000, "pin_memory": False}
-        return {**DS_CONFIG, "zero_optimization": {"stage": 3, "offload_param": offload}}
-
-    def _folders_for(self, team: Team, case: Case, *, copied: bool) -> dict[int, Path]:
+    def _folders_for(self, team: Team, case: Case, pristine: Path, *, copied: bool) -> dict[int, Path]:
         """Returns where each rank runs. Copied: those who share the faulty rank's files have ones of their own."""
         self._num_runs += 1
         folder = team.folder / f"run{self._num_runs}"
-        pristine = self._folders[case.checkpoint]
         own = shutil.copytree(pristine, folder / "own") if copied else pristine
         found = {}
         for rank in range(team.world_size):
@@ -221,16 +204,15 @@ class Matrix:
             (found[rank] / "checkpoint").symlink_to(own if is_own else pristine)
         return found
 
-    def _reference(self, team: Team, case: Case, checkpoint: str) -> _Reference:
+    def _reference(self, team: Team, case: Case, checkpoint: Path) -> _Reference:
         """Returns the clean load that rows are compared with. A set of ranks does one before its first such row."""
         key = (case.world_size, checkpoint, case.job)
         if key in team.warm:
             return self._references[key]
-        clean = replace(case, checkpoint=checkpoint)
         wanted = (Call.READ, Call.FSTAT)
         for control in team.controls:
             control.set(Rule(calls, ANY_SHARD, mark=f"{MARK}execute") for calls in wanted)
-        answers = self._clean(team, clean)
+        answers = self._clean(team, case, checkpoint)
         if len(answers) < team.world_size or any(answer is None or answer.kind for answer in answers.values()):
             raise _NoReference(f"a load without a fault fails: {answers}")
         counts = {which: [control.num_matched(n) for control in team.controls] for n, which in enumerate(wanted)}
@@ -241,9 +223,9 @@ class Matrix:
         team.warm.add(key)
         return known
 
-    def _clean(self, team: Team, case: Case) -> dict[int, Answer | None]:
+    def _clean(self, team: Team, case: Case, checkpoint: Path) -> dict[int, Answer | None]:
         arguments = {name: value for name, value in case.arguments.items() if name != "fails_on"}
-        self._send(team, case, self._folders_for(team, case, copied=False), arguments)
+        self._send(team, case, self._folders_for(team, case, checkpoint, copied=False), arguments)
         return team.answers(set(range(team.world_size)), time.perf_counter() + RETRY_S)
 
     # -- sets of ranks -----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@
 #include <unistd.h>
 
 enum { NUM_RULES = 16, PATH_BYTES = 256 };
-enum call { OPEN = 1, READ = 2, FSTAT = 4, WRITE = 8, CLOSE = 16, MKDIR = 32, SUBMIT = 64, MEMORY = 128 };
+enum call { OPEN = 1, READ = 2, FSTAT = 4, WRITE = 8, CLOSE = 16, MKDIR = 32, MEMORY = 128 };
 enum action { COUNT, FAIL, SHORT, SLOW, HOLD };
 
 struct rule {
@@ -219,19 +219,6 @@ int close(int descriptor) {
 int mkdir(const char *path, mode_t mode) {
     REAL(int, "mkdir", const char *, mode_t);
     return rules != NULL && fails(fired(MKDIR, path, 0, 0)) ? -1 : real(path, mode);
-}
-
-/* libaio's: it returns the negative errno. The system call itself, since libaio is loaded out of our sight. */
-int io_submit(aio_context_t context, long count, struct iocb **blocks) {
-    for (long number = 0; rules != NULL && number < count; number++) {
-        struct iocb *block = blocks[number];
-        int call = block->aio_lio_opcode == IOCB_CMD_PWRITE ? SUBMIT : READ;
-        struct rule *rule = fired_on(call, block->aio_fildes, block->aio_offset, block->aio_nbytes);
-        if (fails(rule)) return -errno;
-        block->aio_nbytes = at_most(rule, block->aio_nbytes);
-    }
-    long result = syscall(SYS_io_submit, context, count, blocks);
-    return result < 0 ? -errno : result;
 }
 
 int posix_memalign(void **memory, size_t alignment, size_t nbytes) {

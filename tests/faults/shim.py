@@ -33,7 +33,6 @@ class Call(IntFlag):
     WRITE = 8
     CLOSE = 16
     MKDIR = 32
-    SUBMIT = 64
     MEMORY = 128
 
 

@@ -168,12 +168,7 @@ def digest_of(model: Any) -> str:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         found.update(name.encode())
         held = getattr(tensor, "ds_tensor", getattr(tensor, "_local_tensor", tensor))
-        swapper = getattr(tensor, "nvme_swapper", None)
-        if getattr(held, "final_location", None) is not None and swapper is not None:
-            nbytes = held.ds_numel * held.element_size()
-            found.update(Path(swapper.get_path(tensor, must_exist=True)).read_bytes()[:nbytes])
-        else:
-            found.update(held.detach().cpu().contiguous().flatten().view(dtype=torch.uint8).numpy())
+        found.update(held.detach().cpu().contiguous().flatten().view(dtype=torch.uint8).numpy())
     return found.hexdigest()[:16]
 
 

@@ -13,7 +13,6 @@ import sys
 def main() -> None:
     import tests.rank_preload  # noqa: F401
 
-    _load_async_io()
     gc.collect()
     gc.freeze()  # what a rank makes itself is then quick to list
     for line in sys.stdin:
@@ -22,14 +21,6 @@ def main() -> None:
             from tests.faults.worker import serve
 
             serve(**json.loads(line))
-
-
-def _load_async_io() -> None:
-    """Loads DeepSpeed's async_io, compiled first if need be; a rank that is killed meanwhile would leave a lock."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if AsyncIOBuilder().is_compatible():
-        AsyncIOBuilder().load(verbose=False)
 
 
 if __name__ == "__main__":

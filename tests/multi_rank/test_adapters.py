@@ -39,7 +39,6 @@ def make_adapters(path: str, folder: str) -> None:
 
 
 def load_adapters(folder: str) -> None:
-    """Rank function."""
     from transformers import AutoModelForCausalLM
 
     for name in KINDS:
@@ -52,7 +51,6 @@ def load_adapters(folder: str) -> None:
 
 
 def plan_adapters(loads: dict[str, Case]) -> None:
-    """Rank function."""
     group = DistributedInterface()
     for name, executed in executed_plans(loads).items():
         path, config, kwargs = loads[name]

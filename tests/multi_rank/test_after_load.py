@@ -95,7 +95,6 @@ def checkpointing_losses(path: str, checkpointing: bool) -> list[float]:
 
 
 def use(path: str) -> None:
-    """Rank function."""
     generate_and_resize(path)
     ordinary, streamed = (lora_losses(path, is_streamed) for is_streamed in (False, True))
     assert streamed == ordinary

@@ -69,7 +69,6 @@ def test_what_transformers_shards_equals_the_ordinary_load(checkpoints: Path, wo
 
 
 def train_all(path: str) -> None:
-    """Rank function."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (start(),))
@@ -102,7 +101,6 @@ def test_training_goes_as_after_a_plain_load(checkpoints: Path) -> None:
 
 
 def refuse(path: str) -> None:
-    """Rank function."""
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed import DistributedConfig
 
@@ -139,7 +137,6 @@ def test_install_takes_sharded_loads(checkpoints: Path) -> None:
 
 
 def load_engines(path: str) -> None:
-    """Rank function."""
     world_size = start()
     for offload in (False, True):
         load_engine(path, world_size, offload)

@@ -178,7 +178,6 @@ def make_several(path: str) -> None:
 
 
 def use_engines(llama: str, paths: dict[str, str]) -> None:
-    """Rank function."""
     set_up(llama)  # first: it asks for the timeout of the process group
     make_several(llama)
     for dtype, path in paths.items():
@@ -192,7 +191,6 @@ def test_engines_train_and_leave_no_configuration_behind(checkpoints: Path, tmp_
 
 
 def load_processors(minilm: str, broken: str, absent: str) -> None:
-    """Rank function."""
     import torch.distributed as dist
 
     from lowmem_load import CheckpointError, ModelEngine, RankError

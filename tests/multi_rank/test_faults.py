@@ -115,7 +115,6 @@ def leave_alone(path: str) -> None:
 
 
 def fail(path: str) -> None:
-    """Rank function."""
     fail_on_the_last_rank(path)
     leave_alone(path)
 

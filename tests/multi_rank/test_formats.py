@@ -106,7 +106,6 @@ def with_remote_code(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str,
 def load_format(
     path: str, ds_config: dict[str, Any], options: dict[str, Any], slow: list[str], reads_are_exact: bool
 ) -> None:
-    """Rank function."""
     import transformers
 
     options = {key: value for key, value in options.items() if key != "dtype"}

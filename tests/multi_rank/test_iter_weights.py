@@ -111,7 +111,6 @@ def ways(paths: dict[str, str], swap: str | None, world_size: int) -> dict[str, 
 
 
 def send_all(paths: dict[str, str], out: str, swap: str | None, is_whole: bool) -> None:
-    """Rank function."""
     from tests.model_digest import model_digest
 
     world_size = DistributedInterface().world_size
@@ -150,7 +149,6 @@ def send_meshes(paths: dict[str, str], out: str) -> None:
 
 
 def send_merged(paths: dict[str, str], out: str) -> None:
-    """Rank function."""
     import deepspeed
 
     from tests.model_digest import model_digest

@@ -40,7 +40,6 @@ def small_config(mode: Mode, swap: str) -> dict[str, Any]:
 
 
 def compare_modes(small: str, large: str, names: list[str], folder: str) -> None:
-    """Rank function."""
     from deepspeed.utils import groups
 
     from benchmarks.methods import LOADERS, Job

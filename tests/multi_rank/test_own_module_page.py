@@ -87,7 +87,6 @@ def start(folder: str) -> dict[str, Any]:
 
 
 def run_blocks_of_modules(folder: str, names: dict[str, str]) -> None:
-    """Rank function."""
     values = start(folder) | {"Policy": Policy, "config": 8}
     code = blocks(0, names)
     assert len(code) == 4
@@ -103,7 +102,6 @@ def run_blocks_of_modules(folder: str, names: dict[str, str]) -> None:
 
 
 def run_blocks_of_diffusers(folder: str) -> None:
-    """Rank function."""
     import diffusers
     from torch.distributed.device_mesh import init_device_mesh
 

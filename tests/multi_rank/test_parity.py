@@ -64,7 +64,6 @@ def load_all(cases: dict[str, tuple[str, dict[str, Any], str | None, torch.dtype
 
 
 def load_from_disk_and_network(cases: dict[str, Any], others: list[str]) -> None:
-    """Rank function."""
     load_all(cases)
     with on_network():
         for path in others:

@@ -111,7 +111,6 @@ def change_later(path: str) -> None:
 
 
 def refuse_and_change(path: str) -> None:
-    """Rank function."""
     refuse(path)
     change_later(path)
 
@@ -121,7 +120,6 @@ def test_initialize_refuses_and_changes_after_it_are_seen(checkpoints: Path) -> 
 
 
 def load_in_several_ways(llm: str, bert: str) -> None:
-    """Rank function."""
     from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
     from lowmem_load import DistributedInterface, initialize, load_model, load_report, streaming

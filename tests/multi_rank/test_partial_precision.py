@@ -27,7 +27,6 @@ def allow_fp16() -> None:
 
 
 def train_in_low_precision(path: str) -> None:
-    """Rank function."""
     allow_fp16()
     expected = reference(path, 2, STEPS)
     for name in SECTIONS:

@@ -79,7 +79,6 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fill(paths: dict[str, str], folder: str) -> None:
-    """Rank function."""
     import torch.distributed as dist
 
     from lowmem_load import DistributedInterface

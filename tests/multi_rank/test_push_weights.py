@@ -124,7 +124,6 @@ def iter_weights_of(model: Any, bucket_bytes: int) -> list[tuple[str, torch.Tens
 
 
 def push_all(path: str) -> None:
-    """Rank function."""
     rank = DistributedInterface().rank
     model = load_model(path, FP32)
     wanted = dict(pair for bucket in iter_weights(model) for pair in bucket)

@@ -135,7 +135,6 @@ def cases(checkpoints: Path) -> list[Case]:
 
 
 def load_partitions(place: Place, cases: list[Case]) -> None:
-    """Rank function."""
     from lowmem_load import load_report
 
     place.start()

@@ -108,7 +108,6 @@ def load_on_halves(llama: str, mixtral: str) -> list[float]:
 
 
 def losses_alone(path: str) -> list[float]:
-    """Rank function."""
     from lowmem_load import load_model
 
     return losses_of_engine(load_model(path, BF16), BF16)
@@ -169,7 +168,6 @@ def test_frozen_parameters_groups_and_leaf_modules_train_as_with_stock(checkpoin
 
 
 def run_example(arguments: list[str]) -> None:
-    """Rank function."""
     from examples import rlhf
 
     losses = rlhf.main(arguments)

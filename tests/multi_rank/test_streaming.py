@@ -89,7 +89,6 @@ def load_lower_stages(path: str) -> None:
 
 
 def stream(llama: str, bert: str) -> None:
-    """Rank function."""
     stream_and_restore(llama, bert)
     load_lower_stages(llama)
 
@@ -99,7 +98,6 @@ def test_streaming_is_a_context_and_lower_stages_are_whole_on_every_rank(checkpo
 
 
 def compare_losses(path: str, ds_config: dict[str, Any], others: list[str]) -> None:
-    """Rank function."""
     streamed = losses_of(path, ds_config, "streamed")
     assert streamed[-1] < streamed[0]
     for how in others:
@@ -194,7 +192,6 @@ def give_different_arguments(good: str, other: str) -> None:
 
 
 def differ(good: str, other: str, truncated: str) -> None:
-    """Rank function."""
     give_different_arguments(good, other)
     fail_on_one_rank(truncated)
 

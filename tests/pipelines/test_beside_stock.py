@@ -235,7 +235,6 @@ CHECKS = (
 
 
 def run(checks: tuple[Callable[[str], None], ...], path: str) -> None:
-    """Rank function."""
     from lowmem_load import DistributedInterface
 
     DistributedInterface()

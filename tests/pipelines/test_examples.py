@@ -28,7 +28,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def rank_result(script: str, argv: list[str]) -> PipelineResult:
-    """Rank function."""
     return run_pipeline(script, argv, int(os.environ["RANK"]))
 
 
@@ -59,7 +58,6 @@ def test_streamed_is_as_stock_with_less_memory(pipeline: Pipeline, models: dict[
 
 
 def train_fsdp2(argv: list[str]) -> list[float]:
-    """Rank function."""
     losses: list[float] = import_example("trainer_fsdp2").main(argv)
     return losses
 

@@ -32,7 +32,6 @@ def order_warnings(call: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 
 def follow(path: str) -> None:
-    """Rank function."""
     import deepspeed
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config

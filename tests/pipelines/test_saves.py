@@ -73,7 +73,6 @@ class Holder(torch.nn.Module):
 
 
 def save_twice(path: str, out: str) -> None:
-    """Rank function."""
     import accelerate
 
     import lowmem_load

@@ -108,7 +108,6 @@ def test_a_package_without_metadata_has_its_own_release(monkeypatch: pytest.Monk
 
 
 def install_without_a_name() -> None:
-    """Rank function."""
     import deepspeed
 
     del deepspeed.DeepSpeedEngine._zero3_consolidated_16bit_state_dict

@@ -344,7 +344,6 @@ def test_any_sequence_of_changes_gives_the_values_of_an_ordinary_load(path: str,
 
 
 def load_lazily_and_forget(path: str) -> None:
-    """Rank function."""
     from torch.distributed.tensor import placement_types
 
     scatter = placement_types.mesh_scatter

@@ -17,7 +17,7 @@ from lowmem_load.planning.load_plan import ComputedValue, Costs, HeldValue
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.reads import Apply, ReadLimits
 from lowmem_load.planning.regions import FlatRange, Grid, partition_range
-from tests.kits.memory import MemorySource
+from tests.memory_source import MemorySource
 from tests.unit.test_copies import expressions, value_of
 
 VALUES = torch.arange(24 * 30, dtype=torch.float32).reshape(24, 30)

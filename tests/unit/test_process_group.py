@@ -160,7 +160,6 @@ def fake_backend_is_one_rank_of_many(adopted: bool) -> None:
 
 
 def without_launcher(act: Callable[[], None]) -> None:
-    """Rank function."""
     for name in LAUNCHER:
         os.environ.pop(name, None)
     act()

@@ -1,16 +1,18 @@
-"""Local files as byte sources, beyond tests/contracts/test_sources.py."""
+"""Local files as byte sources."""
 
 import contextlib
 import errno
 import gc
 import os
+import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lowmem_load.errors import CheckpointError
+from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.files import source as source_module
 from lowmem_load.files.source import OPENING_BYTES, LocalFile, read_small
 
@@ -21,6 +23,34 @@ DATA = bytes(range(256))
 def file(tmp_path: Path) -> str:
     (tmp_path / "data").write_bytes(DATA)
     return str(tmp_path / "data")
+
+
+def test_memory_is_filled_from_any_byte_on_and_nothing_around_it(file: str) -> None:
+    source = LocalFile(file)
+    assert (source.nbytes, LocalFile(source.path).version) == (256, source.version)
+    for offset, nbytes in ((0, 1), (0, 256), (7, 100), (255, 1), (0, 0), (1000, 0)):
+        memory = bytearray(b"\xaa" * 456)
+        source.read_into(offset, memoryview(memory)[100 : 100 + nbytes])
+        assert memory == b"\xaa" * 100 + DATA[offset : offset + nbytes] + b"\xaa" * (356 - nbytes)
+    source.close()
+    source.close()  # does nothing
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(256, 1), (251, 6), (0, 257), (1 << 40, 1)])
+def test_bytes_beyond_the_end_are_an_error(file: str, offset: int, nbytes: int) -> None:
+    source = LocalFile(file)
+    with pytest.raises(TruncatedFileError, match=re.escape(file)):
+        read(source, offset, nbytes)
+    assert read(source, 0, 10) == DATA[:10], "after an error"
+
+
+def test_threads_may_read_at_the_same_time(tmp_path: Path) -> None:
+    data = os.urandom(300_000)
+    (tmp_path / "file").write_bytes(data)
+    source = LocalFile(str(tmp_path / "file"))
+    offsets = range(0, 290_000, 700)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda at: read(source, at, 3000), offsets)) == [data[at : at + 3000] for at in offsets]
 
 
 def test_a_read_may_wait(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.files import torch_zip
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
-from lowmem_load.files.inert_pickle import DTYPES, Tensor
+from lowmem_load.files.inert_pickle import Tensor
 from lowmem_load.files.source import LocalFile
 from lowmem_load.files.torch_zip import TorchZip
 from lowmem_load.planning.expression import Computed, Expression, Source, leaves
@@ -48,18 +48,6 @@ def check_round_trip(tmp_path: Path, state: Any) -> dict[str, Expression]:
         expected = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         assert torch.equal(read[name].reshape(-1).view(torch.uint8), expected), name
     return found
-
-
-def random_bytes(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    if dtype == torch.bool:
-        return torch.randint(0, 2, shape).bool()
-    size = (*shape[:-1], shape[-1] * dtype.itemsize)
-    return torch.randint(0, 256, size, dtype=torch.uint8).view(dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    check_round_trip(tmp_path, {"a": random_bytes(dtype, 3, 5), "b": random_bytes(dtype, 7)})
 
 
 def test_dense_views_read_only_their_bytes(tmp_path: Path) -> None:
@@ -163,21 +151,16 @@ def test_views_that_leave_their_data_are_refused(tmp_path: Path, pickled: bytes,
 # -- zips that torch did not write -----------------------------------------------------------------------------------
 
 
-def test_truncated_at_any_place(tmp_path: Path) -> None:
-    data = Path(saved(tmp_path, {"a": torch.ones(300)})).read_bytes()
-    path = tmp_path / "short.bin"
-    for nbytes in (4, 30, 90, 700, len(data) // 2, len(data) - 22, len(data) - 1):
-        path.write_bytes(data[:nbytes])
+def test_truncated(tmp_path: Path) -> None:
+    path = Path(saved(tmp_path, {"a": torch.ones(300)}))
+    data = path.read_bytes()
+    for short in (data[:-1], data + b"x"):
+        path.write_bytes(short)
         with pytest.raises(TruncatedFileError, match="download it again"):
             read_torch_zip(str(path))
-    path.write_bytes(data + b"x")
-    with pytest.raises(TruncatedFileError):
-        read_torch_zip(str(path))
     path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="not a torch file"):
         read_torch_zip(str(path))
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_torch_zip(str(tmp_path / "absent.bin"))
 
 
 def test_entries_that_are_not_plain(tmp_path: Path) -> None:
