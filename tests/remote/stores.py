@@ -5,21 +5,17 @@
         with server.environment_set():
             load(url)
 
-`s3` is moto, `azure` Azurite's blob service.
-None is a dependency of the tests: what is missing is installed under `.cache/stores` and `.cache/azurite` once, which
-takes a minute (`python -m tests.remote.stores` does it beforehand), or `StoreMissing` is raised, for tests to skip.
+`s3` is moto, `azure` Azurite's blob service. `make test-stores` installs them into `.cache/stores`.
 
 Moto believes all signatures. Emulators of GCS are of no use: fake-gcs-server ignores If-Match and knows none of the
 ways that obstore puts by, and gcp-storage-emulator knows no HEAD of the XML API.
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,18 +27,13 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 REPO = Path(__file__).resolve().parents[2]
-MOTO, AZURITE = REPO / ".cache" / "stores" / "moto", REPO / ".cache" / "azurite"
-MOTO_PACKAGES = ("moto==5.2.5", "flask==3.1.3", "flask-cors==6.0.5", "py-partiql-parser==0.6.3")
-AZURITE_PACKAGE = "azurite@3.37.0"
+INSTALLED = REPO / ".cache" / "stores"
+MOTO, AZURITE = INSTALLED / "bin" / "python", INSTALLED / "node_modules/azurite/dist/src/blob/main.js"
 BUCKET = "bucket"
 START_S = 60
 AZURE_ACCOUNT = "devstoreaccount1"
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Azurite's own, that is the same everywhere."""
-
-
-class StoreMissing(Exception):
-    """A server is not installed and cannot be."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +74,7 @@ class Server:
 @contextlib.contextmanager
 def s3() -> Iterator[Server]:
     """Moto's S3, in memory, with one bucket; it believes all signatures."""
-    with _started(
-        [str(_python_with_moto()), "-m", "moto.server", "-H", "127.0.0.1", "-p", "{port}"], "/moto-api/"
-    ) as url:
+    with _started([str(MOTO), "-m", "moto.server", "-H", "127.0.0.1", "-p", "{port}"], "/moto-api/") as url:
         _ask("PUT", f"{url}/{BUCKET}")
         environment = {"AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1"}
         environment |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
@@ -96,7 +85,7 @@ def s3() -> Iterator[Server]:
 @contextlib.contextmanager
 def azure() -> Iterator[Server]:
     """Azurite's blob service, in memory, with one container; it checks signatures."""
-    command = ["node", str(_azurite()), "--blobHost", "127.0.0.1", "--blobPort", "{port}", "--inMemoryPersistence"]
+    command = ["node", str(AZURITE), "--blobHost", "127.0.0.1", "--blobPort", "{port}", "--inMemoryPersistence"]
     command += ["--silent", "--skipApiVersionCheck", "--disableProductStyleUrl", "--disableTelemetry"]
     with _started(command, f"/{AZURE_ACCOUNT}?comp=list") as url:
         endpoint = f"{url}/{AZURE_ACCOUNT}"
@@ -149,7 +138,7 @@ def _started(command: Sequence[str], path: str) -> Iterator[str]:
         try:
             while not _answers(url + path):
                 if process.poll() is not None or time.monotonic() - began > START_S:
-                    raise StoreMissing(f"{' '.join(command)} does not answer:\n{log.read_text()[-2000:]}")
+                    raise RuntimeError(f"{' '.join(command)} does not answer:\n{log.read_text()[-2000:]}")
                 time.sleep(0.05)
             yield url
         finally:
@@ -171,59 +160,3 @@ def _answers(url: str) -> bool:
 def _ask(method: str, url: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
     with urlopen(Request(url, data=body, method=method, headers={**(headers or {})}), timeout=30):
         pass
-
-
-def _python_with_moto() -> Path:
-    """The Python of an environment of its own that has the server, which is made if it is not there."""
-    python = MOTO / "bin" / "python"
-    with _missing(MOTO, "\n".join(MOTO_PACKAGES)) as missing:
-        if missing:
-            _run([sys.executable, "-m", "venv", str(MOTO)])
-            _run([str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", *MOTO_PACKAGES])
-    return python
-
-
-def _azurite() -> Path:
-    with _missing(AZURITE, AZURITE_PACKAGE) as missing:
-        if missing and not shutil.which("npm"):
-            raise StoreMissing("Azurite takes npm, which is not here")
-        if missing:
-            (AZURITE / "package.json").write_text('{"private": true}\n')
-            options = ["--no-audit", "--no-fund", "--ignore-scripts", "--omit=optional"]
-            _run(["npm", "install", *options, AZURITE_PACKAGE], cwd=AZURITE)
-    return AZURITE / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
-
-
-@contextlib.contextmanager
-def _missing(folder: Path, wanted: str) -> Iterator[bool]:
-    """Whether something is yet to be installed, by this process alone, in the block."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "installed").open("a+") as done:
-        fcntl.flock(done, fcntl.LOCK_EX)
-        done.seek(0)
-        missing = done.read() != wanted
-        yield missing
-        if missing:
-            done.truncate(0)
-            done.write(wanted)
-
-
-def _run(command: Sequence[str], cwd: Path = REPO) -> None:
-    ended = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise StoreMissing(
-            f"{' '.join(command)} ended with {ended.returncode}:\n{(ended.stdout + ended.stderr)[-2000:]}"
-        )
-
-
-def main() -> None:
-    """Install all that is missing, and start each once."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "a").write_bytes(b"a")
-        for name, make in {"s3": s3, "azure": azure}.items():
-            with make() as server:
-                print(f"{name}: {server.upload(Path(folder), 'p')}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
