@@ -49,19 +49,7 @@ def test_an_index_may_not_point_outside(tmp_path: Path, file: object, message: s
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            "",
-            "[]",
-            "{}",
-            '{"weight_map": []}',
-            '{"weight_map": {}, "metadata": {}}',
-            '{"weight_map": {"a": "b"}}',
-            "{",
-        ),
-        *("[" * 100_000, "\ufeff{}", '{"weight_map": 1' + "0" * 5000 + "}"),
-    ],
+    "text", ["", "[]", '{"weight_map": []}', '{"weight_map": {"a": "b"}}', "[" * 100_000, "\ufeff{}"]
 )
 def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX).write_text(text, encoding="utf-8")

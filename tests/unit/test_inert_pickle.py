@@ -63,28 +63,14 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path, function: Any, name
         (assembled(b"\x82\x01"), "uses EXT1"),
         (assembled(b"ctorch\nload\n)\x81"), "names torch.load"),
         (assembled(b"ctorch\nfloat32\n)R"), "malformed"),  # calls a dtype
-        (assembled(b"ctorch\nFloatStorage\n)R"), "malformed"),
-        (assembled(b"ctorch._utils\n_rebuild_tensor_v2\n)R"), "malformed"),
         (assembled(b"ctorch\nload\n"), "names torch.load"),
         (assembled(b"ctorch\nload.__globals__\n"), "names torch.load.__globals__"),
         (assembled(b"]"), "holds a list"),
-        (assembled(b""), "malformed"),
         (assembled(b"ccollections\nOrderedDict\n)RK\x01b"), "BUILD changes a OrderedNames"),
-        (b"\x80\x02}", "malformed"),  # no STOP
-        (b"", "malformed"),
-        (b"\xff\xff", "malformed"),
-        (assembled(b"r\xff\xff\xff\x7f"), "malformed"),  # a memo position, of an empty stack
         (assembled(NAMED + b"K\x01s"), "entry 'a' is a int"),
         (assembled(b"}K\x01K\x01s"), "entry 1 is a int"),
-        (assembled(b"})]s"), "malformed"),  # a key that could nest without end
-        (assembled(NAMED + b"X\x01\x00\x00\x00xQs"), "malformed"),
         (assembled(NAMED + STORAGE + b"s"), "entry 'a' is a Storage"),
-        (with_tensor(b"J\xff\xff\xff\xffK\x01\x85K\x01\x85"), "malformed"),
         (with_tensor(b"K\x00K\x01\x85)"), "1 sizes and 0 strides"),
-        (with_tensor(b"K\x00K\x01\x85K\x01\x85}"), "malformed"),  # requires_grad
-        (with_tensor(b"K\x00K\x01\x85K\x01\x85\x89\x89"), "malformed"),  # one argument more
-        (assembled(b"}}b"), "malformed"),  # only an OrderedDict has attributes
-        (assembled(b"}\x8a\x09" + bytes(8) + b"\x01Ns"), "malformed"),  # a key of 65 bits
     ],
 )  # fmt: skip
 def test_malformed_pickles(pickled: bytes, text: str) -> None:

@@ -156,7 +156,6 @@ def test_a_crash_at_any_step_leaves_one_model_or_the_other_and_the_next_save_fin
         assert loaded(target) == {"newer"} and beside(target) == []
     assert seen[0] == (None if is_new else {"old"}) and seen[-1] == {"new"}
     assert all(state in ({"old"}, {"new"}, None) for state in seen)
-    print(["-" if state is None else "".join(state) for state in seen])
 
 
 def of_kind(found: set[str] | None, new_is_sharded: bool) -> set[str]:
