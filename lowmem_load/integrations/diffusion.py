@@ -70,7 +70,7 @@ def _save_pretrained(ordinary: Callable[..., None], *args: Any, **kwargs: Any) -
     bound.apply_defaults()
     arguments: dict[str, Any] = {**bound.arguments}
     model, folder = arguments.pop("self"), arguments.pop("save_directory")
-    is_described = "state_dict" in vars(model)  # by `describe_save_of_diffusers`
+    is_described = "state_dict" in vars(model)  # by `describe_save_pretrained`
     if is_described or all(group_of(parameter) is None for parameter in model.parameters()):
         ordinary(*args, **kwargs)
         return

@@ -141,8 +141,6 @@ class Load:
                         described.target.prepare(described.model)
                     agreed.payload = disk_uses(described.target.files(planned.plan.targets))
                 check_disks(name, agreed.payloads)
-            if described.settings.stage == 3:  # not earlier: a load that is left to stock logs it by itself
-                call.log_zero_init(described.model)
             report.take_plan(planned.plan, described.settings.ds_config)
             with report.phase("compare"):
                 sources, threads = executor.sources, executor.num_threads

@@ -122,17 +122,20 @@ _QUESTIONS = (
 
 
 @contextlib.contextmanager
-def quiet(level: int = logging.NOTSET) -> Iterator[None]:
-    """Hide transformers' progress bar, which would show work on names as work on weights, and logs below a level."""
-    shows_bar, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
-    hf_logging.disable_progress_bar()
-    hf_logging.set_verbosity(max(level, verbosity))
+def quiet(level: int = logging.NOTSET, of_library: Any = hf_logging) -> Iterator[None]:
+    """Hide a library's progress bar, which would show work on names as work on weights, and its logs below a level.
+
+    `of_library` is the module of its logging: transformers' or diffusers'.
+    """
+    shows_bar, verbosity = of_library.is_progress_bar_enabled(), of_library.get_verbosity()
+    of_library.disable_progress_bar()
+    of_library.set_verbosity(max(level, verbosity))
     try:
         yield
     finally:
-        hf_logging.set_verbosity(verbosity)
+        of_library.set_verbosity(verbosity)
         if shows_bar:
-            hf_logging.enable_progress_bar()
+            of_library.enable_progress_bar()
 
 
 def transformers_models(module: nn.Module) -> list[PreTrainedModel]:

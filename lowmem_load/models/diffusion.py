@@ -6,11 +6,12 @@ Only the reading of files and the assignment of parameters are replaced. Written
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,19 +25,15 @@ from lowmem_load.errors import (
     UnsupportedError,
     error_text,
 )
-from lowmem_load.files.index import check_files, check_index, check_model_config, read_json
+from lowmem_load.files.index import check_model_config, read_json
 from lowmem_load.files.stand_ins import origin
 from lowmem_load.foreign_names import ForeignName
-from lowmem_load.models.active import is_loading
-from lowmem_load.models.loader import Call, run_load, tensors_in
+from lowmem_load.models.active import quiet
+from lowmem_load.models.loader import Call, check_shards, taking_calls, tensors_in
 from lowmem_load.models.model_class import json_values
 from lowmem_load.models.model_folder import MAX_QUOTED, config_file
-from lowmem_load.planning.expression import Source
 from lowmem_load.replaced import Handler, Handlers, replaced
 from lowmem_load.symbolic.constructor import Context
-
-if TYPE_CHECKING:
-    from lowmem_load.models.saver import SavedFile
 
 MODULE = "diffusers.models.modeling_utils"
 """Defines the class of all models."""
@@ -75,10 +72,10 @@ class DiffusersCall(Call):
             **dict.fromkeys(foreign_names.DIFFUSERS_STATE_DICTS, _symbolic_state_dict(context)),
             foreign_names.DIFFUSERS_EMPTY_WEIGHTS: lambda *_, **__: context.constructor.building(),
             foreign_names.DIFFUSERS_SET_TENSOR: _set_tensor,
-            foreign_names.DIFFUSERS_SHARD_FILES: _check_index,
+            foreign_names.DIFFUSERS_SHARD_FILES: check_shards,
             foreign_names.DIFFUSERS_LOAD: _load(context),
         }
-        with replaced(handlers), _quiet(context.is_quiet):
+        with replaced(handlers), quiet(logging.ERROR if context.is_quiet else logging.NOTSET, logs()):
             try:
                 model, info = self._ordinary(self._cls, self.path, **kwargs)
             except (LowMemLoadError, OSError):
@@ -121,13 +118,6 @@ def _set_tensor(_: Any, model: nn.Module, name: str, *__: Any, value: torch.Tens
         module.register_parameter(last, nn.Parameter(value, requires_grad=parameter.requires_grad))
 
 
-def _check_index(ordinary: Callable[..., Any], name: Any, index: Any, *args: Any, **kwargs: Any) -> Any:
-    check_index(os.fspath(index))
-    if os.path.isdir(name):  # else the files may not have been downloaded yet
-        check_files(os.fspath(index))
-    return ordinary(name, index, *args, **kwargs)
-
-
 def _load(context: Context) -> Handler:
     def load(ordinary: Callable[..., Any], cls: type, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         context.constructor.note(model)
@@ -138,22 +128,6 @@ def _load(context: Context) -> Handler:
     return load
 
 
-@contextlib.contextmanager
-def _quiet(is_quiet: bool) -> Iterator[None]:
-    """Hide diffusers' progress bar, which would show work on names as work on weights; also its warnings."""
-    logging: Any = sys.modules["diffusers.utils.logging"]
-    verbosity, shows_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    if is_quiet:
-        logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if shows_bar:
-            logging.enable_progress_bar()
-
-
 # -- calls that are handed to a handler --------------------------------------------------------------------------------
 
 Wanted = Callable[[type, Mapping[str, Any]], bool]
@@ -162,15 +136,7 @@ Wanted = Callable[[type, Mapping[str, Any]], bool]
 
 def handlers(load: Callable[[DiffusersCall], tuple[nn.Module, dict[str, Any]]], wanted: Wanted) -> Handlers:
     """Return what gives `load` each outermost `ModelMixin.from_pretrained` that is wanted."""
-
-    def from_pretrained(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-        if is_loading() or not wanted(cls, kwargs):
-            return ordinary(cls, *args, **kwargs)
-        wants_info = kwargs.pop("output_loading_info", False)
-        model, info = run_load(load, DiffusersCall(ordinary, cls, args, kwargs))
-        return (model, info) if wants_info else model
-
-    return {foreign_names.DIFFUSERS_FROM_PRETRAINED: from_pretrained}
+    return {foreign_names.DIFFUSERS_FROM_PRETRAINED: taking_calls(load, DiffusersCall, wanted)}
 
 
 def intercepted(
@@ -185,7 +151,9 @@ def is_autoencoder(cls: type) -> bool:
     return cls.__module__.startswith("diffusers.models.autoencoders.")
 
 
-# -- saves -------------------------------------------------------------------------------------------------------------
+def logs() -> Any:
+    """Return diffusers' module of logging."""
+    return sys.modules["diffusers.utils.logging"]
 
 
 def is_model(model: nn.Module) -> bool:
@@ -194,37 +162,13 @@ def is_model(model: nn.Module) -> bool:
     return module is not None and isinstance(model, module.ModelMixin)
 
 
-def describe_save_of_diffusers(
-    model: nn.Module,
-    scratch: Path,
-    tensors: Mapping[int, Source],
-    *,
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
-    kwargs: Mapping[str, Any],
-) -> list[SavedFile]:
-    """Do what `hf.saver.describe_save_pretrained` does."""
-    from lowmem_load.models import saver  # no load needs it
-
-    saver.refuse_arguments(dtype, kwargs)
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise UnsupportedError("a quantized model of diffusers cannot be saved from its shards; save its adapter")
-    files: list[SavedFile] = []
-
-    def record(_: Any, weights: Mapping[str, Any], path: str, metadata: Any = None) -> None:
-        files.append(saver.recorded(scratch, weights, path, metadata or {}))
-
-    saved: Any = model
-    state = saver.symbolic_state(model, tensors, dtype)
-    with replaced({foreign_names.DIFFUSERS_WRITE: record}), saver.as_plain_model(model), _quiet(True):
-        saved.state_dict = lambda: state
-        try:
-            saved.save_pretrained(scratch, max_shard_size=max_shard_size, **kwargs)
-        finally:
-            del saved.state_dict
-    if not files:
-        raise UnsupportedError(f"{type(model).__name__}.save_pretrained wrote no safetensors file; save it with torch")
-    return files
+def save_state(model: Any, folder: Path, state: Mapping[str, Any], **arguments: Any) -> None:
+    """Call `save_pretrained`, which asks the model for its state dict, and have it get this one."""
+    model.state_dict = lambda: state
+    try:
+        model.save_pretrained(folder, **arguments)
+    finally:
+        del model.state_dict
 
 
 # -- the class that a configuration names ------------------------------------------------------------------------------

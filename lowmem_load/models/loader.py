@@ -74,8 +74,7 @@ require(
 )
 check_release(TORCH)
 
-import transformers.modeling_utils as modeling_utils  # noqa: E402  the contract gives the better error
-from transformers import PreTrainedModel  # noqa: E402
+from transformers import PreTrainedModel  # noqa: E402  the contract gives the better error
 
 from lowmem_load.models.active import ordinary_path, quiet  # noqa: E402  it uses private names, too
 
@@ -118,10 +117,6 @@ class Call(Protocol):
     def configuration(self, model: nn.Module) -> dict[str, str]:
         """Return what must be equal on all ranks beside parameters and files, as text by topic."""
 
-    def log_zero_init(self, _: nn.Module, /) -> None:
-        """Log what the family's own loader logs when it builds a model under ZeRO-3: nothing but for transformers."""
-        return
-
 
 def is_left_alone(call: Call, settings: Settings) -> bool:
     """Return whether transformers does a load by itself, also inside `streaming()`."""
@@ -159,13 +154,12 @@ class TransformersCall(Call):
         self._ordinary, self._cls, self._args, self._from_config = ordinary, cls, args, from_config
 
     def move(self, folder: str, kwargs: dict[str, Any]) -> None:
-        """Let it load from a folder, by these keywords."""
-        kwargs.pop("pretrained_model_name_or_path", None)
-        self.path, self.name, self.kwargs = folder, origin(folder), kwargs
+        """See `Call`."""
+        super().move(folder, kwargs)
         self._given, self._args = kwargs, (folder, *self._args[1:])
 
     def run(self) -> tuple[nn.Module, dict[str, Any]]:
-        """Run it as without lowmem_load; return the model and the loading info."""
+        """See `Call`."""
         return self._run(self._given) if self._from_config is None else (self._from_config(), {})
 
     def _run(self, kwargs: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
@@ -197,7 +191,7 @@ class TransformersCall(Call):
         return model, info
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
-        """Run it on symbolic tensors: return a model of expressions and the loading info. `run` may be called after."""
+        """See `Call`."""
         refuse_foreign(self.name, self.kwargs)
         subfolder = self.kwargs.get("subfolder") or ""
         if self._from_config is None and self.kwargs.get("config") is None:
@@ -208,7 +202,7 @@ class TransformersCall(Call):
             **collecting_handlers(),
             **building_handlers(context.constructor),
             **_initialising_handlers(context),
-            foreign_names.SHARD_FILES: _check_index,
+            foreign_names.SHARD_FILES: check_shards,
             foreign_names.LOAD_PRETRAINED_MODEL: _note_model(context.constructor),
             foreign_names.LOAD_ADAPTER: _load_adapter,
             foreign_names.MODEL_INIT.of(self._cls): _build(self._cls, self.name, context.check_built),
@@ -234,19 +228,13 @@ class TransformersCall(Call):
                 ) from error
 
     def configuration(self, model: nn.Module) -> dict[str, str]:
-        """Return the values of the model's configurations by key."""
+        """See `Call`."""
         texts: dict[str, str] = {}
         for topic, attribute in (("configuration", "config"), ("generation_config.json", "generation_config")):
             config = getattr(model, attribute, None)
             values = {} if config is None else json_values(config.to_dict())
             texts |= {f"{topic} {key}": text for key, text in values.items()}
         return texts
-
-    def log_zero_init(self, model: nn.Module) -> None:
-        """Log what transformers logs when it builds a model under ZeRO-3: users and its own tests look for it."""
-        if getattr(model, "hf_quantizer", None) is None:
-            message = "Detected DeepSpeed ZeRO-3: activating zero.init() for this model"
-            logging.getLogger(modeling_utils.__name__).info(message)
 
 
 def _load_adapter(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -350,10 +338,11 @@ def _initialising_handlers(context: Context) -> Handlers:
     return {foreign_names.INITIALIZE_WEIGHTS: initialise}
 
 
-def _check_index(ordinary: Callable[..., Any], name: str, index: str, *args: Any, **kwargs: Any) -> Any:
-    check_index(index)
+def check_shards(ordinary: Callable[..., Any], name: Any, index: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check an index before transformers, or diffusers, looks for the files that it names."""
+    check_index(os.fspath(index))
     if os.path.isdir(name):  # else the files may not have been downloaded yet
-        check_files(index)
+        check_files(os.fspath(index))
     return ordinary(name, index, *args, **kwargs)
 
 
@@ -432,12 +421,8 @@ def symbolic_files(context: Context) -> Handlers:
             return dict(ordinary(path, *args, **kwargs))  # through symbolic_open
         from lowmem_load.files.torch_zip import TorchZip
 
-        file = context.file(os.fspath(path), TorchZip())
-        nodes = {name: file.expression(name) for name in file.names}
-        tensors = {id(node): SymbolicTensor(node, context.read_now) for node in nodes.values()}
-        return {
-            name: for_loader(name, tensors[id(node)].detach()) for name, node in nodes.items()
-        }  # ties are one value
+        tensors = _symbols(context.file(os.fspath(path), TorchZip()), context)
+        return {name: for_loader(name, tensor.detach()) for name, tensor in tensors.items()}  # ties are one value
 
     return {
         foreign_names.SAFE_OPEN: symbolic_open,
@@ -506,7 +491,7 @@ def tensors_in(paths: Iterable[str], context: Context) -> dict[str, torch.Tensor
     homes: dict[str, str] = {}
     for path in paths:
         file = context.file(path, file_format(path))
-        for name, tensor in _symbols(file, context):
+        for name, tensor in _symbols(file, context).items():
             if name in tensors:
                 raise CheckpointError(
                     f"{name}: is in {homes[name]} and in {path}; name one of the files by its path, or pass variant="
@@ -515,10 +500,10 @@ def tensors_in(paths: Iterable[str], context: Context) -> dict[str, torch.Tensor
     return tensors
 
 
-def _symbols(file: CheckpointFile, context: Context) -> Iterator[tuple[str, torch.Tensor]]:
+def _symbols(file: CheckpointFile, context: Context) -> dict[str, torch.Tensor]:
     expressions = {name: file.expression(name) for name in file.names}
     shared = {id(node): SymbolicTensor(node, context.read_now) for node in expressions.values()}
-    yield from ((name, shared[id(node)]) for name, node in expressions.items())
+    return {name: shared[id(node)] for name, node in expressions.items()}
 
 
 def file_format(path: str) -> CheckpointFormat:
@@ -541,6 +526,23 @@ def run_load(load: Callable[[T], tuple[Any, dict[str, Any]]], call: T) -> tuple[
         return load(call)
 
 
+def taking_calls(
+    load: Callable[[T], tuple[Any, dict[str, Any]]],
+    make_call: Callable[[Callable[..., Any], type, tuple[Any, ...], dict[str, Any]], T],
+    wanted: Callable[[type, Mapping[str, Any]], bool],
+) -> Handler:
+    """Return what gives `load` each outermost `from_pretrained` of a family that is wanted."""
+
+    def from_pretrained(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+        if is_loading() or not wanted(cls, kwargs):
+            return ordinary(cls, *args, **kwargs)
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = run_load(load, make_call(ordinary, cls, args, kwargs))
+        return (model, info) if wants_info else model
+
+    return from_pretrained
+
+
 @contextlib.contextmanager
 def intercepted(
     load: Load, wanted: Callable[[Mapping[str, Any]], bool] = lambda _: True, *, everywhere: bool = False
@@ -549,13 +551,6 @@ def intercepted(
 
     `wanted` is asked with the keywords of the call. `everywhere` means all threads. The innermost block counts.
     """
-
-    def from_pretrained(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-        if is_loading() or not wanted(kwargs):
-            return ordinary(cls, *args, **kwargs)
-        wants_info = kwargs.pop("output_loading_info", False)
-        model, info = run_load(load, TransformersCall(ordinary, cls, args, kwargs))
-        return (model, info) if wants_info else model
 
     def from_config(ordinary: Callable[..., Any], cls: Any, /, config: Any, **kwargs: Any) -> Any:
         as_load = {"config": config, "state_dict": {}, **kwargs}
@@ -568,6 +563,7 @@ def intercepted(
         model.config.name_or_path = getattr(config, "name_or_path", "")
         return model.train()
 
+    from_pretrained = taking_calls(load, TransformersCall, lambda _, kwargs: wanted(kwargs))
     handlers: Handlers = {foreign_names.FROM_PRETRAINED: from_pretrained, foreign_names.FROM_CONFIG: from_config}
     with replaced(handlers, everywhere=everywhere):
         yield

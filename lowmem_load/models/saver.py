@@ -20,10 +20,12 @@ import huggingface_hub
 import torch
 import transformers
 from torch import nn
+from transformers.utils import logging as hf_logging
 
 from lowmem_load import foreign_names
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.foreign_names import TRANSFORMERS, ForeignName, require
+from lowmem_load.models import diffusion
 from lowmem_load.models.active import quiet
 from lowmem_load.models.model_class import model_config, plain_class
 from lowmem_load.planning.expression import Expression, Source, cast, numel
@@ -80,11 +82,17 @@ def describe_save_pretrained(
 ) -> list[SavedFile]:
     """Return the files of weights that `save_pretrained` would write; write all its other files to `scratch`.
 
+    The model is one of transformers, PEFT or diffusers.
+
     `tensors` has the source of each parameter and buffer of the model, by `id`. With a dtype of None they keep theirs.
     Without `has_configs` the configurations of transformers are neither checked nor written.
     """
     refuse_arguments(dtype, kwargs)
-    _refuse(model)
+    is_of_diffusers = diffusion.is_model(model)
+    if not is_of_diffusers:
+        _refuse_unknown(model)
+    if is_of_diffusers or isinstance(model, transformers.PreTrainedModel):
+        _refuse_quantized(model)
     files: list[SavedFile] = []
 
     def record(
@@ -93,9 +101,6 @@ def describe_save_pretrained(
         files.append(recorded(scratch, weights, path, metadata or {}))
 
     num_elements = sum(numel(tensors[id(parameter)]) for parameter in model.parameters())
-    arguments = {**kwargs, "state_dict": symbolic_state(model, tensors, dtype), "is_main_process": True}
-    if isinstance(model, transformers.PreTrainedModel):
-        arguments["max_shard_size"] = max_shard_size
     handlers: dict[ForeignName, Handler] = {
         # transformers counts the elements of parameters, of which partitioned ones have none.
         foreign_names.NUM_PARAMETERS: lambda *_, **__: num_elements,
@@ -104,13 +109,22 @@ def describe_save_pretrained(
     }
     if foreign_names.WRITE_ADAPTER.module in sys.modules:
         handlers[foreign_names.WRITE_ADAPTER] = record
+    state, arguments = symbolic_state(model, tensors, dtype), {**kwargs, "is_main_process": True}
+    if is_of_diffusers or isinstance(model, transformers.PreTrainedModel):
+        arguments["max_shard_size"] = max_shard_size
+    if is_of_diffusers:
+        handlers = {foreign_names.DIFFUSERS_WRITE: record}
     if not has_configs:
         for name in (foreign_names.SAVE_CONFIG, foreign_names.SAVE_GENERATION_CONFIG):
             handlers[name] = lambda *_, **__: None
-    # What transformers logs of files names `scratch`, not the folder of the user.
-    with replaced(handlers), quiet(logging.WARNING), as_plain_model(model):
-        cls: Any = type(model)
-        cls.save_pretrained(model, scratch, **arguments)  # a lazy model has one of its own, which writes values
+    # What a library logs of files names `scratch`, not the folder of the user.
+    library_logs = diffusion.logs() if is_of_diffusers else hf_logging
+    with replaced(handlers), quiet(logging.WARNING, library_logs), _as_plain_model(model):
+        if is_of_diffusers:
+            diffusion.save_state(model, scratch, state, **arguments)
+        else:
+            cls: Any = type(model)  # a lazy model has a save_pretrained of its own, which writes values
+            cls.save_pretrained(model, scratch, state_dict=state, **arguments)
     if dtype is not None and has_configs:
         _note_dtype(scratch / "config.json", dtype)
     if not files:
@@ -119,7 +133,7 @@ def describe_save_pretrained(
 
 
 @contextlib.contextmanager
-def as_plain_model(model: nn.Module) -> Iterator[None]:
+def _as_plain_model(model: nn.Module) -> Iterator[None]:
     """Let `save_pretrained` take a sharded model for one that is not: it would gather it, and name FSDP's class."""
     config: Any = getattr(model, "config", None)
     sharding = vars(config).pop("distributed_config", None) if config is not None else None
@@ -144,9 +158,8 @@ def refuse_arguments(dtype: torch.dtype | None, kwargs: Mapping[str, Any]) -> No
         raise ConfigError(f"save_model: dtype: {dtype!r} would destroy the weights; name one of {DTYPES}, or none")
 
 
-def _refuse(model: nn.Module) -> None:
-    _refuse_unknown(model)
-    if isinstance(model, transformers.PreTrainedModel) and getattr(model, "hf_quantizer", None) is not None:
+def _refuse_quantized(model: nn.Module) -> None:
+    if getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedError(
             "a quantized model cannot be saved from its partitions; save the adapter that was trained on it, or "
             "dequantize it on load"

@@ -16,7 +16,7 @@ from torch import nn
 
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.models import diffusion, peft, saver
+from lowmem_load.models import peft, saver
 from lowmem_load.models.modules import renamed
 from lowmem_load.models.peft import Merge
 from lowmem_load.models.saver import SavedFile
@@ -101,11 +101,9 @@ def describe_files(
     has_configs: bool = True,
     **options: Any,
 ) -> tuple[list[SavedFile], list[Merge]]:
-    """Return the files that a save has, and the merges of adapters; see `hf.saver.describe_save_pretrained`."""
+    """Return the files that a save has, and the merges of adapters; see `models.saver.describe_save_pretrained`."""
     whole, merges = peft.unloaded(model) if merge_adapters else (model, [])
-    if diffusion.is_model(whole):
-        files = diffusion.describe_save_of_diffusers(whole, scratch, sources, **options)
-    elif not hasattr(whole, "save_pretrained"):
+    if not hasattr(whole, "save_pretrained"):
         files = _describe_by_names(whole, scratch, sources, **options)
     else:
         files = saver.describe_save_pretrained(whole, scratch, sources, has_configs=has_configs, **options)
