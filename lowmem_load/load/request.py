@@ -19,10 +19,9 @@ from lowmem_load.load.load import Load, Options
 from lowmem_load.models import diffusion, loader, model_class, model_folder
 from lowmem_load.models.active import transformers_models
 from lowmem_load.models.loader import PLACED_BY_STOCK, SHARDS, Call
-from lowmem_load.models.model_folder import commit_of, find_adapter_as_asked, find_folder, rename_loaded
+from lowmem_load.models.model_folder import commit_of, find_folder, rename_loaded
 from lowmem_load.models.quantizers import refuse_quantized, stays_packed
 from lowmem_load.phases import no_callback
-from lowmem_load.replaced import replaced
 
 LoadedModel = tuple[nn.Module, dict[str, Any]]
 """A model and the loading info."""
@@ -80,8 +79,7 @@ class Checked(NamedTuple):
 
     def run(self, load: Callable[[Call], LoadedModel]) -> Any:
         """Call the class's `from_pretrained`, for which `load` does what loads; return the model."""
-        finding = replaced(find_adapter_as_asked(self.name, self.kwargs))
-        with loader.intercepted(load), diffusion.intercepted(load), finding:
+        with loader.intercepted(load), diffusion.intercepted(load):
             return rename_loaded(self.cls.from_pretrained(self.name, **self.kwargs))
 
 

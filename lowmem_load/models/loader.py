@@ -44,7 +44,7 @@ from lowmem_load.models.model_folder import (
     MAX_QUOTED,
     check_config,
     files_explained,
-    has_file,
+    find_file,
     hub_keywords,
     refuse_foreign,
 )
@@ -174,7 +174,8 @@ class TransformersCall(Call):
         cls: Any = self._cls
         config = kwargs.get("config")
         if config is None:
-            if not has_file(self.path, "config.json", self.kwargs):  # as of an adapter: transformers takes its default
+            # An adapter has none, and transformers would take the default of the class.
+            if find_file(self.path, "config.json", self.kwargs) is None:
                 raise CheckpointError(f"{self.name}: has no config.json, which says what model the weights are of")
             config = cls.config_class.from_pretrained(self.path, **hub_keywords(kwargs))
         others = {key: value for key, value in kwargs.items() if key not in (*HUB_KEYWORDS, "config", "subfolder")}
@@ -184,7 +185,7 @@ class TransformersCall(Call):
         differences = {kind: sorted(map(str, info.get(f"{kind}_keys", ()))) for kind in ("missing", "unexpected")}
         if text := "; ".join(f"{kind}: {listed(keys)}" for kind, keys in differences.items() if keys):
             raise CheckpointError(f"the weights are not of a {cls.__name__} as {self.name} says: {text}")
-        if model.can_generate() and has_file(self.path, "generation_config.json", self.kwargs):
+        if model.can_generate() and find_file(self.path, "generation_config.json", self.kwargs) is not None:
             model.generation_config = transformers.GenerationConfig.from_pretrained(
                 self.path, **hub_keywords(self.kwargs), subfolder=self.kwargs.get("subfolder") or ""
             )

@@ -18,8 +18,8 @@ from lowmem_load.models.model_folder import (
     check_config,
     check_name,
     config_file,
+    find_file,
     find_folder,
-    has_file,
     hub_keywords,
     what_is_there,
 )
@@ -127,7 +127,7 @@ def load_processor(name: str, kwargs: Mapping[str, Any]) -> Any:
     check_name(name, kwargs.get("subfolder", ""))
     hub = hub_keywords(kwargs)
     for kind, files in (("AutoProcessor", PROCESSOR_FILES), ("AutoTokenizer", TOKENIZER_FILES)):
-        if any(has_file(name, file, hub) for file in files):
+        if any(find_file(name, file, hub) for file in files):
             try:
                 return getattr(transformers, kind).from_pretrained(name, **hub)
             except Exception as error:  # the tokenizers library raises no class of its own

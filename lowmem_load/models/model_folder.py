@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import huggingface_hub
 from huggingface_hub.errors import EntryNotFoundError
 from transformers.utils import find_adapter_config_file
 
-from lowmem_load import foreign_names
 from lowmem_load.errors import CheckpointError, UnsupportedError, error_text, listed
 from lowmem_load.files.index import check_index, read_json
 from lowmem_load.files.stand_ins import is_url, origin
 from lowmem_load.phases import no_callback
-from lowmem_load.replaced import Handlers
 
 MAX_QUOTED = 1000  # characters of another package's error in a message: transformers lists all model types
 
@@ -221,27 +217,19 @@ class Checkpoint(NamedTuple):
 
     name: str
     folder: str
-    revision: str | None  # commit on the Hub
 
 
 def find_checkpoint(name: str, *, subfolder: str = "", revision: str | None = None) -> Checkpoint:
-    """Return the folder of a name, whose weights are not downloaded.
-
-    With `HF_HUB_OFFLINE`, a Hub id means what is in the local cache.
+    """Return the folder of a name, whose weights are not downloaded. A Hub id means what the cache holds, or the Hub.
 
     Raises:
         CheckpointError: there is no such folder, and no such model on the Hub, or the Hub cannot be reached.
     """
-    from lowmem_load.files.remote_checkpoint import folder_of_model, folder_of_url
-
-    if is_url(name):
-        return Checkpoint(origin(name), folder_of_url(name, subfolder=subfolder), None)
-    if os.path.isdir(name):
-        return Checkpoint(name, name, None)
-    check_name(name, "")
-    if not huggingface_hub.constants.HF_HUB_OFFLINE:
-        return Checkpoint(name, *folder_of_model(name, subfolder=subfolder, revision=revision))
-    return Checkpoint(name, cached_folder(name, {"revision": revision}), None)
+    kwargs = {"subfolder": subfolder, "revision": revision}
+    if not is_url(name):
+        check_name(name, "")
+    folder, _ = find_folder(name, kwargs, stream=True)
+    return Checkpoint(origin(name), folder if os.path.isdir(folder) else cached_folder(name, kwargs))
 
 
 def rename_loaded(loaded: T) -> T:
@@ -261,23 +249,24 @@ def _is_cached(name: str, kwargs: Mapping[str, Any]) -> bool:
         return True
     from lowmem_load.files.remote_checkpoint import WEIGHTS, of_variant
 
-    subfolder = kwargs.get("subfolder") or ""
-
-    def cached(file: str) -> str | None:
-        path = f"{subfolder}/{file}" if subfolder else file
-        there = huggingface_hub.try_to_load_from_cache(name, path, **hub_keywords(kwargs, ("cache_dir", "revision")))
-        return there if isinstance(there, str) else None
-
+    folder, variant = kwargs.get("subfolder") or "", kwargs.get("variant")
     try:
-        for file in (of_variant(file, kwargs.get("variant")) for file in WEIGHTS):
-            if (path := cached(file)) is not None and file.endswith(".json"):
-                shards = set(json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"].values())
-                return all(cached(str(shard)) is not None for shard in shards)
-            if path is not None:
-                return True
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{name}: neither a Hub id nor usable in the Hub's cache: {error}") from error
-    return False
+        paths = [_cached_file(name, posixpath.join(folder, of_variant(file, variant)), kwargs) for file in WEIGHTS]
+    except ValueError as error:
+        raise CheckpointError(f"{name}: neither a folder nor a Hub id: {error}") from error
+    path = next(filter(None, paths), "")
+    if not path.endswith(".json"):
+        return bool(path)
+    check_index(path, needs_metadata=False)
+    shards = set(read_json(path)["weight_map"].values())
+    return all(os.path.isfile(os.path.join(os.path.dirname(path), file)) for file in shards)
+
+
+def _cached_file(name: str, file: str, kwargs: Mapping[str, Any]) -> str | None:
+    """Return the path of a file in the Hub's cache. Raises ValueError if the name is not a Hub id."""
+    keywords = {key: value for key, value in hub_keywords(kwargs, ("cache_dir", "revision")).items() if value}
+    path = huggingface_hub.try_to_load_from_cache(name, file, **keywords)
+    return path if isinstance(path, str) else None
 
 
 _DOWNLOAD_KEYWORDS = ("cache_dir", "force_download", "token", "local_files_only", "revision", "subfolder")
@@ -300,27 +289,20 @@ def config_file(name: str, kwargs: Mapping[str, Any]) -> str | None:
     """Return the path of the config.json that a name stands for, downloaded if need be; None if there is none."""
     if os.path.isfile(name):
         return name
-    if os.path.isdir(name):
-        file = os.path.join(name, kwargs.get("subfolder") or "", "config.json")
-        return file if os.path.exists(file) else None
-    try:
-        path: str = huggingface_hub.hf_hub_download(
-            name, "config.json", **{**hub_keywords(kwargs, _DOWNLOAD_KEYWORDS), "force_download": False}
-        )
-        return path
-    except (OSError, ValueError):  # such as that there is no such model
-        return None
+    with contextlib.suppress(OSError, ValueError):  # such as that there is no such model
+        return find_file(name, "config.json", {**kwargs, "force_download": False})
+    return None
 
 
-def has_file(name: str, file: str, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a folder, or a model on the Hub (offline: in its cache), has the file, which is downloaded."""
+def find_file(name: str, file: str, kwargs: Mapping[str, Any]) -> str | None:
+    """Return the path of a file of a folder, or of a model on the Hub (offline: in its cache), which is downloaded."""
     if os.path.isdir(name):
-        return os.path.isfile(os.path.join(name, kwargs.get("subfolder") or "", file))
+        path = os.path.join(name, kwargs.get("subfolder") or "", file)
+        return path if os.path.isfile(path) else None
     try:
-        huggingface_hub.hf_hub_download(name, file, **hub_keywords(kwargs, _DOWNLOAD_KEYWORDS))
+        return huggingface_hub.hf_hub_download(name, file, **hub_keywords(kwargs, _DOWNLOAD_KEYWORDS))
     except EntryNotFoundError:  # also raised offline, for a file that is not in the cache
-        return False
-    return True
+        return None
 
 
 def cached_folder(name: str, kwargs: Mapping[str, Any]) -> str:
@@ -331,30 +313,18 @@ def cached_folder(name: str, kwargs: Mapping[str, Any]) -> str:
     from lowmem_load.files.remote_checkpoint import WEIGHTS
 
     folder = kwargs.get("subfolder") or ""
-    keywords = {key: value for key, value in hub_keywords(kwargs, ("cache_dir", "revision")).items() if value}
     files = ("config.json", "model_index.json", "adapter_config.json", *WEIGHTS)
     for file in dict.fromkeys((*(posixpath.join(folder, file) for file in files), *files)):
-        with contextlib.suppress(ValueError):  # the name is no Hub id
-            path = huggingface_hub.try_to_load_from_cache(name, file, **keywords)
-            if isinstance(path, str):
+        with contextlib.suppress(ValueError):  # the name is not a Hub id
+            if path := _cached_file(name, file, kwargs):
                 return path.removesuffix(file).rstrip("/")
+    keywords = hub_keywords(kwargs, ("cache_dir", "revision"))
     try:  # of other files, which a module of one's own may have
         return str(huggingface_hub.snapshot_download(name, local_files_only=True, **keywords))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{no_folder(name)}, and not in the cache of the Hub; HF_HUB_OFFLINE is set, so the Hub was not asked"
         ) from error
-
-
-def files_beside(name: str, files: Sequence[str]) -> list[str]:
-    """Return the paths of those of the files that a folder, or a model on the Hub, has; they are downloaded."""
-    if os.path.isdir(name):
-        return [path for path in (os.path.join(name, file) for file in files) if os.path.isfile(path)]
-    paths = []
-    for file in files:
-        with contextlib.suppress(EntryNotFoundError):  # also raised offline, for a file that is not in the cache
-            paths.append(huggingface_hub.hf_hub_download(name, file))
-    return paths
 
 
 def commit_in(path: str) -> str:
@@ -377,16 +347,6 @@ def commit_of(name: str, kwargs: Mapping[str, Any]) -> str:
         return ""
     there = {**kwargs, "revision": commit, "force_download": False}
     return "" if adapter_config_file(name, there) is not None else commit
-
-
-def find_adapter_as_asked(name: str, kwargs: Mapping[str, Any]) -> Handlers:
-    """Have an auto class look for the adapter of a model in the cache that the load uses, not in the default one."""
-    passed_on = {key: kwargs[key] for key in ("cache_dir", "local_files_only") if key in kwargs}
-
-    def find(ordinary: Callable[..., Any], path: Any, **keywords: Any) -> Any:
-        return ordinary(path, **({**passed_on, **keywords} if path == name else keywords))
-
-    return {foreign_names.FIND_ADAPTER: find}
 
 
 # -- its files of weights, for loads by names --------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from lowmem_load.files.fill import Part, fill
 from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.models import peft, saver
 from lowmem_load.models.active import load_lock
-from lowmem_load.models.model_folder import files_beside
+from lowmem_load.models.model_folder import find_file
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.text import fingerprint
@@ -265,7 +265,7 @@ def _copy_tokenizer(saved_model: SavedModel, scratch: Path, config: str | os.Pat
         if files := own_files(place, BESIDE):
             break
     else:
-        files = files_beside(os.fspath(config), BESIDE)
+        files = [path for file in BESIDE if (path := find_file(os.fspath(config), file, {}))]
     for path in files:
         shutil.copyfile(path, scratch / os.path.basename(path))
 

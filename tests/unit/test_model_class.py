@@ -4,14 +4,12 @@ import functools
 import json
 import re
 import shutil
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import transformers.models.auto.auto_factory as auto_factory
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lowmem_load import DistributedInterface, plan, streaming
@@ -22,12 +20,10 @@ from lowmem_load.models.model_folder import (
     check_name,
     check_weights,
     commit_of,
-    find_adapter_as_asked,
     find_checkpoint,
     refuse_foreign,
 )
 from lowmem_load.models.skeleton import refuse_parted
-from lowmem_load.replaced import replaced
 from tests import builders
 from tests.hub import hub
 from tests.remote.hub_front import COMMIT
@@ -306,31 +302,6 @@ def test_a_name_is_asked_for_once(tmp_path: Path) -> None:
     (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
     with hub(model, "org/adapter"):
         assert commit_of("org/adapter", cache) == "", "of the base model nothing is known"
-
-
-def test_adapters_are_looked_for_where_their_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(
-        auto_factory, "find_adapter_config_file", lambda name, **keywords: calls.append((name, keywords))
-    )
-    kwargs = {"cache_dir": "/cache", "subfolder": "sub", "revision": "main"}
-    with replaced(find_adapter_as_asked("org/model", kwargs)):
-        auto_factory.find_adapter_config_file("org/model", revision=COMMIT)
-        auto_factory.find_adapter_config_file("org/model", cache_dir="/own")
-        auto_factory.find_adapter_config_file("org/other")
-        other = threading.Thread(target=auto_factory.find_adapter_config_file, args=["org/model"])
-        other.start()
-        other.join()
-    auto_factory.find_adapter_config_file("org/model")
-    in_cache = {"cache_dir": "/cache", "revision": COMMIT}
-    own = {"cache_dir": "/own"}
-    assert calls == [
-        ("org/model", in_cache),
-        ("org/model", own),
-        ("org/other", {}),
-        ("org/model", {}),
-        ("org/model", {}),
-    ]
 
 
 # -- what goes with a model ------------------------------------------------------------------------------------------
