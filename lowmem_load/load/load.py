@@ -42,7 +42,7 @@ from lowmem_load.load.make_plan import PlannedModel, make_plan
 from lowmem_load.load.report import Attempts, LoadReport, OnLoad, take_counts
 from lowmem_load.models import model_folder
 from lowmem_load.models.active import on_host, show_ds_config
-from lowmem_load.models.loader import Call, is_left_alone, is_local, refuse_device_map
+from lowmem_load.models.loader import Call, configuration_of, is_left_alone, is_local, refuse_device_map
 from lowmem_load.models.model_folder import commit_in, find_folder, rename_loaded
 from lowmem_load.phases import no_callback
 from lowmem_load.planning.replicas import ShareReads
@@ -293,7 +293,7 @@ def _compared(described: Described) -> dict[str, str]:
     # A configuration changes what is computed with equal weights: the base of rotary embeddings, say.
     compared = {
         key: text if len(text) <= MAX_VALUE else fingerprint([text])
-        for key, text in described.call.configuration(described.model).items()
+        for key, text in configuration_of(described.model).items()
     }
     compared |= {key: fingerprint(sorted(map(str, keys))) for key, keys in described.info.items()}
     compared["commit"] = ", ".join(sorted({commit_in(file.path) for file in described.files} - {""})) or "none"

@@ -80,7 +80,7 @@ def load_model(
         ranks = DistributedInterface().subgroup(data_parallel_group)
 
         def make_request() -> tuple[Request, Settings]:
-            request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs, has_weights=weights is None)
+            request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs)
             return request, read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
 
         return load_request(make_request, ranks, options)

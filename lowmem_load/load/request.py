@@ -34,7 +34,6 @@ class Request(NamedTuple):
     auto_class: str | type | None
     dtype: str | torch.dtype | None
     kwargs: Mapping[str, Any]
-    has_weights: bool = True  # whether the folder of this name must have the weights
 
     def with_folder(self, ranks: RankGroup | None = None) -> Request:
         """Return the request with a folder in place of a URL. An error of another of the ranks ends the search."""
@@ -53,8 +52,6 @@ class Request(NamedTuple):
         if (cls := diffusion.model_class(self.name, self.auto_class, kwargs)) is not None:
             kwargs["torch_dtype"] = kwargs.pop("dtype")
             return Checked(self.name, settings.for_model(None), cls, kwargs)
-        if is_partitioned and self.has_weights:
-            model_folder.check_weights(self.name, kwargs.get("subfolder", ""), kwargs.get("use_safetensors"))
         cls, config = model_class.class_and_config(self.name, self.auto_class, kwargs)
         if is_partitioned:
             refuse_quantized(config, kwargs)

@@ -30,7 +30,6 @@ from lowmem_load.files.stand_ins import origin
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.models.active import quiet
 from lowmem_load.models.loader import Call, check_shards, taking_calls, tensors_in
-from lowmem_load.models.model_class import json_values
 from lowmem_load.models.model_folder import MAX_QUOTED, config_file
 from lowmem_load.replaced import Handler, Handlers, replaced
 from lowmem_load.symbolic.constructor import Context
@@ -55,11 +54,6 @@ class DiffusersCall(Call):
         """See `Call`."""
         model, info = self._ordinary(self._cls, self.path, **{**self.kwargs, "output_loading_info": True})
         return model, info
-
-    def configuration(self, model: nn.Module) -> dict[str, str]:
-        """See `Call`."""
-        config: Any = model.config
-        return {f"configuration {key}": value for key, value in json_values(dict(config)).items()}
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""

@@ -46,7 +46,7 @@ from lowmem_load.models.model_folder import (
     files_explained,
     find_file,
     hub_keywords,
-    refuse_foreign,
+    refuse_gguf,
 )
 from lowmem_load.models.quantizers import described_quantizers
 from lowmem_load.replaced import Handler, Handlers, replaced, require_names
@@ -114,9 +114,6 @@ class Call(Protocol):
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """Return a model of expressions and the loading info. `run` may be called after."""
 
-    def configuration(self, model: nn.Module) -> dict[str, str]:
-        """Return what must be equal on all ranks beside parameters and files, as text by topic."""
-
 
 def is_left_alone(call: Call, settings: Settings) -> bool:
     """Return whether transformers does a load by itself, also inside `streaming()`."""
@@ -133,6 +130,17 @@ def refuse_device_map(call: Call, settings: Settings) -> None:
     """Raise ConfigError for a device_map under ZeRO-3."""
     if settings.stage == 3 and call.kwargs.get("device_map") is not None:
         raise ConfigError(f"{call.name}: device_map and ZeRO-3 both place parameters; remove device_map")
+
+
+def configuration_of(model: nn.Module) -> dict[str, str]:
+    """Return what must be equal on all ranks besides parameters and files, as text by topic."""
+    texts = {"class of the model": type(model).__name__}
+    for topic, attribute in (("configuration", "config"), ("generation_config.json", "generation_config")):
+        config: Any = getattr(model, attribute, None)
+        config = config.to_dict() if hasattr(config, "to_dict") else config
+        if isinstance(config, Mapping):
+            texts |= {f"{topic} {key}": text for key, text in json_values(config).items()}
+    return texts
 
 
 class TransformersCall(Call):
@@ -193,7 +201,7 @@ class TransformersCall(Call):
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
-        refuse_foreign(self.name, self.kwargs)
+        refuse_gguf(self.name, self.kwargs)
         subfolder = self.kwargs.get("subfolder") or ""
         if self._from_config is None and self.kwargs.get("config") is None:
             check_config(self.path, subfolder)
@@ -227,15 +235,6 @@ class TransformersCall(Call):
                     f"{self._cls.__name__}; transformers' report above names them. Correct config.json, or pass "
                     "ignore_mismatched_sizes=True to leave them out"
                 ) from error
-
-    def configuration(self, model: nn.Module) -> dict[str, str]:
-        """See `Call`."""
-        texts: dict[str, str] = {}
-        for topic, attribute in (("configuration", "config"), ("generation_config.json", "generation_config")):
-            config = getattr(model, attribute, None)
-            values = {} if config is None else json_values(config.to_dict())
-            texts |= {f"{topic} {key}": text for key, text in values.items()}
-        return texts
 
 
 def _load_adapter(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:

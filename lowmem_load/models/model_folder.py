@@ -82,8 +82,17 @@ def what_is_there(name: str, subfolder: str, error: Exception) -> str:
             f"{shown}: holds {listed([shard[0] for shard in shards], 3)}, but no {' or '.join(lacking)}, "
             "which says what tensor is in which file; copy it there, too, or save the model again"
         )
-    text = error_text(error, MAX_QUOTED).replace(name, origin(name))
-    return f"{shown}: {text} It holds {listed(files)}"
+    text = f"{shown}: {error_text(error, MAX_QUOTED).replace(name, origin(name))} It holds {listed(files)}"
+    states = [file for file in files if is_training_state(file)]
+    if foreign := [file for file in files if file.endswith(_FOREIGN_ENDS) and file not in states]:
+        how = "the script or library that wrote it, and safetensors' save_file"
+        how = _CONVERT_GGUF.format(foreign[0]) if foreign[0].endswith(".gguf") else how
+        return f"{text}; convert {foreign[0]} once by {how}"
+    if states:
+        text += f", of which {listed(states, 3)} are the state of a training run; name the folder of the model"
+    if any(file.endswith("_model_states.pt") for file in states):
+        text += ", or make one by `lowmem-load consolidate`"
+    return text
 
 
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.(safetensors|bin)")
@@ -97,48 +106,10 @@ _TRAINING_STATE = re.compile(
 """Files of a training run beside the weights."""
 
 
-_FOREIGN_FILES: Mapping[str, str] = {
-    ".gguf": 'model_class.from_pretrained(folder, gguf_file="{file}").save_pretrained(new_folder)',
-    ".h5": "model_class.from_pretrained(folder, from_tf=True).save_pretrained(new_folder), with transformers 4",
-    ".ckpt.index": "model_class.from_pretrained(folder, from_tf=True).save_pretrained(new_folder), with transformers 4",
-    ".msgpack": "model_class.from_pretrained(folder, from_flax=True).save_pretrained(new_folder), with transformers 4",
-    ".pth": "the script that came with the model, or torch.load(..., weights_only=True) and safetensors' save_file",
-    ".pt": "the script that came with the model, or torch.load(..., weights_only=True) and safetensors' save_file",
-}
-"""How to convert weights that cannot be streamed, by the end of their file names."""
+_FOREIGN_ENDS = (".gguf", ".h5", ".ckpt.index", ".msgpack", ".pth", ".pt")
+"""Ends of names of files with weights that cannot be streamed."""
 
-
-_INDEX = r"(\.index(\..+)?\.json)?"
-"""What an index has after the name of the file in place of which there are several, which may be in other folders."""
-
-
-def check_weights(name: str, subfolder: str, use_safetensors: bool | None) -> None:
-    """Refuse a local folder with neither safetensors files nor `pytorch_model*.bin`, nor an index of such files."""
-    folder = os.path.join(name, subfolder)
-    if not os.path.isdir(folder):  # on the Hub, where transformers chooses the files
-        return
-    files = sorted(os.listdir(folder))
-    safe = any(re.search(rf"\.safetensors{_INDEX}\Z", file) for file in files)
-    torch_files = any(re.match(rf"pytorch_model.*\.bin{_INDEX}\Z", file) for file in files)
-    if (safe and use_safetensors is not False) or (torch_files and not use_safetensors):
-        return
-    if safe or torch_files:
-        there = "safetensors" if safe else "pytorch_model*.bin"
-        raise CheckpointError(f"{folder}: use_safetensors={use_safetensors}, but it holds only {there}; drop it")
-    states = [file for file in files if is_training_state(file)]
-    foreign = {file: end for file in files for end in _FOREIGN_FILES if file.endswith(end) and file not in states}
-    if not foreign:
-        what = "it holds no weights at all"
-        if states:
-            what = f"it holds the state of a training run ({listed(states, 3)}); name the folder of the model"
-        if any(file.endswith("_model_states.pt") for file in states):
-            what += ", or make one by `lowmem-load consolidate`"
-        raise CheckpointError(f"{folder}: no pytorch_model*.bin and no safetensors files; {what}")
-    file, end = next(iter(foreign.items()))
-    raise CheckpointError(
-        f"{folder}: no pytorch_model*.bin and no safetensors files to stream from; it holds "
-        f"{', '.join(list(foreign)[:5])}. Convert once with {_FOREIGN_FILES[end].format(file=file)}"
-    )
+_CONVERT_GGUF = 'model_class.from_pretrained(folder, gguf_file="{}").save_pretrained(new_folder)'
 
 
 def is_training_state(file: str) -> bool:
@@ -146,14 +117,11 @@ def is_training_state(file: str) -> bool:
     return _TRAINING_STATE.fullmatch(file) is not None
 
 
-def refuse_foreign(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise for a keyword that asks for a file format which every rank would have to load in full."""
-    for keyword, end in {"gguf_file": ".gguf", "from_tf": ".h5", "from_flax": ".msgpack"}.items():
-        if kwargs.get(keyword):
-            convert = _FOREIGN_FILES[end].format(file=kwargs[keyword])
-            raise UnsupportedError(
-                f"{name}: {keyword} cannot be streamed; convert once, without lowmem_load, by {convert}"
-            )
+def refuse_gguf(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise for a file in a format which every rank would have to load in full."""
+    if file := kwargs.get("gguf_file"):
+        convert = _CONVERT_GGUF.format(file)
+        raise UnsupportedError(f"{name}: gguf_file cannot be streamed; convert once, without lowmem_load, by {convert}")
 
 
 # -- where a name is found: Hub ids and URLs ---------------------------------------------------------------------------

@@ -100,10 +100,6 @@ class ModuleCall(Call):
         """See `Call`."""
         raise UnsupportedError(f"{self.name}: nothing but lowmem_load fills a module by names")
 
-    def configuration(self, model: nn.Module) -> dict[str, str]:
-        """See `Call`."""
-        return {"class of the module": type(model).__name__}
-
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
         model = self._model

@@ -191,12 +191,8 @@ def _quantize(weights: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
 
 
 def _scales(weights: torch.Tensor, settings: Any) -> torch.Tensor:
-    """Return the scales of blocks. On the CPU packing takes far longer, and that of a full block is its largest one."""
-    size = int(settings.blocksize)
-    full = 0 if torch.accelerator.is_available() else weights.numel() // size * size
-    scales = weights[:full].view(-1, size).abs().amax(1).float()
-    if full < weights.numel():
-        scales = torch.cat([scales, _quantize(weights[full:], settings)[1].absmax.cpu()])
+    """Return the scales of whole blocks, on the host."""
+    scales: torch.Tensor = _quantize(weights, settings)[1].absmax.cpu()
     return scales
 
 

@@ -11,23 +11,20 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lowmem_load import foreign_names
-from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
-from lowmem_load.foreign_names import COMPRESSED_TENSORS, ForeignName
-from lowmem_load.planning.expression import Elementwise, Expression, expand, hold, reshape, slice_dim
-from lowmem_load.quantized.format import QuantizedFormat
+from lowmem_load.errors import UnsupportedError
+from lowmem_load.planning.expression import Expression, hold, slice_dim
+from lowmem_load.quantized.format import NUM_CODES, QuantizedFormat, check_sample, values_of_codes
 from lowmem_load.replaced import Handlers
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 Unpack = Callable[..., torch.Tensor]
-
-NUM_CODES = 16
 
 
 class CompressedTensors(QuantizedFormat):
@@ -67,46 +64,24 @@ class CompressedTensors(QuantizedFormat):
 
 
 def _described(packed: Expression, table: torch.Tensor) -> Expression:
-    """Return the values of 4-bit codes in the elements of a matrix, the lowest bits first."""
-    rows, columns = packed.shape
-    num_each = packed.dtype.itemsize * 2
-    every = (rows, columns * num_each)
-    shifts = hold(4 * torch.arange(num_each, dtype=packed.dtype, device="cpu"))
-    parts = tuple(
-        reshape(expand(part, (rows, columns, num_each)), every)
-        for part in (reshape(packed, (rows, columns, 1)), reshape(shifts, (1, 1, num_each)))
-    )
-    return Elementwise("unpacking of 4-bit codes", functools.partial(_look_up, table), parts, every, table.dtype)
-
-
-def _look_up(table: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    packed, shifts = parts
-    codes = (packed >> shifts).bitwise_and_(NUM_CODES - 1)
-    return table.to(codes.device).index_select(0, codes.int())
+    return values_of_codes("unpacking of 4-bit codes", packed, table)
 
 
 def _fp4_table(ordinary: Unpack, dtype: torch.dtype | None, read_now: ReadNow) -> torch.Tensor:
     codes = torch.arange(NUM_CODES, dtype=torch.uint8, device="cpu")
     table = ordinary(codes[None], 1, 2 * NUM_CODES, dtype)[0, 0::2].contiguous()
     sample = torch.arange(256, dtype=torch.uint8, device="cpu").view(8, 32)
-    _check(foreign_names.UNPACK_FP4, read_now(_described(hold(sample), table), ""), ordinary(sample, 8, 64, dtype))
+    theirs = ordinary(sample, 8, 64, dtype)
+    check_sample(foreign_names.UNPACK_FP4, _described(hold(sample), table), theirs, read_now)
     return table
 
 
 def _int4_table(ordinary: Unpack, read_now: ReadNow) -> torch.Tensor:
     table = torch.arange(-8, 8, dtype=torch.int8, device="cpu")
     sample = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.int32).view(4, 16)
-    _check(foreign_names.UNPACK_INT4, read_now(_described(hold(sample), table), ""), ordinary(sample, 4, (4, 128)))
+    theirs = ordinary(sample, 4, (4, 128))
+    check_sample(foreign_names.UNPACK_INT4, _described(hold(sample), table), theirs, read_now)
     return table
-
-
-def _check(name: ForeignName, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Raise IncompatibleVersionError unless every byte is unpacked as the package does."""
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype or not torch.equal(ours, theirs):
-        raise IncompatibleVersionError(
-            f"{name} unpacks codes in another way than lowmem_load knows; install "
-            f"{COMPRESSED_TENSORS.package}=={COMPRESSED_TENSORS.newest}"
-        )
 
 
 def _refuse_stacked(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ rank computes its region out of bytes of the files.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.planning.expression import Expression, Instance, Placeholder, Shape, numel
+from lowmem_load.errors import IncompatibleVersionError
+from lowmem_load.foreign_names import ForeignName
+from lowmem_load.planning.expression import (
+    Elementwise,
+    Expression,
+    Instance,
+    Placeholder,
+    Shape,
+    expand,
+    hold,
+    numel,
+    reshape,
+)
 from lowmem_load.planning.load_plan import CompanionPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.replaced import Handlers
+from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 
@@ -204,3 +218,56 @@ class _NeedsValuesError(Exception):
 
 def _no_values(_: Expression, reason: str) -> torch.Tensor:
     raise _NeedsValuesError(reason)
+
+
+NUM_CODES = 16
+"""Codes of 4 bits."""
+
+_LOOKED_UP = 1 << 16
+"""Codes that are looked up at a time: their indexes stay in the processor's cache."""
+
+
+def values_of_codes(
+    method: str, packed: Expression, table: torch.Tensor, scales: Expression | None = None
+) -> Expression:
+    """Return what a table has for the 4-bit codes in each element of the last dim, the lowest bits first.
+
+    With `scales`, which are bytes, the table has 16 values for each of 256. Each goes with an equal part of that dim.
+    """
+    *outer, last = packed.shape
+    num_each = packed.dtype.itemsize * 2
+    every = (*outer, last * num_each)
+
+    def repeated(part: Expression, *sizes: int) -> Expression:
+        return reshape(expand(part, (*outer, *sizes)), every)
+
+    bits = hold(4 * torch.arange(num_each, dtype=packed.dtype, device="cpu"))
+    shifts = reshape(bits, (1,) * len(packed.shape) + (num_each,))
+    parts = [repeated(reshape(packed, (*packed.shape, 1)), last, num_each), repeated(shifts, last, num_each)]
+    if scales is not None:
+        num_scales = scales.shape[-1]
+        parts.append(repeated(reshape(scales, (*scales.shape, 1)), num_scales, every[-1] // num_scales))
+    return Elementwise(method, functools.partial(_look_up, table), tuple(parts), every, table.dtype)
+
+
+def _look_up(table: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    packed, shifts, *scales = parts
+    values = torch.empty(packed.numel(), dtype=table.dtype, device=packed.device)
+    table = table.to(packed.device)
+    for start in range(0, packed.numel(), _LOOKED_UP):
+        some = slice(start, start + _LOOKED_UP)
+        indexes = (packed[some] >> shifts[some]).bitwise_and_(NUM_CODES - 1).int()
+        for each in scales:
+            indexes.add_(each[some], alpha=NUM_CODES)
+        torch.index_select(table, 0, indexes, out=values[some])
+    return values
+
+
+def check_sample(name: ForeignName, ours: Expression, theirs: torch.Tensor, read_now: ReadNow) -> None:
+    """Raise IncompatibleVersionError unless a description has the values that the function itself returns."""
+    values = read_now(ours, "")
+    if (values.shape, values.dtype) != (theirs.shape, theirs.dtype) or not torch.equal(values, theirs):
+        raise IncompatibleVersionError(
+            f"{name} unpacks codes in another way than lowmem_load knows; install "
+            f"{name.releases.package}=={name.releases.newest}"
+        )

@@ -27,14 +27,7 @@ class FineGrainedFp8(QuantizedFormat):
     def handlers(self) -> Handlers:
         """Return what stands in for transformers' dequantization: of partial blocks, too."""
         patterns = Patterns()
-        known: dict[int, tuple[Any, str]] = {}  # by the id of a configuration, which it keeps: its text
-
-        def rules(operation: Any) -> str:
-            """Return what tells operations apart: quantizers of a composite model may have rules of their own."""
-            config = operation.hf_quantizer.quantization_config
-            if id(config) not in known:
-                known[id(config)] = config, str(vars(config))
-            return f"{type(operation)} {known[id(config)][1]}"
+        configs: dict[int, Any] = {}  # by id; kept, because quantizers of a composite model may have rules of their own
 
         def dequantize(
             ordinary: Dequantize, operation: Any, quantized: Any, scales: Any, *args: Any, **kwargs: Any
@@ -55,7 +48,9 @@ class FineGrainedFp8(QuantizedFormat):
                 rows, columns = (size - added for size, added in zip(values.shape[-2:], padding, strict=True))
                 return values[..., :rows, :columns] if any(padding) else values
 
-            settings = rules(operation), padding, args, *sorted(kwargs.items())
+            config = operation.hf_quantizer.quantization_config
+            configs[id(config)] = config
+            settings = type(operation), id(config), padding, args, *sorted(kwargs.items())
             return patterns.applied(padded, (quantized, scales), settings)
 
         return {foreign_names.FP8_DEQUANTIZE: dequantize}

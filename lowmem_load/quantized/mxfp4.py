@@ -8,27 +8,19 @@ Source: transformers 5.24 `integrations/mxfp4.py`, `convert_moe_packed_tensors`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lowmem_load import foreign_names
-from lowmem_load.errors import IncompatibleVersionError
-from lowmem_load.foreign_names import TRANSFORMERS
-from lowmem_load.planning.expression import Elementwise, Expression, expand, hold, permute, reshape
-from lowmem_load.quantized.format import QuantizedFormat
+from lowmem_load.planning.expression import Expression, hold, permute, reshape
+from lowmem_load.quantized.format import NUM_CODES, QuantizedFormat, check_sample, values_of_codes
 from lowmem_load.replaced import Handlers
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 Dequantize = Callable[..., torch.Tensor]
-
-NUM_CODES = 16
-LOOKED_UP = 1 << 16  # elements at a time: their indexes stay in the processor's cache
-
-_HALVES = hold(torch.tensor([0, 4], dtype=torch.uint8, device="cpu"))
-"""Bits by which a byte is shifted right for its first and its second code."""
 
 
 class Mxfp4(QuantizedFormat):
@@ -57,30 +49,8 @@ class Mxfp4(QuantizedFormat):
 def _described(blocks: Expression, scales: Expression, table: torch.Tensor) -> Expression:
     """Return the weights (experts, columns, rows) of blocks (experts, rows, groups, bytes)."""
     experts, rows, groups, nbytes = blocks.shape
-    num_bytes, columns = groups * nbytes, groups * nbytes * 2
-    every = (experts, rows, columns)
-
-    def repeated(part: Expression, *sizes: int) -> Expression:
-        return reshape(expand(part, (experts, rows, *sizes)), every)
-
-    parts = (
-        repeated(reshape(blocks, (experts, rows, num_bytes, 1)), num_bytes, 2),
-        repeated(reshape(scales, (experts, rows, groups, 1)), groups, 2 * nbytes),
-        repeated(reshape(_HALVES, (1, 1, 1, 2)), num_bytes, 2),
-    )
-    values = Elementwise("mxfp4 dequantization", functools.partial(_look_up, table), parts, every, table.dtype)
-    return permute(values, (0, 2, 1))
-
-
-def _look_up(table: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    packed, scales, shifts = parts
-    values = torch.empty(packed.numel(), dtype=table.dtype, device=packed.device)
-    for start in range(0, packed.numel(), LOOKED_UP):
-        some = slice(start, start + LOOKED_UP)
-        codes = (packed[some] >> shifts[some]).bitwise_and_(NUM_CODES - 1)
-        indexes = codes.int().add_(scales[some], alpha=NUM_CODES)
-        torch.index_select(table, 0, indexes, out=values[some])
-    return values
+    packed = reshape(blocks, (experts, rows, groups * nbytes))
+    return permute(values_of_codes("mxfp4 dequantization", packed, table, scales), (0, 2, 1))
 
 
 def _checked_table(ordinary: Dequantize, dtype: torch.dtype, read_now: ReadNow) -> torch.Tensor:
@@ -89,11 +59,6 @@ def _checked_table(ordinary: Dequantize, dtype: torch.dtype, read_now: ReadNow) 
     table = ordinary(codes, every_scale, dtype=dtype)[0, 0::2].t().reshape(-1)
     blocks = torch.arange(2 * 3 * 5 * 4, dtype=torch.uint8, device="cpu").mul_(37).view(2, 3, 5, 4)
     scales = torch.arange(110, 140, dtype=torch.uint8, device="cpu").view(2, 3, 5)
-    ours = read_now(_described(hold(blocks), hold(scales), table), "a sample of mxfp4")
     theirs = ordinary(blocks, scales, dtype=dtype)
-    if ours.shape != theirs.shape or not torch.equal(ours, theirs):
-        raise IncompatibleVersionError(
-            f"{foreign_names.MXFP4_DEQUANTIZE} lays weights out in another way than lowmem_load knows; "
-            f"install transformers=={TRANSFORMERS.newest}"
-        )
+    check_sample(foreign_names.MXFP4_DEQUANTIZE, _described(hold(blocks), hold(scales), table), theirs, read_now)
     return table

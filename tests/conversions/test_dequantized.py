@@ -179,7 +179,7 @@ def test_mxfp4_in_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
     tensors = {"blocks": random_bytes(1, 4, 1, 2), "scales": random_bytes(1, 4, 1)}
     with (
         described_tensors(tmp_path, Mxfp4().handlers(), **tensors) as get,
-        pytest.raises(IncompatibleVersionError, match=r"lays weights out in another way .*transformers=="),
+        pytest.raises(IncompatibleVersionError, match=r"unpacks codes in another way .*transformers=="),
     ):
         integration.convert_moe_packed_tensors(get("blocks"), get("scales"))
 

@@ -18,10 +18,9 @@ from lowmem_load.models import loader
 from lowmem_load.models.model_class import PROCESSOR_FILES, TOKENIZER_FILES, load_processor, model_class, model_config
 from lowmem_load.models.model_folder import (
     check_name,
-    check_weights,
     commit_of,
     find_checkpoint,
-    refuse_foreign,
+    refuse_gguf,
 )
 from lowmem_load.models.skeleton import refuse_parted
 from tests import builders
@@ -46,7 +45,6 @@ def test_a_name_that_is_meant_as_a_folder_never_reaches_the_hub(
     (tmp_path / "model" / "empty").mkdir(parents=True)
     (tmp_path / "model" / "config.json").write_text("{}")
     check_name("someone/some-model", "")
-    check_weights("someone/some-model", "", None)
     full = name if name == "a/b/c" else str(tmp_path / name)
     if text is None:
         check_name(full, subfolder)
@@ -55,18 +53,10 @@ def test_a_name_that_is_meant_as_a_folder_never_reaches_the_hub(
         check_name(full, subfolder)
 
 
-@pytest.mark.parametrize(
-    ("keyword", "value", "text"),
-    [
-        ("gguf_file", "x-q4.gguf", 'gguf_file cannot be streamed; .*gguf_file="x-q4.gguf"'),
-        ("from_tf", True, "from_tf cannot be streamed; .*from_tf=True"),
-        ("from_flax", True, "from_flax cannot be streamed; .*from_flax=True"),
-    ],
-)
-def test_formats_of_which_every_rank_holds_all_are_refused(keyword: str, value: Any, text: str) -> None:
-    refuse_foreign("model", {keyword: None})
-    with pytest.raises(UnsupportedError, match=text):
-        refuse_foreign("model", {keyword: value})
+def test_a_format_of_which_every_rank_holds_all_is_refused() -> None:
+    refuse_gguf("model", {"gguf_file": None})
+    with pytest.raises(UnsupportedError, match=r'gguf_file cannot be streamed; .*gguf_file="x-q4.gguf"'):
+        refuse_gguf("model", {"gguf_file": "x-q4.gguf"})
 
 
 @pytest.mark.parametrize(
@@ -84,39 +74,6 @@ def test_a_plan_that_parts_gates_from_what_they_gate_is_refused(tp_size: int, st
         refuse_parted(model)
 
 
-@pytest.mark.parametrize(
-    ("files", "use_safetensors", "text"),
-    [
-        (["model.safetensors"], None, None),
-        (["pytorch_model.bin"], False, None),
-        (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], None, None),
-        (["model.safetensors.index.json"], None, None),  # its files may be in subfolders
-        (["pytorch_model.bin.index.fp16.json"], False, None),
-        (["model.safetensors.index.json"], False, "use_safetensors=False, but it holds only safetensors"),
-        (["model.safetensors", "pytorch_model.bin", "tf_model.h5"], None, None),
-        (["model.safetensors"], False, "use_safetensors=False, but it holds only safetensors"),
-        (["pytorch_model.bin"], True, "use_safetensors=True, but it holds only pytorch_model"),
-        (["config.json", "training_args.bin"], None, "holds the state of a training run"),
-        (["x-q4.gguf"], None, 'it holds x-q4.gguf. Convert once with .*gguf_file="x-q4.gguf"'),
-        (["tf_model.h5"], None, "it holds tf_model.h5. Convert once with .*from_tf=True"),
-        (["flax_model.msgpack"], None, "from_flax=True"),
-        (["consolidated.00.pth"], None, "the script that came with the model"),
-        (["optimizer.pt", "scheduler.pt", "rng_state_0.pth"], None, "state of a training run .*name the folder of the"),
-        (["mp_rank_00_model_states.pt"], None, "state of a training run .*`lowmem-load consolidate`"),
-    ],
-)
-def test_folders_without_weights_to_stream_are_refused(
-    tmp_path: Path, files: list[str], use_safetensors: bool | None, text: str | None
-) -> None:
-    for file in files:
-        (tmp_path / file).write_bytes(b"")
-    if text is None:
-        check_weights(str(tmp_path), "", use_safetensors)
-        return
-    with pytest.raises(CheckpointError, match=text):
-        check_weights(str(tmp_path), "", use_safetensors)
-
-
 FILES_OF_SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
@@ -126,6 +83,10 @@ FILES_OF_SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.saf
         (FILES_OF_SHARDS, "holds model-00001-of-00002.safetensors, .*but no model.safetensors.index.json, which says"),
         (("pytorch_model-00001-of-00002.bin",), "but no pytorch_model.bin.index.json"),
         (("model.fp16-00001-of-00002.safetensors",), "but no model.fp16.safetensors.index.json"),
+        (("x-q4.gguf",), 'x-q4.gguf; convert x-q4.gguf once by .*gguf_file="x-q4.gguf"'),
+        (("consolidated.00.pth",), "convert consolidated.00.pth once by the script or library that wrote it"),
+        (("optimizer.pt", "rng_state_0.pth"), "state of a training run; name the folder of the model"),
+        (("mp_rank_00_model_states.pt",), "state of a training run; .*`lowmem-load consolidate`"),
         (("weights.safetensors",), "no file named model.safetensors.* It holds config.json, weights.safetensors"),
         (("model.safetensors",), None),
     ],
