@@ -15,8 +15,8 @@ from lowmem_load.files.source import read_small
 MAX_JSON_NBYTES = 64 << 20
 """Bytes of such a file: three times the largest published index. Parsed, it takes up to ten times as much."""
 
-MAX_COUNT = 1 << 20
-"""Largest number of layers, experts or labels in a config.json. transformers makes lists of this length."""
+MAX_COUNT, MAX_LABELS = 1 << 14, 1 << 20
+"""Largest number of layers or experts, and of labels, in a config.json. transformers makes lists of this length."""
 
 _COUNTS = re.compile(r"(?:\A|_)(?:layers?|experts?|blocks?|stages?|depths?|heads?|codebooks?|quantizers?|labels)\Z")
 """Keys of a config.json that count something."""
@@ -83,9 +83,10 @@ def check_model_config(path: str, least_count: int = 0) -> None:
             left += ((key, item) for item in value)
         elif isinstance(value, int) and _COUNTS.search(key):
             is_number = key.startswith(("num_", "n_"))  # other keys count layers from the end
-            least = least_count if is_number else -MAX_COUNT
-            if not least <= value <= MAX_COUNT:
-                raise CheckpointError(f"{path}: {key}: expected {least} to {MAX_COUNT}, got {reprlib.repr(value)}")
+            most = MAX_LABELS if key.endswith("labels") else MAX_COUNT
+            least = least_count if is_number else -most
+            if not least <= value <= most:
+                raise CheckpointError(f"{path}: {key}: expected {least} to {most}, got {reprlib.repr(value)}")
 
 
 def read_json(path: str) -> Any:

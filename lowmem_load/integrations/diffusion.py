@@ -37,7 +37,8 @@ def handlers(options: Options) -> Handlers:
 
 
 def _is_wanted(cls: type, kwargs: Mapping[str, Any]) -> bool:
-    if diffusion.is_autoencoder(cls) or not may_be_lazy(kwargs):
+    # Scripts keep what encodes images frozen, outside of any engine.
+    if cls.__module__.startswith("diffusers.models.autoencoders.") or not may_be_lazy(kwargs):
         return False
     return active_zero3_config() is not None or uses_fsdp2()
 

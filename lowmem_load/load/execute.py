@@ -24,7 +24,7 @@ from lowmem_load.models import loader
 from lowmem_load.phases import Phases, no_callback, progress_bar
 from lowmem_load.planning.load_plan import CompanionPlan, TargetPlan
 from lowmem_load.planning.reads import Fill
-from lowmem_load.quantized.format import Packing, packing_of, part_of_rank
+from lowmem_load.quantized.format import part_of_rank
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.text import share
 
@@ -73,8 +73,7 @@ def execute(
                 if once is None or not once.takes(position, number, flat):
                     _start(filling, part.name, destination.fill, flat)
         copies += _copies(part, memory)
-        if (packing := packing_of(parameter)) is not None:
-            restores.append(restore_later(part, packing, made, planned, target, filling))
+        restores += restore_later(part, made, planned, target, filling)
         for number in uses[position]:
             if last_use[number] == position:
                 planned.constants.tensors.pop(number, None)
@@ -140,21 +139,19 @@ def _check_dtypes(plan: TargetPlan, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def restore_later(
-    part: TargetPlan,
-    packing: Packing,
-    made: nn.Parameter,
-    planned: PlannedModel,
-    target: Target,
-    filling: Filling,
-) -> Callable[[], None]:
-    """Start reading what goes with packed values; return a function that then makes the quantized parameter."""
+    part: TargetPlan, made: nn.Parameter, planned: PlannedModel, target: Target, filling: Filling
+) -> list[Callable[[], None]]:
+    """Start reading what goes with packed values, if they are; return what then makes the quantized parameter."""
+    packing = planned.packings.pop(part.name, None)
+    if packing is None:
+        return []
     read: dict[str, Any] = dict(planned.combined.pop(part.name, {}))
     for companion in part.companions:
         if companion.fill is not None and not companion.in_parts:
             flat = torch.empty(companion.fill.numel, dtype=companion.dtype, device="cpu")
             _start(filling, f"{part.name}.{companion.name}", companion.fill, flat)
             read[companion.name] = flat.view(companion.shape)
-    return lambda: packing.restore(part.name, made, read, target.device)
+    return [lambda: packing.restore(part.name, made, read, target.device)]
 
 
 # -- companions of packed weights that the ranks make together -------------------------------------------------------
@@ -189,9 +186,7 @@ def combine_companions(
     for batch in in_batches(shared, lambda one: one.companion.nbytes, BATCH_BYTES):
         values = _made(batch, planned, executor, ranks, progress)
         for (name, companion), whole in zip(batch, values, strict=True):
-            packing = packing_of(planned.parameters[name])
-            assert packing is not None
-            planned.combined[name] = packing.combine({companion.name: whole})
+            planned.combined[name] = planned.packings[name].combine({companion.name: whole})
 
 
 def in_batches(items: Sequence[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowmem_load import foreign_names
 from lowmem_load.distributed import environment
 from lowmem_load.engines.mesh import local_tensor, made_real
 from lowmem_load.engines.sharded_target import Unfilled
@@ -33,12 +34,11 @@ from lowmem_load.models import diffusion, loader, model_class, model_folder
 from lowmem_load.models.active import load_lock, on_host, transformers_class
 from lowmem_load.models.loader import Call
 from lowmem_load.models.model_folder import find_folder, rename_loaded
-from lowmem_load.models.saver import files_written_by
 from lowmem_load.phases import no_callback
 from lowmem_load.planning.expression import Expression, Source, leaves, substituted
 from lowmem_load.planning.load_plan import Costs
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.quantized.format import packing_of
+from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.initialise import SharedValue
 from lowmem_load.symbolic.lazy import (
     KEEPING,
@@ -227,8 +227,7 @@ def hand_out(
             for module, last in planned.places[name]:
                 setattr(module, last, made)
             parameter.value.forget()
-            if (packing := packing_of(parameter)) is not None:
-                restores.append(restore_later(plans[name], packing, made, planned, described.target, filling))
+            restores += restore_later(plans[name], made, planned, described.target, filling)
     filling.finish()
     for restore in restores:
         restore()
@@ -323,7 +322,8 @@ def save_lazily(model: Any, save_directory: str | os.PathLike[str], *args: Any, 
         _write_file(ordinary, tensors, os.fspath(path), metadata)
 
     os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".lowmem_load-", dir=folder) as scratch, files_written_by(write):
+    writing = {foreign_names.WRITE_WEIGHTS: write}
+    with tempfile.TemporaryDirectory(prefix=".lowmem_load-", dir=folder) as scratch, replaced(writing):
         named = os.path.join(scratch, os.path.basename(folder))  # names what is pushed to the Hub
         result = type(model).save_pretrained(model, named, *args, **kwargs)
         new = [path.relative_to(named) for path in sorted(Path(named).rglob("*")) if path.is_file()]

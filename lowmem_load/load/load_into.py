@@ -40,7 +40,7 @@ from lowmem_load.models import diffusion, loader, model_class, model_folder
 from lowmem_load.models.active import load_lock, ordinary_path, outermost, transformers_models
 from lowmem_load.models.loader import Call
 from lowmem_load.models.model_folder import find_folder, rename_loaded
-from lowmem_load.models.modules import Build, BuiltModelCall, ModuleCall, Rename, snapshot, stand_in_for
+from lowmem_load.models.modules import Build, BuiltModelCall, ModuleCall, Rename, stand_in_for
 from lowmem_load.models.quantizers import packed_format
 from lowmem_load.models.skeleton import blocks, file_keywords, filled_by, hand_over, is_kept_on_host, refuse_parted
 from lowmem_load.models.wrappers import named_tensors, plain_modules, plain_name
@@ -282,20 +282,21 @@ def _fill_partitions(
             settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
             step.digest = settings.compared
             into = make_into()
-        model, before = into.model, list(snapshot(into.model))
+        model, before = into.model, named_tensors(into.model)
         try:
             call = into.partitions(ranks)
             loader.run_load(make_load(ranks, settings, options), call)
             with ranks.step("setting extra states"):
                 call.set_extra_states(model)
         except BaseException:
-            for tensors, key, tensor in before:
-                tensors[key] = tensor
+            for named in before:
+                named.tensors[named.key] = named.tensor
             raise
-        for tensors, key, tensor in before:
-            for attribute, value in vars(tensor).items():  # such as marks for an optimizer
-                if not hasattr(tensors[key], attribute):
-                    setattr(tensors[key], attribute, value)
+        for named in before:
+            made = named.tensors[named.key]
+            for attribute, value in vars(named.tensor).items():  # such as marks for an optimizer
+                if not hasattr(made, attribute):
+                    setattr(made, attribute, value)
     report: LoadReport = getattr(model, REPORT_ATTRIBUTE)
     setattr(module, REPORT_ATTRIBUTE, report)
     return report

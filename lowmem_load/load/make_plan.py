@@ -25,7 +25,7 @@ from lowmem_load.planning.load_plan import (
 from lowmem_load.planning.planner import Constants, Planner
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
 from lowmem_load.planning.regions import FlatRange, Region
-from lowmem_load.quantized.format import packing_of, plan_companions
+from lowmem_load.quantized.format import Packing, packing_of, plan_companions
 from lowmem_load.symbolic.initialise import INITIALISED, UNINITIALISED
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.text import fingerprint
@@ -41,6 +41,7 @@ class PlannedModel:
     Attributes:
         constants: what the plan's steps refer to by number.
         places: all places of each parameter and buffer.
+        packings: how quantized parameters are packed.
         combined: what is made of the companions in parts of quantized parameters, once `combine_companions` has run.
     """
 
@@ -49,6 +50,7 @@ class PlannedModel:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     places: dict[str, list[Place]] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    packings: dict[str, Packing] = field(default_factory=dict)
     combined: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
@@ -64,10 +66,11 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> 
     planner = Planner(limits._replace(direct_bytes=cost.request_bytes) if cost.request_bytes else limits)
     model, target = described.model, described.target
     parameters, places, names_of = _distinct(model, "_parameters")
+    packings = {name: packing for name, parameter in parameters.items() if (packing := packing_of(parameter))}
     targets = [
         replace(
             _plan_target(planner, names_of[name], parameter, target.layout(name, parameter)),
-            companions=tuple(plan_companions(planner, name, parameter, rank, described.settings.world_size)),
+            companions=tuple(plan_companions(planner, name, packings.get(name), rank, described.settings.world_size)),
         )
         for name, parameter in parameters.items()
     ]
@@ -96,7 +99,7 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> 
         costs=costs,
         read_cost=cost,
     )
-    return PlannedModel(load_plan, planner.constants, parameters, {**places, **buffer_places}, buffers)
+    return PlannedModel(load_plan, planner.constants, parameters, {**places, **buffer_places}, buffers, packings)
 
 
 def _distinct(

@@ -140,11 +140,6 @@ def intercepted(
     return replaced(handlers(load, wanted)) if "diffusers" in sys.modules else contextlib.nullcontext()
 
 
-def is_autoencoder(cls: type) -> bool:
-    """Return whether a class is one of those that encode images: scripts keep them frozen, outside of any engine."""
-    return cls.__module__.startswith("diffusers.models.autoencoders.")
-
-
 def logs() -> Any:
     """Return diffusers' module of logging."""
     return sys.modules["diffusers.utils.logging"]

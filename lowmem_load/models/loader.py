@@ -12,14 +12,12 @@ import functools
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
 import transformers
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from lowmem_load import foreign_names
 from lowmem_load.config.settings import Settings
@@ -28,15 +26,13 @@ from lowmem_load.errors import (
     ConfigError,
     LowMemLoadError,
     ModelBuildError,
-    UnsupportedError,
     error_text,
-    listed,
 )
 from lowmem_load.files.format import CheckpointFile, CheckpointFormat
 from lowmem_load.files.index import check_files, check_index
 from lowmem_load.files.safetensors import CODES, Safetensors
 from lowmem_load.files.stand_ins import origin
-from lowmem_load.foreign_names import TORCH, TRANSFORMERS, ForeignName, check_release, require
+from lowmem_load.foreign_names import TORCH, TRANSFORMERS, ForeignName, check_release
 from lowmem_load.models.active import constructors, inside_load, is_loading, load_lock
 from lowmem_load.models.model_class import json_values
 from lowmem_load.models.model_folder import (
@@ -49,6 +45,7 @@ from lowmem_load.models.model_folder import (
     refuse_gguf,
 )
 from lowmem_load.models.quantizers import described_quantizers
+from lowmem_load.models.wrappers import refuse_differences
 from lowmem_load.replaced import Handler, Handlers, replaced, require_names
 from lowmem_load.symbolic.attributes import EXTRA_STATE
 from lowmem_load.symbolic.constructor import META, Constructor, Context
@@ -58,20 +55,6 @@ from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
 
 T = TypeVar("T")
 
-MAX_MODULES = 1 << 18
-"""Modules of a model, of some kilobytes each: twice as many as the largest published models have."""
-
-require(
-    TRANSFORMERS,
-    {
-        "transformers:PreTrainedModel": ("from_pretrained.__func__", "_from_config.__func__"),
-        "transformers.integrations.deepspeed": ("HfDeepSpeedConfig",),
-        "transformers.utils.logging": (
-            *("disable_progress_bar", "enable_progress_bar", "is_progress_bar_enabled"),
-            *("get_verbosity", "set_verbosity"),
-        ),
-    },
-)
 check_release(TORCH)
 
 from transformers import PreTrainedModel  # noqa: E402  the contract gives the better error
@@ -191,8 +174,9 @@ class TransformersCall(Call):
         others |= {"output_loading_info": True, "config": config, "state_dict": weights}
         model, info = self._ordinary(cls, None, **others)
         differences = {kind: sorted(map(str, info.get(f"{kind}_keys", ()))) for kind in ("missing", "unexpected")}
-        if text := "; ".join(f"{kind}: {listed(keys)}" for kind, keys in differences.items() if keys):
-            raise CheckpointError(f"the weights are not of a {cls.__name__} as {self.name} says: {text}")
+        refuse_differences(
+            f"the weights are not of a {cls.__name__} as {self.name} says", differences, "Name the model that was saved"
+        )
         if model.can_generate() and find_file(self.path, "generation_config.json", self.kwargs) is not None:
             model.generation_config = transformers.GenerationConfig.from_pretrained(
                 self.path, **hub_keywords(self.kwargs), subfolder=self.kwargs.get("subfolder") or ""
@@ -219,7 +203,6 @@ class TransformersCall(Call):
         with (
             ordinary_path(),
             quiet(logging.ERROR if context.is_quiet or self._from_config is not None else logging.NOTSET),
-            _modules_counted(self.name),
             described_quantizers(is_partitioned=context.is_partitioned),
             replaced(handlers),
             files_explained(self.path, subfolder),
@@ -239,13 +222,7 @@ class TransformersCall(Call):
 
 def _load_adapter(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with assigned_data_is_real():
-        info = ordinary(model, *args, **kwargs)
-    if info is None:
-        raise UnsupportedError(
-            f"transformers {transformers.__version__} cannot tell which keys of an adapter are missing; load the "
-            "base model, then peft.PeftModel.from_pretrained(model, adapter), or use a newer transformers"
-        )
-    return info
+        return ordinary(model, *args, **kwargs)
 
 
 def _build(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Handler:
@@ -292,26 +269,6 @@ def _note_model(constructor: Constructor) -> Handler:
         return ordinary(*args, **kwargs)
 
     return load
-
-
-@contextlib.contextmanager
-def _modules_counted(name: str) -> Iterator[None]:
-    num_modules, thread = 0, threading.get_ident()
-
-    def count(*_: Any) -> None:
-        nonlocal num_modules
-        num_modules += threading.get_ident() == thread  # torch calls it in all threads
-        if num_modules > MAX_MODULES:
-            raise CheckpointError(
-                f"{name}: its configuration (config.json) asks for more than {MAX_MODULES} modules; correct the number "
-                "of layers or experts"
-            )
-
-    counting = register_module_module_registration_hook(count)
-    try:
-        yield
-    finally:
-        counting.remove()
 
 
 def _initialising_handlers(context: Context) -> Handlers:

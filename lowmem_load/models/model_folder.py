@@ -18,7 +18,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers.utils import find_adapter_config_file
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, error_text, listed
-from lowmem_load.files.index import check_index, read_json
+from lowmem_load.files.index import check_files, check_index, read_json
 from lowmem_load.files.stand_ins import is_url, origin
 from lowmem_load.phases import no_callback
 
@@ -226,8 +226,11 @@ def _is_cached(name: str, kwargs: Mapping[str, Any]) -> bool:
     if not path.endswith(".json"):
         return bool(path)
     check_index(path, needs_metadata=False)
-    shards = set(read_json(path)["weight_map"].values())
-    return all(os.path.isfile(os.path.join(os.path.dirname(path), file)) for file in shards)
+    try:
+        check_files(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _cached_file(name: str, file: str, kwargs: Mapping[str, Any]) -> str | None:
@@ -382,21 +385,14 @@ def _chosen(folder: str, names: Iterable[str], variant: str | None) -> list[str]
 
 def _of_variant(names: list[str], variant: str | None) -> list[str]:
     """Return the names of a variant ("model.fp16.safetensors"); without one, those of none, if there are any."""
-    parts = {name: name.replace(".index", "").split(".")[1:-1] for name in names}
+    ends = {*"".join(WEIGHTS_ENDS).split("."), "index", "json"}
+    parts = {name: [part for part in name.split(".")[1:] if part not in ends] for name in names}
     if variant is not None:
         return [name for name in names if any(part.split("-")[0] == variant for part in parts[name])]
-    return [name for name in names if not _is_variant(name)] or names
-
-
-def _is_variant(name: str) -> bool:
-    """Return whether a name has a part between its stem and its end."""
-    return len(re.sub(r"(\.safetensors|\.bin|\.pt|\.pth|\.index|\.json)\b", "", name).split(".")) > 1
+    return [name for name in names if not parts[name]] or names
 
 
 def _named_by(index: str) -> list[str]:
     check_index(index, needs_metadata=False)
-    files = sorted(set(read_json(index)["weight_map"].values()))
-    paths = [os.path.join(os.path.dirname(index), file) for file in files]
-    if absent := [path for path in paths if not os.path.isfile(path)]:
-        raise CheckpointError(f"{index}: names {listed(absent)}, which are not there; copy them, too")
-    return paths
+    check_files(index)
+    return [os.path.join(os.path.dirname(index), file) for file in sorted(set(read_json(index)["weight_map"].values()))]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -22,7 +22,14 @@ from lowmem_load.models.active import transformers_class
 from lowmem_load.models.loader import Call, tensors_in
 from lowmem_load.models.model_folder import FILE_KEYWORDS, files_of
 from lowmem_load.models.skeleton import hand_over
-from lowmem_load.models.wrappers import named_modules, named_tensors, plain_modules, plain_name
+from lowmem_load.models.wrappers import (
+    copied,
+    named_modules,
+    named_tensors,
+    plain_modules,
+    plain_name,
+    refuse_differences,
+)
 from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.planning.regions import FlatRange
@@ -187,18 +194,19 @@ class ModuleCall(Call):
     ) -> None:
         """Raise one CheckpointError that lists all keys that do not match."""
         problems = {
-            "missing": [] if self._initialize else sorted([*absent, *(slot.names[0] for slot in missing)]),
-            "unexpected": sorted(unexpected) if self._strict else [],
+            "missing": [] if self._initialize else [*absent, *(slot.names[0] for slot in missing)],
+            "unexpected": unexpected if self._strict else [],
             "mismatched": []
             if self._initialize and not self._strict
             else [f"{slot.names[0]} {shape} instead of {tuple(slot.tensor.shape)}" for slot, shape in mismatched],
         }
-        if texts := [f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names]:
-            raise CheckpointError(
-                f"{self.name}: its tensors are not those of {type(model).__name__}. {'; '.join(texts)}. Turn names "
-                "into those of the module by rename=, name in leave= what you fill yourself, pass initialize=True for "
-                "what the module shall initialise, and strict=False to pass over tensors that it does not have"
-            )
+        refuse_differences(
+            f"{self.name}: its tensors are not those of {type(model).__name__}",
+            problems,
+            "Turn names into those of the module by rename=, name in leave= what you fill yourself, pass "
+            "initialize=True for what the module shall initialise, and strict=False to pass over tensors that it does "
+            "not have",
+        )
 
     def _compute_buffers(self, model: nn.Module, slots: list[ModuleTensor], context: Context) -> None:
         """Give buffers that no state dict has the values that `build` computes; refuse those without."""
@@ -454,17 +462,12 @@ class BuiltModelCall(loader.TransformersCall):
                 others.append(f"{name} {tuple(values[name].shape)} instead of {tuple(named.tensor.shape)}")
             else:
                 named.tensors[named.key] = values[name].requires_grad_(named.tensor.requires_grad)
-        problems = {
-            "missing": lacking,
-            "unexpected": sorted(values.keys() - used),
-            "mismatched": others,
-        }
-        if texts := [f"{kind}: {listed(names)}" for kind, names in problems.items() if names]:
-            raise CheckpointError(
-                f"{self.name}: its tensors are not those of the {type(self._model).__name__} that was built. "
-                f"{'; '.join(texts)}. Build that from the configuration of the checkpoint, and name in leave= what you "
-                "have added to it, and fill yourself"
-            )
+        refuse_differences(
+            f"{self.name}: its tensors are not those of the {type(self._model).__name__} that was built",
+            {"missing": lacking, "unexpected": values.keys() - used, "mismatched": others},
+            "Build that from the configuration of the checkpoint, and name in leave= what you have added to it, and "
+            "fill yourself",
+        )
 
 
 def _keep_all(parameter: torch.Tensor) -> FlatRange:
@@ -476,36 +479,14 @@ def _keep_all(parameter: torch.Tensor) -> FlatRange:
 
 def stand_in_for(model: nn.Module, plain_class: Callable[[nn.Module], type]) -> nn.Module:
     """Return a module like another, on meta, to describe in its place. Ties are kept; all but tensors is shared."""
-    modules: dict[int, nn.Module] = {}
     tensors: dict[int, torch.Tensor] = {}
 
-    def bare(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None:
-            return None
+    def bare(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in tensors:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             is_parameter = isinstance(tensor, nn.Parameter)
             tensors[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
         return tensors[id(tensor)]
 
-    def copied(module: nn.Module) -> nn.Module:
-        if id(module) not in modules:
-            made: nn.Module = object.__new__(plain_class(module))
-            modules[id(module)] = made
-            vars(made).update(vars(module))
-            parameters, buffers = own_tensors(module)
-            vars(made)["_parameters"] = {key: bare(value) for key, value in parameters.items()}
-            vars(made)["_buffers"] = {key: bare(value) for key, value in buffers.items()}
-            vars(made)["_modules"] = {
-                key: None if child is None else copied(child) for key, child in vars(module)["_modules"].items()
-            }
-        return modules[id(module)]
-
-    return copied(model)
-
-
-def snapshot(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Yield all parameters and buffers of a module with their places."""
-    for module in model.modules():
-        for tensors in own_tensors(module):
-            yield from ((tensors, key, tensor) for key, tensor in tensors.items() if tensor is not None)
+    made: nn.Module = copied(model, {}, bare, plain_class)
+    return made

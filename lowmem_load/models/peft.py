@@ -19,6 +19,7 @@ from torch import nn
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.foreign_names import PEFT, require
+from lowmem_load.models.wrappers import copied
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,19 +145,9 @@ def _together(layers: Sequence[Any]) -> list[Merge]:
 
 def _copied(module: nn.Module, copies: dict[int, Any], parameters: Mapping[int, nn.Parameter]) -> Any:
     """Return a copy of a module and of its children that has these parameters, and shares everything else."""
-    if id(module) not in copies:
-        copied = copies[id(module)] = object.__new__(type(module))
-        attributes = vars(copied)
-        attributes.update(vars(module))
+    made = copied(module, copies, lambda tensor: parameters.get(id(tensor), tensor))
+    for each in copies.values():
         for name in ("merged_adapters", "_caches"):  # PEFT writes into them while merging
-            if name in attributes:
-                attributes[name] = copy.copy(attributes[name])
-        attributes["_parameters"] = {
-            name: None if parameter is None else parameters.get(id(parameter), parameter)
-            for name, parameter in module._parameters.items()
-        }
-        attributes["_modules"] = {
-            name: None if child is None else _copied(child, copies, parameters)
-            for name, child in module._modules.items()
-        }
-    return copies[id(module)]
+            if name in vars(each):
+                vars(each)[name] = copy.copy(vars(each)[name])
+    return made

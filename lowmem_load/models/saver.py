@@ -24,10 +24,10 @@ from transformers.utils import logging as hf_logging
 
 from lowmem_load import foreign_names
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.foreign_names import TRANSFORMERS, ForeignName, require
+from lowmem_load.foreign_names import TRANSFORMERS, ForeignName
 from lowmem_load.models import diffusion
 from lowmem_load.models.active import quiet
-from lowmem_load.models.model_class import model_config, plain_class
+from lowmem_load.models.model_class import model_class, model_config, plain_class
 from lowmem_load.planning.expression import Expression, Source, cast, numel
 from lowmem_load.replaced import Handler, replaced, require_names
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -50,11 +50,6 @@ NO_CONFIG = "config=False (on the command line --config none)"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes to which weights can be cast. Integers and fp8 would need scales."""
 
-require(
-    TRANSFORMERS,
-    {},
-    arguments={"transformers:PreTrainedModel.save_pretrained": ("is_main_process", "max_shard_size", "state_dict")},
-)
 require_names(TRANSFORMERS)
 
 
@@ -227,15 +222,15 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
 def model_of(config: str | os.PathLike[str]) -> transformers.PreTrainedModel:
     """Return the model of a configuration, on the meta device."""
     values = model_config(os.fspath(config), {"config": os.fspath(config)})
-    name = next(iter(getattr(values, "architectures", None) or ()), None)
-    kind = getattr(transformers, str(name), None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+    try:
+        kind = model_class(None, values, trust_remote_code=False)
+    except ConfigError as error:
         raise ConfigError(
-            f"config {config}: its 'architectures' name {name}, which is no model of transformers; name one that "
-            f"is, or pass {NO_CONFIG}, which writes the parameters under the names that the checkpoint has"
-        )
+            f"config {config}: {error}; or pass {NO_CONFIG}, which writes the parameters under the names that the "
+            "checkpoint has"
+        ) from error
     with torch.device("meta"):
-        model = kind(values)
+        model: transformers.PreTrainedModel = kind(values)
     model.tie_weights()
     if os.path.isfile(os.path.join(config, "generation_config.json")):
         model.generation_config = transformers.GenerationConfig.from_pretrained(os.fspath(config))
@@ -284,11 +279,6 @@ def plain_file(name: str, tensors: Mapping[str, Source], dtype: torch.dtype | No
         return cast(source, dtype) if dtype is not None and is_plain else source
 
     return SavedFile(name, {key: in_file(source) for key, source in tensors.items()}, {"format": "pt"})
-
-
-def files_written_by(handler: Handler) -> contextlib.AbstractContextManager[None]:
-    """Inside, `handler` writes the safetensors files of a `save_pretrained`, given what it replaces."""
-    return replaced({foreign_names.WRITE_WEIGHTS: handler})
 
 
 def default_shard_size() -> int | str:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
+from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.planning.proof import prove_names
 
 _WRAPPERS = {
@@ -107,6 +108,33 @@ def named_tensors(model: nn.Module) -> list[NamedTensor]:
                     full_names.setdefault((_text(path), id(tensor)), ".".join(part for part, _ in path))
     prove_names(type(model).__name__, (), {full: name for (name, _), full in full_names.items()})
     return found
+
+
+def copied(
+    module: nn.Module,
+    copies: dict[int, Any],
+    tensor: Callable[[torch.Tensor], torch.Tensor],
+    plain_class: Callable[[nn.Module], type] = type,
+) -> Any:
+    """Return a copy of a module and those below, which shares all but its tensors. `copies` has those made, by `id`."""
+    if id(module) not in copies:
+        made: Any = object.__new__(plain_class(module))
+        copies[id(module)], attributes = made, vars(made)
+        attributes.update(vars(module))
+        for kind in ("_parameters", "_buffers"):
+            own = attributes[kind].items()
+            attributes[kind] = {key: None if value is None else tensor(value) for key, value in own}
+        attributes["_modules"] = {
+            key: None if child is None else copied(child, copies, tensor, plain_class)
+            for key, child in attributes["_modules"].items()
+        }
+    return copies[id(module)]
+
+
+def refuse_differences(where: str, problems: Mapping[str, Iterable[str]], advice: str) -> None:
+    """Raise one CheckpointError that lists the tensors that do not match, by what is wrong with them."""
+    if texts := [f"{kind}: {listed(sorted(names), 50)}" for kind, names in problems.items() if names]:
+        raise CheckpointError(f"{where}. {'; '.join(texts)}. {advice}")
 
 
 def _walk(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from lowmem_load import foreign_names
 from lowmem_load.errors import CheckpointError, IncompatibleVersionError, UnsupportedError, listed
-from lowmem_load.foreign_names import BITSANDBYTES, require
+from lowmem_load.foreign_names import BITSANDBYTES, check_release
 from lowmem_load.planning.expression import Elementwise, Shape
 from lowmem_load.quantized.format import (
     Companion,
@@ -64,7 +64,7 @@ class BitsAndBytes4Bit(QuantizedFormat):
         if importlib.util.find_spec("bitsandbytes") is None:  # transformers is about to say so
             return {}
         try:
-            _require()
+            check_release(BITSANDBYTES)
         except IncompatibleVersionError as error:
             raise UnsupportedError(str(error)) from error
         return {
@@ -115,24 +115,6 @@ class BitsAndBytes4Bit(QuantizedFormat):
 
 def _classes() -> Any:
     return importlib.import_module("bitsandbytes").nn
-
-
-def _require() -> None:
-    require(
-        BITSANDBYTES,
-        {
-            "bitsandbytes.nn:Params4bit": ("to",),
-            "bitsandbytes.nn:Linear4bit": ("forward",),
-            "bitsandbytes.functional": ("quantize_4bit", "quantize_blockwise"),
-            "bitsandbytes.functional:QuantState": ("as_dict", "from_dict"),
-        },
-        arguments={
-            "bitsandbytes.nn:Params4bit.__new__": (
-                *("data", "requires_grad", "module", "blocksize", "compress_statistics", "quant_type", "quant_storage"),
-            ),
-            "bitsandbytes.nn:Params4bit.from_prequantized": ("data", "quantized_stats", "device", "module"),
-        },
-    )
 
 
 def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -164,10 +164,9 @@ def packed_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Packing
 
 
 def plan_companions(
-    planner: Planner, name: str, parameter: nn.Parameter, rank: int, world_size: int
+    planner: Planner, name: str, packing: Packing | None, rank: int, world_size: int
 ) -> Iterator[CompanionPlan]:
     """Yield the plans of what goes with the packed values of a parameter; none if it is not packed."""
-    packing = packing_of(parameter)
     for key, companion in packing.companions.items() if packing is not None else ():
         fill = None
         if companion.expression is not None:

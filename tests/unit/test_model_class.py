@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lowmem_load import DistributedInterface, plan, streaming
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
-from lowmem_load.models import loader
 from lowmem_load.models.model_class import PROCESSOR_FILES, TOKENIZER_FILES, load_processor, model_class, model_config
 from lowmem_load.models.model_folder import (
     check_name,
@@ -163,12 +162,6 @@ def test_a_configuration_of_wrong_values_is_an_error_of_ours(
         assert isinstance(caught.value.__cause__, KeyError)
         with pytest.raises(KeyError):  # outside of a load it is named as ever
             LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
-
-
-def test_a_model_of_too_many_modules_is_stopped(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "MAX_MODULES", 20)
-    with pytest.raises(CheckpointError, match="asks for more than 20 modules; correct the number of layers"):
-        plan(builders.tiny_llama(checkpoints), {"zero_optimization": {"stage": 3}}, rank=0, world_size=2)
 
 
 # -- classes ---------------------------------------------------------------------------------------------------------
