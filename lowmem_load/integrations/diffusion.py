@@ -17,6 +17,7 @@ from lowmem_load.integrations.accelerate import load_lazily, may_be_lazy, uses_f
 from lowmem_load.load.load import Options
 from lowmem_load.models import diffusion
 from lowmem_load.models.active import active_zero3_config, inside_load
+from lowmem_load.models.loader import taking_calls
 from lowmem_load.replaced import Handlers
 
 NAMES = (
@@ -29,8 +30,9 @@ NAMES = (
 
 def handlers(options: Options) -> Handlers:
     """Return what streams models of diffusers, which is imported."""
+    load = functools.partial(load_lazily, options=options)
     return {
-        **diffusion.handlers(functools.partial(load_lazily, options=options), _is_wanted),
+        foreign_names.DIFFUSERS_FROM_PRETRAINED: taking_calls(load, diffusion.DiffusersCall, _is_wanted),
         foreign_names.DIFFUSERS_SINGLE_FILE: _load_single_file,
         foreign_names.DIFFUSERS_PIPELINE: _load_pipeline,
     }

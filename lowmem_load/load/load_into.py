@@ -39,10 +39,10 @@ from lowmem_load.load.request import (
 from lowmem_load.models import diffusion, loader, model_class, model_folder
 from lowmem_load.models.active import load_lock, ordinary_path, outermost, transformers_models
 from lowmem_load.models.loader import Call
-from lowmem_load.models.model_folder import find_folder, rename_loaded
+from lowmem_load.models.model_folder import find_folder, hub_keywords, rename_loaded
 from lowmem_load.models.modules import Build, BuiltModelCall, ModuleCall, Rename, stand_in_for
 from lowmem_load.models.quantizers import packed_format
-from lowmem_load.models.skeleton import blocks, file_keywords, filled_by, hand_over, is_kept_on_host, refuse_parted
+from lowmem_load.models.skeleton import FILE_KEYWORDS, blocks, filled_by, hand_over, is_kept_on_host, refuse_parted
 from lowmem_load.models.wrappers import named_tensors, plain_modules, plain_name
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
@@ -410,7 +410,7 @@ def skeletons_sharded(
         refuse_parted(model)
         packed_format(model).pack_skeleton(model)
         shard(model)
-        keywords |= file_keywords(kwargs)
+        keywords |= hub_keywords(kwargs, FILE_KEYWORDS)
         with outermost():
             return end(model, lambda: IntoModule(model, name, dtype=dtype, kwargs=keywords))
 

@@ -31,7 +31,7 @@ from lowmem_load.foreign_names import ForeignName
 from lowmem_load.models.active import quiet
 from lowmem_load.models.loader import Call, check_shards, taking_calls, tensors_in
 from lowmem_load.models.model_folder import MAX_QUOTED, config_file
-from lowmem_load.replaced import Handler, Handlers, replaced
+from lowmem_load.replaced import Handler, replaced
 from lowmem_load.symbolic.constructor import Context
 
 MODULE = "diffusers.models.modeling_utils"
@@ -128,16 +128,13 @@ Wanted = Callable[[type, Mapping[str, Any]], bool]
 """Is asked with the class and the keywords of a call."""
 
 
-def handlers(load: Callable[[DiffusersCall], tuple[nn.Module, dict[str, Any]]], wanted: Wanted) -> Handlers:
-    """Return what gives `load` each outermost `ModelMixin.from_pretrained` that is wanted."""
-    return {foreign_names.DIFFUSERS_FROM_PRETRAINED: taking_calls(load, DiffusersCall, wanted)}
-
-
 def intercepted(
     load: Callable[[DiffusersCall], tuple[nn.Module, dict[str, Any]]], wanted: Wanted = lambda *_: True
 ) -> contextlib.AbstractContextManager[None]:
     """Inside, `load` gets the calls of this thread, if diffusers is imported."""
-    return replaced(handlers(load, wanted)) if "diffusers" in sys.modules else contextlib.nullcontext()
+    if "diffusers" not in sys.modules:
+        return contextlib.nullcontext()
+    return replaced({foreign_names.DIFFUSERS_FROM_PRETRAINED: taking_calls(load, DiffusersCall, wanted)})
 
 
 def logs() -> Any:

@@ -396,17 +396,11 @@ def collecting_handlers() -> Handlers:
     """
     import transformers.core_model_loading as loading
 
-    return {
-        foreign_names.DEEPCOPY: _copy_once_for_each_use(getattr(loading, "WeightConverter", ())),
-        foreign_names.SPAWN_MATERIALIZE: _materialize_without_threads(getattr(loading, "_materialize_copy", None)),
-    }
-
-
-def _copy_once_for_each_use(converter: Any) -> Handler:
     latest: dict[int, tuple[Any, Any]] = {}
+    copy = getattr(loading, "_materialize_copy", None)
 
-    def deepcopy(ordinary: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or not isinstance(value, converter):
+    def copy_once_for_each_use(ordinary: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not isinstance(value, loading.WeightConverter):
             return ordinary(value, *args, **kwargs)
         original, copied = latest.get(id(value), (None, None))
         if original is not value or copied.collected_tensors:
@@ -414,7 +408,15 @@ def _copy_once_for_each_use(converter: Any) -> Handler:
             latest[id(value)] = value, copied
         return copied
 
-    return deepcopy
+    def without_threads(
+        ordinary: Handler, pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *rest: Any, **others: Any
+    ) -> Any:
+        is_plain = not rest and others.get("sharding_op") is None and others.keys() <= {"sharding_op", "tensor_idx"}
+        if copy is None or not is_plain:
+            return ordinary(pool, tensor, device, dtype, *rest, **others)
+        return _Job(copy, tensor, device, dtype)
+
+    return {foreign_names.DEEPCOPY: copy_once_for_each_use, foreign_names.SPAWN_MATERIALIZE: without_threads}
 
 
 class _Job:  # transformers' closure takes three times the memory
@@ -425,18 +427,6 @@ class _Job:  # transformers' closure takes three times the memory
 
     def __call__(self) -> Any:
         return self._copy(self._tensor, self._device, self._dtype)
-
-
-def _materialize_without_threads(copy: Any) -> Handler:
-    def spawn(
-        ordinary: Handler, pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *rest: Any, **others: Any
-    ) -> Any:
-        is_plain = not rest and others.get("sharding_op") is None and others.keys() <= {"sharding_op", "tensor_idx"}
-        if copy is None or not is_plain:
-            return ordinary(pool, tensor, device, dtype, *rest, **others)
-        return _Job(copy, tensor, device, dtype)
-
-    return spawn
 
 
 def tensors_in(paths: Iterable[str], context: Context) -> dict[str, torch.Tensor]:

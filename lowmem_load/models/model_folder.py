@@ -304,16 +304,12 @@ def commit_in(path: str) -> str:
     return match[1] if match else ""
 
 
-def pinned_commit(kwargs: Mapping[str, Any]) -> str:
-    """Return the commit that keywords of `from_pretrained` name; "" where the Hub has to say."""
-    revision = kwargs.get("revision")
-    commit = str(getattr(revision, "resolved", revision))  # huggingface_hub 1.x: a string with the commit on it
-    return commit if re.fullmatch("[0-9a-f]{40}", commit) else ""
-
-
 def commit_of(name: str, kwargs: Mapping[str, Any]) -> str:
     """Return the commit that a name stands for now; "" where it is not known, and for an adapter."""
-    commit = pinned_commit(kwargs) or commit_in(config_file(name, kwargs) or "")
+    revision = kwargs.get("revision")
+    commit = str(getattr(revision, "resolved", revision))  # huggingface_hub 1.x: a string with the commit on it
+    if not re.fullmatch("[0-9a-f]{40}", commit):
+        commit = commit_in(config_file(name, kwargs) or "")
     if not commit:
         return ""
     there = {**kwargs, "revision": commit, "force_download": False}

@@ -20,14 +20,15 @@ from transformers import PreTrainedModel
 from lowmem_load import foreign_names
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.models.loader import building_handlers
-from lowmem_load.models.model_folder import HUB_KEYWORDS, hub_keywords
+from lowmem_load.models.model_folder import HUB_KEYWORDS
 from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.constructor import Constructor
 
 Fill = Callable[[nn.Module, torch.dtype, dict[str, Any]], Mapping[str, Any]]
 """Fills a skeleton, given the dtype of the load and the keywords of the constructor; returns the loading info."""
 
-_FILE_KEYWORDS = (*HUB_KEYWORDS, "variant", "use_safetensors", "ignore_mismatched_sizes", "key_mapping", "weights_only")
+FILE_KEYWORDS = (*HUB_KEYWORDS, "variant", "use_safetensors", "ignore_mismatched_sizes", "key_mapping", "weights_only")
+"""Keywords of a `from_pretrained` that say which files to read, and how."""
 
 
 @contextlib.contextmanager
@@ -109,11 +110,6 @@ def hand_over(loaded: nn.Module, model: nn.Module) -> None:
     for name in ("_weight_conversions", "all_tied_weights_keys", "generation_config"):
         if hasattr(loaded, name):
             setattr(model, name, getattr(loaded, name))
-
-
-def file_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those keywords of a `from_pretrained` that say which files to read, and how."""
-    return hub_keywords(kwargs, _FILE_KEYWORDS)
 
 
 def _set_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype]) -> None:
