@@ -69,9 +69,9 @@ def deepspeed_config(config: Mapping[str, Any] | HfDeepSpeedConfig | None) -> It
 
 
 def show_ds_config(model: nn.Module, ds_config: Mapping[str, Any]) -> None:
-    """Have methods of transformers models see their ds_config, as stock has them see the one it keeps for all models.
+    """Have methods of transformers models see their ds_config; transformers has one for all models.
 
-    Without, `generate` does not wait for ranks whose sequences are longer, and a resize finds no shapes.
+    Without it, `generate` does not wait for ranks whose sequences are longer, and a resize finds no shapes.
     """
     for part in transformers_models(model):
         for name in ("generate", "resize_token_embeddings"):

@@ -1,6 +1,6 @@
 """Describes a model: runs transformers' own loader on symbolic tensors. `Call` is what a load needs of any model.
 
-The loader builds, renames, converts, checks, ties and initialises as ever. Only the reading of files is replaced: they
+The loader builds, renames, converts, checks, ties and initializes as ever. Only the reading of files is replaced: they
 give symbolic tensors, and nothing of them is read. And it is told that there is no ZeRO-3. Written for transformers 5.6
 to 5.24.
 """
@@ -256,7 +256,7 @@ def building_handlers(constructor: Constructor) -> Handlers:
         return [constructor.building() if context == META else context for context in contexts]
 
     def init_weights(ordinary: Callable[..., Any], model: nn.Module) -> None:
-        # It initialises unless it finds itself on meta.
+        # It initializes unless it finds itself on meta.
         with META if constructor.is_building else contextlib.nullcontext():
             ordinary(model)
 
@@ -304,7 +304,7 @@ def check_shards(ordinary: Callable[..., Any], name: Any, index: Any, *args: Any
 
 
 def copy_marks(loaded: nn.Parameter, made: nn.Parameter) -> None:
-    """Copy transformers' mark of a loaded parameter, which keeps it from being initialised again."""
+    """Copy transformers' mark of a loaded parameter, which keeps it from being initialized again."""
     if getattr(loaded, "_is_hf_initialized", False):
         made._is_hf_initialized = True
 

@@ -103,7 +103,7 @@ WEIGHTS_ENDS = (".safetensors", ".bin", ".pt", ".pth")
 _TRAINING_STATE = re.compile(
     r"(optimizer|scheduler|scaler)\b.*|rng_state.*\.pth|.*_(optim|model)_states\.pt|training_args\.bin"
 )
-"""Files of a training run beside the weights."""
+"""Files of a training run next to the weights."""
 
 
 _FOREIGN_ENDS = (".gguf", ".h5", ".ckpt.index", ".msgpack", ".pth", ".pt")

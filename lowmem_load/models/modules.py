@@ -204,7 +204,7 @@ class ModuleCall(Call):
             f"{self.name}: its tensors are not those of {type(model).__name__}",
             problems,
             "Turn names into those of the module by rename=, name in leave= what you fill yourself, pass "
-            "initialize=True for what the module shall initialise, and strict=False to pass over tensors that it does "
+            "initialize=True for what the module shall initialize, and strict=False to pass over tensors that it does "
             "not have",
         )
 
@@ -346,7 +346,7 @@ def _fill(slots: list[ModuleTensor], tensors: Mapping[str, torch.Tensor], empty:
 
 
 def _initialise(model: nn.Module, empty: list[ModuleTensor], context: Context) -> None:
-    """Have modules initialise what is empty, by their `reset_parameters` or the model's `_init_weights`.
+    """Have modules initialize what is empty, by their `reset_parameters` or the model's `_init_weights`.
 
     A module writes into all that it owns, so what the files have gives way meanwhile.
     """

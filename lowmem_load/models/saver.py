@@ -84,10 +84,13 @@ def describe_save_pretrained(
     """
     refuse_arguments(dtype, kwargs)
     is_of_diffusers = diffusion.is_model(model)
-    if not is_of_diffusers:
-        _refuse_unknown(model)
-    if is_of_diffusers or isinstance(model, transformers.PreTrainedModel):
-        _refuse_quantized(model)
+    _refuse_unknown(model)
+    is_whole_model = is_of_diffusers or isinstance(model, transformers.PreTrainedModel)  # and not an adapter
+    if is_whole_model and getattr(model, "hf_quantizer", None) is not None:
+        raise UnsupportedError(
+            "a quantized model cannot be saved from its partitions; save the adapter that was trained on it, or "
+            "dequantize it on load"
+        )
     files: list[SavedFile] = []
 
     def record(
@@ -105,7 +108,7 @@ def describe_save_pretrained(
     if foreign_names.WRITE_ADAPTER.module in sys.modules:
         handlers[foreign_names.WRITE_ADAPTER] = record
     state, arguments = symbolic_state(model, tensors, dtype), {**kwargs, "is_main_process": True}
-    if is_of_diffusers or isinstance(model, transformers.PreTrainedModel):
+    if is_whole_model:
         arguments["max_shard_size"] = max_shard_size
     if is_of_diffusers:
         handlers = {foreign_names.DIFFUSERS_WRITE: record}
@@ -151,14 +154,6 @@ def refuse_arguments(dtype: torch.dtype | None, kwargs: Mapping[str, Any]) -> No
         raise ConfigError(f"save_model: {', '.join(wrong)}: not among the keywords that are passed on; drop it")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"save_model: dtype: {dtype!r} would destroy the weights; name one of {DTYPES}, or none")
-
-
-def _refuse_quantized(model: nn.Module) -> None:
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise UnsupportedError(
-            "a quantized model cannot be saved from its partitions; save the adapter that was trained on it, or "
-            "dequantize it on load"
-        )
 
 
 def _refuse_unknown(model: nn.Module) -> None:

@@ -82,7 +82,7 @@ def filled_by(fill: Fill) -> Iterator[None]:
         return LoadStateDictInfo(error_msgs=[], conversion_errors={}, **keys), None
 
     def finalize(ordinary: Any, model: Any, load_config: Any, loading_info: Any) -> Any:
-        # Of the skeleton nothing is left to do: the load that filled it has initialised, tied and reported.
+        # Nothing is left to do for the skeleton: the load that filled it has initialized, tied and reported.
         return ordinary(model, load_config, loading_info) if is_filling else loading_info
 
     loading = {foreign_names.LOAD_PRETRAINED_MODEL: load, foreign_names.FINALIZE_MODEL_LOADING: finalize}
@@ -106,7 +106,7 @@ def ties_kept() -> contextlib.AbstractContextManager[None]:
 
 
 def hand_over(loaded: nn.Module, model: nn.Module) -> None:
-    """Give a model what a load leaves on it beside weights: how to save it as it was, its ties, how to generate."""
+    """Give a model what a load leaves on it besides weights: how to save it as it was, its ties, how to generate."""
     for name in ("_weight_conversions", "all_tied_weights_keys", "generation_config"):
         if hasattr(loaded, name):
             setattr(model, name, getattr(loaded, name))

@@ -146,7 +146,7 @@ def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: 
         state = read[_STATE]
         if _tensors_of(state) != expected:
             raise IncompatibleVersionError(
-                f"{name}: bitsandbytes made {_tensors_of(state)} beside the packed values, the plan has {expected}"
+                f"{name}: bitsandbytes made {_tensors_of(state)} next to the packed values, the plan has {expected}"
             )
         _become(made, {**vars(template), "quant_state": state, "bnb_quantized": True}, device)
 

@@ -74,7 +74,7 @@ class QuantizedFormat:
         """Give the modules of a model on the meta device weights of the shape and dtype of packed ones."""
 
     def hand_over(self, loaded: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-        """Give modules, by their names in a loaded model, what its own have beside their weights."""
+        """Give modules, by their names in a loaded model, what its own have besides their weights."""
 
 
 def method_of(quantization: Any, default: str | None = None) -> str:
