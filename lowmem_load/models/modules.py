@@ -123,12 +123,14 @@ class ModuleCall(Call):
         _run_code_of_torch(model, tensors)
         states, absent = self._take_extra_states(model, tensors, context)
         left, others = self._split(model, slots, states)
-        missing, mismatched, used = _match(others, tensors, self.name)
+        missing, mismatched, found = _match(others, tensors, self.name)
+        used = {name for slot in others for name in slot.keys if name in tensors}
         unexpected = tensors.keys() - used - {name for slot in left for name in slot.names} - self._leave
         self._check(model, missing, mismatched, unexpected, absent)
         empty = missing + [slot for slot, _ in mismatched]
         self._compute_buffers(model, others, context)
-        _fill(others, tensors, empty)
+        for slot, tensor in found:
+            slot.put(tensor.to(slot.tensor.dtype))
         _initialise(model, empty, context)
         for slot in left if self._is_stand_in else ():
             slot.put(None)
@@ -315,31 +317,25 @@ def own_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _match(
     slots: list[ModuleTensor], tensors: Mapping[str, torch.Tensor], where: str
-) -> tuple[list[ModuleTensor], list[tuple[ModuleTensor, tuple[int, ...]]], set[str]]:
-    """Return what no file has, what has another shape there (and which), and the names of tensors that are used."""
-    missing, mismatched, used = [], [], set[str]()
+) -> tuple[list[ModuleTensor], list[tuple[ModuleTensor, tuple[int, ...]]], list[tuple[ModuleTensor, torch.Tensor]]]:
+    """Return what no file has, what has another shape there (and which), and all others with the tensor for each."""
+    missing, mismatched, found = [], [], []
     for slot in slots:
         names = [name for name in slot.keys if name in tensors]
-        used.update(names)
         shapes = {tuple(tensors[name].shape) for name in names} - {tuple(slot.tensor.shape)}
         if shapes:
             mismatched.append((slot, shapes.pop()))
-        elif not names:
-            missing += [slot] if slot.keys else []
+        elif names:
+            found.append((slot, tensors[names[0]]))
+        elif slot.keys:
+            missing.append(slot)
         for other in names[1:] if not shapes else ():
             if not torch.equal(tensors[names[0]], tensors[other]):
                 raise CheckpointError(
                     f"{where}: {names[0]} and {other} differ, and the module has one parameter for both; give each one "
                     "of its own, or leave one out by rename="
                 )
-    return missing, mismatched, used
-
-
-def _fill(slots: list[ModuleTensor], tensors: Mapping[str, torch.Tensor], empty: Collection[ModuleTensor]) -> None:
-    for slot in slots:
-        name = next((name for name in slot.keys if name in tensors), None)
-        if name is not None and slot not in empty:
-            slot.put(tensors[name].to(slot.tensor.dtype))
+    return missing, mismatched, found
 
 
 # -- what no file has --------------------------------------------------------------------------------------------------
