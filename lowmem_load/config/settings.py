@@ -43,7 +43,6 @@ class Settings:
         world_size: ranks that load together. A parameter is partitioned among all of them.
         partition: what to partition; None for the whole model.
         must_match: whether every entry of `partition` must choose a module.
-        is_resolved: whether `for_model` was called.
     """
 
     ds_config: Mapping[str, Any]
@@ -52,15 +51,12 @@ class Settings:
     world_size: int
     partition: Partition | None = None
     must_match: bool = False
-    is_resolved: bool = False
 
     def for_model(self, model_config: Any) -> Settings:
-        """Return these settings with every "auto" resolved for a model. See `resolve_auto`."""
-        if self.is_resolved:
-            return self
+        """Return these settings with every "auto" resolved for a model, if it is not yet. See `resolve_auto`."""
         hidden_size = hidden_size_of(model_config)
         resolved = resolve_auto(self.ds_config, world_size=self.world_size, hidden_size=hidden_size, dtype=self.dtype)
-        return replace(self, ds_config=resolved, is_resolved=True)
+        return replace(self, ds_config=resolved)
 
     @property
     def offload_device(self) -> str:
@@ -266,10 +262,7 @@ def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]
 
 def _fill_from_hidden_size(config: dict[str, Any], hidden_size: int | None) -> dict[str, str]:
     """Resolve the keys that depend on the hidden size in place; return the problems by dotted key."""
-    section = config.get("zero_optimization")
-    if not isinstance(section, dict):
-        return {}
-    problems = {}
+    section, problems = config.get("zero_optimization", {}), {}
     for key, value_for in _HIDDEN_SIZE_KEYS.items():
         if section.get(key) != AUTO:
             continue
