@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -48,9 +48,6 @@ from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
 from lowmem_load.symbolic.constructor import Constructor
 from lowmem_load.symbolic.initialise import CPU
-
-SetStates = Callable[[nn.Module], None]
-"""Gives a module its extra states, which are no tensors."""
 
 
 def load_into(
@@ -125,17 +122,7 @@ class Way(NamedTuple):
 
     settings: Settings
     run: Callable[[Callable[[Call], LoadedModel]], Any]
-    set_extra_states: SetStates | None = None
-
-
-class Into(Protocol):
-    """The load of a checkpoint into a `model` that is sharded, of which the caller fills the tensors `left`."""
-
-    model: nn.Module
-    left: set[str]
-
-    def shards(self, ranks: RankGroup | None, world_size: int) -> Way:
-        """Return how the values of shards are loaded. Collective: the ranks agree. Local without `ranks`."""
+    set_extra_states: Callable[[nn.Module], None] | None = None
 
 
 class IntoModule:
@@ -176,7 +163,7 @@ class IntoModule:
         self.left = _left(module, self.model, leave)
 
     def shards(self, ranks: RankGroup | None, world_size: int) -> Way:
-        """See `Into`."""
+        """Return how the values of shards are loaded. Collective: the ranks agree. Local without `ranks`."""
         if not self.is_by_names:
             checked = self._checked(ranks, world_size)
             return Way(checked.settings, checked.run)
@@ -198,6 +185,30 @@ class IntoModule:
     def _module_call(self, model: nn.Module, *, is_stand_in: bool = False) -> ModuleCall:
         how = {**self._of_names, "leave": self.left, "is_stand_in": is_stand_in}
         return ModuleCall(self._name, model, dict(self._kwargs), **how)
+
+
+class IntoDiffusers:
+    """The load of a checkpoint into a model of diffusers, which is built inside of `building`; by default in fp32."""
+
+    def __init__(
+        self, cls: Any, name: str, dtype: Any, kwargs: Mapping[str, Any], building: AbstractContextManager[object]
+    ) -> None:
+        self._cls, self._name, self._kwargs = cls, name, dict(kwargs)
+        older = self._kwargs.pop("torch_dtype", None)
+        dtype = older if dtype in (None, "auto") else dtype
+        if dtype not in (None, "auto"):
+            self._kwargs["torch_dtype"] = storage_dtype(dtype, torch.float32)
+        self.model: nn.Module = diffusion.skeleton(cls, name, self._kwargs, building)
+        self.left: set[str] = set()
+
+    def shards(self, ranks: RankGroup | None, world_size: int) -> Way:  # noqa: ARG002  it has agreed already
+        """Return how the values of shards are loaded. Local."""
+        checked = Checked(self._name, stage_3(torch.float32, world_size), self._cls, self._kwargs)
+        return Way(checked.settings, checked.run)
+
+
+Into: TypeAlias = IntoModule | IntoDiffusers
+"""The load of a checkpoint into a `model` that is sharded, of which the caller fills the tensors `left`."""
 
 
 def _transformers_model(model: nn.Module) -> nn.Module:
@@ -248,7 +259,9 @@ def _fill_shards(
     return report
 
 
-def _hand_over(sharded: ShardedModel, loaded: nn.Module, set_extra_states: SetStates | None) -> LoadReport:
+def _hand_over(
+    sharded: ShardedModel, loaded: nn.Module, set_extra_states: Callable[[nn.Module], None] | None
+) -> LoadReport:
     """Give a sharded model all that a load leaves beside parameters; return the report. Local."""
     model = sharded.model
     report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
@@ -346,29 +359,6 @@ def load_sharded(
             kwargs["distributed_config"] = sharding
         with shards_filled(where, kwargs, options, shard, is_offloaded=offloads(policy_of_mesh)):
             return rename_loaded(cls.from_pretrained(where, dtype=dtype, **kwargs))
-
-
-class IntoDiffusers:
-    """The load of a checkpoint into a model of diffusers that is built inside of `building`: in fp32 without a dtype.
-
-    See `Into`.
-    """
-
-    def __init__(
-        self, cls: Any, name: str, dtype: Any, kwargs: Mapping[str, Any], building: AbstractContextManager[object]
-    ) -> None:
-        self._cls, self._name, self._kwargs = cls, name, dict(kwargs)
-        older = self._kwargs.pop("torch_dtype", None)
-        dtype = older if dtype in (None, "auto") else dtype
-        if dtype not in (None, "auto"):
-            self._kwargs["torch_dtype"] = storage_dtype(dtype, torch.float32)
-        self.model: nn.Module = diffusion.skeleton(cls, name, self._kwargs, building)
-        self.left: set[str] = set()
-
-    def shards(self, ranks: RankGroup | None, world_size: int) -> Way:  # noqa: ARG002  it has agreed already
-        """See `Into`."""
-        checked = Checked(self._name, stage_3(torch.float32, world_size), self._cls, self._kwargs)
-        return Way(checked.settings, checked.run)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from lowmem_load.config.settings import Partition, Settings, read_settings
+from lowmem_load.config.settings import Partition, read_settings
 from lowmem_load.distributed.process_group import fake_group
 from lowmem_load.engines.mesh import forget_meshes, host_mesh, mesh_device, shard_fully
 from lowmem_load.engines.sharded_target import ShardedModel
@@ -136,24 +136,24 @@ def _plan_shards(into: Into, rank: int, world_size: int, *, is_skeleton: bool = 
 
 
 def _plan_way(way: Way | Checked, make_target: TargetMaker, rank: int) -> LoadPlan:
+    """Return the plan of what a load describes on the host. torch's random state stays as it was."""
+
     def handler(call: Call) -> NoReturn:
-        raise _Done(_plan_call(call, way.settings, make_target, rank))
+        refuse_device_map(call, way.settings)
+        if is_left_alone(call, way.settings):
+            raise UnsupportedError(
+                f"{call.name}: transformers places this model by itself, so there is nothing to plan"
+            )
+        random_state = torch.random.fork_rng(devices=[])
+        with random_state, zero_init_disabled(), on_host(), Executor() as executor:
+            described = describe(call, way.settings, make_target, executor, holds_values=False)
+            check_described(described)
+            plan = make_plan(described, rank, read_cost([file.path for file in described.files])).plan
+        raise _Done(plan)
 
     with load_lock():
         plan: LoadPlan = _result(lambda: way.run(handler))
     return plan
-
-
-def _plan_call(call: Call, settings: Settings, make_target: TargetMaker, rank: int) -> LoadPlan:
-    """Return the plan of what a call describes on the host. torch's random state stays as it was."""
-    refuse_device_map(call, settings)
-    if is_left_alone(call, settings):
-        raise UnsupportedError(f"{call.name}: transformers places this model by itself, so there is nothing to plan")
-    random_state = torch.random.fork_rng(devices=[])
-    with random_state, zero_init_disabled(), on_host(), Executor() as executor:
-        described = describe(call, settings, make_target, executor, holds_values=False)
-        check_described(described)
-        return make_plan(described, rank, read_cost([file.path for file in described.files])).plan
 
 
 def _result(from_pretrained: Callable[[], object]) -> Any:
