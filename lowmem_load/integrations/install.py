@@ -29,8 +29,8 @@ from lowmem_load.errors import LoadOrderWarning, RankError, UnsupportedError, ou
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations.imports import after_import
 from lowmem_load.load.load import Options, leave_to_stock
-from lowmem_load.load.load_model import make_load
 from lowmem_load.load.report import OnLoad
+from lowmem_load.load.request import make_load
 from lowmem_load.models import diffusion, loader
 from lowmem_load.models.active import active_zero3_config, deepspeed_config, load_lock, note_load, was_dropped
 from lowmem_load.models.loader import SHARDS, Call

@@ -31,7 +31,8 @@ from lowmem_load.engines.mesh import fsdp_over_all_ranks
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.load.load import Options
 from lowmem_load.load.load_into import load_into
-from lowmem_load.load.load_model import Request, load_model, load_request
+from lowmem_load.load.load_model import load_model, load_request
+from lowmem_load.load.request import Request
 from lowmem_load.models import active, model_class
 from lowmem_load.models.active import load_lock
 from lowmem_load.models.model_folder import find_folder

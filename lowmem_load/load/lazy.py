@@ -26,9 +26,9 @@ from lowmem_load.files.fill import Filling, Part, fill, read_whole
 from lowmem_load.load.describe import Described, check_described, describe
 from lowmem_load.load.execute import combine_companions, fill_buffers, restore_later
 from lowmem_load.load.load import MAX_THREADS, REPORT_ATTRIBUTE
-from lowmem_load.load.load_model import name_text, refuse_placing, stage_3
 from lowmem_load.load.make_plan import PlannedModel, make_plan
 from lowmem_load.load.report import LoadReport, OnLoad
+from lowmem_load.load.request import name_text, refuse_placing, stage_3
 from lowmem_load.locks import ForkedLock
 from lowmem_load.models import diffusion, loader, model_class, model_folder
 from lowmem_load.models.active import load_lock, on_host, transformers_class

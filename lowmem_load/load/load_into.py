@@ -24,7 +24,8 @@ from lowmem_load.engines.sharded_target import ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.load.fill_lazy import allocate_shards
 from lowmem_load.load.load import REPORT_ATTRIBUTE, Load, Options
-from lowmem_load.load.load_model import (
+from lowmem_load.load.report import LoadReport
+from lowmem_load.load.request import (
     Checked,
     LoadedModel,
     agree_on_request,
@@ -35,7 +36,6 @@ from lowmem_load.load.load_model import (
     storage_dtype,
     weights_folder,
 )
-from lowmem_load.load.report import LoadReport
 from lowmem_load.models import diffusion, loader, model_class, model_folder
 from lowmem_load.models.active import load_lock, ordinary_path, outermost, transformers_models
 from lowmem_load.models.loader import Call

@@ -1,33 +1,23 @@
-"""load_model: a model by name, by a ds_config or a mesh; and the checks before any load by name."""
+"""load_model: a model by name, by a ds_config or a mesh."""
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.distributed.steps import RankGroup
-from lowmem_load.engines.zero3_target import target_maker
 from lowmem_load.errors import ConfigError
-from lowmem_load.load.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Load, Options
+from lowmem_load.load.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Options
 from lowmem_load.load.report import LoadReport
-from lowmem_load.models import diffusion, loader, model_class, model_folder
-from lowmem_load.models.active import load_lock, transformers_models
-from lowmem_load.models.loader import PLACED_BY_STOCK, SHARDS, Call
-from lowmem_load.models.model_folder import commit_of, find_folder, rename_loaded
-from lowmem_load.models.quantizers import refuse_quantized, stays_packed
+from lowmem_load.load.request import Request, agree_on_request, make_load, name_text, weights_folder
+from lowmem_load.models.active import load_lock
 from lowmem_load.models.skeleton import is_distributed_config
-from lowmem_load.phases import no_callback
 from lowmem_load.planning.replicas import ShareReads
-
-LoadedModel = tuple[nn.Module, dict[str, Any]]
-"""A model and the loading info."""
 
 
 def load_model(
@@ -127,158 +117,3 @@ def _is_sharding(target: Any) -> bool:
     from lowmem_load.engines.mesh import is_mesh
 
     return is_distributed_config(target) or is_mesh(target)
-
-
-# -- what a caller asks for, and the checks before the load -----------------------------------------------------------
-
-
-class Request(NamedTuple):
-    """A model by name, and how to load it: see `lowmem_load.load_model`. `kwargs` are those of `from_pretrained`."""
-
-    name: str
-    auto_class: str | type | None
-    dtype: str | torch.dtype | None
-    kwargs: Mapping[str, Any]
-
-    def with_folder(self, ranks: RankGroup | None = None) -> Request:
-        """Return the request with a folder in place of a URL. An error of another of the ranks ends the search."""
-        name, kwargs = find_folder(self.name, self.kwargs, check=no_callback if ranks is None else ranks.check)
-        return self._replace(name=name, kwargs=kwargs)
-
-    def checked(self, settings: Settings) -> Checked:
-        """Return the call that will load, with the settings for this model."""
-        kwargs = dict(self.kwargs)
-        older = kwargs.pop("torch_dtype", "auto")  # the older name of the same keyword
-        dtype = older if self.dtype == "auto" else self.dtype
-        is_partitioned = settings.stage == 3
-        storage = storage_dtype(dtype, settings.dtype, must_agree=is_partitioned and settings.partition is None)
-        kwargs["dtype"] = storage
-        model_folder.check_name(self.name, kwargs.get("subfolder", ""))
-        if (cls := diffusion.model_class(self.name, self.auto_class, kwargs)) is not None:
-            kwargs["torch_dtype"] = kwargs.pop("dtype")
-            return Checked(self.name, settings.for_model(None), cls, kwargs)
-        cls, config = model_class.class_and_config(self.name, self.auto_class, kwargs)
-        if is_partitioned:
-            refuse_quantized(config, kwargs)
-        return Checked(self.name, settings.for_model(config), cls, kwargs)
-
-
-class Checked(NamedTuple):
-    """A request that can be met: `settings` for the model, its class, and all keywords of `from_pretrained`."""
-
-    name: str
-    settings: Settings
-    cls: Any
-    kwargs: Mapping[str, Any]
-
-    def run(self, load: Callable[[Call], LoadedModel]) -> Any:
-        """Call the class's `from_pretrained`, for which `load` does what loads; return the model."""
-        with loader.intercepted(load), diffusion.intercepted(load):
-            return rename_loaded(self.cls.from_pretrained(self.name, **self.kwargs))
-
-
-def agree_on_request(
-    ranks: RankGroup | None, make_request: Callable[[], tuple[Request, Settings]], *, has_ds_config: bool = True
-) -> Checked:
-    """Return what `make_request` returns, checked and equal on all ranks.
-
-    Collective: one step; two for a Hub id. Local without `ranks`.
-    """
-    if ranks is None:
-        request, settings = make_request()
-        return request.with_folder().checked(settings)
-    with ranks.step("checking the arguments") as step:
-        request, settings = make_request()
-        request = request.with_folder(ranks)
-        model_folder.check_name(request.name, request.kwargs.get("subfolder", ""))
-        is_folder = os.path.isdir(request.name)
-        kind = "a local folder" if is_folder else "a name on the Hub"
-        compared = settings.compared if has_ds_config else {"dtype": settings.compared["precision"]}
-        step.digest = {**compared, "as name": kind}
-        if is_folder:
-            return request.checked(settings)
-    with ranks.step("asking the Hub", name=request.name) as step:
-        commit = commit_of(request.name, request.kwargs)
-        step.digest = {"commit": commit}
-        pinned = {"revision": commit} if commit else {}
-        return request._replace(kwargs={**request.kwargs, **pinned}).checked(settings)
-
-
-def stage_3(dtype: str | torch.dtype, world_size: int) -> Settings:
-    """Return the settings of a stage 3 in bf16 or fp16, or in fp32 for any other dtype."""
-    precision = str(dtype).removeprefix("torch.")
-    sections = {"bf16": {"enabled": precision == "bfloat16"}, "fp16": {"enabled": precision == "float16"}}
-    return read_settings({"zero_optimization": {"stage": 3}, **sections}, world_size=world_size)
-
-
-def refuse_placing(kwargs: Mapping[str, Any], text: str) -> None:
-    """Raise ConfigError for keywords of `from_pretrained` that place, shard or quantize, other than in 4 bits."""
-    for keyword in (*PLACED_BY_STOCK, *SHARDS):
-        value = kwargs.get(keyword)
-        if value is not None and not (keyword == "quantization_config" and stays_packed(value)):
-            raise ConfigError(text.format(keyword))
-
-
-def ordinary_load(
-    model: nn.Module,
-    name: str | os.PathLike[str],
-    dtype: str | torch.dtype | None,
-    auto_class: str | type | None,
-    kwargs: Mapping[str, Any],
-    world_size: int,
-) -> tuple[Request, Settings]:
-    """Return the ordinary load that has the values of a sharded model, and its settings. See `load_into`."""
-    refuse_placing(kwargs, "load_into: remove {}; the model says where its parameters go")
-    if transformers_models(model):
-        config: Any = copy.deepcopy(model.config)
-        vars(config).pop("distributed_config", None)
-        quantization: Any = getattr(config, "quantization_config", None)
-        if hasattr(quantization, "to_dict"):
-            config.quantization_config = quantization.to_dict()  # as in config.json, for another load
-        quantizer: Any = getattr(model, "hf_quantizer", None)
-        if quantizer is not None and not quantizer.pre_quantized:  # the files are not quantized
-            kwargs = {"quantization_config": quantizer.quantization_config, **kwargs}
-            vars(config).pop("quantization_config", None)
-        auto_class, kwargs = auto_class or model_class.plain_class(model), {"config": config, **kwargs}
-    floating = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
-    if dtype is None:
-        dtype = next(iter(floating)) if len(floating) == 1 else torch.float32
-    return Request(name_text(name), auto_class, "auto", kwargs), stage_3(dtype, world_size)
-
-
-def make_load(ranks: RankGroup, settings: Settings, options: Options) -> Load:
-    """Return the `Load` of these settings on these ranks, onto the device of each."""
-    device = DistributedInterface().device
-    return Load(settings, ranks, target_maker(ranks.rank, device, ranks.group), options)
-
-
-def name_text(name: Any) -> str:
-    """Return the name of a model as text; raise ConfigError if it is neither a path nor text."""
-    if not isinstance(name, str | os.PathLike) or not os.fspath(name):
-        raise ConfigError(f"name: expected a local folder, a Hub id or a URL, got {name!r}")
-    return os.fsdecode(name)
-
-
-def weights_folder(path: Any) -> str | None:
-    """Return the folder of a training checkpoint as text, and None for none; raise ConfigError for anything else."""
-    if path is None:
-        return None
-    text = os.fsdecode(path) if isinstance(path, str | os.PathLike) else ""
-    if not text or "://" in text:
-        raise ConfigError(f"weights: expected the local folder of a training checkpoint, got {path!r}")
-    return text
-
-
-def storage_dtype(dtype: str | torch.dtype | None, engine: torch.dtype, *, must_agree: bool = False) -> torch.dtype:
-    """Return the dtype of `load_model` and the like, which is the engine's for None and "auto"."""
-    if dtype in (None, "auto"):
-        return engine
-    wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(wanted, torch.dtype):
-        raise ConfigError(f"dtype {dtype!r} is not a torch dtype; use 'auto' or one such as 'bfloat16'")
-    if must_agree and wanted != engine:
-        raise ConfigError(
-            f"dtype {wanted} contradicts the ds_config, under which DeepSpeed runs in {engine}; "
-            "drop dtype, or change bf16.enabled and fp16.enabled"
-        )
-    return wanted

@@ -19,8 +19,8 @@ from lowmem_load.files.executor import Executor
 from lowmem_load.files.mounts import read_cost
 from lowmem_load.load.describe import check_described, describe
 from lowmem_load.load.load_into import Into, IntoDiffusers, IntoModule, Way, skeletons_sharded
-from lowmem_load.load.load_model import Checked, Request, name_text
 from lowmem_load.load.make_plan import make_plan
+from lowmem_load.load.request import Checked, Request, name_text
 from lowmem_load.models import diffusion, model_class
 from lowmem_load.models.active import load_lock, on_host
 from lowmem_load.models.loader import Call, is_left_alone, refuse_device_map

@@ -17,8 +17,8 @@ from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.load.describe import check_described, describe
 from lowmem_load.load.execute import execute
-from lowmem_load.load.load_model import stage_3
 from lowmem_load.load.make_plan import make_plan
+from lowmem_load.load.request import stage_3
 from lowmem_load.models.model_folder import files_of
 from lowmem_load.models.modules import ModuleCall
 from tests.described import whole
