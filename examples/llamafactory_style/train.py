@@ -19,7 +19,7 @@ from lowmem_load import DistributedInterface, ModelEngine, load_report
 
 
 def read_config(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the YAML file named first, with `key=value` after it on top; its files lie beside it."""
+    """Return the YAML file named first, with `key=value` after it on top; its files are next to it."""
     path, *overrides = argv
     config: dict[str, Any] = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     folder = Path(path).resolve().parent
@@ -33,17 +33,10 @@ def read_config(argv: Sequence[str]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
     """Train as the YAML file says; return the loss of each step of this run."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    stock = "--stock" in arguments
-    config = read_config([argument for argument in arguments if argument != "--stock"])
+    config = read_config(sys.argv[1:] if argv is None else argv)
 
     distributed = DistributedInterface()  # the process group, before anything asks for it
-    if stock:
-        from stock_engine import StockEngine
-
-        engine: Any = StockEngine(config)
-    else:
-        engine = ModelEngine(config)  # processor, configuration, model: each rank reads its own partitions
+    engine = ModelEngine(config)  # processor, configuration, model: each rank reads its own partitions
     training_args = TrainingArguments.from_mapping(engine.extra)
     dataset = DataEngine(training_args.train_dataset, engine.processor, training_args.cutoff_len)
 
@@ -52,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     trainer.save_model()
     if distributed.rank == 0:
         print("losses:", " ".join(f"{loss:.6f}" for loss in losses))
-        if not stock:
-            print(load_report(engine.model))
+        print(load_report(engine.model))
     return losses
 
 

@@ -77,7 +77,9 @@ def plan(
         int | None, typer.Option(min=1, help="Ranks on a node. Default: 8, or all if there are fewer.")
     ] = None,
     four_bit: Annotated[bool, typer.Option("--four-bit", help="Quantize to 4 bits, for QLoRA.")] = False,
-    dequantize: Annotated[bool, typer.Option("--dequantize", help="Dequantize an fp8 or mxfp4 checkpoint.")] = False,
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", help="Dequantize an fp8, mxfp4 or compressed-tensors checkpoint.")
+    ] = False,
     subfolder: Annotated[str, typer.Option(help="Subfolder that holds the weights.")] = "",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
     auto_class: Annotated[

@@ -49,9 +49,9 @@ def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:
     if quantization is None or stays_packed(quantization) or fields_of(quantization).get("dequantize") is True:
         return
     raise UnsupportedError(
-        f"quantization {method_of(quantization)!r} cannot be partitioned by ZeRO-3: every rank "
-        "would hold the whole model; ask for dequantize=True where the method has it (fp8, mxfp4), load a "
-        "dequantized checkpoint, use bitsandbytes in 4 bits, or use ZeRO stage 0, 1 or 2"
+        f"quantization {method_of(quantization)!r} cannot be partitioned by ZeRO-3, so every rank would need the full "
+        "model. Pass dequantize=True in the quantization_config if it has that (fp8, mxfp4, "
+        "compressed-tensors), load a dequantized checkpoint, use bitsandbytes in 4 bits, or use ZeRO stage 0, 1 or 2"
     )
 
 

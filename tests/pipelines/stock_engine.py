@@ -1,4 +1,4 @@
-"""What the model engine would be without lowmem_load, so that `--stock` compares the same script."""
+"""What `ModelEngine` would be without lowmem_load, so that the same script of `examples/` can be compared."""
 
 from __future__ import annotations
 
