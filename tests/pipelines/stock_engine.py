@@ -24,7 +24,7 @@ class StockEngine:
             ds_config,
             world_size=DistributedInterface().world_size,
             hidden_size=hidden_size_of(model_config(str(args.model), {})),
-            precision=precision_of(ds_config, absent="auto", trainer_bf16=args.bf16, trainer_fp16=args.fp16),
+            dtype=precision_of(ds_config, absent="auto", trainer_bf16=args.bf16, trainer_fp16=args.fp16),
         )
         self.hf_deepspeed_config = HfDeepSpeedConfig(self.ds_config)
         self.processor = AutoTokenizer.from_pretrained(args.model)
