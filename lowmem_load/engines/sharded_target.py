@@ -11,9 +11,9 @@ from torch import nn
 from lowmem_load.config.settings import Settings
 from lowmem_load.engines.mesh import dtypes_of_computation, holders, local_shard, part_of, refuse_fsdp1
 from lowmem_load.engines.target import HostBytes, Layout, Target
-from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
+from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.files.memory import untouched_bytes
-from lowmem_load.models.wrappers import named_tensors, plain_name
+from lowmem_load.models.wrappers import named_tensors, plain_name, refuse_differences
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
 from lowmem_load.planning.regions import FlatRange, Grid
 from lowmem_load.quantized.format import packed_parameters
@@ -85,21 +85,20 @@ class ShardedModel:
             ("buffers", self.buffers, buffers),
         ):
             problems = {
-                f"{kind} that neither a file nor a rule fills": sorted(present.keys() - expected.keys()),
-                f"{kind} of the checkpoint that the model lacks": sorted(expected.keys() - present.keys()),
+                f"{kind} that neither a file nor a rule fills": present.keys() - expected.keys(),
+                f"{kind} of the checkpoint that the model lacks": expected.keys() - present.keys(),
                 f"{kind} of other shapes": [
                     f"{name} {tuple(present[name].shape)} instead of {tuple(expected[name].shape)}"
-                    for name in sorted(present.keys() & expected.keys())
+                    for name in present.keys() & expected.keys()
                     if present[name].shape != expected[name].shape
                 ],
             }
-            texts = [f"{problem}: {listed(names)}" for problem, names in problems.items() if names]
-            if texts:
-                raise CheckpointError(
-                    f"{type(described).__name__}: the model and its checkpoint do not match. {'; '.join(texts)}. Build"
-                    " the model from the configuration of the checkpoint. Name what you have added to it in `leave`,"
-                    " and fill that yourself"
-                )
+            refuse_differences(
+                f"{type(described).__name__}: the model and its checkpoint do not match",
+                problems,
+                "Build the model from the configuration of the checkpoint. Name what you have added to it in `leave`, "
+                "and fill that yourself",
+            )
 
     def fill_buffers(self, described: nn.Module) -> None:
         """Copy the buffers of a loaded model. Buffers are small: each rank has read them in full."""
