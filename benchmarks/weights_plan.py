@@ -19,8 +19,7 @@ import torch
 
 from benchmarks.memory import PeakMemory
 from benchmarks.results import MIB, parser_of, show_table
-from lowmem_load.distributed.channel import verdict_on
-from lowmem_load.distributed.peers import Entry
+from lowmem_load.distributed.peers import Entry, verdict_on
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.nest import Axis, Copy, Nest
 from lowmem_load.planning.regions import Cuts, Mesh, Partitions, Rule, Split

@@ -144,14 +144,10 @@ def doctor(
 
         seen = look_into(host, int(port))
     rows = [("prefix", "rank", "step", "does", "since", "process")]
-    for group, rank, beat, is_silent in seen:
-        does = beat.last_seen + (" (no heartbeat)" if beat.title and is_silent else "")
-        rows.append((group.rstrip("/"), str(rank), f"{beat.group} {beat.number}", does, f"{beat.seconds} s", beat.who))
-    answer(
-        as_json,
-        [{"prefix": one.group, "rank": one.rank, "silent": one.is_silent, **one.heartbeat._asdict()} for one in seen],
-        lambda: f"{table(rows)}\n{len(seen)} ranks",
-    )
+    for one in seen:
+        does = one["does"] + (" (no heartbeat)" if one["silent"] else "")
+        rows.append((one["prefix"], str(one["rank"]), one["step"], does, f"{one['seconds']:.0f} s", one["who"]))
+    answer(as_json, seen, lambda: f"{table(rows)}\n{len(seen)} ranks")
 
 
 @app.command()

@@ -1,29 +1,11 @@
-"""Agreement of ranks through the store of torch.distributed: steps with a verdict, and heartbeats.
+"""One rank's end of the agreement: a thread that writes what this rank does into the store, and reads the others.
 
-A collective cannot say who is late, and fails only with its group's timeout. Through the store all ranks learn which
-rank failed, ended or got stuck, whatever they do meanwhile.
+The protocol is [Note: agreement] in `distributed/steps.py`. Keys: `rank/R` is the heartbeat of rank R, with its entry;
+`GROUP/N` the verdict on step N of a group; `GROUP/failed` the last step in which a rank has failed before the verdict.
 
-[Note: steps] The steps of a group are numbered, and all ranks pass the same numbers.
-- Each rank has one key, its heartbeat: in which step it is, how far, and, when it has done its part, its entry.
-- Each step has one key, its verdict. compare_set writes it, so the first one counts. The leader, the group's first
-  rank, writes it when it has read all entries. Who gives up another rank or itself, or leaves the step, writes that
-  instead. It stays for ranks that come later.
-- The leader watches the heartbeats of all ranks, the others that of the leader. All look for the verdict, and for the
-  key that a rank writes when it fails: then busy ranks stop.
-- With its verdict a step is over, and all ranks go on to the next number. So a load that failed may be tried again.
-- An entry says that the rank has read the verdict before. So when all entries are there, that may go.
-
-[Note: nested steps] A step of some ranks may lie within one of more ranks. If the outer one fails, a rank in the inner
-one gives that up: it may wait there for the rank that failed, which waits for it in the outer one.
-
-[Note: loops] A rank may leave a loop that all ranks began, alone or with all others, at any time. So it does not write
-the verdict on a step, to which nobody may come, but a key that says that it has left. A step of the loop to which
-others come fails with that. If this rank comes to another step meanwhile, which has the same number, it goes on to the
-next number, as the others do.
-
-[Note: one thread] A call of the store may take for ever, and no signal interrupts it. So one thread makes all calls,
-and the caller waits for it in short waits. If it does not come back, the caller goes on without it, and every later
-step of this process group fails.
+[Note: one thread] A call of the store may take for ever, and no signal interrupts it. So one thread makes all calls.
+The caller only says where it is, and looks now and then whether the thread has answered. If the thread hangs in a call,
+the caller goes on without it, and every later step of this process group fails.
 """
 
 from __future__ import annotations
@@ -35,31 +17,20 @@ import os
 import platform
 import queue
 import re
-import secrets
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
-from lowmem_load.distributed.peers import (
-    GONE,
-    NOTICE_S,
-    Entry,
-    Heartbeat,
-    Limits,
-    Peer,
-    Progress,
-    say_who_is_absent,
-)
+from lowmem_load.distributed import peers
+from lowmem_load.distributed.peers import Entry, Heartbeat, Limits, Peer, Progress, Verdict
 from lowmem_load.errors import LowMemLoadError
-from lowmem_load.text import spell_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -67,227 +38,160 @@ BEAT_S, MIN_BEATS = 1.0, 5  # seconds between heartbeats; in how many of them th
 POLL_S, POLL_GROWTH = 0.001, 1.05  # seconds before a waiting rank looks, for each 16 ranks; how later pauses grow
 PART = 4 * 2**20  # characters of a value: torch's store ends a connection that sends 8 MiB (libuv backend, torch 2.13)
 FAREWELL_S = 2.0  # seconds that the leader waits for who has to read its last verdict: the store may end with it
-MAX_LEFT = 8  # loops that a rank remembers to have left
-MAX_FAILURES = 1_000_000  # characters of all messages of a verdict together, which every rank reads
 
 _NOTHING = "-"  # stands for the value of a key that is not there
-
-# The parts of one error's text that differ between ranks: addresses, and the indices of devices (cuda:1).
-_OF_ONE_PROCESS = re.compile(r"\b0x[0-9a-fA-F]+|(?<=[a-z]:)[0-9]+")
 
 
 class StoppedError(BaseException):
     """Ends this rank's part of a step because another rank has failed; the verdict says how."""
 
 
-class Verdict(NamedTuple):
-    """The outcome of a step. JSON data."""
+@dataclass(eq=False, slots=True)
+class Group:
+    """A group of ranks, as one of them sees it. The first one of its members is the leader."""
 
-    failures: Sequence[tuple[int, str]] = ()  # ranks of the world that failed, and their messages
-    is_alike: bool = False  # whether all ranks failed with the same message
-    num_parts: int = 0  # of the payloads of all ranks
-    title: str = ""  # of the step, as its leader or a rank that is stuck calls it; "" where another rank has written it
-    loop: str = ""  # that the step belonged to, where it failed because a rank has left that
-    differs: bool = False  # whether the digests of the ranks differ, and nothing else is wrong
+    channel: StoreChannel
+    name: str  # unique among the groups of the store; prefix of its keys
+    members: tuple[int, ...]  # as ranks in the world
+    number: int = 0  # of the next step
+    num_loops: int = 0
+    read: list[str] = field(default_factory=list)  # of the leader: keys of verdicts, until all members have read them
 
+    @property
+    def key(self) -> str:
+        """The key of the verdict on the next step."""
+        return f"{self.name}/{self.number}"
 
-def verdict_on(entries: Mapping[int, Entry]) -> Verdict:
-    """Return the verdict on the entries of all ranks, by rank in the world, in the group's order.
+    def loop(self) -> Group:
+        """Return the same ranks for other steps, which each of them may leave. Call on all of them."""
+        self.num_loops += 1
+        return Group(self.channel, f"{self.key}.{self.num_loops}", self.members, read=self.read)
 
-    Errors count before different titles, and those before different digests. A rank that stopped because of another
-    one is named only if no other rank failed.
-    """
-    errors = {rank: entry.error for rank, entry in entries.items() if entry.error is not None}
-    failures = (
-        {rank: error for rank, error in errors.items() if not entries[rank].is_stopped}
-        or errors
-        or differences("is at", "are at", {rank: repr(entry.title) for rank, entry in entries.items()})
-    )
-    texts = {_OF_ONE_PROCESS.sub("#", error) for error in errors.values()}
-    max_chars = max(200, MAX_FAILURES // max(1, len(failures)))
-    return Verdict(
-        failures=[(rank, text[:max_chars]) for rank, text in failures.items()],
-        is_alike=len(errors) == len(entries) and len(texts) == 1,
-        differs=not failures and len({entry.digest for entry in entries.values()}) > 1,
-    )
+    @contextlib.contextmanager
+    def doing(self, title: str, progress: Callable[[], Progress] | None = None) -> Iterator[None]:
+        """Send heartbeats within the block, with its title and progress. Blocks nest."""
+        channel, outer = self.channel, self.channel.place
+        try:
+            channel.place = Place(self, title, progress and weakref.ref(progress), outer)
+            logger.debug("rank %d: begins %r, of %s", channel.rank, title, self.key)
+            if not outer.title:
+                channel.wait()  # should this rank end at once, the others know that it had come
+            yield
+        finally:
+            channel.place = replace(outer) if outer.title else Place(self)
+            if not outer.title:
+                channel.wait()
 
+    def agree(self, entry: Entry, payload: str = "") -> tuple[Verdict, list[str]]:
+        """Bring an entry to the next step; return the verdict, and the payloads of all ranks if one has any.
 
-def differences(this: str, others: str, values: Mapping[int, str]) -> dict[int, str]:
-    """Return, of each rank whose value is not that of most, a text that says so."""
-    # Of equally frequent values, the lowest rank's is the usual one.
-    usual = Counter(values.values()).most_common(1)[0][0]
-    where = f"where rank(s) {spell_ranks([rank for rank in values if values[rank] == usual])} {others} {usual}"
-    return {rank: f"{this} {value}, {where}" for rank, value in values.items() if value != usual}
+        Collective, within `doing`. An entry without a title fails the step, unless that is over, and waits for nobody.
+        """
+        channel, block = self.channel, self.channel.place
+        logger.debug("rank %d: at step %s, %r: %s", channel.rank, self.key, entry.title, entry.error or "done")
+        entry = entry._replace(num_parts=-(-len(payload) // PART))
+        try:
+            channel.place = replace(block, entry=entry, payload=payload)
+            answer = channel.wait()
+            if answer is not None:
+                self._pass()
+                self.number += 1
+        finally:
+            channel.place = replace(block)
+        verdict, payloads = answer or (Verdict([(0, channel.broken)]), [])
+        logger.debug("rank %d: %r is over: %s", channel.rank, entry.title, verdict.failures or "go on")
+        return verdict, payloads
+
+    def abort(self, why: str) -> None:
+        """Say that this rank does not come to the next step. Local."""
+        with self.doing("leaving"):
+            while not self.agree(Entry("", why))[0].failures:
+                pass  # that step ended well before this rank could say it
+
+    def leave(self, why: str) -> None:
+        """Say that this rank comes to no further step. It waits for nothing, as finalizers may call it."""
+        self.channel.news.put((self.key, why))
+        self._pass()
+
+    def _pass(self) -> None:
+        if self.channel.rank == self.members[0]:
+            self.read.append(self.key)
 
 
 @dataclass(eq=False, slots=True)
-class Group:
-    """A group of ranks, and this rank's next step. The first one of its members is the leader."""
-
-    name: str  # unique among the groups of the store; prefix of its keys
-    members: tuple[int, ...]  # as ranks in the world
-    number: int = 0
-
-
-class _Place(NamedTuple):
-    """What this rank does. Two threads use it, so it does not change. Compared by identity."""
+class Place:
+    """What this rank does. Two threads use it, so it is not changed."""
 
     group: Group
     title: str = ""  # "" between loads
     progress: weakref.ref[Callable[[], Progress]] | None = None  # a thread that hangs must not keep what it refers to
-    number: int = 0
-    entry: Entry | None = None
-    since_s: float = 0.0
+    outer: Place | None = None  # the block around this one
+    entry: Entry | None = None  # that this rank brings to the step; None while it is busy
+    payload: str = ""
+    key: str = field(init=False)  # of the verdict
+    since_s: float = field(init=False, default_factory=time.monotonic)
+    answer: Future[Any] = field(init=False, default_factory=Future)  # of the thread to the caller
 
-    @property
-    def step(self) -> tuple[str, int]:
-        """Name of the group and number of the step."""
-        return self.group.name, self.number
+    def __post_init__(self) -> None:
+        self.key = self.group.key
 
-    @property
-    def key(self) -> str:
-        """The key of the verdict."""
-        return f"{self.group.name}/{self.number}"
+    def groups(self) -> dict[Group, str]:
+        """Return the groups of this block and of those around it, each with the title of a block."""
+        return {self.group: self.title, **(self.outer.groups() if self.outer and self.outer.title else {})}
 
 
 class StoreChannel:
-    """Steps and heartbeats of one rank of the world. One thread at a time may use it, but for `check`.
+    """Steps and heartbeats of one rank of the world. One thread at a time may use it, but for `check` and `leave`.
 
     Args:
-        open_client: returns a client of the store for the channel's thread, in which it runs; it may wait.
+        open_client: returns a client of the store for the channel's thread, in which it runs.
         rank: of this process in the world.
         limits: how long it waits.
         beat_s: seconds between heartbeats.
-        welcome: called with the ranks of which nothing has been heard, in the channel's thread.
     """
 
     def __init__(
-        self,
-        open_client: Callable[[], Any],
-        rank: int,
-        limits: Limits | None = None,
-        beat_s: float = BEAT_S,
-        welcome: Callable[[Sequence[int]], object] | None = None,
+        self, open_client: Callable[[], Any], rank: int, limits: Limits | None = None, beat_s: float = BEAT_S
     ) -> None:
-        self.limits = limits or Limits()
-        self._open_client, self._rank, self._beat_s, self._welcome = open_client, rank, beat_s, welcome
-        self._store: Any = None
-        self._who = f"pid {os.getpid()} on {platform.node()}"
+        self.rank, self.limits, self.broken = rank, limits or Limits(), ""  # what is wrong with the store
+        self.place = Place(Group(self, "", (rank,)))  # where the caller is
         self._groups: dict[str, Group] = {}
-        self._blocks: list[_Place] = []  # that the caller is in
-        self._place = self._failing = _Place(Group("", (rank,)))  # where it is; where it was when it heard of a failure
-        self._questions = queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], Any] | None]()
-        self._broken = ""  # what is wrong with the store
+        self._failing: Place | None = None  # where the caller was when another rank failed
+        self.news = queue.SimpleQueue[tuple[str, str] | None]()  # wakes the thread; which step to fail, and why
+        self._is_over = False
         self._unanswered_s, self._counted_s = 0.0, time.monotonic()  # see `_note_silence`
-        self._waited_s, self._notice_s = 0.0, 0.0  # for the other ranks, and until the next notice of who is absent
-        self._still_s = 0.0  # without progress
-        self._last: tuple[_Place, int | None] | None = None  # where this rank was, and how far, at its last beat
-        self._num_beats = 0
-        self._left: tuple[str, ...] = ()  # loops
+        # Of the thread.
+        self._open_client, self._beat_s = open_client, beat_s
+        self._store: Any = None
+        self._told = self.place  # what stands in the store
+        self._amount, self._still_s, self._notice_s = -1, 0.0, peers.NOTICE_S  # how far the place is, since when
         self._peers: dict[int, Peer] = {}
         self._thread = threading.Thread(target=self._run, name="lowmem_load-store", daemon=True)
 
     def group(self, name: str, members: tuple[int, ...]) -> Group:
         """Return the group of this name."""
-        return self._groups.setdefault(name, Group(name, members))
-
-    @contextlib.contextmanager
-    def doing(self, group: Group, title: str, progress: Callable[[], Progress] | None = None) -> Iterator[None]:
-        """Send heartbeats within the block, with its title and progress. Blocks nest."""
-        depth = len(self._blocks)
-        try:
-            self._blocks.append(_Place(group, title, progress and weakref.ref(progress)))
-            logger.debug("rank %d: begins %r, of %s/%d", self._rank, title, group.name, group.number)
-            place = self._move(self._blocks[-1])
-            if not depth:
-                self._ask(self._send_heartbeat, place)  # should this rank end at once, the others know it had come
-            yield
-        finally:
-            del self._blocks[depth:]
-            place = self._move(self._blocks[-1] if depth else _Place(group))
-            if not depth:
-                self._ask(self._part, place)
-
-    def agree(
-        self, group: Group, entry: Entry, payload: str = "", *, leaves: bool = False
-    ) -> tuple[Verdict, list[str]]:
-        """Bring an entry to the group's next step; return the verdict, and the payloads of all ranks if one has any.
-
-        Collective, within `doing`. A rank that `leaves` the step fails it, unless the step is over, and does not wait.
-        """
-        self._waited_s, self._notice_s = 0.0, NOTICE_S
-        pause_s = POLL_S * max(1.0, len(group.members) / 16)
-        num_parts = self._ask(self._write_parts, f"rank/{self._rank}", payload) if payload else 0
-        place = self._move(self._blocks[-1], entry._replace(num_parts=num_parts))
-        logger.debug("rank %d: at step %s, %r: %s", self._rank, place.key, entry.title, entry.error or "done")
-        self._ask(self._send_heartbeat, place)
-        content = self._ask(self._look, place, leaves)
-        while not content and not self._broken:
-            time.sleep(pause_s)
-            pause_s = min(self._beat_s, POLL_GROWTH * pause_s)
-            content = self._ask(self._look, place, leaves)
-        verdict = Verdict(*json.loads(content or "[]"))
-        logger.debug("rank %d: %s is over: %s", self._rank, place.key, verdict.failures or "go on")
-        payloads = self._ask(self._read_parts, f"{group.name}/payloads", verdict.num_parts)
-        if self._broken:
-            return Verdict([(0, self._broken)]), []
-        group.number += 1
-        self._move(self._blocks[-1])
-        if verdict.loop in self._left:  # it was a step of others
-            return self.agree(group, entry, payload, leaves=leaves)
-        return verdict, json.loads(payloads or "[]")
-
-    def abort(self, group: Group, why: str) -> None:
-        """Say that this rank does not come to the group's next step. Local."""
-        if self._thread.ident and self._store is None:
-            self._break("was not reached yet")
-            return
-        with self.doing(group, "leaving"):
-            while not self.agree(group, Entry("", why), leaves=True)[0].failures:
-                pass  # that step ended well before this rank could say it
-
-    def leave(self, loop: str, why: str) -> None:
-        """Say that this rank comes to no further step of a loop. Local; for finalizers, which may run in any thread.
-
-        So it waits for nothing. Steps of the loop fail that other ranks come to. See [Note: loops].
-        """
-        self._left = (*self._left[1 - MAX_LEFT :], loop)
-        said = f"left/{loop}", "", json.dumps([self._rank, why])
-        self._questions.put((Future(), lambda: self._store.compare_set(*said), ()))
+        return self._groups.setdefault(name, Group(self, name, members))
 
     def check(self) -> None:
         """Raise StoppedError if another rank has failed, or if the store is silent. Local; any thread."""
-        if self._blocks:
+        if self.place.title:
             self._note_silence()
-            if self._broken or self._failing is self._place:
+            if self.broken or self._failing is self.place:
                 raise StoppedError("stopped because another rank has failed")
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the caller has gone on without the store."""
-        return bool(self._broken)
-
-    def note_answer(self) -> None:
-        """Note that the store has answered: for `open_client`, while it waits."""
-        self._unanswered_s = 0.0
 
     def end(self) -> None:
         """End the thread."""
-        self._questions.put(None)
+        self._is_over = True
+        self.news.put(None)
 
-    def _move(self, block: _Place, entry: Entry | None = None) -> _Place:
-        self._place = block._replace(number=block.group.number, entry=entry, since_s=time.monotonic())
-        return self._place
-
-    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a function returns in the thread; None if the store is broken."""
+    def wait(self) -> Any:
+        """Return the thread's answer to the caller's place; None if the store is broken."""
         if not self._thread.ident:
             self._thread.start()
-        answer = Future[Any]()
-        self._questions.put((answer, function, arguments))
-        while not self._broken:
+        self.news.put(None)
+        while not self.broken:
             with contextlib.suppress(TimeoutError):
-                return answer.result(self._beat_s)
+                return self.place.answer.result(self._beat_s)
             self._note_silence()
         return None
 
@@ -300,150 +204,137 @@ class StoreChannel:
         self._unanswered_s += min(now_s - self._counted_s, self._beat_s)
         self._counted_s = now_s
         if self._unanswered_s > max(self.limits.gone_s, MIN_BEATS * self._beat_s):
-            self._break(f"has not answered for {self.limits.gone_s:g} s ({GONE})")
+            self._break(f"has not answered for {self.limits.gone_s:g} s ({peers.GONE})")
 
     def _break(self, what: str) -> None:
-        self._broken = self._broken or f"the store of the process group, which this rank or its launcher holds, {what}"
+        self.broken = self.broken or f"the store of the process group, which this rank or its launcher holds, {what}"
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        next_s = 0.0
         try:
             self._store = self._open_client()
             # Torch's own groups do not form in keys that are in use; and here are the verdicts of other steps.
-            token = secrets.token_hex(8)
-            if self._store.compare_set(f"used/{self._rank}", "", token).decode() != token:
-                raise LowMemLoadError(
-                    "the store of the process group has been used by an earlier one: give each a store of its own, or "
-                    "a prefix"
-                )
-            while not self._broken:
-                self.note_answer()
-                if time.monotonic() >= next_s:
-                    next_s = time.monotonic() + self._beat_s
-                    self._beat(self._place)
+            if self._store.add(f"used/{self.rank}", 1) > 1:
+                return self._break("has been used by an earlier group: give each a store of its own, or a prefix")
+            next_beat_s = pause_s = 0.0
+            while not self.broken and not self._is_over:
+                self._unanswered_s = 0.0
+                place, is_due = self.place, time.monotonic() >= next_beat_s
+                if place is not self._told:
+                    pause_s = POLL_S * max(1.0, len(place.group.members) / 16)
+                    self._tell(place)
+                if is_due:
+                    next_beat_s = time.monotonic() + self._beat_s
+                    if place.title:
+                        self._beat(place)
+                if not place.answer.done() and (answer := self._answer(place)) is not None:
+                    place.answer.set_result(answer)
+                until_beat_s = max(0.0, next_beat_s - time.monotonic())
                 with contextlib.suppress(queue.Empty):
-                    question = self._questions.get(timeout=max(0.0, next_s - time.monotonic()))
-                    if question is None:
-                        return
-                    answer, function, arguments = question
-                    if not self._broken:
-                        answer.set_result(function(*arguments))
-            # The caller has gone on, and the store is back.
-            self._decide(self._place, Verdict([(self._rank, f"went on without the others: {self._broken}")]))
-        except LowMemLoadError as error:
-            self._broken = self._broken or str(error)
+                    left = self.news.get(timeout=until_beat_s if place.answer.done() else min(pause_s, until_beat_s))
+                    if left is not None:
+                        self._decide(left[0], Verdict([(self.rank, left[1])]))
+                pause_s *= POLL_GROWTH
+            if self.broken:  # the caller has gone on, and the store is back
+                self._decide(self.place.key, Verdict([(self.rank, f"went on without the others: {self.broken}")]))
         except Exception as error:  # noqa: BLE001  such as MemoryError: the caller must hear of it, and why
             text, _, _ = str(error).partition("\n")
             self._break(f"cannot be reached or used: {type(error).__name__}: {text}")
 
-    def _beat(self, place: _Place) -> None:
-        """Send a heartbeat. Give up ranks that are lost, note whether the step fails, and say who is absent."""
-        if not place.title:
-            return
-        self._judge_itself(place, self._send_heartbeat(place))
+    def _tell(self, place: Place) -> None:
+        """Write where the caller is now, and what it brings."""
+        self._told, self._still_s, self._notice_s = place, 0.0, peers.NOTICE_S
+        self._write_parts(f"rank/{self.rank}", place.payload)
+        self._send_heartbeat(place)
+        if place.entry and place.entry.error is not None:
+            self._store.set(f"{place.group.name}/failed", place.key)
+
+    def _send_heartbeat(self, place: Place, detail: str = "") -> Heartbeat:
+        who, seconds = f"pid {os.getpid()} on {platform.node()}", round(time.monotonic() - place.since_s, 3)
+        beat = Heartbeat(who, place.key, place.title, detail, seconds, place.entry)
+        self._store.set(f"rank/{self.rank}", json.dumps(beat))
+        return beat
+
+    def _beat(self, place: Place) -> None:
+        """Send a heartbeat. Give up who is lost or stuck, note whether a step fails, and say who is absent."""
+        progress, groups = None, place.groups()
+        if place.entry is None and place.progress and (report := place.progress()):
+            with contextlib.suppress(Exception):  # of other code; the step itself goes on
+                progress = report()
+        amount, detail = progress or (-1, "")
+        self._still_s, self._amount = 0.0 if amount != self._amount else self._still_s + self._beat_s, amount
+        beat = self._send_heartbeat(place, detail)
         leader, *followers = place.group.members
-        peers = self._read_heartbeats(followers if self._rank == leader else [leader], self._beat_s)
-        self._waited_s += self._beat_s
-        waited_s = self._waited_s if place.entry else 0.0
-        reasons = {rank: peer.why_lost(self.limits, place.group.name, waited_s) for rank, peer in peers.items()}
-        if any(reasons.values()):
-            self._decide(place, Verdict([(rank, why) for rank, why in reasons.items() if why]))
-        self._look_outside(place)
+        others = self._read_heartbeats(followers if self.rank == leader else [leader], self._beat_s)
+        lost = [
+            (rank, why)
+            for rank, peer in others.items()
+            if (why := peer.why_lost(self.limits, place.key, self._still_s if place.entry else 0.0))
+        ]
+        if lost:
+            waiting = [others[rank].beat for rank, _ in lost if others[rank].beat.entry]
+            for key in {place.key, *(beat.step for beat in waiting)}:  # who waits elsewhere waits in vain
+                self._decide(key, Verdict(lost))
         if place.entry is None:
-            if self._fails(place.group):
+            if why := self.limits.why_stuck(beat, self._still_s, is_measured=place.progress is not None):
+                for group in groups:  # with one title: some ranks may raise in an inner step, and some in an outer one
+                    self._decide(group.key, Verdict([(self.rank, why)], title=place.title))
+            if any(self._fails(group) for group in groups):
                 self._failing = place
-        else:
-            if left := self._left_of([place.entry]):
-                self._decide(place, left)
-            absent = {rank: peer.absence for rank, peer in peers.items() if not peer.is_at(*place.step)}
-            if absent and self._waited_s >= self._notice_s:
-                self._notice_s *= 2
-                say_who_is_absent(self._rank, self._waited_s, f"at {place.title!r}", absent)
-
-    def _judge_itself(self, place: _Place, beat: Heartbeat) -> None:
-        """Give up this rank, in all steps that it is in, if it makes no progress. See [Note: lost ranks]."""
-        progress = self._progress(place)
-        now = place, progress and progress.amount
-        if place.entry is not None or self._last != now:
-            self._still_s, self._last = 0.0, now
             return
-        self._still_s += self._beat_s
-        if why := self.limits.why_stuck(beat, self._still_s, is_measured=place.progress is not None):
-            for group in {id(block.group): block.group for block in [*self._blocks]}.values():
-                # With one title: some ranks may raise in the inner step, and some already in the outer one.
-                self._decide(_Place(group, number=group.number), Verdict([(self._rank, why)], title=place.title))
+        # The rank for which this one waits in an inner step may wait for it in the outer one, which has failed.
+        for group, title in groups.items():
+            if group is not place.group and self._fails(group):
+                self._decide(place.key, Verdict([(self.rank, f"stopped because {title} has failed")]))
+        absent = {rank: peer.absence for rank, peer in others.items() if not peer.beat.is_at(place.key)}
+        if absent and self._still_s >= self._notice_s:
+            self._notice_s *= 2
+            peers.say_who_is_absent(self.rank, self._still_s, f"at {place.title!r}", absent)
 
-    def _look_outside(self, place: _Place) -> None:
-        """Give up a step that lies within one of another group, if that fails. See [Note: nested steps]."""
-        for block in [*self._blocks]:
-            if block.group is not place.group and self._fails(block.group):
-                self._failing = place
-                if place.entry is not None:
-                    self._decide(place, Verdict([(self._rank, f"stopped because {block.title} has failed")]))
-
-    def _look(self, place: _Place, leaves: bool) -> str:
-        """Return the verdict on the step, which this rank writes if it can; "" if there is none."""
-        assert place.entry is not None
-        if leaves:
-            return self._decide(place, Verdict([(self._rank, place.entry.error or "")]))
+    def _answer(self, place: Place) -> Any:
+        """Return what the caller waits for; None if it is not there yet."""
+        if place.entry is not None:
+            if not (content := self._look(place, place.entry)):
+                return None
+            verdict = Verdict(*json.loads(content))
+            return verdict, json.loads(self._read_parts(f"{place.group.name}/payloads", verdict.num_parts) or "[]")
         leader, *followers = place.group.members
-        if self._rank == leader:
-            peers = self._read_heartbeats(followers)
-            entries = {leader: place.entry}
-            entries |= {rank: entry for rank, peer in peers.items() if (entry := peer.entry_at(*place.step))}
-            if len(entries) == len(place.group.members):
-                self._store.delete_key(f"{place.group.name}/{place.number - 1}")
-                verdict = self._left_of(entries.values()) or verdict_on(entries)
-                return self._decide(place, self._share_payloads(place, entries, verdict._replace(title=place.title)))
-        return peek(self._store, place.key)
+        if place.title or self.rank != leader or time.monotonic() > place.since_s + FAREWELL_S:
+            return True
+        last = place.group.read[-1] if place.group.read else ""  # do all know it?
+        return None if any(peer.beat.is_at(last) for peer in self._read_heartbeats(followers).values()) else True
 
-    def _left_of(self, entries: Iterable[Entry]) -> Verdict | None:
-        """Return the verdict on a step of a loop that a rank has left. See [Note: loops]."""
-        for loop in {entry.loop for entry in entries} - {""}:
-            if left := peek(self._store, f"left/{loop}"):
-                return Verdict([json.loads(left)], loop=loop)
-        return None
+    def _look(self, place: Place, entry: Entry) -> str:
+        """Return the verdict on the step, which this rank writes if it can; "" if there is none."""
+        if not entry.title:
+            return self._decide(place.key, Verdict([(self.rank, entry.error or "")]))
+        leader, *followers = place.group.members
+        if self.rank == leader:
+            beats = {rank: peer.beat for rank, peer in self._read_heartbeats(followers).items()}
+            entries = {rank: beat.entry for rank, beat in beats.items() if beat.entry and beat.is_at(place.key)}
+            if len(entries) == len(followers):  # all have read the verdicts before
+                for key in place.group.read:
+                    self._store.delete_key(key)
+                place.group.read.clear()
+                entries = {leader: entry, **entries}
+                verdict = peers.verdict_on(entries)
+                if any(each.num_parts for each in entries.values()) and not verdict.failures and not verdict.differs:
+                    payloads = [self._read_parts(f"rank/{rank}", each.num_parts) for rank, each in entries.items()]
+                    num_parts = self._write_parts(f"{place.group.name}/payloads", json.dumps(payloads))
+                    verdict = verdict._replace(num_parts=num_parts)
+                return self._decide(place.key, verdict._replace(title=place.title))
+        return peek(self._store, place.key)
 
     def _fails(self, group: Group) -> bool:
         """Return whether a step of a group fails to which this rank has yet to bring its entry."""
-        content = peek(self._store, f"{group.name}/{group.number}")
-        if content:
-            return Verdict(*json.loads(content)).loop not in self._left
-        return peek(self._store, f"{group.name}/failed") == str(group.number)
+        key = group.key
+        return peek(self._store, key) != "" or peek(self._store, f"{group.name}/failed") == key
 
-    def _decide(self, place: _Place, verdict: Verdict) -> str:
-        """Write the verdict on the step, unless there is one; return the one that counts."""
-        logger.debug("rank %d: verdict on %s: %s", self._rank, place.key, verdict.failures or "go on")
-        return str(self._store.compare_set(place.key, "", json.dumps(verdict)).decode())
-
-    def _part(self, place: _Place) -> None:
-        """Say that this rank does nothing any more; as leader, wait until its verdict is read."""
-        self._send_heartbeat(place)
-        (leader, *followers), until_s = place.group.members, time.monotonic() + FAREWELL_S
-        while self._rank == leader and time.monotonic() < until_s:
-            peers = self._read_heartbeats(followers)
-            if not any(peer.is_at(place.group.name, place.number - 1) for peer in peers.values()):
-                break
-            time.sleep(POLL_S)
-
-    def _send_heartbeat(self, place: _Place) -> Heartbeat:
-        self._num_beats += 1
-        progress, seconds = self._progress(place), int(time.monotonic() - place.since_s)
-        detail = progress.detail if progress else ""
-        beat = Heartbeat(self._who, *place.step, place.title, detail, seconds, self._num_beats, place.entry)
-        self._store.set(f"rank/{self._rank}", json.dumps(beat))
-        if place.entry and place.entry.error is not None:
-            self._store.set(f"{place.group.name}/failed", str(place.number))
-        return beat
-
-    @staticmethod
-    def _progress(place: _Place) -> Progress | None:
-        report = place.progress and place.progress()
-        with contextlib.suppress(Exception):  # of other code; the step itself goes on
-            return report() if report else None
-        return None
+    def _decide(self, key: str, verdict: Verdict) -> str:
+        """Write the verdict on a step, unless there is one; return the one that counts."""
+        logger.debug("rank %d: verdict on %s: %s", self.rank, key, verdict.failures or "go on")
+        return str(self._store.compare_set(key, "", json.dumps(verdict)).decode())
 
     def _read_heartbeats(self, ranks: Sequence[int], seconds: float = 0.0) -> dict[int, Peer]:
         """Read what ranks wrote last, so many seconds after the last time that counted."""
@@ -454,31 +345,19 @@ class StoreChannel:
         contents = self._store.multi_get([f"rank/{rank}" for rank in ranks]) if ranks else []
         for rank, content in zip(ranks, contents, strict=True):
             if content.decode() != _NOTHING:
-                self._peers[rank].note(Heartbeat.decoded(content.decode()), seconds)
-        self.note_answer()
-        missing = [rank for rank in ranks if self._peers[rank].heartbeat is None]
-        if missing and self._welcome:
-            self._welcome(missing)
+                self._peers[rank].note(content.decode(), seconds)
         return {rank: self._peers[rank] for rank in ranks}
-
-    def _share_payloads(self, place: _Place, entries: Mapping[int, Entry], verdict: Verdict) -> Verdict:
-        """Write the payloads of all ranks, if there is one, where all can read them at once."""
-        if verdict.failures or verdict.differs or not any(entry.num_parts for entry in entries.values()):
-            return verdict
-        payloads = [self._read_parts(f"rank/{rank}", entry.num_parts) for rank, entry in entries.items()]
-        return verdict._replace(num_parts=self._write_parts(f"{place.group.name}/payloads", json.dumps(payloads)))
 
     def _write_parts(self, key: str, text: str) -> int:
         """Write a text of any length; return the number of its parts. Parts are read before they are written again."""
-        parts = [text[start : start + PART] for start in range(0, len(text), PART)]
-        for number, part in enumerate(parts):
-            self._store.set(f"{key}/{number}", part)
-        return len(parts)
+        starts = range(0, len(text), PART)
+        for number, start in enumerate(starts):
+            self._store.set(f"{key}/{number}", text[start : start + PART])
+        return len(starts)
 
     def _read_parts(self, key: str, num_parts: int) -> str:
-        keys = [f"{key}/{number}" for number in range(num_parts)]
-        parts = self._store.multi_get(keys) if keys else []
-        self.note_answer()  # other parts may follow
+        parts = self._store.multi_get([f"{key}/{number}" for number in range(num_parts)]) if num_parts else []
+        self._unanswered_s = 0.0  # other parts may follow
         return "".join(part.decode() for part in parts)
 
 
@@ -488,34 +367,22 @@ def peek(store: Any, key: str) -> str:
     return "" if value == _NOTHING else value
 
 
-class Seen(NamedTuple):
-    """What a rank wrote last, seen from outside of its job."""
-
-    group: str  # prefix of the process group's keys
-    rank: int
-    heartbeat: Heartbeat
-    is_silent: bool  # whether no heartbeat came while this process looked
-
-
-def look_into(host: str, port: int, looks_s: float = 3 * BEAT_S) -> list[Seen]:
-    """Return what the ranks of a job do, by the store in which their process groups meet."""
+def look_into(host: str, port: int, looks_s: float = 3 * BEAT_S) -> list[dict[str, Any]]:
+    """Return what the ranks of a job do, by the store in which their process groups meet: a row for each rank."""
     try:
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10))  # type: ignore[attr-defined]
     except RuntimeError as error:
         raise LowMemLoadError(f"no store of torch.distributed answers at {host}:{port}") from error
     if not hasattr(store, "list_keys"):
         raise LowMemLoadError("this release of torch cannot list the keys of a store; 2.13 can")
-    found = [re.fullmatch(r"(.*lowmem_load/.*?)rank/(\d+)", key) for key in store.list_keys()]
-    keys = sorted((match[1], int(match[2])) for match in found if match)
-
-    def look() -> list[bytes]:
-        return [store.get(f"{group}rank/{rank}") for group, rank in keys]
-
-    before = look()
+    found = [re.fullmatch(r"(.*lowmem_load/.*?)/?rank/(\d+)", key) for key in store.list_keys()]
+    before = {match: store.get(match[0]).decode() for match in found if match}
     time.sleep(looks_s)
-    now = look()
-    return [
-        Seen(group, rank, Heartbeat.decoded(content.decode()), is_silent=content == earlier)
-        for (group, rank), content, earlier in zip(keys, now, before, strict=True)
-        if content.decode() != _NOTHING
-    ]
+    rows = []
+    for match, content in sorted(before.items(), key=lambda item: (item[0][1], int(item[0][2]))):
+        now = store.get(match[0]).decode()
+        if now != _NOTHING:
+            beat = Heartbeat.decoded(now)
+            place = {"prefix": match[1], "rank": int(match[2]), "silent": bool(beat.title) and now == content}
+            rows.append({**place, "does": beat.doing, **beat._asdict()})
+    return rows

@@ -7,12 +7,13 @@ sizes, and ZeRO-3 takes the wrong one.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import socket
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -20,17 +21,17 @@ import torch
 import torch.distributed as dist
 
 from lowmem_load.distributed import environment
-from lowmem_load.distributed.channel import Group, StoreChannel, peek
-from lowmem_load.distributed.peers import NOTICE_S, Limits, Peer, say_who_is_absent
-from lowmem_load.distributed.steps import RankGroup, new_client, require_live
-from lowmem_load.errors import ConfigError, LowMemLoadError
+from lowmem_load.distributed.channel import peek
+from lowmem_load.distributed.peers import Entry, Limits, verdict_on
+from lowmem_load.distributed.steps import MAX_TEXT, RankGroup, new_client, require_live
+from lowmem_load.errors import ConfigError, RankError, error_text
 
 if TYPE_CHECKING:
     # torch.distributed has it too, but does not export it to type checkers.
     from torch._C._distributed_c10d import Store
 
 _LOOK_S = 0.01
-"""Seconds between looks of a rank that waits for rank 0."""
+"""Seconds between looks of a rank that waits for others."""
 
 
 class _Record(NamedTuple):
@@ -53,75 +54,51 @@ class _Meeting(NamedTuple):
     store: Store
 
 
-class _Newcomers(RankGroup):
-    """The ranks of a launcher, which are about to make a process group.
+def _agree_on_nonce(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Choose the device of each rank; return the nonce of the new group: the prefix of all its keys. Collective.
 
-    [Note: nonce] Their store has what earlier groups wrote, of which each rank may have made another number. So each
-    rank draws a token. Rank 0's is the nonce of the new group: the prefix of all its keys. The others write theirs, and
-    wait until rank 0 answers with the nonce under it. What was written for an earlier group has other tokens.
+    [Note: nonce] The store has what earlier groups wrote, of which each rank may have made another number. So each rank
+    draws a token, and writes it with the error of its device. Rank 0, whose token is the nonce, answers with what all
+    have written, again and again until each rank has found its own token there. Older texts have other tokens.
+
+    Raises:
+        RankError: a rank does not see its device, or has not come; the same on every rank.
     """
-
-    __slots__ = ("_client", "_nonce", "_store", "_timeout", "channel", "rank", "world_size")
-
-    rank: int
-    world_size: int
-
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
-        super().__init__(None)
-        self.rank, self.world_size, self._store, self._timeout = rank, world_size, store, timeout
-        self._nonce = secrets.token_hex(8)
-        self._client: Any = None
-        limits = Limits(absence_s=timeout.total_seconds())
-        self.channel = StoreChannel(self._open, rank, limits, welcome=None if rank else self._welcome)
-
-    @property
-    def timeout_s(self) -> float:
-        return self._timeout.total_seconds()
-
-    @property
-    def world_ranks(self) -> tuple[int, ...]:
-        return tuple(range(self.world_size))
-
-    def agree(self) -> str:
-        """Choose the device of each rank; return the nonce of the group. Collective."""
-        try:
-            with self.step("making the process group"):
-                choose_device()
-            return self._nonce
-        finally:
-            self.channel.end()
-
-    def _channel(self) -> StoreChannel | None:
-        return self.channel if self.world_size > 1 else None
-
-    def _members(self, channel: StoreChannel) -> Group:
-        return channel.group("newcomers", self.world_ranks)
-
-    def _open(self) -> Any:
-        """Return a client whose keys are those of the new group, once rank 0 has come. In the channel's thread."""
-        self._client = new_client(self._store)
-        if self.rank:
-            self._nonce = self._wait_for_answer(self._client, self._nonce)
-        return dist.PrefixStore(self._nonce, self._client)  # type: ignore[attr-defined]
-
-    def _wait_for_answer(self, client: Any, token: str) -> str:
-        client.set(f"newcomer/{self.rank}", token)
-        start_s, notice_s = time.monotonic(), NOTICE_S
-        while not (nonce := peek(client, f"nonce/{token}")):
-            self.channel.note_answer()
-            waited_s = time.monotonic() - start_s
-            if waited_s > self.channel.limits.absence_s or self.channel.is_broken:
-                raise LowMemLoadError(self.channel.limits.absence)
-            if waited_s > notice_s:
-                notice_s *= 2
-                say_who_is_absent(self.rank, waited_s, "to make the process group", {0: Peer().absence})
+    title, client, token = "making the process group", new_client(store), secrets.token_hex(8)
+    error: Exception | None = None
+    try:
+        choose_device()
+    except Exception as caught:  # noqa: BLE001  also of a driver: the others must hear of it
+        error = caught
+    mine = json.dumps([token, error and error_text(error, MAX_TEXT)])
+    until_s, written = time.monotonic() + timeout.total_seconds(), [""] * world_size
+    try:
+        client.set(f"newcomer/{rank}", mine)
+        while True:
+            if rank:
+                written = json.loads(peek(client, "newcomers") or "[]")
+                absent = [other for other, text in enumerate(written) if not text] if mine in written else [0]
+            else:
+                written = [peek(client, f"newcomer/{other}") or before for other, before in enumerate(written)]
+                client.set("newcomers", json.dumps(written))
+                absent = [other for other in range(1, world_size) if peek(client, f"met/{other}") != token]
+            if not absent:
+                break
+            if time.monotonic() > until_s:
+                raise RankError(title, dict.fromkeys(absent, Limits(absence_s=timeout.total_seconds()).absence))
             time.sleep(_LOOK_S)
-        return nonce
-
-    def _welcome(self, missing: Sequence[int]) -> None:
-        for rank in missing:
-            if token := peek(self._client, f"newcomer/{rank}"):
-                self._client.set(f"nonce/{token}", self._nonce)
+        found = [json.loads(text) for text in written]
+        nonce = str(found[0][0])
+        client.set(f"met/{rank}", nonce)
+    except dist.DistError as lost:
+        raise RankError(title, {0: f"its store cannot be reached or used: {lost}"}) from lost
+    finally:
+        with contextlib.suppress(dist.DistError):
+            client.delete_key(f"newcomer/{rank}")
+    verdict = verdict_on({other: Entry("", text) for other, (_, text) in enumerate(found)})
+    if verdict.failures:
+        raise error if error and verdict.is_alike else RankError(title, dict(verdict.failures))
+    return nonce
 
 
 class DistributedInterface(RankGroup):
@@ -302,7 +279,7 @@ class DistributedInterface(RankGroup):
             meeting = DistributedInterface._meeting = _Meeting(address, store)
         meeting.store.set_timeout(timeout)
         ranks = environment.integer("RANK"), environment.integer("WORLD_SIZE")
-        prefix = f"lowmem_load/{_Newcomers(meeting.store, *ranks, timeout).agree()}"
+        prefix = f"lowmem_load/{_agree_on_nonce(meeting.store, *ranks, timeout)}"
         return dist.PrefixStore(prefix, meeting.store)  # type: ignore[attr-defined]
 
     def _adopt(self) -> None:

@@ -64,7 +64,7 @@ class SideGroup:
     def connect(self) -> None:
         """Connect the members. Collective, within a step."""
         if self._is_own and len(self._members) > 1:
-            name = f"{self._ranks.new_loop()}/{'-'.join(map(str, self._members))}"  # of this step: no other has it
+            name = f"{self._ranks.next_step}/{'-'.join(map(str, self._members))}"  # of this step: no other has it
             made = _in_thread("lowmem_load-connect", lambda: self._of_gloo(name))
             until_s = time.monotonic() + self._limits.silence_s
             while not made.done():

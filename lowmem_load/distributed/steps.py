@@ -1,7 +1,19 @@
-"""Ranks that work together: each step of theirs succeeds on all of them, or raises on all.
+"""Ranks that work together: each step of theirs succeeds on all of them, or raises the same error on all.
 
-All ranks do the same steps, whatever happens: so a failure of one rank is an error on all, and never a hang. How ranks
-learn of each other's failures: `distributed/channel.py`.
+[Note: agreement] Ranks agree by the store of torch.distributed, because a collective cannot say who is late.
+- All ranks of a group do the same steps, which they number. What a rank does, and in which step, stands in its
+  heartbeat, a key that a thread writes once a second. When it has done its part, with or without an error, it adds its
+  entry and waits.
+- A step ends with its verdict, another key. compare_set writes it, so the first one counts. The leader, the group's
+  first rank, writes it when it has read the entries of all. Who gives up another rank or itself, or does not come to
+  the step, writes that instead. Then all go on to the next number, so a load that failed may be tried again.
+- The leader watches the heartbeats of all ranks, the others that of the leader. Who is lost: `distributed/peers.py`.
+  All look for the verdict, and for a key that says that a rank has failed: then busy ranks stop.
+- Values that must be equal go into one digest. Only if digests differ, ranks tell each value, in a second step.
+- A step of some ranks may lie within one of more ranks. If the outer one fails, so does the inner one: a rank may wait
+  there for the one that failed.
+- A loop of steps that each rank may leave at any time, even when the garbage collector runs, is a group of its own. Who
+  leaves it writes the verdict on its next step, to which others may come.
 """
 
 from __future__ import annotations
@@ -20,17 +32,23 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from lowmem_load.distributed.channel import Group, StoppedError, StoreChannel, differences, verdict_on
+from lowmem_load.distributed.channel import Group, StoppedError, StoreChannel
 from lowmem_load.distributed.environment import LAUNCHER_NAMES
-from lowmem_load.distributed.peers import Entry, Limits, Progress
+from lowmem_load.distributed.peers import Entry, Limits, Progress, Verdict, differences, verdict_on
 from lowmem_load.errors import ConfigError, RankError, error_text
 from lowmem_load.text import fingerprint
 
 MAX_TEXT = 20_000  # characters of an error that are sent to other ranks
 _KNOWN_TO = "_lowmem_load_known_to"  # attribute of errors: the ranks of the world that know of it
+_NEVER = timedelta(days=7)  # timeout of the store's clients: who uses them finds out that the store is silent
+_inherited: list[weakref.ref[Any]] = []  # the group that was live when this process was forked, if any
 
-_NEVER = timedelta(days=7)
-"""Timeout of the store's clients: who uses them finds out for itself that the store is silent."""
+
+def _note_fork() -> None:
+    _inherited[:] = [weakref.ref(dist.group.WORLD)] if dist.is_initialized() else []
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def has_group() -> bool:
@@ -45,28 +63,12 @@ def require_live() -> None:
             "there is no process group: it was destroyed, or not made yet; call torch.distributed.init_process_group "
             "or lowmem_load.DistributedInterface() on every rank before"
         )
-    inherited = _Fork.inherited and _Fork.inherited()
-    if inherited is not None and inherited is dist.group.WORLD and dist.get_backend() != "fake":
+    if _inherited and _inherited[0]() is dist.group.WORLD and dist.get_backend() != "fake":
         raise ConfigError(
             f"this process was forked from rank {dist.get_rank()} while its process group was live; the threads that "
             "carry its messages stayed behind, so every exchange would wait for ever. Load in the rank itself, or "
             f"start this process by spawn, with none of {', '.join(LAUNCHER_NAMES)} in its environment."
         )
-
-
-class _Fork:
-    """What a fork left to this process: a group that cannot be used here, as none of its threads is."""
-
-    inherited: ClassVar[weakref.ref[dist.ProcessGroup] | None] = None
-
-    @classmethod
-    def note(cls) -> None:
-        """Run in every child of a fork."""
-        group = dist.group.WORLD if dist.is_initialized() else None
-        cls.inherited = None if group is None else weakref.ref(group)
-
-
-os.register_at_fork(after_in_child=_Fork.note)
 
 
 def default_group() -> dist.ProcessGroup:
@@ -106,13 +108,13 @@ class Step:
 class RankGroup:
     """The ranks of a group of torch.distributed, which load a model together; of the live default group for None."""
 
-    __slots__ = ("_group",)
+    __slots__ = ("_group", "_loop")
 
     # One for each default group, with which it ends.
     _channels: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, StoreChannel]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None, loop: Group | None = None) -> None:
+        self._group, self._loop = group, loop
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -137,11 +139,6 @@ class RankGroup:
         return bool(dist.get_backend(self._group) == "fake")
 
     @property
-    def timeout_s(self) -> float:
-        """How long the group waits for a rank, seconds."""
-        return float(default_store().timeout.total_seconds())
-
-    @property
     def world_ranks(self) -> tuple[int, ...]:
         """The ranks in the default group, by rank in this one."""
         return tuple(dist.get_process_group_ranks(self._group or default_group()))
@@ -154,7 +151,6 @@ class RankGroup:
         name: str = "",
         progress: Callable[[], Progress] | None = None,
         is_prompt: bool = False,
-        loop: str = "",
     ) -> Iterator[Step]:
         """Run the block on every rank; then all ranks go on, or all raise.
 
@@ -169,18 +165,19 @@ class RankGroup:
                 timeout of the process group; see [Note: lost ranks] in `distributed/peers.py`.
             is_prompt: whether ranks have to come within `Limits.silence_s` instead of that timeout, for steps that
                 scripts are likely to run on one rank only.
-            loop: the step fails if a rank has left this loop; see `new_loop`.
 
         Raises:
             RankError: names each rank that failed, with its message. It is chained to this rank's own error, if any.
             BaseException: the block's own error, where there is one rank, or all ranks failed alike.
         """
         full_title = f"{name}: {title}" if name else title
-        step, entry, payload, error = Step(), Entry(title, loop=loop), "", None
-        with self._doing(full_title, progress) as channel:
+        step, entry, payload, error = Step(), Entry(title), "", None
+        group = self._joined()
+        with contextlib.nullcontext() if group is None else group.doing(full_title, progress):
             try:
-                if channel is not None:  # an error of this rank's variables is one of all ranks
-                    channel.limits = Limits.from_environment(self.timeout_s, is_prompt=is_prompt)
+                if group is not None:  # an error of this rank's variables is one of all ranks
+                    timeout_s = default_store().timeout.total_seconds()
+                    group.channel.limits = Limits.from_environment(timeout_s, is_prompt=is_prompt)
                 yield step
                 payload = "" if step.payload is None else json.dumps(step.payload)
                 if step.digest:
@@ -190,19 +187,11 @@ class RankGroup:
                     raise
                 error = caught
                 entry = entry._replace(error=error_text(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
-            if channel is None:
-                verdict, texts = verdict_on({self.rank: entry}), [payload] * self.world_size
-            else:
-                try:
-                    verdict, texts = channel.agree(self._members(channel), entry, payload)
-                    if verdict.differs:  # now all ranks tell their topics
-                        told = json.dumps(dict(step.digest))
-                        verdict, texts = channel.agree(self._members(channel), Entry(title), told)
-                        if not verdict.failures:
-                            verdict = verdict._replace(failures=_differing(self.world_ranks, texts))
-                except BaseException as interrupt:
-                    self.abort(full_title, interrupt)
-                    raise
+            try:
+                verdict, texts = self._agree(entry, payload, step.digest)
+            except BaseException as interrupt:
+                self.abort(full_title, interrupt)
+                raise
         # An interrupt stays one, now that the others know of it.
         if error is not None and (verdict.is_alike or not isinstance(error, Exception | StoppedError)):
             raise self._note_known(error)
@@ -210,10 +199,22 @@ class RankGroup:
             raise self._note_known(RankError(verdict.title or full_title, dict(verdict.failures))) from error
         step.payloads = [json.loads(text or "null") for text in texts]
 
+    def _agree(self, entry: Entry, payload: str, digest: Mapping[str, str]) -> tuple[Verdict, list[str]]:
+        group = self._joined()
+        if group is None:
+            return verdict_on({self.rank: entry}), [payload] * self.world_size
+        verdict, texts = group.agree(entry, payload)
+        if verdict.differs:
+            verdict, texts = group.agree(Entry(entry.title), json.dumps(dict(digest)))
+            if not verdict.failures:
+                verdict = verdict._replace(failures=_differing(self.world_ranks, texts))
+        return verdict, texts
+
     @contextlib.contextmanager
     def session(self, what: str) -> Iterator[None]:
         """Send heartbeats within the block, also between steps. An error of this rank alone aborts it for all."""
-        with self._doing(what):
+        group = self._joined()
+        with contextlib.nullcontext() if group is None else group.doing(what):
             try:
                 yield
             except BaseException as error:
@@ -222,54 +223,55 @@ class RankGroup:
 
     def abort(self, what: str, error: BaseException) -> None:
         """Tell the other ranks that this one does not come to their next step, unless all know of the error. Local."""
-        channel = self._channel() if dist.is_initialized() else None
-        if channel is not None and not self._all_know(error):
-            channel.abort(self._members(channel), f"left {what}: {error_text(error, MAX_TEXT)}")
+        group = self._joined() if dist.is_initialized() else None
+        if group is not None and not self._all_know(error):
+            group.abort(f"left {what}: {error_text(error, MAX_TEXT)}")
             self._note_known(error)
 
-    def new_loop(self) -> str:
-        """Return a name for steps from the next one on that each rank may leave at any time. The same on all ranks."""
-        channel = self._channel()
-        members = None if channel is None else self._members(channel)
-        return "" if members is None else f"{members.name}/{members.number}"
+    @property
+    def next_step(self) -> str:
+        """A name for the next step that no other has. The same on all ranks."""
+        group = self._joined()
+        return "" if group is None else group.key
 
-    def leave(self, loop: str, why: str) -> None:
-        """Tell the other ranks that this one comes to no further step of a loop. Local, and takes no lock."""
-        channel = RankGroup._channels.get(default_group()) if loop and dist.is_initialized() else None
-        if channel is not None:
-            channel.leave(loop, why)
+    def loop(self) -> RankGroup:
+        """Return the ranks for steps that each of them may leave at any time. Call on all of them."""
+        group = self._joined()
+        return self if group is None else RankGroup(self._group, group.loop())
+
+    def leave(self, why: str) -> None:
+        """Tell the other ranks that this one comes to no further step of this loop. Local, and takes no lock."""
+        if self._loop is not None:
+            self._loop.leave(why)
 
     def check(self) -> None:
         """Raise StoppedError if another rank has failed, or if the store is silent. Local; takes microseconds."""
-        channel = RankGroup._channels.get(default_group())
-        if channel is not None:
+        if channel := self._channel():
             channel.check()
 
-    @contextlib.contextmanager
-    def _doing(self, what: str, progress: Callable[[], Progress] | None = None) -> Iterator[StoreChannel | None]:
-        channel = self._channel()
-        with contextlib.nullcontext() if channel is None else channel.doing(self._members(channel), what, progress):
-            yield channel
+    @staticmethod
+    def _channel() -> StoreChannel | None:
+        return RankGroup._channels.get(default_group()) if dist.is_initialized() else None
 
-    def _channel(self) -> StoreChannel | None:
-        if self.world_size == 1 or self.is_fake:
-            return None
-        channel = RankGroup._channels.get(default_group())
+    def _joined(self) -> Group | None:
+        """Return these ranks as the channel of this one knows them; None for a single rank, or a fake backend."""
+        if self._loop is not None or self.world_size == 1 or self.is_fake:
+            return self._loop
+        live, members, channel = default_group(), self.world_ranks, self._channel()
         if channel is None:
             channel = StoreChannel(functools.partial(new_client, default_store()), dist.get_rank())
-            RankGroup._channels[default_group()] = channel
-            weakref.finalize(default_group(), channel.end)
-        return channel
-
-    def _members(self, channel: StoreChannel) -> Group:
-        group, members = self._group or default_group(), self.world_ranks
-        return channel.group(hashlib.sha256(f"{group.group_name} {members}".encode()).hexdigest()[:16], members)
+            RankGroup._channels[live] = channel
+            weakref.finalize(live, channel.end)
+        name = f"{(self._group or live).group_name} {members}"
+        return channel.group(hashlib.sha256(name.encode()).hexdigest()[:16], members)
 
     def _all_know(self, error: BaseException) -> bool:
         return getattr(error, _KNOWN_TO, frozenset()).issuperset(self.world_ranks)
 
     def _note_known(self, error: BaseException) -> BaseException:
-        """Note that all ranks of the group know of an error; return it."""
+        """Note that all ranks of the group know of an error, unless one may have left them; return it."""
+        if self._loop is not None:
+            return error
         with contextlib.suppress(AttributeError, TypeError):  # of a class with slots
             setattr(error, _KNOWN_TO, getattr(error, _KNOWN_TO, frozenset()).union(self.world_ranks))
         return error
@@ -280,21 +282,10 @@ class Alone(RankGroup):
 
     __slots__ = ()
 
-    rank, world_size, world_ranks = 0, 1, (0,)
+    rank, world_size, world_ranks, is_fake = 0, 1, (0,), False
 
     def __init__(self) -> None:
         super().__init__(None)
-
-    @property
-    def is_fake(self) -> bool:
-        """There is no backend."""
-        return False
-
-    def check(self) -> None:
-        """There is no other rank that could have failed."""
-
-    def _channel(self) -> None:
-        return None
 
 
 def _differing(ranks: Sequence[int], texts: Sequence[str]) -> Sequence[tuple[int, str]]:

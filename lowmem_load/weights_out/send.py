@@ -127,10 +127,10 @@ class Sending:
     def buckets(self) -> Generator[Tensors, None, None]:
         """Yield the tensors of each bucket. Collective. See [Note: one step a bucket]."""
         sent: _Sent | None = None
-        side = SideGroup(self.ranks, on_device=True)
+        loop = self.ranks.loop()
+        side = SideGroup(loop, on_device=True)
         stream = None if side.device.type == "cpu" else _stream_of(side.device)
         changes = _Changes(self._engine, list(self._shards.values()))
-        loop = self.ranks.new_loop()
         try:
             for number in range(len(self.plan.buckets) + 1):
                 with self._step(number, loop):
@@ -143,7 +143,7 @@ class Sending:
                         tensors = self._put_together(sent) if sent else []
                         sent = self._fill(number, side, sent) if number < len(self.plan.buckets) else None
                 if sent:
-                    self._start(sent.exchange)
+                    self._start(sent.exchange, loop)
                 if number:
                     yield from self._hand_out(tensors, number, loop)
             with self._step(len(self.plan.buckets) + 1, loop):
@@ -152,23 +152,23 @@ class Sending:
             changes.close()
             side.close()
 
-    def _step(self, number: int, loop: str) -> contextlib.AbstractContextManager[Any]:
-        return self.ranks.step(f"sending the weights ({number} of {len(self.plan.buckets)} buckets)", loop=loop)
+    def _step(self, number: int, loop: RankGroup) -> contextlib.AbstractContextManager[Any]:
+        return loop.step(f"sending the weights ({number} of {len(self.plan.buckets)} buckets)")
 
-    def _start(self, exchange: Exchange) -> None:
+    def _start(self, exchange: Exchange, loop: RankGroup) -> None:
         try:
             exchange.start()
         except BaseException as error:
-            self.ranks.abort("sending the weights", error)
+            loop.abort("sending the weights", error)
             raise
 
-    def _hand_out(self, tensors: Tensors, number: int, loop: str) -> Iterator[Tensors]:
+    def _hand_out(self, tensors: Tensors, number: int, loop: RankGroup) -> Iterator[Tensors]:
         """Yield a bucket. See [Note: early ends]."""
         try:
             yield tensors
         except GeneratorExit:
             why = f"its loop over the weights ended after {number} of {len(self.plan.buckets)} buckets"
-            self.ranks.leave(loop, why)
+            loop.leave(why)
             raise
         except BaseException:
             with self._step(number + 1, loop):

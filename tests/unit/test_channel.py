@@ -16,17 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from lowmem_load.distributed import steps
-from lowmem_load.distributed.channel import (
-    FAREWELL_S,
-    Group,
-    Seen,
-    StoppedError,
-    StoreChannel,
-    Verdict,
-    look_into,
-    verdict_on,
-)
-from lowmem_load.distributed.peers import Entry, Limits, Progress
+from lowmem_load.distributed.channel import FAREWELL_S, Group, StoppedError, StoreChannel, look_into
+from lowmem_load.distributed.peers import Entry, Limits, Progress, Verdict, verdict_on
 from tests.steps import CountingClient
 
 LIMITS = Limits(silence_s=0.6, gone_s=5.0, absence_s=2.0)
@@ -42,17 +33,16 @@ class Ranks:
         self.channels = [StoreChannel(self.store.clone, rank, limits, BEAT_S) for rank in self.members]
         self.pool = ThreadPoolExecutor(world_size)
 
-    def all(self, work: Callable[[StoreChannel, Group, int], Any]) -> list[Any]:
+    def all(self, work: Callable[[Group, int], Any]) -> list[Any]:
         """Runs `work` on every rank; returns what each gives."""
 
         def run(place: int) -> Any:
-            channel = self.channels[place]
-            return work(channel, channel.group("group", tuple(self.members)), place)
+            return work(self.channels[place].group("group", tuple(self.members)), place)
 
         return list(self.pool.map(run, range(len(self.members))))
 
     def step(self, title: str = "step", **brought: Any) -> list[Outcome]:
-        return self.all(lambda channel, group, _: step(channel, group, title, **brought))
+        return self.all(lambda group, _: step(group, title, **brought))
 
 
 class Outcome(NamedTuple):
@@ -62,9 +52,9 @@ class Outcome(NamedTuple):
     payloads: Sequence[Any]
 
 
-def step(channel: StoreChannel, group: Group, title: str = "step", payload: Any = None, **brought: Any) -> Outcome:
-    with channel.doing(group, title):
-        verdict, texts = channel.agree(group, Entry(title, **brought), "" if payload is None else json.dumps(payload))
+def step(group: Group, title: str = "step", payload: Any = None, **brought: Any) -> Outcome:
+    with group.doing(title):
+        verdict, texts = group.agree(Entry(title, **brought), "" if payload is None else json.dumps(payload))
         return Outcome(verdict.failures, [json.loads(text or "null") for text in texts])
 
 
@@ -104,7 +94,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
 def test_every_rank_gets_the_payloads_of_all(store: Any, world_size: int) -> None:
     ranks = Ranks(world_size, store)
     for turn in range(5):
-        found = ranks.all(lambda channel, group, rank, turn=turn: step(channel, group, payload=[turn, rank % 3]))
+        found = ranks.all(lambda group, rank, turn=turn: step(group, payload=[turn, rank % 3]))
         assert [verdict.payloads for verdict in found] == [
             [[turn, rank % 3] for rank in range(world_size)]
         ] * world_size
@@ -112,7 +102,7 @@ def test_every_rank_gets_the_payloads_of_all(store: Any, world_size: int) -> Non
 
 def test_payloads_of_many_megabytes_come_in_parts() -> None:
     ranks = Ranks(2, dist.TCPStore("127.0.0.1", 0, is_master=True))
-    found = ranks.all(lambda channel, group, rank: step(channel, group, payload=str(rank) * 5_000_000))
+    found = ranks.all(lambda group, rank: step(group, payload=str(rank) * 5_000_000))
     assert [[len(text) for text in verdict.payloads] for verdict in found] == [[5_000_000] * 2] * 2
 
 
@@ -120,9 +110,17 @@ def test_the_store_does_not_grow(store: Any) -> None:
     ranks = Ranks(3, store)
 
     def steps(number: int) -> None:
-        ranks.all(lambda channel, group, rank: [step(channel, group, payload=number * "x") for number in range(number)])
-        ranks.all(lambda channel, group, rank: step(channel, group, error="no" if rank == 1 else None))
+        ranks.all(lambda group, rank: [step(group, payload=number * "x") for number in range(number)])
+        ranks.all(lambda group, rank: step(group, error="no" if rank == 1 else None))
         ranks.step()
+
+        for leaver in range(3):
+            ranks.all(lambda group, rank, leaver=leaver: leave_or_come(group.loop(), rank == leaver))
+        ranks.step()
+
+    def leave_or_come(loop: Group, leaves: bool) -> None:
+        step(loop)
+        loop.leave("left it") if leaves else step(loop)
 
     steps(3)
     before = store.num_keys()
@@ -144,9 +142,9 @@ def test_ten_steps_take_at_most_25_round_trips(world_size: int) -> None:
 
     def load(rank: int) -> None:
         group = channels[rank].group("group", tuple(range(world_size)))
-        with channels[rank].doing(group, "loading"):
+        with group.doing("loading"):
             for number in range(10):
-                assert not failed(step(channels[rank], group, f"{number}", payload=number if number < 3 else None))
+                assert not failed(step(group, f"{number}", payload=number if number < 3 else None))
 
     for _ in range(2):
         for count in counts:
@@ -161,14 +159,14 @@ def test_ten_steps_take_at_most_25_round_trips(world_size: int) -> None:
 def test_a_rank_that_makes_no_progress_is_named_by_all_and_hears_of_it(late: int) -> None:
     ranks, times = Ranks(3, first=4), dict[int, float]()
 
-    def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
+    def work(group: Group, rank: int) -> Outcome:
         start = time.monotonic()
         try:
-            with channel.doing(group, "reading", busy(lambda: 7)):
+            with group.doing("reading", busy(lambda: 7)):
                 if rank == late:
                     time.sleep(2 * LIMITS.silence_s)
-                    wait_for(lambda: stopped(channel))
-                return step(channel, group)
+                    wait_for(lambda: stopped(group.channel))
+                return step(group)
         finally:
             times[rank] = time.monotonic() - start
 
@@ -187,38 +185,49 @@ def test_a_rank_that_aborts_is_named_at_once_and_all_can_go_on(leaver: int) -> N
     ranks = Ranks(3)
     ranks.step()
     start = time.monotonic()
-    found = ranks.all(
-        lambda channel, group, rank: channel.abort(group, "left: no") if rank == leaver else step(channel, group)
-    )
+    found = ranks.all(lambda group, rank: group.abort("left: no") if rank == leaver else step(group))
     assert time.monotonic() - start < LIMITS.absence_s
     assert [failed(found[rank]) for rank in range(3) if rank != leaver] == [{leaver: "left: no"}] * 2
 
-    def late(channel: StoreChannel, group: Group, rank: int) -> Outcome:
+    def late(group: Group, rank: int) -> Outcome:
         time.sleep(0.5 * (rank == leaver))  # what it said is not counted a second time
-        return step(channel, group)
+        return step(group)
 
     assert all(not failed(verdict) for verdict in ranks.all(late))
 
 
 def test_ranks_that_all_leave_a_loop_lose_nothing() -> None:
-    def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
-        loop = f"{group.name}/{group.number}"
-        step(channel, group, "loop", loop=loop)
+    def work(group: Group, rank: int) -> Outcome:
+        loop = group.loop()
+        step(loop, "loop")
         time.sleep(0.1 * rank)
-        channel.leave(loop, "left it")
-        step(channel, group)
-        return step(channel, group, "another loop", loop=f"{group.name}/{group.number}")
+        loop.leave("left it")
+        step(group.loop(), "another loop")
+        return step(group)
 
     ranks = Ranks(3)
     ranks.step()
     assert all(not failed(verdict) for verdict in ranks.all(work))
 
 
+def test_ranks_that_wait_for_each_other_in_and_outside_of_a_loop_fail() -> None:
+    def work(group: Group, rank: int) -> Outcome:
+        loop = group.loop()
+        step(loop, "loop")
+        return step(group, "after") if rank == 1 else step(loop, "loop")
+
+    ranks = Ranks(3, limits=LIMITS._replace(gone_s=0.5, absence_s=99.0))
+    ranks.step()
+    found = [failed(outcome) for outcome in ranks.all(work)]
+    assert found == [found[0]] * 3
+    ((rank, text),) = found[0].items()
+    assert rank in (0, 1)  # whoever notices it first
+    assert "waits elsewhere, after " in text
+
+
 def test_ranks_that_left_together_are_in_line_again() -> None:
     ranks = Ranks(3)
-    found = ranks.all(
-        lambda channel, group, rank: step(channel, group) if rank == 2 else channel.abort(group, f"left: {rank}")
-    )
+    found = ranks.all(lambda group, rank: step(group) if rank == 2 else group.abort(f"left: {rank}"))
     assert failed(found[2]).items() <= {0: "left: 0", 1: "left: 1"}.items(), "the first one counts"
     assert all(not failed(verdict) for verdict in ranks.step())
 
@@ -260,20 +269,20 @@ def test_a_store_that_falls_silent_is_an_error_and_no_hang(stuck: Any) -> None:
     channels = [StoreChannel(open_client, rank, Limits(gone_s=0.3), BEAT_S) for rank in range(2)]
     groups = [channel.group("group", (0, 1)) for channel in channels]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda rank: step(channels[rank], groups[rank]), range(2)))
-    with channels[1].doing(groups[1], "reading", busy()):
+        list(pool.map(lambda rank: step(groups[rank]), range(2)))
+    with groups[1].doing("reading", busy()):
         is_stuck.set()
         start = time.monotonic()
         wait_for(lambda: stopped(channels[1]))  # a busy rank notices
         assert time.monotonic() - start < 2
-        found = step(channels[1], groups[1])
+        found = step(groups[1])
         assert "has not answered for 0.3 s" in failed(found)[0]
         assert time.monotonic() - start < 2
-    assert "has not answered for 0.3 s" in failed(step(channels[1], groups[1]))[0]
+    assert "has not answered for 0.3 s" in failed(step(groups[1]))[0]
     end.set()
     is_stuck.clear()
-    assert "has not answered for 0.3 s" in failed(step(channels[1], groups[1]))[0], "also when the store is back"
-    found = step(channels[0], groups[0])
+    assert "has not answered for 0.3 s" in failed(step(groups[1]))[0], "also when the store is back"
+    found = step(groups[0])
     assert "went on without the others: the store of the process group" in failed(found)[1]
 
 
@@ -281,13 +290,13 @@ def test_a_rank_that_computes_for_long_does_not_take_the_store_for_silent() -> N
     """No other thread of a process runs while C code holds the interpreter's lock."""
     ranks = Ranks(2, limits=Limits(gone_s=0.3))
 
-    def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
-        with channel.doing(group, "computing", busy()):
+    def work(group: Group, rank: int) -> Outcome:
+        with group.doing("computing", busy()):
             start = time.monotonic()
             while rank == 1 and time.monotonic() - start < 1.5:
                 sum(itertools.repeat(1, 100_000_000))
-                channel.check()
-            return step(channel, group)
+                group.channel.check()
+            return step(group)
 
     ranks.step()
     assert all(not failed(verdict) for verdict in ranks.all(work))
@@ -298,13 +307,13 @@ def test_a_rank_that_computes_for_long_does_not_take_the_store_for_silent() -> N
 def test_a_rank_that_aborts_and_ends_before_the_others_have_come_is_named(leaver: int, is_within: bool) -> None:
     ranks = Ranks(3, limits=LIMITS._replace(gone_s=0.5, absence_s=9.0))
 
-    def work(channel: StoreChannel, group: Group, rank: int) -> Any:
+    def work(group: Group, rank: int) -> Any:
         if rank == leaver:
-            with channel.doing(group, "the load") if is_within else contextlib.nullcontext():
-                channel.abort(group, "left: no device")
-            return channel.end()
+            with group.doing("the load") if is_within else contextlib.nullcontext():
+                group.abort("left: no device")
+            return group.channel.end()
         time.sleep(FAREWELL_S + 0.5 if rank == 0 or leaver == 0 else 0.0)
-        return step(channel, group)
+        return step(group)
 
     found = ranks.all(work)
     assert [failed(found[rank]) for rank in range(3) if rank != leaver] == [{leaver: "left: no device"}] * 2
@@ -314,24 +323,24 @@ def test_a_rank_that_aborts_and_ends_before_the_others_have_come_is_named(leaver
 @pytest.mark.parametrize("pause_s", [0.0, 0.5])
 @pytest.mark.parametrize("num_inner", [0, 2])
 def test_a_rank_that_leaves_a_loop_comes_to_another_step(leavers: list[int], pause_s: float, num_inner: int) -> None:
-    def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
-        loop = f"{group.name}/{group.number}"
-        step(channel, group, "loop", loop=loop)
+    def work(group: Group, rank: int) -> Outcome:
+        loop = group.loop()
+        step(loop, "loop")
         for _ in range(num_inner):
-            step(channel, group, "within the loop")
+            step(group, "within the loop")
         if rank not in leavers:
             time.sleep(0.5 - pause_s)
-            found = failed(step(channel, group, "loop", loop=loop))
+            found = failed(step(loop, "loop"))
             assert found and set(found.items()) <= {(each, "left it") for each in leavers}
         else:
-            thread = threading.Thread(target=channel.leave, args=(loop, "left it"))  # as the garbage collector may
+            thread = threading.Thread(target=loop.leave, args=("left it",))  # as the garbage collector may
             thread.start()
             thread.join()
             time.sleep(pause_s)  # others may give it up, or be at their step together with it
-            with channel.doing(group, "computing", busy()):
+            with group.doing("computing", busy()):
                 time.sleep(3 * BEAT_S)
-                assert not stopped(channel)
-        return step(channel, group, "after")
+                assert not stopped(group.channel)
+        return step(group, "after")
 
     ranks = Ranks(3)
     ranks.step()
@@ -344,39 +353,39 @@ def test_a_store_that_another_group_has_used_is_refused(store: Any) -> None:
     first.step()
     for channel in first.channels:
         channel.end()
-    assert all("has been used by an earlier one" in failed(verdict)[0] for verdict in Ranks(2, store).step())
+    assert all("has been used by an earlier group" in failed(verdict)[0] for verdict in Ranks(2, store).step())
 
 
 def test_what_ranks_do_can_be_seen_from_outside() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     ranks = Ranks(2, dist.PrefixStore("0", dist.PrefixStore("lowmem_load", store)))
 
-    def work(channel: StoreChannel, group: Group, rank: int) -> None:
-        with channel.doing(group, "reading", busy(lambda: 7)):
+    def work(group: Group, rank: int) -> None:
+        with group.doing("reading", busy(lambda: 7)):
             if rank == 0:
-                step(channel, group)  # waits for rank 1
+                step(group)  # waits for rank 1
             else:
                 seen.extend(look_into("127.0.0.1", store.port, 0.3))
-                step(channel, group)
+                step(group)
 
-    seen: list[Seen] = []
+    seen: list[dict[str, Any]] = []
     ranks.all(work)
-    assert [(one.group, one.rank, one.is_silent) for one in seen] == [
-        ("lowmem_load/0/", rank, False) for rank in (0, 1)
+    assert [(one["prefix"], one["rank"], one["silent"]) for one in seen] == [
+        ("lowmem_load/0", rank, False) for rank in (0, 1)
     ]
-    assert [one.heartbeat.last_seen for one in seen] == ["after step", "while reading, 7 bytes read"]
+    assert [one["does"] for one in seen] == ["after step", "while reading, 7 bytes read"]
 
 
 @pytest.mark.parametrize("late", [[1, 2], [0], [0, 2]])
 def test_waiting_ranks_say_who_has_not_come_and_to_what(late: list[int], capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lowmem_load.distributed.channel.NOTICE_S", 0.2)
+    monkeypatch.setattr("lowmem_load.distributed.peers.NOTICE_S", 0.2)
 
-    def work(channel: StoreChannel, group: Group, rank: int) -> Outcome:
+    def work(group: Group, rank: int) -> Outcome:
         if rank in late:
             time.sleep(1.2)
-        with channel.doing(group, "in the step"):
+        with group.doing("in the step"):
             time.sleep(0.8 * (rank not in late))  # of who is slow, but there, nothing is said
-            return step(channel, group, "tiny: reading")
+            return step(group, "tiny: reading")
 
     ranks = Ranks(3)
     ranks.step()

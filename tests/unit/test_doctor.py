@@ -5,8 +5,6 @@ import json
 import pytest
 
 from lowmem_load.cli.start import app
-from lowmem_load.distributed.channel import Seen
-from lowmem_load.distributed.peers import Heartbeat
 from lowmem_load.errors import ConfigError
 
 
@@ -16,8 +14,8 @@ def test_a_store_that_is_none_is_an_error() -> None:
 
 
 def test_the_steps_of_a_job_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    beat = Heartbeat("pid 7 on node1", "0123", 5, "tiny: reading", "3 MiB read", 12)
-    seen = [Seen("lowmem_load/", 1, beat, is_silent=True)]
+    beat = {"who": "pid 7 on node1", "step": "0123/5", "title": "tiny: reading", "seconds": 12.3}
+    seen = [{"prefix": "lowmem_load", "rank": 1, "silent": True, "does": "while tiny: reading", **beat}]
     monkeypatch.setattr("lowmem_load.distributed.channel.look_into", lambda host, port: seen)
     assert not app(["doctor", "--store", "node1:29500"], standalone_mode=False)
     assert "tiny: reading" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """Which rank is given up, when, and with what words."""
 
+import json
 import time
 from typing import Any
 
@@ -10,11 +11,9 @@ from lowmem_load.errors import ConfigError
 
 HERE = Heartbeat(
     who="pid 4711 on node1",
-    group="world",
-    number=4,
+    step="world/4",
     title="model: reading",
     detail="3.0 of 8.0 MiB read, last from a.safetensors",
-    num_beats=1,
 )
 ENTRY = Entry("reading", num_parts=1)
 LIMITS = Limits(silence_s=300, gone_s=25, absence_s=1800)
@@ -24,7 +23,7 @@ def seen(*heartbeats: tuple[float, Heartbeat]) -> Peer:
     """Another rank, of which this one has seen these, each so long after the one before."""
     peer = Peer()
     for seconds, heartbeat in heartbeats:
-        peer.note(heartbeat, seconds)
+        peer.note(json.dumps(heartbeat), seconds)
     return peer
 
 
@@ -49,10 +48,10 @@ def test_a_rank_that_makes_no_progress_gives_itself_up(is_measured: bool) -> Non
 @pytest.mark.parametrize("entry", [None, ENTRY])
 def test_a_rank_whose_heartbeats_stop_is_lost(entry: Entry | None) -> None:
     beat = changed(entry=entry)
-    assert seen((0.0, beat), (25.0, beat)).why_lost(LIMITS, "world", 0.0) == ""
-    words = seen((0.0, beat), (25.5, beat)).why_lost(LIMITS, "world", 0.0)
+    assert seen((0.0, beat), (25.0, beat)).why_lost(LIMITS, "world/4", 0.0) == ""
+    words = seen((0.0, beat), (25.5, beat)).why_lost(LIMITS, "world/4", 0.0)
     assert "no heartbeat for more than 25 s (LOWMEM_LOAD_GONE_S): its process (pid 4711 on node1)" in words
-    assert seen((0.0, beat), (25.5, beat), (1.0, beat._replace(num_beats=2))).why_lost(LIMITS, "world", 0.0) == ""
+    assert seen((0.0, beat), (25.5, beat), (1.0, beat._replace(seconds=1.0))).why_lost(LIMITS, "world/4", 0.0) == ""
 
 
 @pytest.mark.parametrize(
@@ -62,16 +61,22 @@ def test_a_rank_whose_heartbeats_stop_is_lost(entry: Entry | None) -> None:
         (changed(title=""), True),
         (HERE, False),  # it gives itself up
         (changed(entry=ENTRY), False),  # it waits in the same group
-        (changed(group="other"), False),
-        (changed(group="other", entry=ENTRY), True),  # for this rank, perhaps
+        (changed(step="other/4"), False),
+        (changed(step="other/4", entry=ENTRY), True),  # for this rank, perhaps
     ],
 )
 def test_a_rank_that_has_not_come_is_waited_for_as_long_as_the_group_says(
     heartbeat: Heartbeat | None, is_late: bool
 ) -> None:
     peer = seen(*([(0.0, heartbeat)] if heartbeat else []))
-    assert peer.why_lost(LIMITS, "world", 1800.0) == ""
-    assert ("has not come to this point in 1800 s" in peer.why_lost(LIMITS, "world", 1801.0)) is is_late
+    assert peer.why_lost(LIMITS, "world/4", 1800.0) == ""
+    assert ("has not come to this point in 1800 s" in peer.why_lost(LIMITS, "world/4", 1801.0)) is is_late
+
+
+def test_ranks_that_wait_for_each_other_in_a_group_and_its_loop_give_each_other_up() -> None:
+    peer = seen((0.0, changed(step="world/3/7", entry=ENTRY)))
+    assert peer.why_lost(LIMITS, "world/4", 25.0) == ""
+    assert peer.why_lost(LIMITS, "world/4", 26.0).startswith("waits elsewhere, after model: reading")
 
 
 def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,7 +249,7 @@ def test_a_rank_without_its_device_is_named_by_all(monkeypatch: pytest.MonkeyPat
         together.wait()
         rank = int(threading.current_thread().name[-1])
         with pytest.raises(RankError, match="making the process group failed") as failed:
-            process_group._Newcomers(store, rank, 2, timedelta(seconds=20)).agree()
+            process_group._agree_on_nonce(store, rank, 2, timedelta(seconds=20))
         return failed.value.failures
 
     with ThreadPoolExecutor(2, thread_name_prefix="rank") as pool:
