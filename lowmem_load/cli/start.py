@@ -21,9 +21,9 @@ import typer
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, LowMemLoadError, UnsupportedError
 from lowmem_load.integrations.startup_hook import switched_on
 
-USAGE, CHECKPOINT, UNSUPPORTED, FAILED = 2, 3, 4, 5
-"""Exit codes: unusable arguments or ds_config; an unusable checkpoint; an unsupported combination or release; any
-other error."""
+YES, NO, USAGE, CHECKPOINT, UNSUPPORTED, FAILED = 0, 1, 2, 3, 4, 5
+"""Exit codes: done, and the answer is yes; something was found; unusable arguments or ds_config; an unusable
+checkpoint; an unsupported combination or release; any other error."""
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 """Exit codes of `run`, as in shells."""
@@ -54,7 +54,7 @@ def lowmem_load(
 ) -> None:
     """Load Hugging Face models straight into DeepSpeed ZeRO-3 partitions and FSDP2 shards.
 
-    Exit codes: 0 done; 2 wrong arguments or ds_config; 3 the checkpoint cannot be used; 4 not
+    Exit codes: 0 done; 1 there is a problem; 2 wrong arguments or ds_config; 3 the checkpoint cannot be used; 4 not
     supported; 5 another error; 130 interrupted. `run` exits with the code of its command.
     """
 
@@ -127,15 +127,39 @@ def plan(
 @app.command()
 def doctor(
     store: Annotated[
-        str, typer.Option(help="HOST:PORT of the job: its MASTER_ADDR and MASTER_PORT.", show_default=False)
-    ],
+        str, typer.Option(help="HOST:PORT of a running job (its MASTER_ADDR and MASTER_PORT): what each rank does.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
-    """Say which rank of a running job is at which step, and since when.
+    """Check this machine and say what to do, or say which rank of a running job is at which step, and since when.
+
+    Exits with 1 if there is a problem.
+
+    Checks releases against the supported ones, the compiler that DeepSpeed needs on CPUs, and locks of killed builds.
+    Runs no load and starts no ranks. Run it where the job will run.
 
     \b
+    lowmem-load doctor --json
     lowmem-load doctor --store node1:29500
+    srun --nodes 2 --ntasks-per-node 1 lowmem-load doctor
     """
+    if store:
+        _show_steps(store, as_json)
+        return
+    with working():
+        from lowmem_load.cli.doctor import PROBLEM, check_machine
+
+        findings = check_machine()
+    num_problems = sum(finding.level == PROBLEM for finding in findings)
+    summary = f"{num_problems} problem{'s' * (num_problems > 1)}" if num_problems else "No problem in what was checked."
+    rows = [(finding.level, finding.area, f"{finding.text}  {finding.advice}") for finding in findings]
+    answer(as_json, [asdict(finding) for finding in findings], lambda: f"{table(rows)}\n{summary}")
+    if num_problems:
+        raise typer.Exit(NO)
+
+
+def _show_steps(store: str, as_json: bool) -> None:
+    """Print what the ranks that meet in a store wrote last about themselves."""
     host, _, port = store.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"--store: {store!r} is not HOST:PORT, such as node1:29500")

@@ -174,7 +174,7 @@ def test_plan_of_four_bits(sharding: str, answer: Answer, llama: Path, monkeypat
 
 def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(start, "working", lambda: signal.raise_signal(signal.SIGINT))
-    monkeypatch.setattr(sys, "argv", ["lowmem-load", "doctor", "--store", "node1:29500"])
+    monkeypatch.setattr(sys, "argv", ["lowmem-load", "doctor"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert (ended.value.code, capsys.readouterr().err) == (130, "")

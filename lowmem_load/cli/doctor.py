@@ -1,0 +1,78 @@
+"""`lowmem-load doctor`: what this machine lacks for a load, and what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowmem_load import foreign_names
+from lowmem_load.engines.ops import old_locks
+from lowmem_load.foreign_names import Releases, is_release_between
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+"""Levels of findings. A problem makes a run fail or go wrong unless it is fixed."""
+
+NEEDED = (foreign_names.TORCH, foreign_names.TRANSFORMERS, foreign_names.DEEPSPEED, foreign_names.ACCELERATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding: its subject, such as "versions", its level, the finding in words, and what to do; "" for nothing."""
+
+    area: str
+    level: str
+    text: str
+    advice: str = ""
+
+
+def check_machine() -> list[Finding]:
+    """Return the findings of all checks."""
+    return [*check_versions(), *check_compiler(), *check_locks()]
+
+
+def check_versions() -> Iterator[Finding]:
+    """Compare the installed releases with the supported ones. Nothing is imported."""
+    yield from map(_check_version, NEEDED)
+
+
+def _check_version(supported: Releases) -> Finding:
+    package, oldest, newest = supported
+    try:
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("versions", PROBLEM, f"{package} is not installed", f"pip install {package}")
+    text = f"{package} {installed}, tested {oldest} to {newest}"
+    if not is_release_between(package, oldest):
+        return Finding("versions", PROBLEM, text, f"install {package} {oldest} or later")
+    if not is_release_between(package, "0", newest):
+        advice = "newer than what was tested: watch the first run, or install a tested one"
+        return Finding("versions", NOTE, text, advice)
+    return Finding("versions", OK, text)
+
+
+def check_compiler() -> Iterator[Finding]:
+    """Check that DeepSpeed can compile what its CPU ranks need, the first time that they start.
+
+    Source: deepspeed 0.19.8 `comm/torch.py`, `build_shm_op`; torch 2.13 `utils/cpp_extension.py`.
+    """
+    import torch
+
+    if torch.accelerator.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
+        return
+    for tool, package in ((os.environ.get("CXX", "c++"), "g++"), ("ninja", "ninja")):
+        try:
+            subprocess.run([*shlex.split(tool), "--version"], capture_output=True, check=True)
+            yield Finding("compiler", OK, f"{tool} runs")
+        except (OSError, subprocess.CalledProcessError) as error:
+            text = f"{tool} does not run ({error}), with which DeepSpeed compiles its deepspeed_shm_comm for CPU ranks"
+            yield Finding("compiler", PROBLEM, text, f"install {package}, and have it on PATH")
+
+
+def check_locks() -> Iterator[Finding]:
+    """Look for locks of killed builds, at which DeepSpeed waits without a word."""
+    for text in old_locks():
+        yield Finding("compiler", PROBLEM, text, "delete it if nobody builds there")
