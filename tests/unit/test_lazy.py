@@ -624,7 +624,7 @@ def test_on_load_is_called_once_the_weights_are_read(path: str) -> None:
     seen: list[Any] = []
     for forward in (False, True):
         call = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, path, dtype=torch.float32)
-        with loader.intercepted(lambda call: describe_lazily(call, Executor(), on_load=seen.append)[1:]):
+        with loader.intercepted(lambda call: describe_lazily(call, Executor(), on_load=seen.append)):
             model = call()
         copied = copy.deepcopy(model)
         copied(TOKENS)
