@@ -8,9 +8,8 @@
     |   `-- TruncatedFileError    a file shorter than its header says
     |-- MemoryShortageError       a load that does not fit into memory            (MemoryError)
     |-- PlanError                 a plan that does not cover every element once   (ValueError)
-    |-- UnsupportedError          a combination that cannot be streamed           (NotImplementedError)
-    |-- IncompatibleVersionError  DeepSpeed or transformers differ from what the
-    |                             seams were written for                          (ImportError)
+    |-- UnsupportedError          a combination that lowmem_load cannot load      (NotImplementedError)
+    |-- IncompatibleVersionError  a release lacks a function that is needed       (ImportError)
     `-- RankError                 one or more ranks failed; raised on every rank  (RuntimeError)
 
 Each also derives from the builtin named on its line, so that `except ValueError` keeps working.
@@ -55,11 +54,11 @@ class PlanError(LowMemLoadError, ValueError):
 
 
 class UnsupportedError(LowMemLoadError, NotImplementedError):
-    """The request is legal elsewhere but cannot be streamed into ZeRO-3 partitions."""
+    """The request is legal elsewhere, but lowmem_load cannot load or save this combination."""
 
 
 class IncompatibleVersionError(LowMemLoadError, ImportError):
-    """An installed DeepSpeed or transformers lacks a name that a seam relies on."""
+    """An installed release, of DeepSpeed or transformers for example, lacks a function that lowmem_load needs."""
 
 
 class LoadOrderWarning(UserWarning):
@@ -70,9 +69,9 @@ class LoadOrderWarning(UserWarning):
 
 
 class NotStreamedWarning(UserWarning):
-    """Under `install`, a load that cannot be streamed is left to stock, or a framework lacks a name that is replaced.
+    """Under `install`, the default loader loads a model that lowmem_load cannot load, or a framework lacks a function.
 
-    `install(strict=True)` raises instead of leaving a load to stock.
+    `install(strict=True)` raises an error instead of falling back to the default loader.
     """
 
 
