@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lowmem_load import CheckpointError, RankError, iter_weights, load_into, load_report, plan, save_model
+from lowmem_load import CheckpointError, RankError, iter_weights, load_into, load_report, save_model
 from tests.ranks import run_ranks
 from tests.unit.test_modules import Net, state
 
@@ -71,8 +71,8 @@ def assert_sent_as_saved(model: nn.Module, folder: Path) -> None:
     assert all(torch.equal(sent[name], saved[name]) and sent[name].dtype == saved[name].dtype for name in saved)
 
 
-def fill_all(folder: str) -> int:
-    """Rank function; returns what the shards of a rank have read."""
+def fill_all(folder: str) -> None:
+    """Rank function."""
     import torch.distributed as dist
 
     from lowmem_load import DistributedInterface
@@ -122,7 +122,6 @@ def fill_all(folder: str) -> int:
         expected.wide.reset_parameters()
         assert not differing(model, expected)
         values.append(model)
-    assert plan(folder, Z3, rank=rank, world_size=2, **few).costs.read_bytes == report.read_bytes
 
     norm = nn.BatchNorm1d(3, affine=False)  # buffers alone
     load_into(norm, f"{folder}/norm")
@@ -145,7 +144,6 @@ def fill_all(folder: str) -> int:
             initialize=True,
         )
     dist.barrier()
-    return int(of_shards)
 
 
 def test_values_are_those_of_the_plain_load(tmp_path: Path) -> None:
