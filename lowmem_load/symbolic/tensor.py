@@ -7,11 +7,9 @@ A write into a parameter is done at once too: random numbers must be drawn in th
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -31,6 +29,7 @@ from lowmem_load.planning.expression import (
     permute,
     reshape,
     slice_dim,
+    strided,
     without_casts,
 )
 from lowmem_load.planning.regions import FlatRange
@@ -51,53 +50,22 @@ FACTORIES = {
 """Operations that only look at the shape, dtype and device of their argument."""
 
 
-class _ViewCall:
-    """A call of a view operation, which may give several views, on a tensor of some strides."""
+class _View(NamedTuple):
+    """One of the results of a view operation. `meta` lies in the memory of the value that all its views share."""
 
-    def __init__(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any, strides: tuple[int, ...]
-    ) -> None:
-        self.func, self.args, self.kwargs, self.metas, self.strides = func, args, kwargs, metas, strides
-        self._latest: tuple[Expression, Any] | None = None
-
-    def describe(self, base: Expression) -> Any:
-        """Return the expression or expressions of the views of `base`; None if the operation has to run."""
-        # All parts of a split are described at a time: one by one, hundreds of experts would take a call for each pair.
-        if self._latest is None or self._latest[0] is not base:
-            self._latest = base, describe(self.func.overloadpacket, (base, *self.args), self.metas)
-        return self._latest[1]
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """One of the views of a call, on expressions and on real tensors."""
-
-    call: _ViewCall
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     position: int
     meta: torch.Tensor
 
     def apply(self, real: torch.Tensor) -> torch.Tensor:
         """Return the view of a real tensor."""
-        if self.call.func.overloadpacket is aten.as_strided:
+        if self.func.overloadpacket is aten.as_strided:
             offset = self.meta.storage_offset() + real.storage_offset()
             return real.as_strided(self.meta.shape, self.meta.stride(), offset)
-        views: list[torch.Tensor] = tree_leaves(self.call.func(real, *self.call.args, **self.call.kwargs))
+        views: list[torch.Tensor] = tree_leaves(self.func(real, *self.args, **self.kwargs))
         return views[self.position]
-
-    def describe(self, base: Expression) -> Expression:
-        """Return the view of an expression."""
-        parts = self.call.describe(base)
-        if parts is not None:
-            return parts[self.position] if isinstance(parts, list) else parts
-        # What this gives depends on the strides that the caller saw.
-        strides, shape = self.call.strides, tuple(self.meta.shape)
-        return Computed(
-            str(self.call.func),
-            lambda values: self.apply(with_strides(values[0], strides)),
-            (base,),
-            shape,
-            self.meta.dtype,
-        )
 
 
 class SymbolicTensor(torch.Tensor):
@@ -124,6 +92,8 @@ class SymbolicTensor(torch.Tensor):
         value = expression if isinstance(expression, SharedValue) else SharedValue(expression)
         if meta is None:
             meta = _meta(value.expression.shape, value.expression.dtype)
+        elif not views and not (meta.is_contiguous() and meta.storage_offset() == 0):
+            meta = aten.empty_like(meta)  # the strides of a copy, without gaps
         tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
@@ -141,10 +111,7 @@ class SymbolicTensor(torch.Tensor):
     @property
     def expression(self) -> Expression:
         """The value of this tensor, as it is now."""
-        expression = self.value.expression
-        for view in self.views:
-            expression = view.describe(expression)
-        return expression
+        return _viewed(self.value, self.views) if self.views else self.value.expression
 
     @property
     def initialised(self) -> Held | None:
@@ -329,11 +296,39 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: A
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> Any:
     base: SymbolicTensor = args[0]
     # An as_strided is one of the memory of the value, whatever views are between.
-    is_of_value = func.overloadpacket is aten.as_strided
-    call = _ViewCall(func, args[1:], kwargs, metas, base.value.strides if is_of_value else base.stride())
-    views = (_View(call, position, meta) for position, meta in enumerate(tree_leaves(metas)))
-    before = () if is_of_value else base.views
+    before = () if func.overloadpacket is aten.as_strided else base.views
+    views = (_View(func, args[1:], kwargs, position, meta) for position, meta in enumerate(tree_leaves(metas)))
     return Template(metas).fill(base.family(base.value, base.read_now, view.meta, (*before, view)) for view in views)
+
+
+def _viewed(value: SharedValue, views: Sequence[_View]) -> Expression:
+    """Return the expression of the last of some views, each of the one before it. The first is of a value."""
+    expression, strides, meta = value.expression, value.strides, views[-1].meta
+    if all(view.meta.dtype == expression.dtype and not (view.meta.is_conj() or view.meta.is_neg()) for view in views):
+        # The dims of the value in the order in which they lie in memory.
+        in_memory = permute(expression, sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+        if _are_nested(meta.shape, meta.stride()):
+            return strided(in_memory, int(meta.storage_offset()), meta.stride(), meta.shape)
+
+    def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        real = with_strides(values[0], strides)
+        for view in views:
+            real = view.apply(real)
+        return real
+
+    return Computed(str(views[-1].func), compute, (expression,), tuple(meta.shape), meta.dtype)
+
+
+def _are_nested(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether dims do not run into each other, unless they repeat. See [Note: loops do not interleave]."""
+    reach = 0
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(strides, shape, strict=True) if stride and size > 1
+    ):
+        if stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -467,7 +462,7 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def describe(operation: Any, args: Args, metas: Any) -> Any:
-    """Return the expression or expressions that `operation` gives; None if it has to run to give its result."""
+    """Return the expression that `operation` gives; None if it has to run to give its result."""
     build = BUILDERS.get(operation)
     return build(args, metas) if build else None
 
@@ -490,35 +485,6 @@ def equal(a: Expression, b: Expression, read_now: ReadNow) -> bool:
     return True
 
 
-def _reshaped(args: Args, meta: torch.Tensor) -> Expression | None:
-    if meta.dtype != args[0].dtype:  # view(dtype) reinterprets bytes
-        return None
-    return reshape(args[0], tuple(meta.shape))
-
-
-def _transposed(args: Args, meta: torch.Tensor) -> Expression | None:
-    dims = list(range(len(args[0].shape)))
-    if dims:
-        a, b = args[1] % len(dims), args[2] % len(dims)
-        dims[a], dims[b] = dims[b], dims[a]
-    return permute(args[0], dims)
-
-
-def _sliced(args: Args, meta: torch.Tensor) -> Expression | None:
-    dim = (args[1] if len(args) > 1 else 0) % len(args[0].shape)
-    start = args[2] if len(args) > 2 else None
-    step = args[4] if len(args) > 4 else 1
-    size = args[0].shape[dim]
-    start = 0 if start is None else min(max(start + size if start < 0 else start, 0), size)
-    return slice_dim(args[0], dim, start, step, meta.shape[dim])
-
-
-def _selected(args: Args, meta: torch.Tensor) -> Expression | None:
-    dim = args[1] % len(args[0].shape)
-    row = slice_dim(args[0], dim, args[2] % args[0].shape[dim], 1, 1)
-    return reshape(row, tuple(meta.shape))
-
-
 def _indexed(args: Args, meta: torch.Tensor) -> Expression | None:
     """Describe `tensor[..., [0, 3], ...]`: one list of indexes."""
     (dim, index), *others = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
@@ -527,18 +493,6 @@ def _indexed(args: Args, meta: torch.Tensor) -> Expression | None:
     if len(index.shape) != 1 or not 0 < index.shape[0] <= FEW_INDEXES:
         return None
     return concat([slice_dim(args[0], dim, at % args[0].shape[dim], 1, 1) for at in index.flat.tolist()], dim)
-
-
-def _parts(args: Args, metas: Sequence[torch.Tensor]) -> list[Expression] | None:
-    dim = (args[2] if len(args) > 2 else 0) % len(args[0].shape)
-    sizes = [meta.shape[dim] for meta in metas]
-    starts = itertools.accumulate(sizes, initial=0)
-    return [slice_dim(args[0], dim, start, 1, size) for start, size in zip(starts, sizes, strict=False)]
-
-
-def _unbound(args: Args, metas: Sequence[torch.Tensor]) -> list[Expression] | None:
-    dim = (args[1] if len(args) > 1 else 0) % len(args[0].shape)
-    return [reshape(slice_dim(args[0], dim, i, 1, 1), tuple(meta.shape)) for i, meta in enumerate(metas)]
 
 
 def _joined(args: Args, meta: torch.Tensor) -> Expression | None:
@@ -555,22 +509,12 @@ def _stacked(args: Args, meta: torch.Tensor) -> Expression | None:
     return concat([reshape(cast(part, meta.dtype), shape) for part in args[0]], dim)
 
 
-BUILDERS: dict[Any, Callable[[Args, Any], Any]] = {
-    **dict.fromkeys(
-        (aten.detach, aten.alias, aten.clone, aten.lift_fresh, aten._to_copy),
-        lambda args, meta: cast(args[0], meta.dtype),
-    ),
-    **dict.fromkeys((aten.view, aten._unsafe_view, aten._reshape_alias, aten.unsqueeze, aten.squeeze), _reshaped),
+BUILDERS: dict[Any, Callable[[Args, Any], Expression | None]] = {
+    **dict.fromkeys((aten.clone, aten._to_copy), lambda args, meta: cast(args[0], meta.dtype)),
+    aten._unsafe_view: lambda args, meta: reshape(args[0], tuple(meta.shape)),
     aten.constant_pad_nd: lambda args, _: args[0] if not any(args[1]) else None,
-    aten.expand: lambda args, meta: expand(args[0], tuple(meta.shape)),
-    aten.transpose: _transposed,
-    aten.t: lambda args, _: permute(args[0], list(range(len(args[0].shape)))[::-1]),
-    aten.permute: lambda args, _: permute(args[0], [dim % len(args[0].shape) for dim in args[1]]),
-    aten.slice: _sliced,
-    aten.select: _selected,
     aten.index: _indexed,
-    **dict.fromkeys((aten.split, aten.split_with_sizes), _parts),
-    aten.unbind: _unbound,
     aten.cat: _joined,
     aten.stack: _stacked,
 }
+"""The expressions that operations give which only move or cast elements, and are no views."""

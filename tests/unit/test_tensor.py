@@ -78,6 +78,13 @@ STREAMED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cat of dtypes": lambda x, y: torch.cat([x.half(), y.double()], 1),
     "cat with the empty vector": lambda x, y: torch.cat([torch.empty(0), x, y], 1),
     "stack of scalars": lambda x, y: torch.stack([x[0, 0, 1], y[0, 0, 1]]),
+    "as_strided": lambda x, y: x.as_strided((3, 2), (7, 3)),
+    "as_strided of a slice": lambda x, y: x[1:].as_strided((3, 2), (7, 3), 2),
+    "as_strided of a transpose": lambda x, y: x.transpose(0, 2)[2:].as_strided((3, 2), (7, 3), 1)[1:],
+    "as_strided of an expand": lambda x, y: x[0, 0].expand(3, 5).as_strided((2, 8), (8, 1), 0),
+    "diagonal": lambda x, y: x.diagonal(0, 1, 2),
+    "windows side by side": lambda x, y: x.unfold(1, 2, 3),
+    "view of a view of a transpose": lambda x, y: x.transpose(0, 2)[1:, ::2].view(4, 3, 2, 2),
 }
 ELEMENTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "neg exp": lambda x, y: -torch.exp(x / 100),
@@ -90,6 +97,8 @@ ELEMENTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "promoted": lambda x, y: x.half() * y,
     "with a real tensor": lambda x, y: torch.arange(5) * x,
     "where": lambda x, y: torch.where(x > 50, x, y),
+    "as_strided of a result": lambda x, y: (x.transpose(0, 2) * 2).as_strided((3, 2), (7, 3), 1),
+    "views of a transposed result": lambda x, y: (x.transpose(0, 2) * 2)[1:, ::2, -1].unsqueeze(1),
 }
 COMPUTED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "scalar tensor": lambda x, y: x * y[0, 0, 1],
@@ -101,12 +110,10 @@ COMPUTED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "many indices": lambda x, y: x[torch.zeros(65, dtype=torch.int64)],
     "index_select": lambda x, y: x.index_select(1, torch.tensor([5, 0, 3])),
     "sort, second output": lambda x, y: torch.sort(x, dim=1, descending=True)[1],
+    "windows that overlap": lambda x, y: x.unfold(1, 3, 1),
+    "conjugate": lambda x, y: torch.complex(x, y).conj()[1:].resolve_conj().real,
+    "view of a view as bytes": lambda x, y: x[1:].view(torch.int32)[:, 2],
     "view as bytes": lambda x, y: x.view(torch.int32),
-    "as_strided": lambda x, y: x.as_strided((3, 2), (7, 3)),
-    "as_strided of a slice": lambda x, y: x[1:].as_strided((3, 2), (7, 3), 2),
-    "as_strided of a transpose": lambda x, y: x.transpose(0, 2)[2:].as_strided((3, 2), (7, 3), 1)[1:],
-    "as_strided of an expand": lambda x, y: x[0, 0].expand(3, 5).as_strided((2, 8), (8, 1), 0),
-    "as_strided of a result": lambda x, y: (x.transpose(0, 2) * 2).as_strided((3, 2), (7, 3), 1),
     "flip of an expand": lambda x, y: x[:1].expand(4, 6, 5).flip(1),
     "bmm of an expand": lambda x, y: torch.bmm(x[0].expand(4, 6, 5), y.transpose(1, 2)),
     "view of an expand as bytes": lambda x, y: x[0, :1].expand(4, 1, 5).view(torch.int16),
