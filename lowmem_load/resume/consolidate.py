@@ -25,7 +25,7 @@ from lowmem_load.models.model_folder import find_file
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.text import fingerprint
-from lowmem_load.training_checkpoints.adapter_config import ADAPTER_CONFIG, adapter_config, check_names_suffice
+from lowmem_load.training_checkpoints.adapter_config import ADAPTER_CONFIG, adapter_config
 from lowmem_load.training_checkpoints.open_model import SavedModel, Values, open_model, own_files
 from lowmem_load.training_checkpoints.zero_checkpoint import differences_of
 from lowmem_load.weights_out.rank_shards import MemoryPiece
@@ -208,14 +208,16 @@ def _describe_adapter(
     if adapted is None or adapted.adapter is None:
         return saved_model
     if not config:
-        check_names_suffice(saved_model, values)
-        return saved_model
+        raise ConfigError(
+            f"{saved_model.folder}: holds an adapter; which of its tensors PEFT saves, and under which names, depends "
+            "on the model: name that by config"
+        )
     shapes = {name: tensor.shape for name, tensor in adapted.wrapped.items()}
     with load_lock():
         base = saver.model_of(config) if model is None else model
         saved, tied = peft.saved_names(base, os.fspath(place), adapted.adapter, shapes, adapted.own)
     tensors = {new: adapted.wrapped[old] for new, old in saved.items()}
-    return replace(saved_model, adapted=replace(adapted, saved=tensors), left_out=(*saved_model.left_out, *tied))
+    return replace(saved_model, adapted=replace(adapted, own=tensors), left_out=(*saved_model.left_out, *tied))
 
 
 def _sources(tensors: Mapping[str, Values], before: str = "") -> dict[str, Source]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lowmem_load.errors import CheckpointError, ConfigError
+from lowmem_load.errors import CheckpointError
 from lowmem_load.files.index import read_json
 from lowmem_load.training_checkpoints.names import MAGNITUDE, place_in
 from lowmem_load.training_checkpoints.open_model import SavedModel, own_files
@@ -54,32 +54,3 @@ def _check(path: str, values: dict[str, Any], model: SavedModel) -> None:
                 f"{path}: says r={values.get('r')}, but {name} is of shape {model.adapter[name].shape}: it is of "
                 "another adapter"
             )
-
-
-def check_names_suffice(model: SavedModel, values: dict[str, Any]) -> None:
-    """Raise ConfigError if only the model itself tells which of its tensors PEFT saves as the adapter's."""
-    if model.adapted is None or model.adapted.adapter is None:
-        return  # named by PEFT itself
-    places = [place for name in model.adapter if (place := place_in(name)) is not None]
-    reasons = {
-        f"bias={values.get('bias')!r}": values.get("bias") not in (None, "none"),
-        "embeddings among the targets": any(place.kind.startswith("lora_embedding") for place in places),
-        "trainable_token_indices": any(place.kind == "trainable_tokens_delta" for place in places),
-        f"peft_type={values.get('peft_type')!r}": values.get("peft_type") != "LORA",
-        "a vocabulary that is not that of its base": _is_resized(model, values.get("base_model_name_or_path")),
-    }
-    if found := [reason for reason, holds in reasons.items() if holds]:
-        raise ConfigError(
-            f"{model.folder}: holds an adapter with {', '.join(found)}: which tensors PEFT saves of it depends on the "
-            "model; name that by config"
-        )
-
-
-def _is_resized(model: SavedModel, base: object) -> bool:
-    """Whether no tensor has as many rows as the vocabulary of the base, where that is in a folder."""
-    path = os.path.join(base, "config.json") if isinstance(base, str) else ""
-    if not model.tensors or not os.path.isfile(path):
-        return False
-    values = read_json(path)
-    size = values.get("vocab_size") if isinstance(values, dict) else None
-    return type(size) is int and not any(tensor.shape[:1] == (size,) for tensor in model.tensors.values())

@@ -77,7 +77,7 @@ class NamedWeights(Generic[T]):
 def weights_in(
     where: str, entries: Mapping[tuple[str, ...], T], part: str | None, *, has_adapter_config: bool = False
 ) -> NamedWeights[T]:
-    """Return the model's weights under its own names, and those of an adapter under the names by which PEFT saves them.
+    """Return the model's weights under its own names, and those of an adapter under PEFT's.
 
     Args:
         where: for messages.
@@ -170,17 +170,11 @@ def without_wrappers(where: str, names: Collection[str]) -> dict[str, str]:
 
 
 class Place(NamedTuple):
-    """What PEFT has put at the end of a name: the layer, what of it, the adapter (None as saved), and the rest."""
+    """What PEFT has put at the end of a name: the layer, what of it, and the adapter (None as saved)."""
 
     layer: str
     kind: str
     adapter: str | None
-    rest: str
-
-    @property
-    def saved(self) -> str:
-        """The name by which PEFT saves it."""
-        return ".".join(filter(None, (self.layer, self.kind, "" if self.kind == MAGNITUDE else self.rest)))
 
 
 def place_in(name: str) -> Place | None:
@@ -188,14 +182,14 @@ def place_in(name: str) -> Place | None:
     *above, first, second, third = ("", "", *name.split("."))
     layer = ".".join(filter(None, above))
     if first in (*_OF_MODULES, MAGNITUDE) and third in ("weight", "bias"):
-        return Place(layer, first, second, third)
+        return Place(layer, first, second)
     below = f"{layer}.{first}" if layer else first
     if second in (*_OF_PARAMETERS, MAGNITUDE):
-        return Place(below, second, third, "")
+        return Place(below, second, third)
     if second in _OF_MODULES and third in ("weight", "bias"):
-        return Place(below, second, None, third)
+        return Place(below, second, None)
     if third in (*_OF_PARAMETERS, MAGNITUDE):
-        return Place(f"{below}.{second}", third, None, "")
+        return Place(f"{below}.{second}", third, None)
     return None
 
 
@@ -205,17 +199,15 @@ class Adapted(Generic[T]):
 
     Attributes:
         base: of the base model, under its own names.
-        saved: of the adapter, under the names by which PEFT saves them, as far as names tell.
+        own: of the adapter, under PEFT's names.
         adapter: its name; None if these are tensors that PEFT's `save_pretrained` has named.
         wrapped: all of them, under PEFT's names.
-        own: the names among `wrapped` that are those of `saved`.
     """
 
     base: dict[str, T]
-    saved: dict[str, T]
+    own: dict[str, T]
     adapter: str | None
     wrapped: Mapping[str, T]
-    own: tuple[str, ...]
 
 
 def is_adapter(names: Collection[str]) -> bool:
@@ -233,7 +225,7 @@ def adapted(where: str, weights: Mapping[str, T]) -> Adapted[T]:
     """
     whole = _whole_modules(weights, ())
     places = {name: place for name in weights if name not in whole and (place := place_in(name)) is not None}
-    adapters = {adapter for _, adapter, _ in whole.values()}
+    adapters = {adapter for _, adapter in whole.values()}
     adapters |= {place.adapter for place in places.values() if place.adapter is not None}
     whole |= _whole_modules([name for name in weights if name not in places], adapters)
     if len(adapters) > 1:
@@ -244,29 +236,16 @@ def adapted(where: str, weights: Mapping[str, T]) -> Adapted[T]:
                 f"{where}: {inside[0]}: holds an adapter that is not of LoRA, and its base; save the adapter with "
                 "PEFT's save_pretrained"
             )
-        return Adapted({}, dict(weights), None, weights, tuple(weights))
-    layers = {place.layer for place in places.values()}
-    originals = {module for module, _, _ in whole.values()}
-    names: dict[str, tuple[bool, str]] = {}  # whether it is the adapter's, and its name there
-    for name in weights:
-        if name in places:
-            names[name] = True, places[name].saved
-        elif name in whole:
-            module, _, rest = whole[name]
-            names[name] = True, f"{module}.{rest}"
-        else:
-            names[name] = False, _of_base(name, layers, originals).removeprefix(OF_PEFT)
-    prove_names(where, weights, names)
-    base, saved = (
-        {new: weights[name] for name, (is_saved, new) in names.items() if is_saved is wanted}
-        for wanted in (False, True)
-    )
-    own = tuple(name for name, (is_saved, _) in names.items() if is_saved)
-    return Adapted(base, saved, adapters.pop(), weights, own)
+        return Adapted({}, dict(weights), None, weights)
+    layers, originals = {place.layer for place in places.values()}, {module for module, _ in whole.values()}
+    own = {name: weights[name] for name in weights if name in places or name in whole}
+    names = {name: _of_base(name, layers, originals).removeprefix(OF_PEFT) for name in weights if name not in own}
+    prove_names(where, weights, names, own)
+    return Adapted({new: weights[name] for name, new in names.items()}, own, adapters.pop(), weights)
 
 
-def _whole_modules(names: Collection[str], adapters: Collection[str]) -> dict[str, tuple[str, str, str]]:
-    """Return the module, the adapter and the name in it for tensors of modules that PEFT trains whole."""
+def _whole_modules(names: Collection[str], adapters: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Return the module and the adapter for tensors of modules that PEFT trains whole."""
     split = {name: name.split(".") for name in names}
     wrappers = {
         ".".join(parts[:place])
@@ -279,7 +258,7 @@ def _whole_modules(names: Collection[str], adapters: Collection[str]) -> dict[st
         for place in range(len(parts) - 2):
             module, adapter = ".".join(parts[:place]), parts[place + 1]
             if parts[place] == "modules_to_save" and (module in wrappers or adapter in adapters):
-                found[name] = module, adapter, ".".join(parts[place + 2 :])
+                found[name] = module, adapter
                 break
     return found
 

@@ -57,8 +57,8 @@ class SavedModel:
 
     @property
     def adapter(self) -> Mapping[str, Values]:
-        """Tensors of an adapter, under the names by which PEFT saves them."""
-        return self.adapted.saved if self.adapted is not None else {}
+        """Tensors of an adapter, under PEFT's names."""
+        return self.adapted.own if self.adapted is not None else {}
 
     def companion(self, name: str) -> str | None:
         """Return the folder that has a file about the model, such as config.json; None if none has it."""
@@ -70,7 +70,8 @@ class SavedModel:
         if adapted is not None:
             of_peft = without_wrappers(self.folder, adapted.wrapped)
             wrapped = {of_peft[name]: tensor for name, tensor in adapted.wrapped.items()}
-            adapted = replace(adapted, wrapped=wrapped, own=tuple(of_peft[name] for name in adapted.own))
+            own = {of_peft[name]: tensor for name, tensor in adapted.own.items()}
+            adapted = replace(adapted, wrapped=wrapped, own=own)
         return replace(self, tensors={names[name]: tensor for name, tensor in self.tensors.items()}, adapted=adapted)
 
 
