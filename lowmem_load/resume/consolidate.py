@@ -173,7 +173,7 @@ def _describe_folder(
     named = None if isinstance(config, bool) else config
     config = saved_model.companion("config.json") if config is None else named
     model: Any = None  # which PEFT wraps
-    if config and (saved_model.tensors or saved_model.adapted is not None):
+    if config:
         saved_model = saved_model.without_wrappers()
     if saved_model.tensors and config:
         with load_lock():
@@ -200,24 +200,24 @@ def _describe_adapter(
     named: str | os.PathLike[str] | None,
 ) -> SavedModel:
     """Return the model with the adapter as PEFT would save it; write the adapter's configuration to `place`."""
-    values, adapted = adapter_config(saved_model, named), saved_model.adapted
+    values = adapter_config(saved_model, named)
     place.mkdir(exist_ok=True)
     if saved_model.tensors and isinstance(values.get("init_lora_weights"), str):
         values["init_lora_weights"] = True  # such as PiSSA, which would change the base once more
     (place / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    if adapted is None or adapted.adapter is None:
+    if saved_model.adapter_name is None:
         return saved_model
     if not config:
         raise ConfigError(
             f"{saved_model.folder}: holds an adapter; which of its tensors PEFT saves, and under which names, depends "
             "on the model: name that by config"
         )
-    shapes = {name: tensor.shape for name, tensor in adapted.wrapped.items()}
+    shapes = {name: tensor.shape for name, tensor in saved_model.wrapped.items()}
     with load_lock():
         base = saver.model_of(config) if model is None else model
-        saved, tied = peft.saved_names(base, os.fspath(place), adapted.adapter, shapes, adapted.own)
-    tensors = {new: adapted.wrapped[old] for new, old in saved.items()}
-    return replace(saved_model, adapted=replace(adapted, own=tensors), left_out=(*saved_model.left_out, *tied))
+        saved, tied = peft.saved_names(base, os.fspath(place), saved_model.adapter_name, shapes, saved_model.adapter)
+    adapter = {new: saved_model.wrapped[old] for new, old in saved.items()}
+    return replace(saved_model, adapter=adapter, left_out=(*saved_model.left_out, *tied))
 
 
 def _sources(tensors: Mapping[str, Values], before: str = "") -> dict[str, Source]:

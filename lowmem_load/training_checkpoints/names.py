@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
@@ -63,15 +63,19 @@ class NamedWeights(Generic[T]):
 
     Attributes:
         model: under the model's own names; those of the base model, if PEFT has wrapped it.
-        adapted: what PEFT has made of the model; None if it has not.
         left_out: names of all other entries.
         removed: what all names of the model began with.
+        wrapped: what PEFT has made of the model: all of it, under PEFT's names. Empty if it has not.
+        adapter: those of `wrapped` that are the adapter's.
+        adapter_name: None if PEFT's `save_pretrained` has named the adapter's tensors.
     """
 
     model: dict[str, T]
-    adapted: Adapted[T] | None
     left_out: tuple[str, ...]
     removed: str
+    wrapped: Mapping[str, T] = field(default_factory=dict)
+    adapter: Mapping[str, T] = field(default_factory=dict)
+    adapter_name: str | None = None
 
 
 def weights_in(
@@ -102,9 +106,9 @@ def weights_in(
     weights = {new: entries[keys] for keys, new in new_names.items()}
     others = tuple(map(".".join, left_out))
     if not is_adapter(weights) and not (has_adapter_config and all(name.startswith(OF_PEFT) for name in weights)):
-        return NamedWeights(weights, None, others, outer)
-    found = adapted(where, weights)
-    return NamedWeights(found.base, found, others, outer)
+        return NamedWeights(weights, others, outer)
+    base, adapter, adapter_name = _adapted(where, weights)
+    return NamedWeights(base, others, outer, weights, adapter, adapter_name)
 
 
 def _model_among(where: str, groups: Collection[tuple[str, ...]]) -> tuple[str, ...]:
@@ -193,30 +197,13 @@ def place_in(name: str) -> Place | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Adapted(Generic[T]):
-    """The weights of a model that PEFT has wrapped, or an adapter alone.
-
-    Attributes:
-        base: of the base model, under its own names.
-        own: of the adapter, under PEFT's names.
-        adapter: its name; None if these are tensors that PEFT's `save_pretrained` has named.
-        wrapped: all of them, under PEFT's names.
-    """
-
-    base: dict[str, T]
-    own: dict[str, T]
-    adapter: str | None
-    wrapped: Mapping[str, T]
-
-
 def is_adapter(names: Collection[str]) -> bool:
     """Whether these are the names of a model that PEFT has wrapped with LoRA, or of an adapter of LoRA."""
     return all(name.startswith(OF_PEFT) for name in names) and any(map(place_in, names))
 
 
-def adapted(where: str, weights: Mapping[str, T]) -> Adapted[T]:
-    """Return the weights of the base model and those of the adapter, given names that all begin as PEFT's do.
+def _adapted(where: str, weights: Mapping[str, T]) -> tuple[dict[str, T], Mapping[str, T], str | None]:
+    """Return the weights of the base model, those of the adapter, and its name. All names begin as PEFT's do.
 
     Raises:
         ConfigError: there are several adapters.
@@ -236,12 +223,12 @@ def adapted(where: str, weights: Mapping[str, T]) -> Adapted[T]:
                 f"{where}: {inside[0]}: holds an adapter that is not of LoRA, and its base; save the adapter with "
                 "PEFT's save_pretrained"
             )
-        return Adapted({}, dict(weights), None, weights)
+        return {}, weights, None
     layers, originals = {place.layer for place in places.values()}, {module for module, _ in whole.values()}
     own = {name: weights[name] for name in weights if name in places or name in whole}
     names = {name: _of_base(name, layers, originals).removeprefix(OF_PEFT) for name in weights if name not in own}
     prove_names(where, weights, names, own)
-    return Adapted({new: weights[name] for name, new in names.items()}, own, adapters.pop(), weights)
+    return {new: weights[name] for name, new in names.items()}, own, adapters.pop()
 
 
 def _whole_modules(names: Collection[str], adapters: Collection[str]) -> dict[str, tuple[str, str]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from lowmem_load.errors import CheckpointError, ConfigError, listed
 from lowmem_load.files.executor import Executor
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.training_checkpoints.dcp import METADATA, open_dcp
-from lowmem_load.training_checkpoints.names import Adapted, place_in, weights_in, without_wrappers
+from lowmem_load.training_checkpoints.names import place_in, weights_in, without_wrappers
 from lowmem_load.training_checkpoints.rank_files import open_rank_files, rank_files
 from lowmem_load.training_checkpoints.saved_state import SavedState, TiledTensor
 from lowmem_load.training_checkpoints.zero_checkpoint import SavedParameter, find_folder, open_checkpoint
@@ -39,7 +39,7 @@ class SavedModel:
         tensors: under the names of the model's parameters and buffers. Two names may have one tensor.
         files: all files that were opened.
         near: folders that may have files about the model.
-        adapted: what PEFT has made of the model; None if it has not.
+        wrapped, adapter, adapter_name: what PEFT has made of the model; see `NamedWeights`.
         num_masters: of the tensors, those that are the fp32 values of an optimizer, while the model had 16 bits.
         left_out: names of other tensors in the files, such as an optimizer's.
         removed: what the names of all tensors began with.
@@ -50,15 +50,12 @@ class SavedModel:
     tensors: Mapping[str, Values]
     files: tuple[PlannedFile, ...]
     near: tuple[str, ...] = ()
-    adapted: Adapted[Values] | None = None
+    wrapped: Mapping[str, Values] = field(default_factory=dict)
+    adapter: Mapping[str, Values] = field(default_factory=dict)
+    adapter_name: str | None = None
     num_masters: int = 0
     left_out: tuple[str, ...] = ()
     removed: str = ""
-
-    @property
-    def adapter(self) -> Mapping[str, Values]:
-        """Tensors of an adapter, under PEFT's names."""
-        return self.adapted.own if self.adapted is not None else {}
 
     def companion(self, name: str) -> str | None:
         """Return the folder that has a file about the model, such as config.json; None if none has it."""
@@ -66,13 +63,13 @@ class SavedModel:
 
     def without_wrappers(self) -> SavedModel:
         """Return it for a model that checks names: without what wraps modules inside of it."""
-        names, adapted = without_wrappers(self.folder, self.tensors), self.adapted
-        if adapted is not None:
-            of_peft = without_wrappers(self.folder, adapted.wrapped)
-            wrapped = {of_peft[name]: tensor for name, tensor in adapted.wrapped.items()}
-            own = {of_peft[name]: tensor for name, tensor in adapted.own.items()}
-            adapted = replace(adapted, wrapped=wrapped, own=own)
-        return replace(self, tensors={names[name]: tensor for name, tensor in self.tensors.items()}, adapted=adapted)
+        names, of_peft = without_wrappers(self.folder, self.tensors), without_wrappers(self.folder, self.wrapped)
+        return replace(
+            self,
+            tensors={names[name]: tensor for name, tensor in self.tensors.items()},
+            wrapped={of_peft[name]: tensor for name, tensor in self.wrapped.items()},
+            adapter={of_peft[name]: tensor for name, tensor in self.adapter.items()},
+        )
 
 
 def own_files(folder: str, names: Iterable[str]) -> list[str]:
@@ -167,20 +164,28 @@ def open_model(folder: str, executor: Executor, *, tag: str | None = None, part:
     model = replace(model, near=tuple(dict.fromkeys(map(os.path.abspath, near))))
     has_adapter_config = model.companion("adapter_config.json") is not None
     weights = weights_in(model.folder, entries, part, has_adapter_config=has_adapter_config)
-    model = replace(model, adapted=weights.adapted, removed=weights.removed)
-    if weights.adapted is not None and _is_packed(weights.adapted):
-        return replace(model, left_out=(*weights.left_out, *weights.adapted.base))
-    return replace(model, tensors=weights.model, left_out=weights.left_out)
+    model = replace(
+        model,
+        tensors=weights.model,
+        wrapped=weights.wrapped,
+        adapter=weights.adapter,
+        adapter_name=weights.adapter_name,
+        left_out=weights.left_out,
+        removed=weights.removed,
+    )
+    if _is_packed(weights.wrapped):
+        return replace(model, tensors={}, left_out=(*weights.left_out, *weights.model))
+    return model
 
 
-def _is_packed(adapted: Adapted[Values]) -> bool:
+def _is_packed(wrapped: Mapping[str, Values]) -> bool:
     """Whether the base is quantized. Its scales are no parameters, so sharded state dicts have none."""
-    for name, of_adapter in adapted.wrapped.items():
+    for name, of_adapter in wrapped.items():
         place = place_in(name)
         if place is None or place.kind != "lora_A" or len(of_adapter.shape) != 2:
             continue
-        weight = adapted.wrapped.get(f"{place.layer}.base_layer.weight")
-        other = adapted.wrapped.get(name.replace(f"{place.layer}.lora_A.", f"{place.layer}.lora_B."))
+        weight = wrapped.get(f"{place.layer}.base_layer.weight")
+        other = wrapped.get(name.replace(f"{place.layer}.lora_A.", f"{place.layer}.lora_B."))
         if weight is None or other is None:
             continue
         numel = other.shape[0] * of_adapter.shape[1]

@@ -227,7 +227,7 @@ def found(*names: str, part: str | None = None) -> NamedWeights[int]:
 def named(*names: str, part: str | None = None) -> tuple[dict[str, int], dict[str, int]]:
     """The numbers that are found, for the model and for its adapter."""
     weights = found(*names, part=part)
-    return weights.model, weights.adapted.own if weights.adapted is not None else {}
+    return weights.model, dict(weights.adapter)
 
 
 def test_names_lose_what_all_of_them_begin_with() -> None:
