@@ -27,7 +27,11 @@ def value_of(node: ex.Expression, data: dict[str, torch.Tensor]) -> torch.Tensor
     if isinstance(node, ex.Concat):
         return torch.cat([value_of(part, data) for part in node.parts], node.dim)
     if isinstance(node, ex.Strided):
-        return value_of(node.part, data).contiguous().as_strided(node.shape, node.strides, node.start)
+        return (
+            value_of(node.part, data)
+            .clone(memory_format=torch.contiguous_format)
+            .as_strided(node.shape, node.strides, node.start)
+        )
     assert isinstance(node, ex.Cast)
     return value_of(node.part, data).to(node.dtype)
 
@@ -62,10 +66,14 @@ def expressions(draw: st.DrawFn) -> tuple[ex.Expression, dict[str, torch.Tensor]
     node: ex.Expression = leaf(tuple(draw(st.lists(st.integers(1, 6), max_size=4))))
     value = value_of(node, data)
     for _ in range(draw(st.integers(0, 6))):
-        kind = draw(st.sampled_from(["concat", "slice", "permute", "reshape", "reshape"]))
+        kind = draw(st.sampled_from(["concat", "slice", "permute", "reshape", "reshape", "as_strided"]))
         if kind == "reshape":
             shape = draw(_factorings(ex.numel(node)))
             node, value = ex.reshape(node, shape), value.reshape(shape)
+        elif kind == "as_strided":
+            start, strides, shape = draw(_places(ex.numel(node)))
+            node = ex.strided(node, start, strides, shape)
+            value = value.clone(memory_format=torch.contiguous_format).as_strided(shape, strides, start)
         elif not node.shape:
             continue
         elif kind == "permute":
@@ -97,6 +105,20 @@ def _factorings(draw: st.DrawFn, number: int) -> tuple[int, ...]:
         factors.append(factor)
         number //= factor
     return tuple(draw(st.permutations([*factors, number])))
+
+
+@st.composite
+def _places(draw: st.DrawFn, num_elements: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Start, strides and shape of some elements of a flat tensor, of which each has one place."""
+    dims, reach = [], 1
+    for _ in range(draw(st.integers(0, 3))):
+        stride = reach + draw(st.integers(0, 3))
+        size = draw(st.integers(1, 1 + max(0, num_elements - reach) // stride))
+        dims.append((size, stride))
+        reach += (size - 1) * stride
+    dims = draw(st.permutations(dims))
+    start = draw(st.integers(0, num_elements - reach))
+    return start, tuple(stride for _, stride in dims), tuple(size for size, _ in dims)
 
 
 @settings(max_examples=400, deadline=None)
