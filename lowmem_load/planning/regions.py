@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -265,20 +266,18 @@ class Holders:
     ranks: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Distribution:
     """What each rank holds of tensors of one shape that lie alike: by rank, and the ranks by what they hold."""
 
     regions: Sequence[Region]
     shape: Shape
-    holders: Sequence[Holders] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def holders(self) -> list[Holders]:
+        """The ranks that hold each region."""
         ranks: dict[Region, list[int]] = {}
         for rank, region in enumerate(self.regions):
             if region.numel:
                 ranks.setdefault(region, []).append(rank)
-        all_holders = [
-            Holders(region, bounding_range(region, self.shape), of_region) for region, of_region in ranks.items()
-        ]
-        object.__setattr__(self, "holders", all_holders)
+        return [Holders(region, bounding_range(region, self.shape), of_region) for region, of_region in ranks.items()]
