@@ -250,10 +250,15 @@ def _join(operation: Any, tensors: Sequence[Any], dim: int = 0) -> SymbolicTenso
     metas = [tensor.meta for tensor in tensors if isinstance(tensor, SymbolicTensor)]
     if not metas or len(metas) != len(tensors) or not all(_is_like(meta, metas[0]) for meta in metas):
         return None
-    one: torch.Tensor = operation(metas[:1], dim)  # torch says what is wrong with `dim`
-    shape = list(one.shape)
+    shape = list(metas[0].shape)
+    num_dims = len(shape) + (operation is aten.stack)
+    if not -num_dims <= dim < num_dims:
+        return None  # torch says what is wrong
+    dim %= num_dims
+    if operation is aten.stack:
+        shape.insert(dim, 1)
     shape[dim] *= len(tensors)
-    meta = _meta(tuple(shape), one.dtype)
+    meta = _meta(tuple(shape), metas[0].dtype)
     return _make_result(describe(operation, ([expression_of(tensor) for tensor in tensors], dim), meta), tensors, meta)
 
 

@@ -111,7 +111,6 @@ COMPUTED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "index_select": lambda x, y: x.index_select(1, torch.tensor([5, 0, 3])),
     "sort, second output": lambda x, y: torch.sort(x, dim=1, descending=True)[1],
     "windows that overlap": lambda x, y: x.unfold(1, 3, 1),
-    "conjugate": lambda x, y: torch.complex(x, y).conj()[1:].resolve_conj().real,
     "view of a view as bytes": lambda x, y: x[1:].view(torch.int32)[:, 2],
     "view as bytes": lambda x, y: x.view(torch.int32),
     "flip of an expand": lambda x, y: x[:1].expand(4, 6, 5).flip(1),
