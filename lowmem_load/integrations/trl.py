@@ -23,7 +23,7 @@ from lowmem_load.errors import UnsupportedError
 from lowmem_load.replaced import Handlers, holding, warn_of_missing
 from lowmem_load.weights_out.iter_weights import Arguments, plan_weights
 from lowmem_load.weights_out.push_weights import hand_over, metadata_of, name_tensor_pairs
-from lowmem_load.weights_out.rank_shards import is_dtensor
+from lowmem_load.weights_out.rank_shards import group_of
 from lowmem_load.weights_out.send import Sending, delivery
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def mix(ordinary: Callable[[Any, Any, float], None], model: Any, target_model: A
 
 def _planned(model: Any, mode: str) -> Sending | None:
     """Return the weights to send, for rank 0 or for all; None if they need not, or cannot, be sent in buckets."""
-    if not any(map(_is_in_pieces, model.parameters())):
+    if all(group_of(parameter) is None for parameter in model.parameters()):
         return None
     is_peft = hasattr(model, "merge_adapter")  # TRL merges adapters, too
     to: Any = "all" if mode == "colocate" else 0
@@ -118,13 +118,3 @@ HANDLERS: Handlers = {
     foreign_names.MOVE_TO_VLLM: move,
     foreign_names.SYNC_TARGET_MODEL: mix,
 }
-
-
-def _is_in_pieces(parameter: torch.Tensor) -> bool:
-    if is_dtensor(parameter):
-        return True
-    if "deepspeed" not in sys.modules:
-        return False
-    from lowmem_load.engines.parameters import is_partitioned
-
-    return is_partitioned(parameter)

@@ -291,13 +291,12 @@ def _check_ties(
 def _are_equal(name: str, one: Values, other: Values, executor: Executor) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    with contextlib.ExitStack() as stack:
-        chunks = [
-            stack.enter_context(ShareOfTensor(name, values, FlatRange(0, values.numel), executor, buffer).memory())
-            for values in (one, other)
-            for buffer in [torch.empty(CHUNK_BYTES // 2, dtype=torch.uint8, device="cpu")]
-        ]
+    whole = FlatRange(0, one.numel)
+    buffers = [torch.empty(CHUNK_BYTES // 2, dtype=torch.uint8, device="cpu") for _ in range(2)]
+    with (
+        ShareOfTensor(name, one, whole, executor, buffers[0]).memory() as mine,
+        ShareOfTensor(name, other, whole, executor, buffers[1]).memory() as its,
+    ):
         return all(
-            torch.equal(mine.view(torch.uint8), its.view(torch.uint8))
-            for (mine, _), (its, _) in zip(*chunks, strict=True)
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for (a, _), (b, _) in zip(mine, its, strict=True)
         )

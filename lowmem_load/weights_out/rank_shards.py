@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.distributed.steps import Alone, RankGroup, has_group
-from lowmem_load.errors import ConfigError, UnsupportedError
+from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.regions import (
     NOTHING,
@@ -71,9 +71,7 @@ class RankShard:
             return memory._version, self.tensor._version  # noqa: SLF001  torch documents it
         memory, is_moved = self.tensor, not isinstance(self.tensor, nn.Parameter)  # modules may replace their buffers
         if self.is_partitioned:
-            from lowmem_load.engines.parameters import may_be_on_nvme, partition_of
-
-            memory, is_moved = partition_of(cast("nn.Parameter", self.tensor)), may_be_on_nvme(self.tensor)
+            memory, is_moved = zero3().partition_of(self.tensor), zero3().may_be_on_nvme(self.tensor)
         return memory._version, 0 if is_moved else memory.data_ptr()  # noqa: SLF001
 
     @contextlib.contextmanager
@@ -93,15 +91,20 @@ class RankShard:
             yield local_shard(self.source.name, self.tensor, needs_memory=True)[1]
         elif not self.is_partitioned:
             yield self.tensor.detach().reshape(-1)
+        elif self.is_master:
+            yield zero3().master_partition(self.tensor).detach()
         else:
-            from lowmem_load.engines.parameters import master_partition, partition_in_memory
-
-            is_master, tensor, name = self.is_master, self.tensor, self.source.name
-            if is_master:
-                yield master_partition(tensor).detach()
-                return
-            with partition_in_memory(tensor, name) as partition:
+            with zero3().partition_in_memory(self.tensor, self.source.name) as partition:
                 yield partition.detach()
+
+
+def zero3() -> Any:
+    """Return `engines.parameters`, which knows ZeRO-3 parameters. None without DeepSpeed: then there are none."""
+    if "deepspeed" not in sys.modules:
+        return None
+    from lowmem_load.engines import parameters
+
+    return parameters
 
 
 class Wrapper(nn.Module):
@@ -127,10 +130,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def _inside(model: nn.Module) -> nn.Module | None:
     wrappers: tuple[type, ...] = (Wrapper, nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
-    if "deepspeed" in sys.modules:
-        from lowmem_load.engines.parameters import ENGINES
-
-        wrappers += ENGINES
+    if zero3() is not None:
+        wrappers += zero3().ENGINES
     if isinstance(model, wrappers):
         return cast("nn.Module", model.module)
     dynamo = sys.modules.get("torch._dynamo")  # torch.compile imports it
@@ -147,16 +148,12 @@ def rank_shards(model: nn.Module, rank: int, *, masters: bool) -> list[RankShard
     optimizer's fp32 values of partitioned parameters are written where there are some.
     """
     named = list(nn.Module.named_parameters(model))  # one of a class of its own may leave some out
-    if "deepspeed" in sys.modules:
-        from lowmem_load.engines.parameters import gathered_by_others
-
-        open_ones = [named[position][0] for position in gathered_by_others([parameter for _, parameter in named])]
-        if open_ones:
-            raise ConfigError(
-                f"{open_ones[0]}: is gathered by an open deepspeed.zero.GatheredParameters"
-                f"{f', with {len(open_ones) - 1} more' if len(open_ones) > 1 else ''}. Changes reach the partitions "
-                "when the block ends: call save_model after it, on all ranks"
-            )
+    places = zero3().gathered_by_others([parameter for _, parameter in named]) if zero3() is not None else []
+    if open_ones := [named[place][0] for place in places]:
+        raise ConfigError(
+            f"{listed(open_ones, 3)}: gathered by an open deepspeed.zero.GatheredParameters. Changes reach the "
+            "partitions when the block ends: call save_model after it, on all ranks"
+        )
     shards: dict[int, RankShard] = {}
     for name, tensor in (*named, *nn.Module.named_buffers(model)):
         if id(tensor) not in shards:
@@ -175,19 +172,14 @@ def group_of(tensor: torch.Tensor) -> Any:
         from lowmem_load.engines.mesh import all_ranks
 
         return all_ranks()
-    if "deepspeed" in sys.modules:  # else nothing can be partitioned
-        from lowmem_load.engines.parameters import group_of as group_of_partitions
-        from lowmem_load.engines.parameters import is_partitioned
-
-        return group_of_partitions(tensor) if is_partitioned(tensor) else None
-    return None
+    parameters = zero3()
+    return parameters.group_of(tensor) if parameters is not None and parameters.is_partitioned(tensor) else None
 
 
 def rank_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool) -> RankShard:
     """Return what this rank holds of a tensor. Of ranks that hold the same, the first one writes it."""
-    if isinstance(tensor, nn.Parameter) and "deepspeed" in sys.modules:
-        from lowmem_load.engines import parameters
-
+    parameters = zero3()
+    if isinstance(tensor, nn.Parameter) and parameters is not None:
         parameters.refuse_parallel(name, tensor)
         if parameters.is_partitioned(tensor):
             # DeepSpeed quantizes frozen weights where zero_quantized_nontrainable_weights says so.
@@ -237,12 +229,7 @@ def _rule_of(shard: RankShard, meshes: dict[Any, Any]) -> Rule:
         from lowmem_load.engines.mesh import cuts_of
 
         return cuts_of(shard.source.name, tensor, meshes)
-    if shard.is_partitioned:
-        assert "deepspeed" in sys.modules
-        from lowmem_load.engines.parameters import full_numel
-
-        return Partitions(full_numel(tensor))
-    return OnFirst(tensor.numel())
+    return Partitions(zero3().full_numel(tensor)) if shard.is_partitioned else OnFirst(tensor.numel())
 
 
 def digest_of_rules(rules: Sequence[Rule]) -> str:

@@ -24,7 +24,6 @@ import contextlib
 import functools
 import itertools
 import operator
-import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -58,6 +57,7 @@ from lowmem_load.weights_out.rank_shards import (
     layouts_by_rule,
     rules_of,
     unwrapped,
+    zero3,
 )
 
 Tensors: TypeAlias = "list[tuple[str, torch.Tensor]]"
@@ -316,12 +316,9 @@ class _Changes:
         self._model, self._shards = unwrapped(engine), shards
         self._before = [shard.state for shard in shards]
         self._parameters = {id(shard.tensor) for shard in shards}
-        self._optimizers: set[int] = set()
+        optimizers = [] if zero3() is None else zero3().optimizers_of(engine, [shard.tensor for shard in shards])
+        self._optimizers = {id(optimizer) for optimizer in optimizers}
         self._stepped = ""
-        if "deepspeed" in sys.modules:
-            from lowmem_load.engines.parameters import optimizers_of
-
-            self._optimizers = {*map(id, optimizers_of(engine, [shard.tensor for shard in shards]))}
         self._hook = register_optimizer_step_post_hook(self._note_step)
 
     def refuse(self) -> None:

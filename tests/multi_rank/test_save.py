@@ -268,7 +268,7 @@ def fail_together(path: str, out: str) -> None:
             save_model(model, target, dtype=dtype)  # type: ignore[arg-type]
     with (
         zero.GatheredParameters([model.lm_head.weight, model.model.norm.weight], modifier_rank=0),
-        pytest.raises(ConfigError, match=r"norm\.weight: is gathered by an open .*GatheredParameters, with 1 more"),
+        pytest.raises(ConfigError, match=r"norm\.weight, .*: gathered by an open .*GatheredParameters\."),
     ):
         save_model(model, target)
     partition = model.lm_head.weight.ds_tensor
