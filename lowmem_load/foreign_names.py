@@ -316,10 +316,8 @@ DIFFUSERS_WRITE = _diffusers("safetensors.torch", "save_file")
 
 _vllm = functools.partial(ForeignName, TRL, "trl.generation.vllm_generation")
 _online_dpo = functools.partial(ForeignName, TRL, "trl.experimental.online_dpo.online_dpo_trainer")
-_callbacks = functools.partial(ForeignName, TRL, "trl.trainer.callbacks")
 _fsdp2 = functools.partial(ForeignName, LLAMAFACTORY, "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2")
 _GATHERS = "TRL gathers the weights for vLLM itself, one parameter after the other"
-_BOTH = "sync_ref_model gathers two whole models on every rank"
 _UNCHECKED = "LLaMA-Factory v1 reads the weights of FSDP2 models itself, without lowmem_load's checks"
 
 SYNC_WEIGHTS = _vllm("VLLMGeneration.sync_weights", _GATHERS)
@@ -327,7 +325,6 @@ ITER_NAMED_PARAMS = _vllm("VLLMGeneration._iter_named_params", _GATHERS)
 WEIGHT_METADATA = _vllm("VLLMGeneration._weight_metadata", _GATHERS)
 """Set on objects, and not replaced."""
 MOVE_TO_VLLM = _online_dpo("OnlineDPOTrainer._move_model_to_vllm_inner", _GATHERS)
-SYNC_TARGET_MODEL = _callbacks("SyncRefModelCallback.sync_target_model", _BOTH)
 LLAMAFACTORY_LOAD = _fsdp2("FSDP2Engine._load_weights_from_hf_checkpoint", _UNCHECKED)
 
 # -- torch: reads the memory of lazy tensors past its dispatcher -------------------------------------------------------

@@ -23,7 +23,7 @@ _ZERO = "deepspeed.runtime.zero.partition_parameters"
 require(
     DEEPSPEED,
     {
-        _ZERO: ("PartitionedParamStatus.AVAILABLE", "ZeroParamStatus.AVAILABLE", "ZeroParamStatus.INFLIGHT"),
+        _ZERO: ("PartitionedParamStatus.AVAILABLE", "ZeroParamStatus.AVAILABLE"),
         "deepspeed.runtime.zero.utils": ("is_zero_param",),
         "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
             *("available_swap_in_buffers", "remove_partition_and_release_buffers", "swap_in"),
@@ -132,46 +132,6 @@ def partition_in_memory(parameter: torch.Tensor, name: str) -> Iterator[torch.Te
         yield partition
     finally:
         parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
-
-
-def mix_partitions(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], share: float) -> bool:
-    """Set each target to `(1 - share) * target + share * source`, where this rank holds the same elements of both.
-
-    Local. Returns False, and changes nothing, where it does not: of other partitions, on nvme, under hpZ, or
-    where DeepSpeed keeps only one of the two gathered.
-    """
-    pairs = list(zip(targets, sources, strict=True))
-    if not all(_have_same_elements(target, source) for target, source in pairs):
-        return False
-    with torch.no_grad():
-        for target, source in pairs:
-            tensors = [(target.ds_tensor, source.ds_tensor)]
-            if target.ds_status == ZeroParamStatus.AVAILABLE:  # it is small, and stays gathered
-                tensors.append((target, source))
-            for to, value in tensors:  # not by `.data`, which hides the change
-                to.mul_(1.0 - share).add_(value.to(to.device), alpha=share)
-    return True
-
-
-def _have_same_elements(target: torch.Tensor, source: torch.Tensor) -> bool:
-    return (
-        _is_plain(target)
-        and _is_plain(source)
-        and target.ds_shape == source.ds_shape
-        and target.ds_tensor.shape == source.ds_tensor.shape
-        and dist.get_rank(group_of(target)) == dist.get_rank(group_of(source))
-        and target.ds_status == source.ds_status
-    )
-
-
-def _is_plain(parameter: torch.Tensor) -> bool:
-    return (
-        bool(is_zero_param(parameter))
-        and parameter.ds_tensor.is_floating_point()
-        and getattr(parameter, "ds_secondary_tensor", None) is None
-        and not may_be_on_nvme(parameter)
-        and parameter.ds_status != ZeroParamStatus.INFLIGHT
-    )
 
 
 def gathered_by_others(parameters: Sequence[torch.Tensor]) -> list[int]:

@@ -223,7 +223,7 @@ def _hooks(options: Options, *, saves: bool) -> Iterator[tuple[Sequence[ForeignN
     yield diffusers.NAMES, lambda: diffusers.handlers(options)
     yield [foreign_names.LLAMAFACTORY_LOAD], lambda: _late("llamafactory").load_handlers(options)
     weights_out = foreign_names.SYNC_WEIGHTS, foreign_names.ITER_NAMED_PARAMS, foreign_names.MOVE_TO_VLLM
-    yield [*weights_out, foreign_names.SYNC_TARGET_MODEL], lambda: _late("trl").HANDLERS
+    yield weights_out, lambda: _late("trl").HANDLERS
     yield [foreign_names.INITIALIZE, foreign_names.LOAD_CHECKPOINT], lambda: _late("engine").HANDLERS
     if saves:
         yield [foreign_names.DIFFUSERS_SAVE], lambda: diffusers.SAVE_HANDLERS

@@ -1,10 +1,9 @@
-"""TRL's weights under `install`: in buckets to vLLM, in partitions to the reference model, where TRL gathers.
+"""TRL's weights under `install`: in buckets to vLLM, where TRL gathers.
 
 GRPO, RLOO and other trainers of trl 1.16 have a `VLLMGeneration`, whose `sync_weights` hands what `_iter_named_params`
 yields to the server's client, or to vLLM in the same process. Here it runs unchanged, but gets the tensors of
 `iter_weights`. With these come the names of the checkpoint, which vLLM loads by. Online DPO has a method of its own,
-which gathers and sends; it is replaced. So is `SyncRefModelCallback.sync_target_model` (`sync_ref_model`), which
-gathers both models whole.
+which gathers and sends; it is replaced.
 """
 
 from __future__ import annotations
@@ -81,17 +80,6 @@ def move(ordinary: Callable[[Any], None], trainer: Any) -> None:
         hand_over(client, weights, buckets)
 
 
-def mix(ordinary: Callable[[Any, Any, float], None], model: Any, target_model: Any, alpha: float) -> None:
-    """Do what `SyncRefModelCallback.sync_target_model` does, each rank with its own partitions. Local if it can be."""
-    is_done = False
-    if "deepspeed" in sys.modules:
-        from lowmem_load.engines.parameters import mix_partitions
-
-        is_done = mix_partitions([*target_model.parameters()], [*model.parameters()], alpha)
-    if not is_done:
-        ordinary(model, target_model, alpha)
-
-
 def _planned(model: Any, mode: str) -> Sending | None:
     """Return the weights to send, for rank 0 or for all; None if they need not, or cannot, be sent in buckets."""
     if all(group_of(parameter) is None for parameter in model.parameters()):
@@ -116,5 +104,4 @@ HANDLERS: Handlers = {
     foreign_names.SYNC_WEIGHTS: sync,
     foreign_names.ITER_NAMED_PARAMS: iterate,
     foreign_names.MOVE_TO_VLLM: move,
-    foreign_names.SYNC_TARGET_MODEL: mix,
 }
