@@ -1,6 +1,6 @@
 """Makes ZeRO-3 parameters whose partitions are allocated but not filled, with DeepSpeed's own code.
 
-Stock `zero.Init` allocates a parameter in full, broadcasts it from rank 0, attaches the ZeRO methods
+`zero.Init` of DeepSpeed allocates a parameter in full, broadcasts it from rank 0, attaches the ZeRO methods
 (`_convert_to_deepspeed_param`), allocates `ds_tensor` (this rank's partition, padded to the same size on all ranks),
 copies the partition and frees the rest. Here the parameter starts with no elements, gets the same methods, and
 `ds_tensor` is allocated for the caller to fill. `zero.Init` is constructed for its settings but never entered.
@@ -15,9 +15,7 @@ Written for deepspeed 0.18.4 to 0.19.8, `runtime/zero/partition_parameters.py`.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
-import logging
 import mmap
 import re
 import weakref
@@ -30,10 +28,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed import DeepSpeedConfig
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import constants
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import groups
-from pydantic import ValidationError
 from torch import nn
 
 from lowmem_load.engines import swapping
@@ -42,8 +37,6 @@ from lowmem_load.engines.swapping import Folder, Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
 from lowmem_load.planning.regions import FlatRange, partition_range, secondary_range
-
-logger = logging.getLogger(__name__)
 
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
 
@@ -99,7 +92,15 @@ class Partitioner:
         swap_folder = swapping.folder_of(ds_config)
         if swap_folder is not None:
             swapping.prepare(swap_folder, ds_config)
-        self._take(_zero_init(ds_config, group, mpu), swap_folder)
+        secondary_size = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
+        init = Init(
+            module=None,
+            config_dict_or_path=dict(ds_config),
+            data_parallel_group=group,
+            zero_param_parallel_group=_secondary_group(secondary_size),
+            mpu=mpu,
+        )
+        self._take(init, swap_folder)
         if self._init.mem_efficient_linear:  # zero.Init does this when it is entered
             enable = getattr(self._init, "_enable_mem_efficient_linear", None)  # since deepspeed 0.19.4
             if enable is not None:
@@ -211,7 +212,7 @@ class Partitioner:
             parameter.ds_secondary_tensor = secondary
             tensors.append(secondary)
         for tensor, numel in zip(tensors, numels, strict=True):
-            tensor[numel:].zero_()  # stock leaves padding uninitialised, so its hashes differ from run to run
+            tensor[numel:].zero_()  # DeepSpeed leaves padding uninitialized, so its hashes differ from run to run
         return tensors
 
     def _new_partition(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -242,47 +243,11 @@ def _unit_of(world_size: int) -> Any:
 
 
 def _check_by_deepspeed(ds_config: Mapping[str, Any], mpu: Any) -> None:
-    # DeepSpeed ignores sections and values that it does not know. Those of other programs resemble none of its own.
-    known = {"zero_optimization", *(value for value in vars(constants).values() if isinstance(value, str))}
-    for key in ds_config.keys() - known:
-        if near := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
-            logger.warning("ds_config: DeepSpeed has no key %s, and ignores it; did you mean %s?", key, near[0])
     try:
         DeepSpeedConfig(dict(ds_config), mpu)
     except Exception as error:  # of any class, since it does not check types
-        problem = _unknown_keys(error, ds_config) or f"{type(error).__name__}: {error}"
-        problem = re.sub(r"\n *For further information visit .*", "", problem)
+        problem = re.sub(r"\n *For further information visit .*", "", f"{type(error).__name__}: {error}")
         raise ConfigError(f"deepspeed {deepspeed.__version__} refuses the ds_config: {problem}") from error
-
-
-def _unknown_keys(error: Exception, ds_config: Mapping[str, Any]) -> str:
-    """Return which keys DeepSpeed does not have, with the nearest that it has; "" if that is not what is wrong."""
-    if not isinstance(error, ValidationError):
-        return ""
-    problems = error.errors()
-    if any(problem["type"] != "extra_forbidden" or len(problem["loc"]) != 1 for problem in problems):
-        return ""
-    texts = []
-    for problem in problems:
-        key = str(problem["loc"][0])
-        section = next(
-            (name for name, values in ds_config.items() if isinstance(values, Mapping) and key in values), ""
-        )
-        known = DeepSpeedZeroConfig.model_fields if section == "zero_optimization" else ()
-        near = difflib.get_close_matches(key, known, n=1)
-        texts.append(f"{section}.{key} is no key of DeepSpeed" + (f"; did you mean {near[0]}?" if near else ""))
-    return "\n".join(texts)
-
-
-def _zero_init(ds_config: Mapping[str, Any], group: Any, mpu: Any) -> Any:
-    section = ds_config["zero_optimization"]
-    return Init(
-        module=None,
-        config_dict_or_path=dict(ds_config),
-        data_parallel_group=group,
-        zero_param_parallel_group=_secondary_group(section.get("zero_hpz_partition_size", 1)),
-        mpu=mpu,
-    )
 
 
 def _secondary_group(size: int) -> Any:

@@ -219,7 +219,7 @@ def test_what_will_be_swapped_is_known_before(tmp_path: Path) -> None:
         ({"zero_optimization": {"stage": 3, "overlap_comm": "x"}}, ".*overlap_comm\\n *Input should be"),
         (
             {"zero_optimization": {"stage": 3, "sub_group_siz": 1}},
-            "zero_optimization.sub_group_siz is no key of DeepSpeed; did you mean sub_group_size.$",
+            r".*sub_group_siz\n *Extra inputs are not permitted",
         ),
         ({"flops_profiler": 7}, ""),
         ({"activation_checkpointing": []}, ""),
