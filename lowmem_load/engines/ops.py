@@ -48,7 +48,7 @@ def bring_up_comm(backend: str, timeout: timedelta) -> None:
     )
     if not deepspeed.comm.is_initialized():
         load_shm_comm()
-        # Source: deepspeed 0.19.8 comm/comm.py:877 wraps torch's group without another initialisation.
+        # Source: deepspeed 0.19.8 comm/comm.py:877 wraps torch's group without another initialization.
         # MPI discovery would overwrite the launcher variables, and needs mpi4py.
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
@@ -106,16 +106,15 @@ def load_op(builder: Any) -> Any:
 def _await_lock(name: str) -> None:
     """Wait for the build of another process; name its lock after `PATIENCE_S`, as torch waits for ever to 2.13."""
     start = time.monotonic()
-    while ages := locks(name):
+    while locks := old_locks(name, older_than_s=float("-inf")):
         if time.monotonic() - start >= PATIENCE_S:
-            text = "; ".join(lock_text(lock, age_s) for lock, age_s in ages.items())
-            logger.warning("%s; if nobody builds there, delete it: this load goes on then", text)
+            logger.warning("%s; if nobody builds there, delete it: this load goes on then", "; ".join(locks))
             return
         time.sleep(0.1)
 
 
-def locks(name: str = "*") -> dict[str, float]:
-    """Return path and age in seconds of each lock that torch keeps beside an extension while it compiles it.
+def old_locks(name: str = "*", *, older_than_s: float = OLD_S) -> list[str]:
+    """Return what a user should know of each old lock that torch keeps next to an extension while it compiles it.
 
     A build that is killed leaves its lock for ever. Source: torch 2.13 `utils/cpp_extension.py`,
     `_get_build_directory`.
@@ -123,21 +122,13 @@ def locks(name: str = "*") -> dict[str, float]:
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     here = f"py{sys.version_info.major}{sys.version_info.minor}*"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions", here)
-    ages: dict[str, float] = {}
+    texts = []
     for lock in sorted(glob.glob(os.path.join(root, name, "lock"))):
         with contextlib.suppress(FileNotFoundError):  # that build has ended
-            ages[lock] = time.time() - os.path.getmtime(lock)
-    return ages
-
-
-def old_locks() -> list[str]:
-    """Return what a user should know of each old lock."""
-    return [lock_text(lock, age_s) for lock, age_s in locks().items() if age_s > OLD_S]
-
-
-def lock_text(lock: str, age_s: float) -> str:
-    """Return what a user should know of a lock."""
-    return (
-        f"{lock}: is {age_s / 60:.0f} minutes old. torch waits without a word for the build that made it, "
-        "and a killed build leaves it"
-    )
+            age_s = time.time() - os.path.getmtime(lock)
+            if age_s >= older_than_s:
+                texts.append(
+                    f"{lock}: is {age_s / 60:.0f} minutes old. torch waits without a word for the build that made it, "
+                    "and a killed build leaves it"
+                )
+    return texts
