@@ -14,7 +14,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 
@@ -162,20 +162,36 @@ class _ZipSource:
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + (self._source.nbytes if whence == os.SEEK_END else 0)
+        if self._at < 0:
+            raise OSError(f"byte {self._at} is before the start")
         return self._at
 
     def read(self, nbytes: int = -1) -> bytes:
+        if nbytes > MAX_DIRECTORY_NBYTES:  # zipfile would parse a huge forged directory
+            raise CheckpointError(
+                f"{self._source.path}: zip directory of {nbytes} bytes, at most {MAX_DIRECTORY_NBYTES}"
+            )
         content = read_bytes(self._source, self._at, nbytes if nbytes >= 0 else self._source.nbytes)
         self._at += len(content)
         return content
 
 
 def _read_directory(source: ByteSource) -> dict[str, _Entry]:
-    path, directory_start = source.path, _directory_start(source)
+    path, file = source.path, cast("IO[bytes]", _ZipSource(source))
+    head = read_bytes(source, 0, 512)
+    if head.startswith(b"\x80") or head[257:262] == b"ustar":  # a pickle, or a tar
+        raise CheckpointError(
+            f"{path}: is in an old torch format (before torch 1.6, not a zip), which cannot be streamed; {_CONVERT}"
+        )
+    if not head.startswith(b"PK\x03\x04"):
+        raise CheckpointError(f"{path}: is not a torch file: it does not begin as a zip does")
+    if not zipfile.is_zipfile(file):
+        raise TruncatedFileError(f"{path}: no zip directory at its end, byte {source.nbytes}; download it again")
     try:
-        infos = zipfile.ZipFile(_ZipSource(source)).infolist()
-    except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as error:
+        archive = zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, OSError) as error:
         raise CheckpointError(f"{path}: its zip directory is malformed: {error}") from error
+    infos, directory_start = archive.infolist(), archive.start_dir
     infos.sort(key=lambda info: info.header_offset)
     ends = [*(info.header_offset for info in infos[1:]), directory_start]
     entries: dict[str, _Entry] = {}
@@ -196,30 +212,6 @@ def _read_directory(source: ByteSource) -> dict[str, _Entry]:
         if end > directory_start:
             raise CheckpointError(f"{path}: zip entry {name!r} ends at byte {end}, the data at {directory_start}")
     return entries
-
-
-def _directory_start(source: ByteSource) -> int:
-    """Return the first byte of the zip directory. Checks its size first: zipfile would parse a huge forged one."""
-    path, file_nbytes = source.path, source.nbytes
-    head = read_bytes(source, 0, 512)
-    if not head.startswith(b"PK\x03\x04"):
-        if head.startswith(b"\x80") or head[257:262] == b"ustar":  # a pickle, or a tar
-            raise CheckpointError(
-                f"{path}: is in an old torch format (before torch 1.6, not a zip), which cannot be streamed; {_CONVERT}"
-            )
-        raise CheckpointError(f"{path}: is not a torch file: it does not begin as a zip does")
-    last_nbytes, directory_nbytes, start = 22, 0, file_nbytes
-    last = read_bytes(source, max(0, file_nbytes - 98), 98)
-    if len(last) == 98 and last[-22:-18] == b"PK\x05\x06":
-        directory_nbytes, start = struct.unpack_from("<2L", last, 98 - 10)
-        if last[-42:-38] == b"PK\x06\x07" and last[:4] == b"PK\x06\x06":  # zip64
-            directory_nbytes, start = struct.unpack_from("<2Q", last, 40)
-            last_nbytes = 98
-    if start + directory_nbytes + last_nbytes != file_nbytes:
-        raise TruncatedFileError(f"{path}: no zip directory at its end, byte {file_nbytes}; download it again")
-    if directory_nbytes > MAX_DIRECTORY_NBYTES:
-        raise CheckpointError(f"{path}: zip directory of {directory_nbytes} bytes, at most {MAX_DIRECTORY_NBYTES}")
-    return int(start)
 
 
 def _name(info: zipfile.ZipInfo) -> bytes:

@@ -154,10 +154,11 @@ def test_views_that_leave_their_data_are_refused(tmp_path: Path, pickled: bytes,
 def test_truncated(tmp_path: Path) -> None:
     path = Path(saved(tmp_path, {"a": torch.ones(300)}))
     data = path.read_bytes()
-    for short in (data[:-1], data + b"x"):
-        path.write_bytes(short)
-        with pytest.raises(TruncatedFileError, match="download it again"):
-            read_torch_zip(str(path))
+    path.write_bytes(data[:-1])
+    with pytest.raises(TruncatedFileError, match="download it again"):
+        read_torch_zip(str(path))
+    path.write_bytes(data + b"x")  # torch reads it, too
+    assert list(read_torch_zip(str(path))) == ["a"]
     path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="not a torch file"):
         read_torch_zip(str(path))
@@ -214,7 +215,7 @@ def test_forged_directories(tmp_path: Path) -> None:
     refused({0: b"PK\x03\x05"}, "not begin as a zip")
     refused({first: b"PK\x01\x03"}, "malformed")
     huge = (1 << 30).to_bytes(4, "little")
-    refused({len(data) - 10: huge}, "no zip directory at its end")
+    refused({len(data) - 10: huge}, "zip directory is malformed|zip directory of .* bytes, at most")
 
 
 def test_two_entries_of_one_name(tmp_path: Path) -> None:
