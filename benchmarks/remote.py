@@ -40,7 +40,6 @@ COLUMNS = (
     "of the link",
     "peak - partition, MiB",
     "requests",
-    "again",
 )
 REQUEST_BYTES, THREADS = 16 << 20, 16
 LINK, RATE = "1gbit", 125e6
@@ -94,7 +93,7 @@ def run_rank(spec: dict[str, Any]) -> dict[str, Any]:
             jobs = parts(spec["sizes"], ranks.rank, ranks.world_size)
             fresh = torch.empty(sum(nbytes for _, _, nbytes in jobs), dtype=torch.uint8)
             fetch(host, jobs, memoryview(fresh.numpy()))
-            held, requests, reading = fresh.nbytes, (len(jobs), 0), time.perf_counter() - start
+            held, requests, reading = fresh.nbytes, len(jobs), time.perf_counter() - start
         else:
             name = spec["url"]
             if spec["way"] == "download, then load":
@@ -104,7 +103,7 @@ def run_rank(spec: dict[str, Any]) -> dict[str, Any]:
                 ranks.barrier()
             report = load_report(load_model(name, zero3_config("bf16")))
             reading = report.seconds["read"]
-            held, requests = report.partition_bytes, (report.requests.num_requests, report.requests.num_retries)
+            held, requests = report.partition_bytes, report.requests.num_requests
         ranks.barrier()
     return {
         "seconds": time.perf_counter() - start,
@@ -144,9 +143,9 @@ def rows(checkpoint: Path, repeats: int) -> Iterator[list[str]]:
         took, ranks = statistics.median(seconds), found[0]
         link = f"{nbytes / len(names) / took / RATE:.2f}" if names[0] else ""
         extra = max(each["extra"] for ranks in found for each in ranks) / MIB
-        counts = [sum(each["requests"][kind] for each in ranks) for kind in range(2)]
+        num_requests = sum(each["requests"] for each in ranks)
         if way == "download, then load":
-            link, counts = f"{nbytes / took / RATE:.2f}", [0, 0]
+            link, num_requests = f"{nbytes / took / RATE:.2f}", 0
         reading = statistics.median(max(each["reading"] for each in ranks) for ranks in found)
         speed = f"{nbytes / took / 1e9:.2f}"
         made = [
@@ -158,7 +157,7 @@ def rows(checkpoint: Path, repeats: int) -> Iterator[list[str]]:
             speed,
             link,
             f"{extra:.0f}",
-            *map(str, counts),
+            str(num_requests),
         ]
         log(" | ".join(made))
         return made

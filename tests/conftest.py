@@ -71,21 +71,18 @@ def answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def traffic(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The requests to remote stores, counted anew, with short delays; returns their `Traffic`."""
-    from lowmem_load.files import object_store, remote_file
+def quick_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets requests to remote stores fail soon, and be made again soon."""
+    from lowmem_load.files import object_store
 
-    monkeypatch.setattr(remote_file, "TRAFFIC", remote_file.Traffic())
-    monkeypatch.setattr(remote_file, "FIRST_DELAY_S", 0.001)
-    monkeypatch.setattr(remote_file, "LAST_DELAY_S", 0.004)
+    monkeypatch.setattr(object_store, "DELAYS_S", (0.01, 0.01))
     monkeypatch.setattr(object_store, "TIMEOUT_S", 1)
-    return remote_file.TRAFFIC
+    monkeypatch.setattr(object_store, "PATIENCE_S", 10)
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch, quick_requests: None) -> None:
     """Lets requests to remote stores that fail be made again for a moment only."""
-    from lowmem_load.files import remote_file
+    from lowmem_load.files import object_store
 
-    monkeypatch.setattr(remote_file, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(remote_file, "THROTTLED_PATIENCE_S", 0.2)
+    monkeypatch.setattr(object_store, "PATIENCE_S", 1.5)

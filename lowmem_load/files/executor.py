@@ -16,8 +16,9 @@ from types import TracebackType
 
 import torch
 
-from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.errors import CheckpointError
 from lowmem_load.files.memory import Take, Temporaries, compute_into, make_pages, naming_shortage, scatter_elements
+from lowmem_load.files.remote_file import CHECK_S
 from lowmem_load.files.source import Opener, OpenSources
 from lowmem_load.files.stand_ins import open_file
 from lowmem_load.files.uploads import Put, Uploads, move_tasks
@@ -44,9 +45,6 @@ Task = Callable[[], None]
 LEAVE_S = 0.5
 """Seconds to wait for requests to a remote store when a load fails: a server may not answer for longer."""
 
-CHECK_S = 0.05
-"""Seconds between two checks while a batch is waited for."""
-
 MIN_DEVICE_THREADS = 2
 """Fewest threads that read for a device. Most of the time they wait, for storage or for a copy to the device."""
 
@@ -54,34 +52,41 @@ MIN_DEVICE_THREADS = 2
 class Tasks:
     """Runs tasks in any order. With one thread, the calling one runs them, unless `have_threads` is called."""
 
-    def __init__(self, num_threads: int, *, starts_late: bool = False) -> None:
+    def __init__(self, num_threads: int) -> None:
+        self.check: Callable[[], object] = no_callback  # called while the calling thread waits; may raise to end it
         self._pool: ThreadPoolExecutor | None = None
         self._delayed: list[Task] = []  # for the calling thread
         self._changed = threading.Condition()  # guards what follows
         self._num_given = 0  # tasks that threads have, and have not ended
         self._num_enough = 0  # the calling thread goes on when only so many of them are left
         self._failed: Future[None] | None = None
-        self._late_threads = num_threads if starts_late else 0
-        if num_threads > 1 and not starts_late:
+        if num_threads > 1:
             self.have_threads(num_threads)
 
     def have_threads(self, num_threads: int) -> None:
         """Leave further tasks to so many threads; to the threads that there are, if any."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(max(num_threads, self._late_threads), "lowmem_load-read")
+            self._pool = ThreadPoolExecutor(num_threads, "lowmem_load-read")
 
     def run(self, task: Task) -> None:
         """Run a task now or later; `finish` waits for it. Raises what an earlier task raised, once it is known."""
-        if self._pool is None:
-            self._delayed.append(task)
-            if len(self._delayed) >= MAX_DELAYED:
-                self._run_delayed()
+        if self._pool is not None:
+            self.submit(task)
             return
+        self._delayed.append(task)
+        if len(self._delayed) >= MAX_DELAYED:
+            self._run_delayed()
+
+    def submit(self, task: Task) -> Future[None]:
+        """Leave a task to a thread, of which there must be some. Raises as `run`."""
+        assert self._pool is not None
         if self._num_given >= MAX_WAITING or self._failed is not None:
             self._wait(MAX_WAITING // 2)  # for several, so that the calling thread, too, gets much done at a time
         with self._changed:
             self._num_given += 1
-        self._pool.submit(task).add_done_callback(self._note)
+        future = self._pool.submit(task)
+        future.add_done_callback(self._note)
+        return future
 
     def finish(self) -> None:
         """Wait until all tasks have ended. Raises what one of them raised."""
@@ -92,25 +97,23 @@ class Tasks:
         """End the threads. Tasks that have not begun are dropped; those that take longer than `patience_s` are left."""
         if self._pool is not None:
             self._pool.shutdown(wait=patience_s is None, cancel_futures=True)
-            if patience_s is not None:  # an interrupt of `run` may have left a count of a task that never was
+            if patience_s is not None:  # an interrupt of `submit` may have left a count of a task that never was
                 with self._changed:
                     self._num_enough = 0
                     self._changed.wait_for(lambda: not self._num_given, patience_s)
 
     def _run_delayed(self) -> None:
         tasks, self._delayed = self._delayed, []
-        if tasks and self._late_threads > 1:
-            self.have_threads(self._late_threads)
         for task in tasks:
-            if self._late_threads > 1:
-                self.run(task)
-            else:
-                task()
+            task()
 
     def _wait(self, num_enough: int) -> None:
         with self._changed:
             self._num_enough = num_enough
-            self._changed.wait_for(lambda: self._failed is not None or self._num_given <= num_enough)
+            while not self._changed.wait_for(
+                lambda: self._failed is not None or self._num_given <= num_enough, timeout=CHECK_S
+            ):
+                self.check()
         if self._failed is not None:
             self._failed.result()
 
@@ -121,44 +124,6 @@ class Tasks:
                 self._failed = done
             if self._failed is not None or self._num_given <= self._num_enough:
                 self._changed.notify()
-
-
-class Batch:
-    """Tasks that are waited for together."""
-
-    def __init__(self) -> None:
-        self._num_left, self._error, self._lock = 1, list[BaseException](), threading.Lock()
-        self._ended = threading.Event()
-
-    def counted(self, task: Task) -> Task:
-        """Return a task that belongs to the batch."""
-        with self._lock:
-            self._num_left += 1
-
-        def run() -> None:
-            try:
-                task()
-            except BaseException as error:
-                self._error.append(error)
-                self._ended.set()
-                raise
-            self.end_one()
-
-        return run
-
-    def end_one(self) -> None:
-        """Note that a task has ended, or that no further task comes."""
-        with self._lock:
-            self._num_left -= 1
-            if not self._num_left:
-                self._ended.set()
-
-    def wait(self, check: Callable[[], None]) -> None:
-        """Wait until all tasks have ended. Raises what one of them raised. `check` is called now and then."""
-        while not self._ended.wait(CHECK_S):
-            check()
-        if self._error:
-            raise self._error[0]
 
 
 @dataclass(slots=True)
@@ -185,13 +150,12 @@ class Executor:
     device there are at least `MIN_DEVICE_THREADS`.
     """
 
-    def __init__(self, *, num_threads: int = 1, open_source: Opener = open_file, starts_late: bool = False) -> None:
+    def __init__(self, *, num_threads: int = 1, open_source: Opener = open_file) -> None:
         self.sources = OpenSources(open_source)
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], object] = no_callback  # called with needed bytes that arrived, from any thread
         self.num_threads = num_threads
-        self.tasks = Tasks(num_threads, starts_late=starts_late)
-        self._starts_late = starts_late
+        self.tasks = Tasks(num_threads)
         self._lock = ForkedLock()
         self._temporaries = Temporaries()
         self._uploads: Uploads | None = None
@@ -211,7 +175,9 @@ class Executor:
 
     def renew_tasks(self, num_threads: int) -> None:
         """Leave further reads to other threads, without a look at those that there were."""
-        self.tasks, self._uploads = Tasks(num_threads, starts_late=self._starts_late), None
+        check = self.tasks.check
+        self.tasks, self._uploads = Tasks(num_threads), None
+        self.tasks.check = check
 
     def __enter__(self) -> Executor:
         return self
@@ -223,7 +189,7 @@ class Executor:
             if error is None:
                 self.finish()
         finally:
-            self.tasks.close(LEAVE_S if error is not None and self.sources.interrupt() else None)
+            self.tasks.close(LEAVE_S if error is not None and self.sources.are_remote else None)
             if self._uploads is not None:
                 with contextlib.suppress(RuntimeError):  # of the device: the load has failed already
                     self._uploads.finish()  # copies may still use the memory; after `finish` there are none
@@ -244,15 +210,11 @@ class Executor:
         for task in self._tasks_of(fill.steps, destination, Constants(tensors, constants.functions)):
             self.tasks.run(partial(_naming, name, task) if name else task)
 
-    def fill_parts(self, parts: Iterable[tuple[Fill, torch.Tensor]], constants: Constants) -> Batch:
-        """Start to fill parts of memory by steps that need no values, in threads; return what waits for all of them."""
-        batch = Batch()
+    def fill_parts(self, parts: Iterable[tuple[Fill, torch.Tensor]], constants: Constants) -> list[Future[None]]:
+        """Start to fill parts of memory by steps that need no values, in threads; return what ends as they do."""
         self.tasks.have_threads(1)
-        for fill, destination in parts:
-            for task in self._tasks_of(fill.steps, destination, constants):
-                self.tasks.run(batch.counted(task))
-        batch.end_one()
-        return batch
+        tasks = (task for fill, memory in parts for task in self._tasks_of(fill.steps, memory, constants))
+        return [self.tasks.submit(task) for task in tasks]
 
     def order_after_copies(self) -> None:
         """Have this thread's stream wait for the copies to the device that have been begun."""
@@ -286,12 +248,8 @@ class Executor:
                     source.read_into(start + done, part)
                     with self._lock:
                         self.stats.read_bytes += part.nbytes
-        except TruncatedFileError as error:
-            raise TruncatedFileError(
-                f"{error} while {what} was read; the file changed after its header was read"
-            ) from error
         except CheckpointError as error:
-            raise CheckpointError(f"{error} (while {what} was read)") from error
+            raise type(error)(f"{error} (while {what} was read)") from error
         with self._lock:
             self.stats.num_reads += 1
         if needed_bytes:

@@ -1,7 +1,8 @@
 """Files in S3, GCS and Azure, on HTTP servers and on the Hub, through obstore (Rust's object_store).
 
-Checked with obstore 0.12. Each file is pinned to the ETag, or the date, that it had when it was found. Only pages that
-list the files of an HTTP server are fetched otherwise: obstore needs their length, which servers do not send.
+Checked with obstore 0.12, which makes requests again that fail in a way that may pass, also in the middle of a body.
+Each file is pinned to the ETag, or the date, that it had when it was found. Only pages that list the files of an HTTP
+server are fetched otherwise: obstore needs their length, which servers do not send.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import functools
 import os
 import re
 import ssl
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import quote, unquote, urlsplit
 from urllib.request import Request, urlopen
@@ -25,15 +28,18 @@ import huggingface_hub
 from huggingface_hub.utils import build_hf_headers
 
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.files.remote_file import (
-    TIMEOUT_S,
-    RemoteObject,
-    TransientError,
-    is_http,
-    plain_url,
-    replaced_error,
-    without_secrets,
-)
+from lowmem_load.files.remote_file import is_http, plain_url, without_secrets
+
+T = TypeVar("T")
+
+TIMEOUT_S = 15.0
+"""Seconds without a byte after which a request fails."""
+
+PATIENCE_S = 30.0
+"""Seconds for which obstore makes a request again, after delays that double and are drawn at random."""
+
+DELAYS_S = (0.2, 1.0, 4.0)
+"""Seconds before each further attempt of the few requests that obstore does not make."""
 
 PART_BYTES = 1 << 20
 """Bytes of a body that arrive before they are copied."""
@@ -45,17 +51,13 @@ ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_S
 """Environment variables that name another server than the provider's."""
 
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
-THROTTLED = frozenset({429, 503})
-"""Answers after which a request may be made again; those that mean "slow down"."""
+"""Answers after which a request may be made again."""
 
 DENIED = frozenset({401, 403})
 EXPIRED = frozenset({400, 401, 403, 404, 410})
 """Answers of stores to a signed URL that has expired."""
 
 USE_ANOTHER = "use a server that serves ranges, or download the checkpoint and name its folder"
-
-REGION = "incorrectly configured region"
-"""In obstore's error where S3 redirects to another region."""
 
 METADATA_HOST = "169.254.169.254"
 """Where machines of the providers have their credentials."""
@@ -64,99 +66,93 @@ _used_by: list[int] = []  # the process that has used obstore
 
 
 class RefusedError(CheckpointError):
-    """The store answers with a status that does not pass."""
+    """The store answers with a status that is an error."""
 
     def __init__(self, text: str, status: int = 0) -> None:  # pickle passes the text alone
         super().__init__(text)
         self.status = status
 
 
-class StoreObject:
-    """A `RemoteObject` in an object store or on an HTTP server.
+@dataclass(slots=True)
+class RemoteObject:
+    """One version of one file in an object store, on an HTTP server or on the Hub.
 
-    Args:
-        url: of the folder; of an HTTP server with the login and the query that requests need.
-        key: path in the folder.
-        nbytes: its size.
-        version: its ETag or date, as `_version` returns it.
-        unsigned: whether the store is asked without credentials.
+    A commit on the Hub cannot change. The URL to which the Hub redirects is looked up once, and used until it has
+    expired, because the Hub limits requests.
     """
 
-    def __init__(self, url: str, key: str, nbytes: int, version: str, *, unsigned: bool = False) -> None:
-        self.name, self.nbytes, self.version = _name(url, key), nbytes, version
-        self._url, self._key, self._unsigned = url, key, unsigned
+    url: str
+    """Of the folder, or of the file itself on the Hub; without credentials."""
+    key: str
+    """Path in the folder; "" on the Hub."""
+    nbytes: int
+    version: str
+    """An ETag or a date, as `_version` returns it; a commit on the Hub. Equal on all ranks."""
+    unsigned: bool = False
+    """Whether the store is asked without credentials."""
+    on_hub: bool = False
+    secret: str | bool | None = field(default=None, repr=False)
+    """The URL with the login and the query that requests need; the token of the Hub. It is never written to a file."""
+    _location: str = field(default="", init=False, repr=False)
 
     @property
-    def entry(self) -> dict[str, Any]:
-        """See `RemoteObject`."""
-        place = {"url": plain_url(self._url), "key": self._key, "unsigned": self._unsigned}
-        return {**place, "size": self.nbytes, "etag": self.version, "hub": False}
+    def name(self) -> str:
+        """The URL of the file without credentials, for messages."""
+        return _name(self.url, self.key) if self.key else self.url
 
-    def fetch(self, offset: int, memory: memoryview, check: Callable[[], object]) -> None:
-        """See `RemoteObject`."""
+    def fetch(self, offset: int, memory: memoryview) -> None:
+        """Fill `memory` with the bytes from `offset` on.
+
+        Raises CheckpointError: the file has changed, is not there, or cannot be read.
+        """
+        if self.on_hub:
+            self._fetch_from_hub(offset, memory)
+            return
         if self.version.startswith('"'):
             condition: dict[str, Any] = {"if_match": self.version}
         else:
             condition = {"if_unmodified_since": datetime.fromisoformat(self.version)}
-        store = open_store(self._url, unsigned=self._unsigned)
-        found = _get(self.name, store, self._key, offset, memory, check, condition)
+        store = open_store(str(self.secret or self.url), unsigned=self.unsigned)
+        found = _get(self.name, store, self.key, offset, memory, condition)
         # Some servers ignore conditions, so what they say of the version is compared as well.
         if found not in ("", self.version):
             raise replaced_error(self.name)
 
-
-class HubObject:
-    """A `RemoteObject` of one commit on the Hub, which cannot change.
-
-    The URL to which the Hub redirects is looked up once, and used until it has expired: the Hub limits requests.
-    """
-
-    def __init__(self, url: str, nbytes: int, version: str, token: str | bool | None) -> None:
-        self.name, self.nbytes, self.version = url, nbytes, version
-        self._token, self._location = token, ""
-
-    @property
-    def entry(self) -> dict[str, Any]:
-        """See `RemoteObject`."""
-        return {"url": self.name, "size": self.nbytes, "etag": self.version, "hub": True}
-
-    def fetch(self, offset: int, memory: memoryview, check: Callable[[], object]) -> None:
-        """See `RemoteObject`."""
-        location, is_known = self._location or self._look_up(), bool(self._location)
-        is_redirect = urlsplit(location).netloc != urlsplit(self.name).netloc
-        headers = {} if is_redirect else build_hf_headers(token=self._token)
-        folder, _, key = urlsplit(location).path.rpartition("/")
-        store = open_store(urlsplit(location)._replace(path=folder).geturl(), headers)
-        try:
-            _get(self.name, store, unquote(key), offset, memory, check, {})
-        except RefusedError as error:
-            if is_known and error.status in EXPIRED:
-                self._location = ""
-                raise TransientError(f"the URL to which it redirects has expired (status {error.status})") from None
-            raise
+    def _fetch_from_hub(self, offset: int, memory: memoryview) -> None:
+        if self._location:
+            try:
+                self._fetch_at(self._location, offset, memory)
+                return
+            except RefusedError as error:
+                if error.status not in EXPIRED:
+                    raise
+        location = self._look_up()
+        self._fetch_at(location, offset, memory)
         self._location = location
 
+    def _fetch_at(self, location: str, offset: int, memory: memoryview) -> None:
+        is_redirect = urlsplit(location).netloc != urlsplit(self.name).netloc
+        headers = {} if is_redirect else build_hf_headers(token=self.secret)
+        folder, _, key = urlsplit(location).path.rpartition("/")
+        store = open_store(urlsplit(location)._replace(path=folder).geturl(), headers)
+        _get(self.name, store, unquote(key), offset, memory, {})
+
     def _look_up(self) -> str:
+        def ask() -> str:
+            return str(huggingface_hub.get_hf_file_metadata(self.name, token=self.secret).location)
+
         try:
-            location: str = huggingface_hub.get_hf_file_metadata(self.name, token=self._token).location
+            location = _repeated(ask)
         except huggingface_hub.errors.HfHubHTTPError as error:
             raise _status_error(self.name, error.response.status_code) from None
         except Exception as error:  # noqa: BLE001  of the client that huggingface_hub uses
-            raise TransientError(without_secrets(f"{type(error).__name__}: {error}")) from None
+            raise _status_error(self.name, 0, without_secrets(f"{type(error).__name__}: {error}")) from None
         if urlsplit(location).scheme != urlsplit(self.name).scheme == "https":
             raise _redirect_error(self.name)
         return location
 
 
-def _get(
-    name: str,
-    store: Any,
-    key: str,
-    offset: int,
-    memory: memoryview,
-    check: Callable[[], object],
-    condition: Mapping[str, Any],
-) -> str:
+def _get(name: str, store: Any, key: str, offset: int, memory: memoryview, condition: Mapping[str, Any]) -> str:
     """Fill memory with the bytes of a file from `offset` on; return the version that the answer has."""
     import obstore
 
@@ -174,9 +170,8 @@ def _get(
                 raise CheckpointError(f"{name}: the store sent more than {memory.nbytes} bytes; {USE_ANOTHER}")
             memory[filled : filled + view.nbytes] = view
             filled += view.nbytes
-            check()
     if filled < memory.nbytes:
-        raise TransientError(f"the store sent {filled} bytes, expected {memory.nbytes}")
+        raise CheckpointError(f"{name}: the store sent {filled} bytes, expected {memory.nbytes}")
     return _version(result.meta)
 
 
@@ -212,34 +207,34 @@ def _list(url: str, subfolder: str, *, unsigned: bool) -> dict[str, RemoteObject
         return files
 
 
-def find(url: str, file: str, *, unsigned: bool = False) -> RemoteObject | None:
-    """Return a file in the folder at a URL; None if it is not there.
+def find(url: str, file: str) -> RemoteObject | None:
+    """Return a file in the folder of an HTTP server at a URL; None if it is not there.
 
-    It is found by GET of its first byte: what HTTP servers answer to HEAD is often refused, or says another size.
+    It is found by GET of its first byte: HEAD is often refused, or answered with another size.
     """
-    store = open_store(url, unsigned=unsigned)
+    store = open_store(url)
     import obstore
 
     _check_process(_name(url, file))
     with _translate_errors(_name(url, file)):
         try:
-            return _object(url, obstore.get(store, file, options={"range": (0, 1)}).meta, unsigned=unsigned)
+            return _object(url, obstore.get(store, file, options={"range": (0, 1)}).meta)
         except FileNotFoundError:
             return None
         except obstore.exceptions.BaseError as error:
             if "416" not in _summary(error):  # the file is empty
                 raise
-            return _object(url, obstore.get(store, file).meta, unsigned=unsigned)
+            return _object(url, obstore.get(store, file).meta)
 
 
-def _object(url: str, meta: Any, *, unsigned: bool) -> StoreObject:
+def _object(url: str, meta: Any, *, unsigned: bool = False) -> RemoteObject:
     version = _version(meta)
     if not version:
         raise CheckpointError(
             f"{_name(url, meta['path'])}: the server sends no ETag and no Last-Modified, without which a file that is "
             "replaced goes unnoticed; use another server, or download the checkpoint"
         )
-    return StoreObject(url, meta["path"], meta["size"], version, unsigned=unsigned)
+    return RemoteObject(plain_url(url), meta["path"], meta["size"], version, unsigned, secret=url)
 
 
 def _version(meta: Any) -> str:
@@ -258,21 +253,38 @@ def read_list(folder: str, file: str) -> bytes | None:
     name, request = plain_url(plain), Request(plain)
     for key, value in headers.items():
         request.add_unredirected_header(key, value)
-    try:
+
+    def read() -> bytes:
         with urlopen(request, timeout=TIMEOUT_S, context=ssl.create_default_context(cafile=_own_roots())) as response:
             if urlsplit(response.geturl()).scheme != parts.scheme == "https":
                 raise _redirect_error(name)
-            content = response.read(MAX_LIST_NBYTES + 1)
+            return bytes(response.read(MAX_LIST_NBYTES + 1))
+
+    try:
+        content = _repeated(read)
     except HTTPError as error:
         error.close()
         if error.code in (404, 410):
             return None
         raise _status_error(name, error.code) from None
     except (OSError, HTTPException) as error:
-        raise TransientError(without_secrets(f"{type(error).__name__}: {error}")) from None
+        raise _status_error(name, 0, without_secrets(f"{type(error).__name__}: {error}")) from None
     if len(content) > MAX_LIST_NBYTES:
         raise CheckpointError(f"{name}: has more than {MAX_LIST_NBYTES} bytes, which is no list of files")
-    return bytes(content)
+    return content
+
+
+def _repeated(request: Callable[[], T]) -> T:
+    """Return what a request returns. It is made again after an error that may pass."""
+    for delay_s in DELAYS_S:
+        try:
+            return request()
+        except Exception as error:  # of urllib, or of the client that huggingface_hub uses
+            status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
+            if isinstance(error, CheckpointError) or (status is not None and status not in TRANSIENT):
+                raise
+        time.sleep(delay_s)
+    return request()
 
 
 def _name(url: str, key: str) -> str:
@@ -286,11 +298,18 @@ def open_store(url: str, headers: Mapping[str, str] | None = None, *, unsigned: 
     """Return obstore's store of a URL, which has asked nobody yet. `headers` go with each request."""
     prefixes = ("AWS_", "AZURE_", "GOOGLE_", "HOME", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
     environment = (item for item in os.environ.items() if item[0].startswith(prefixes))
-    return _store(url, tuple((headers or {}).items()), unsigned, TIMEOUT_S, (*environment, os.getpid()))
+    return _store(url, tuple((headers or {}).items()), unsigned, TIMEOUT_S, PATIENCE_S, (*environment, os.getpid()))
 
 
 @functools.lru_cache(maxsize=64)
-def _store(url: str, headers: tuple[tuple[str, str], ...], unsigned: bool, timeout_s: float, _: object) -> Any:
+def _store(
+    url: str,
+    headers: tuple[tuple[str, str], ...],
+    unsigned: bool,
+    timeout_s: float,
+    patience_s: float,
+    _: object,
+) -> Any:
     """Return the store by settings and the environment. It is kept, with its connections."""
     from obstore import exceptions
     from obstore.store import HTTPStore, from_url
@@ -306,7 +325,8 @@ def _store(url: str, headers: tuple[tuple[str, str], ...], unsigned: bool, timeo
     endpoints = [url, config.get("endpoint", ""), *(os.environ.get(name, "") for name in ENDPOINTS)]
     if any(endpoint.startswith("http://") for endpoint in endpoints):
         options["allow_http"] = True  # as the owner of the environment says; else a redirect from https is refused
-    retries: Any = {"max_retries": 0}
+    backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
+    retries: Any = {"max_retries": 1000, "retry_timeout": timedelta(seconds=patience_s), "backoff": backoff}
     try:
         if is_http(url):
             store: Any = HTTPStore.from_url(plain, client_options=options, retry_config=retries)
@@ -400,24 +420,25 @@ def _translate_errors(name: str) -> Iterator[None]:
         if "builder error" in what or "error following redirect" in what:
             raise _redirect_error(name) from None
         status = int(code[0]) if (code := re.search(r"\b[345]\d\d\b", what)) is not None else 0
-        if REGION in what or (status and status not in TRANSIENT):
-            raise _status_error(name, status, what) from None
-        raise TransientError(what, is_throttled=status in THROTTLED or "SlowDown" in what) from None
+        raise _status_error(name, status, what) from None
 
 
-def _status_error(name: str, status: int, what: str = "") -> Exception:
-    """Return the error for an answer with this status."""
-    if status in TRANSIENT:
-        return TransientError(f"the server answers with status {status}", is_throttled=status in THROTTLED)
+def _status_error(name: str, status: int, what: str = "") -> CheckpointError:
+    """Return the error for an answer with this status; 0 if there was no answer."""
     if status == 416:
         return replaced_error(name)
-    text = f"the store does not answer as it should: {what or f'status {status}'}"
+    reason = what or f"status {status}"
+    text = f"cannot be read: {reason}"
     if status in DENIED:
-        reason = what or f"status {status}"
         text = f"the store refuses access ({reason}); check the credentials, and that they may list and read it"
     elif status in (404, 410):
         text = "is not there"
     return RefusedError(f"{name}: {text}", status)
+
+
+def replaced_error(name: str) -> CheckpointError:
+    """Return the error for a file that has another version than it had when it was found."""
+    return CheckpointError(f"{name}: was replaced after its header was read; load again once nobody writes to it")
 
 
 def _redirect_error(name: str) -> CheckpointError:
@@ -433,7 +454,7 @@ def _summary(error: Exception) -> str:
     matches = (re.search(pattern, text) for pattern in patterns)
     causes = (
         *("request or response body error", "error sending request", "builder error", "error following redirect"),
-        *("Requested", REGION),
+        *("Requested", "incorrectly configured region"),  # S3 redirects to another region
     )
     details = [match[1] for match in matches if match] + [cause for cause in causes if cause in text][:1]
     if METADATA_HOST in text:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import html
-import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
@@ -17,25 +15,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.files import object_store
-from lowmem_load.files.remote_file import (
-    Check,
-    RemoteObject,
-    is_http,
-    map_in_threads,
-    plain_url,
-    retry,
-    without_secrets,
-)
-from lowmem_load.files.stand_ins import (
-    MAX_FILES,
-    MAX_SMALL_NBYTES,
-    Fetch,
-    Listing,
-    is_plain_path,
-    lay_out,
-    note_secret,
-    read_front,
-)
+from lowmem_load.files.object_store import RemoteObject
+from lowmem_load.files.remote_file import Check, is_http, map_in_threads, plain_url, without_secrets
+from lowmem_load.files.stand_ins import MAX_FILES, Listing, is_plain_path, lay_out, note_secret, read_front
 from lowmem_load.phases import no_callback
 
 WEIGHTS = (
@@ -62,33 +44,33 @@ def folder_of_url(url: str, *, subfolder: str = "", check: Check = no_callback) 
     _check_url(url)
     origin = plain_url(url).rstrip("/")
     note_secret(origin, url if plain_url(url) != url else None)
-    unsigned = False
+    files: Listing
     if is_http(url):
-        listing = _look_up(url, _listed(url, subfolder, check), check)
+        names = dict.fromkeys(_listed(url, subfolder, check))
+        found = map_in_threads(lambda name: object_store.find(url, name), names, check)
+        files = {name: item for name, item in zip(names, found, strict=True) if item is not None}
     else:
-        listing = retry(lambda: object_store.list_files(url, subfolder), f"{origin}: cannot be listed", check=check)
-        unsigned = any(item.entry["unsigned"] for item in listing.values())
-    if not listing:
+        (files,) = map_in_threads(lambda folder: object_store.list_files(url, folder), [subfolder], check)
+    if not files:
         raise CheckpointError(f"{origin}: no files are there; name the folder that holds config.json")
-    files = _add_named_files(listing, lambda named: _look_up(url, named, check, unsigned=unsigned), _read_small, check)
-    return lay_out(origin, files, _read_small, check)
+    return lay_out(origin, files, lambda _, item: read_front(item, item.nbytes), check)
 
 
 def _listed(url: str, subfolder: str, check: Check) -> list[str]:
     """Return the files of a folder on an HTTP server, and of one subfolder of it, by SHA256SUMS or the page there."""
+
+    def read(path: str) -> bytes | None:
+        (content,) = map_in_threads(lambda path: object_store.read_list(url, path), [path], check)
+        return content
+
     names: list[str] = []
     for folder in dict.fromkeys(("", subfolder.strip("/"))):
-
-        def read(file: str, folder: str = folder) -> bytes | None:
-            what = f"{plain_url(url).rstrip('/')}/{posixpath.join(folder, file)}: cannot be read"
-            return retry(lambda: object_store.read_list(url, posixpath.join(folder, file)), what, check=check)
-
-        sums = read("SHA256SUMS")
+        sums = read(posixpath.join(folder, "SHA256SUMS"))
         if sums is not None:
             lines = [line.split(maxsplit=1) for line in sums.decode(errors="replace").splitlines()]
             found = ["SHA256SUMS", *(line[1].removeprefix("*").removeprefix("./") for line in lines if len(line) == 2)]
         else:
-            page = read("") or b""
+            page = read(posixpath.join(folder, "")) or b""
             links = re.findall(r"""href\s*=\s*["']?([^"'\s>]+)""", page.decode(errors="replace"), re.IGNORECASE)
             found = [name for link in links if (name := _name_of_link(url, folder, html.unescape(link)))]
         names += [posixpath.join(folder, name) for name in found if is_plain_path(name)]
@@ -109,18 +91,6 @@ def _name_of_link(url: str, folder: str, link: str) -> str:
     path = unquote(parts.path)
     name = path.removeprefix(unquote(page)) if parts.netloc == "host" else ""
     return "" if "/" in name or parts.query else name
-
-
-def _look_up(url: str, files: Iterable[str], check: Check, *, unsigned: bool = False) -> Listing:
-    """Return those of some files that are there, by their path in the folder at a URL."""
-    files = list(dict.fromkeys(files))
-
-    def find(file: str, check: Check) -> RemoteObject | None:
-        what = f"{plain_url(url).rstrip('/')}/{file}: cannot be found"
-        return retry(lambda: object_store.find(url, file, unsigned=unsigned), what, check=check)
-
-    items = map_in_threads(find, files, check)
-    return {file: item for file, item in zip(files, items, strict=True) if item is not None}
 
 
 def _check_url(url: str) -> None:
@@ -152,19 +122,15 @@ def folder_of_model(
     info = _model_info(name, revision, token)
     commit = str(info.sha)
     note_secret(name, token if isinstance(token, str) else None)
-    listing: dict[str, RemoteObject] = {}
-    deeper: dict[str, RemoteObject] = {}  # files of weights and indexes in other folders
+    files: dict[str, RemoteObject] = {}
     for sibling in info.siblings:
         file = str(sibling.rfilename)
-        is_listed = posixpath.dirname(file) in ("", subfolder.strip("/"))
-        if is_listed or file.endswith((".safetensors", ".bin", ".index.json")):
+        if posixpath.dirname(file) in ("", subfolder.strip("/")):
             url = huggingface_hub.hf_hub_url(name, file, revision=commit)
             version = f"{commit} {sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id}"
-            item = object_store.HubObject(url, int(sibling.size or 0), version, token)
-            (listing if is_listed else deeper)[file] = item
+            files[file] = RemoteObject(url, "", int(sibling.size or 0), version, on_hub=True, secret=token)
 
-    def fetch(file: str, _: RemoteObject, check: Check) -> bytes:
-        check()
+    def fetch(file: str, _: RemoteObject) -> bytes:
         try:
             return Path(
                 huggingface_hub.hf_hub_download(name, file, revision=commit, token=token, cache_dir=cache_dir)
@@ -174,11 +140,6 @@ def folder_of_model(
                 f"{name}: {file} cannot be fetched from the Hub: {without_secrets(str(error))}"
             ) from None  # the error itself quotes signed URLs
 
-    files: Listing = listing
-    if deeper:
-        files = _add_named_files(
-            listing, lambda named: {file: deeper[file] for file in deeper.keys() & named}, fetch, check
-        )
     return lay_out(name, files, fetch, check, tokenizers=False), commit
 
 
@@ -193,53 +154,3 @@ def _model_info(name: str, revision: str | None, token: str | bool | None) -> An
         raise CheckpointError(
             f"{name}: no such folder, and the Hub at {huggingface_hub.constants.ENDPOINT} cannot be reached: {error}"
         ) from error
-
-
-# -- files that others name --------------------------------------------------------------------------------------------
-
-
-def _add_named_files(
-    listing: Listing, look_up: Callable[[Iterable[str]], Listing], fetch: Fetch, check: Check
-) -> Listing:
-    """Return the files with those that indexes and configurations name, and code that such code imports."""
-    files, latest = dict(listing), {file: listing[file] for file in listing if not file.endswith(".py")}
-    while latest:
-        naming = [(file, item) for file, item in latest.items() if _names_others(file)]
-        contents = map_in_threads(lambda named, check: fetch(*named, check), naming, check)
-        names = {
-            posixpath.join(posixpath.dirname(file), name)
-            for (file, item), content in zip(naming, contents, strict=True)
-            for name in _names_in(item.name, content)
-        }
-        latest = dict(look_up(sorted(names - files.keys())))
-        files |= latest
-    return files
-
-
-def _names_others(file: str) -> bool:
-    return re.search(r"(\A|/)config\.json\Z|\.index(\.[^/]+)?\.json\Z|\.py\Z", file) is not None
-
-
-def _names_in(url: str, content: bytes) -> set[str]:
-    """Return the paths beside a file that it names. Its content is untrusted; its readers say what is wrong."""
-    if url.endswith(".py"):
-        pattern = r"^\s*from \.(\w+)[\w.]* import"
-        return {f"{module}.py" for module in re.findall(pattern, content.decode(errors="replace"), re.MULTILINE)}
-    try:
-        values = json.loads(content)
-        if posixpath.basename(url) == "config.json":
-            code = [name for name in values.get("auto_map", {}).values() if isinstance(name, str) and "--" not in name]
-            names = {values.get("transformers_weights"), *(f"{name.partition('.')[0]}.py" for name in code)}
-        else:
-            names = set(values["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        return set()
-    if len(names) > MAX_FILES:
-        raise CheckpointError(f"{url}: names {len(names)} files, expected at most {MAX_FILES}")
-    return {name for name in names if isinstance(name, str) and is_plain_path(name)}
-
-
-def _read_small(_: str, item: RemoteObject, check: Check) -> bytes:
-    if item.nbytes > MAX_SMALL_NBYTES:
-        raise CheckpointError(f"{item.name}: has {item.nbytes} bytes, expected at most {MAX_SMALL_NBYTES}")
-    return read_front(item, item.nbytes, check)

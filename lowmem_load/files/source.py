@@ -3,11 +3,9 @@
 Another kind of storage (HTTP, an object store) is one more class with the methods of `ByteSource`; see `RemoteFile`.
 Errors of the operating system become errors of this package here.
 
-[Note: one descriptor] Header, sample and data of a file are read from one open source. If another file is renamed over
-it, the load reads the old one to its end, whose bytes exist while it is open. Only if more than `MAX_OPEN_SOURCES` are
-in use are some closed and opened again by their path; if another file is there then, that is an error. So is a file
-that is written to in place, at any time. Files of a lazy model, which its folder may outlive or not, all stay open as
-long as the process may open `SPARE_FILES` others; the limit of open files is raised for them.
+[Note: one descriptor] Header, sample and data of a file are read from one open source, which stays open as long as
+the load or the lazy model. If another file is renamed over it, or it is deleted, the load reads the old one to its end.
+If it is written to in place, that is an error. The limit of open files of the process is raised for them.
 """
 
 from __future__ import annotations
@@ -19,15 +17,13 @@ import os
 import resource
 import stat
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
-from lowmem_load.files.remote_file import RemoteFile
 from lowmem_load.locks import ForkedLock
-from lowmem_load.phases import no_callback
 from lowmem_load.planning.load_plan import PlannedFile
 
 T = TypeVar("T")
@@ -50,6 +46,10 @@ OPENING_BYTES = 128 << 10
 Where a read does not continue the last one, Linux starts its readahead anew: what the first call asks for is read in
 single pages, in small disk requests, and only then do pages and requests grow. So the first calls ask for little.
 Source: Linux 6.18 `mm/readahead.c`, `page_cache_sync_ra`, `page_cache_async_ra`."""
+
+
+SPARE_FILES = 256
+"""Files that a process may open besides those of checkpoints."""
 
 
 class ByteSource(Protocol):
@@ -100,6 +100,7 @@ class LocalFile:
         self._descriptor = -1
         with _translate_errors(path):
             self._descriptor, status = self._call(_open_regular, path)
+        _leave_room(self._descriptor)
         self.nbytes, self._opened_version = status.st_size, _version(status)
         self._is_on_disk = os.major(status.st_dev) != 0  # file systems in memory and on the network have major number 0
 
@@ -129,17 +130,6 @@ class LocalFile:
                 os.close(descriptor)
 
     __del__ = close
-
-    def leaves_room(self) -> bool:
-        """Return whether this process may open `SPARE_FILES` others beside; raise its limit for that if need be."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = self._descriptor + SPARE_FILES
-        if wanted <= soft or soft == resource.RLIM_INFINITY:
-            return True
-        with contextlib.suppress(ValueError, OSError):  # more than the hard limit, or than the system allows
-            resource.setrlimit(resource.RLIMIT_NOFILE, (2 * wanted if 2 * wanted <= hard else wanted, hard))
-            return True
-        return False
 
     def _call(self, call: Callable[..., T], *args: object) -> T:
         delays = iter(RETRY_DELAYS_S)
@@ -186,6 +176,16 @@ def _open_regular(path: str) -> tuple[int, os.stat_result]:
     return descriptor, status
 
 
+def _leave_room(descriptor: int) -> None:
+    """Raise the limit of open files if this process may open fewer than `SPARE_FILES` others, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and descriptor + SPARE_FILES > soft:
+        wanted = 2 * (descriptor + SPARE_FILES)
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(ValueError, OSError):  # more than the system allows
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
 def _version(status: os.stat_result) -> str:
     return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
 
@@ -218,45 +218,39 @@ def _translate_errors(path: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        advice = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}{advice}") from error
     except ValueError as error:  # a NUL in the path
         raise CheckpointError(f"{path!r}: cannot be opened: {error}") from error
 
 
 # -- the open files of a load -----------------------------------------------------------------------------------------
 
-MAX_OPEN_SOURCES = 96
-"""Sources that stay open when nobody reads them. A process may open 256 files (macOS) or 1024 (most Linux), and the job
-opens others. Few checkpoints have more files, but a ZeRO checkpoint has some for each rank that wrote it."""
-
-SPARE_FILES = 256
-"""Files that a process may open beside those of lazy models."""
-
 
 @dataclass(slots=True)
 class _Entry:
-    """One path: how many threads read it, and its source, which the first of them opens under `lock`."""
+    """The source of a path, which the first thread that reads it opens under `lock`."""
 
-    num_readers: int = 0
     source: ByteSource | None = None
     lock: ForkedLock = field(default_factory=ForkedLock)
 
 
 class OpenSources:
-    """Opens sources when they are read. Any number of threads may use it.
+    """Opens sources when they are first read, and keeps them open. Any number of threads may use it.
 
-    A source must keep the version that was planned against, or that it had when it was first opened. The version is
-    compared after opening and before closing, so everything that is read in between has that version.
+    A source must keep the version that was planned against, or that it had when it was opened.
     """
 
     def __init__(self, open_source: Opener) -> None:
         self._opener = open_source
-        self.on_wait: Callable[[], object] = no_callback  # called while a remote source waits; may raise to end it
-        self.keeps_all = False  # whether more than `MAX_OPEN_SOURCES` stay open, where the process may open so many
         self.files: dict[str, PlannedFile] = {}  # that were planned against, by path
         self._versions: dict[str, str] = {}
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently read first
-        self._lock = ForkedLock()
+        self._entries: dict[str, _Entry] = {}
+
+    @property
+    def are_remote(self) -> bool:
+        """Whether some of them are in remote stores."""
+        return any(getattr(entry.source, "is_remote", False) for entry in list(self._entries.values()))
 
     def expect(self, files: Iterable[PlannedFile]) -> None:
         """Refuse files that have another version than was planned against. Raises CheckpointError if one had before."""
@@ -266,82 +260,36 @@ class OpenSources:
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[ByteSource]:
-        """Yield the open source of a path. It stays open afterwards unless there are too many.
-
-        Raises CheckpointError if it cannot be opened or has changed, or if another has that is closed to make room.
-        """
-        with self._lock:
-            entry = self._entries.setdefault(path, _Entry())
-            self._entries.move_to_end(path)
-            entry.num_readers += 1
-        try:
-            with entry.lock:
-                if entry.source is None:
-                    entry.source = self._open_checked(path)
-            yield entry.source
-        finally:
-            with self._lock:
-                entry.num_readers -= 1
-        if not self.keeps_all or (isinstance(entry.source, LocalFile) and not entry.source.leaves_room()):
-            self._close_idle()
+        """Yield the open source of a path. Raises CheckpointError if it cannot be opened or has changed."""
+        entry = self._entries.get(path) or self._entries.setdefault(path, _Entry())
+        with entry.lock:
+            if entry.source is None:
+                source = self._opener(path)
+                try:
+                    self._check(path, source.version)
+                except CheckpointError:
+                    source.close()
+                    raise
+                entry.source = source
+        yield entry.source
 
     def check_unchanged(self, paths: Iterable[str] | None = None) -> None:
         """Raise CheckpointError if an open source, of these paths or of all, has changed."""
         entries = dict(self._entries)  # others may open some meanwhile
-        self._check_all(entries.values() if paths is None else [entries[path] for path in paths if path in entries])
-
-    def interrupt(self) -> bool:
-        """End requests to remote stores, which then raise; return whether there are such sources."""
-        remote = [entry.source for entry in list(self._entries.values()) if isinstance(entry.source, RemoteFile)]
-        for source in remote:
-            source.close()
-        return bool(remote)
+        for path in entries if paths is None else paths:
+            if path in entries and (source := entries[path].source) is not None:
+                self._check(path, source.version)
 
     def close(self) -> None:
         """Close all sources without a check. Nobody may read them any more."""
-        _close(self._entries.values())
+        with contextlib.ExitStack() as closing:  # if one cannot be closed, the others are
+            for entry in self._entries.values():
+                if entry.source is not None:
+                    closing.callback(entry.source.close)
         self._entries.clear()
-
-    def _close_idle(self) -> None:
-        with self._lock:
-            num_surplus = len(self._entries) - MAX_OPEN_SOURCES
-            if num_surplus <= 0:
-                return
-            idle = [path for path, entry in self._entries.items() if not entry.num_readers][:num_surplus]
-            surplus = [self._entries.pop(path) for path in idle]
-        try:
-            self._check_all(surplus)
-        finally:
-            _close(surplus)
-
-    def _open_checked(self, path: str) -> ByteSource:
-        source = self._opener(path)
-        if isinstance(source, RemoteFile):
-            source.on_wait = self._wait
-        try:
-            self._check(path, source.version)
-        except CheckpointError:
-            source.close()
-            raise
-        return source
-
-    def _wait(self) -> None:
-        self.on_wait()  # which may be another one than when the source was opened
-
-    def _check_all(self, entries: Iterable[_Entry]) -> None:
-        for entry in entries:
-            if entry.source is not None:
-                self._check(entry.source.path, entry.source.version)
 
     def _check(self, path: str, version: str) -> None:
         if self._versions.setdefault(path, version) != version:
             raise CheckpointError(
                 f"{path}: was replaced or written to after its header was read; load again once nobody writes to it"
             )
-
-
-def _close(entries: Iterable[_Entry]) -> None:
-    with contextlib.ExitStack() as closing:  # if one cannot be closed, the others are
-        for entry in entries:
-            if entry.source is not None:
-                closing.callback(entry.source.close)

@@ -1,37 +1,41 @@
 """Local folders that stand for checkpoints in remote stores.
 
 A stand-in is a folder `lowmem_load-UID/NAME-DIGEST/NAME` of the temporary one, which only this user may enter. It has
-the small files, and an empty file for each other one. The manifest beside it says where those are, so any process
-opens them. Credentials are not in it: those of a URL, and a `token=`, are known to the process that was given them.
-The digest is of the names and versions of the files: the ranks of a node share the folder, and the first one fills it.
+the small files. In place of each other one it has a file with the first bytes of a safetensors file, or an empty one.
+The manifest next to it says where those are, so any process opens them. Credentials are not in it: those of a URL, and
+a `token=`, are known to the process that was given them. The digest is of the names and versions of the files: the
+ranks of a node share the folder, and the first one fills it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from filelock import FileLock
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.files.remote_file import HEAD_BYTES, Check, RemoteFile, RemoteObject, map_in_threads, plain_url
+from lowmem_load.files.remote_file import HEAD_BYTES, Check, RemoteFile, map_in_threads, plain_url
 from lowmem_load.files.source import ByteSource, LocalFile, read_bytes
 from lowmem_load.text import fingerprint
 
+if TYPE_CHECKING:
+    from lowmem_load.files.object_store import RemoteObject
+
 URL_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "https")
 
-HEADS, MANIFEST = ".heads", "manifest.json"
-"""Folder beside the empty files that has the first bytes of the remote ones; file beside the stand-in."""
+MANIFEST = "files.json"
+"""File next to the stand-in."""
 
-LOCK_LOOK_S = 0.05
-"""Between two tries to take a lock that another process has."""
+ENTRY = ("url", "key", "nbytes", "version", "unsigned", "on_hub")
+"""What the manifest has of a `RemoteObject`."""
 
 MAX_FILES = 4096
 """Most files of a checkpoint: twenty times as many as the largest published ones have."""
@@ -48,10 +52,10 @@ SMALL = (".json", ".py", ".sha256", ".txt", ".model", ".jinja", ".tiktoken", ".v
 MAX_NAME_NBYTES = 255
 """Most bytes of a file name, as on most file systems."""
 
-Listing: TypeAlias = Mapping[str, RemoteObject]
+Listing: TypeAlias = "Mapping[str, RemoteObject]"
 """Files by their path in the checkpoint: "config.json", "subfolder/config.json"."""
 
-Fetch: TypeAlias = Callable[[str, RemoteObject, Check], bytes]
+Fetch: TypeAlias = "Callable[[str, RemoteObject], bytes]"
 """Returns the content of a small file, given its path in the checkpoint."""
 
 _secrets: dict[str, str] = {}  # a URL with credentials, or a token, by the URL without them or the Hub id
@@ -107,40 +111,24 @@ def origin(path: str) -> str:
 
 
 def open_file(path: str) -> ByteSource:
-    """Open a local file, or the remote one that an empty file stands for."""
+    """Open a local file, or the remote one that a file stands for."""
     manifest, file = manifest_of(path) or ({"origin": "", "files": {}}, "")
     entry = manifest["files"].get(file)
     if entry is None:
         return LocalFile(path)
-    head = _head_of(os.path.abspath(path))
-    first = Path(head).read_bytes() if os.path.isfile(head) else b""
-    return RemoteFile(_object_of(entry, _secrets.get(manifest["origin"])), first, path)
+    from lowmem_load.files.object_store import RemoteObject
+
+    item = RemoteObject(**entry, secret=_secrets.get(manifest["origin"]))
+    return RemoteFile(item, Path(path).read_bytes(), path)
 
 
-def _object_of(entry: Mapping[str, Any], secret: str | None) -> RemoteObject:
-    from lowmem_load.files.object_store import HubObject, StoreObject
-
-    url, nbytes, version = str(entry["url"]), int(entry["size"]), str(entry["etag"])
-    if entry["hub"]:
-        return HubObject(url, nbytes, version, secret)
-    return StoreObject(secret or url, str(entry["key"]), nbytes, version, unsigned=bool(entry["unsigned"]))
-
-
-def read_front(item: RemoteObject, nbytes: int, check: Check) -> bytes:
+def read_front(item: RemoteObject, nbytes: int) -> bytes:
     """Return the first bytes of a remote file."""
-    file = RemoteFile(item)
-    file.on_wait = check
-    return read_bytes(file, 0, nbytes)
-
-
-def _head_of(path: str) -> str:
-    """Return the path of a file with the first bytes of the remote file that an empty one stands for."""
-    folder, name = os.path.split(path)
-    return os.path.join(folder, HEADS, name)
+    return read_bytes(RemoteFile(item), 0, nbytes)
 
 
 def is_plain_path(path: str) -> bool:
-    """Return whether this may be the path of a file in a checkpoint: it leads neither out nor into `HEADS`."""
+    """Return whether this may be the path of a file in a checkpoint: it does not lead out of it."""
     return all(map(_is_plain, path.split("/")))
 
 
@@ -150,7 +138,7 @@ def _is_plain(name: str) -> bool:
         nbytes = len(name.encode())
     except UnicodeEncodeError:  # half of a surrogate pair, from JSON
         return False
-    is_name = name not in ("", ".", "..", HEADS) and nbytes <= MAX_NAME_NBYTES
+    is_name = name not in ("", ".", "..") and nbytes <= MAX_NAME_NBYTES
     return is_name and not any(character in name for character in ("/", "\\", "\0", "?", "#"))
 
 
@@ -171,13 +159,19 @@ def lay_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, tokeni
     readable = re.sub(r"[^\w.-]+", "-", origin, flags=re.ASCII).strip("-.")[-100:]
     place = os.path.join(base, f"{readable}-{fingerprint([origin, *lines])}")
     folder = os.path.join(place, last if _is_plain(last) else "model")
-    entries = {file: item.entry for file, item in listing.items() if file not in small}
+    large = {file: item for file, item in listing.items() if file not in small}
+    entries = {file: {field: getattr(item, field) for field in ENTRY} for file, item in large.items()}
     manifest = json.dumps({"origin": origin, "files": entries}, indent=1)
-    with _locked(f"{place}.lock", check):
-        is_whole = all(_is_there(folder, file, listing[file] if file in small else None) for file in listing)
+    sizes = {file: item.nbytes if file in small else _head_nbytes(file, item) for file, item in listing.items()}
+    with FileLock(f"{place}.lock"):
+        is_whole = all(_is_there(os.path.join(folder, file), nbytes) for file, nbytes in sizes.items())
         if not is_whole or not os.path.isfile(os.path.join(place, MANIFEST)):
             _remove(place)  # a cleaner of old files may have been at work
-            _fill_folder(folder, listing, small, fetch, check, manifest)
+
+            def content(file: str) -> bytes:
+                return fetch(file, listing[file]) if file in small else read_front(listing[file], sizes[file])
+
+            _fill_folder(folder, listing, content, check, manifest)
     return folder
 
 
@@ -195,28 +189,28 @@ def _is_small(file: str, item: RemoteObject, *, tokenizers: bool) -> bool:
     return name.endswith(SMALL) and item.nbytes <= MAX_SMALL_NBYTES and is_wanted
 
 
-def _is_there(folder: str, file: str, small: RemoteObject | None) -> bool:
-    path = os.path.join(folder, file)
-    return os.path.isfile(path) and os.path.getsize(path) == (0 if small is None else small.nbytes)
+def _head_nbytes(file: str, item: RemoteObject) -> int:
+    return min(HEAD_BYTES, item.nbytes) if file.endswith(".safetensors") else 0
+
+
+def _is_there(path: str, nbytes: int) -> bool:
+    return os.path.isfile(path) and os.path.getsize(path) == nbytes
 
 
 def _fill_folder(
-    folder: str, listing: Listing, small: Container[str], fetch: Fetch, check: Check, manifest: str
+    folder: str, files: Iterable[str], content: Callable[[str], bytes], check: Check, manifest: str
 ) -> None:
     target, last = os.path.split(folder)
     base = os.path.dirname(target)
     made = tempfile.mkdtemp(dir=base)
 
-    def fill(file: str, check: Check) -> None:
-        path = os.path.join(made, last, file)
-        Path(path).write_bytes(fetch(file, listing[file], check) if file in small else b"")
-        if file.endswith(".safetensors"):
-            Path(_head_of(path)).write_bytes(read_front(listing[file], HEAD_BYTES, check))
+    def fill(file: str) -> None:
+        Path(made, last, file).write_bytes(content(file))
 
     try:
-        for file in listing:
-            os.makedirs(os.path.dirname(_head_of(os.path.join(made, last, file))), exist_ok=True)
-        map_in_threads(fill, listing, check)
+        for file in files:
+            Path(made, last, file).parent.mkdir(parents=True, exist_ok=True)
+        map_in_threads(fill, files, check)
         Path(made, MANIFEST).write_text(manifest, encoding="utf-8")
         os.rename(made, target)  # there at once and whole, or not at all
     except OSError as error:
@@ -235,20 +229,3 @@ def _own_folder() -> str:
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise CheckpointError(f"{base}: belongs to somebody else, or others may write to it; remove it")
     return base
-
-
-@contextlib.contextmanager
-def _locked(path: str, check: Check) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                check()
-                time.sleep(LOCK_LOOK_S)
-        yield
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also of copies in processes that were forked meanwhile
-        os.close(descriptor)

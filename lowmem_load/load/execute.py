@@ -305,10 +305,10 @@ def reading(
             ranks.check()
 
         for executor in executors:
-            after.callback(_watch, executor, executor.on_bytes, executor.sources.on_wait)
+            after.callback(_watch, executor, executor.on_bytes, executor.tasks.check)
             _watch(executor, on_bytes, ranks.check)
         yield state
 
 
-def _watch(executor: Executor, on_bytes: Callable[[int], object], on_wait: Callable[[], object]) -> None:
-    executor.on_bytes, executor.sources.on_wait = on_bytes, on_wait
+def _watch(executor: Executor, on_bytes: Callable[[int], object], check: Callable[[], object]) -> None:
+    executor.on_bytes, executor.tasks.check = on_bytes, check

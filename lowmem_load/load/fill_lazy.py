@@ -25,7 +25,6 @@ from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.load.execute import in_batches, reading
 from lowmem_load.load.lazy import LazyReader, leave, reader_of, was_lazy
 from lowmem_load.load.load import MAX_THREADS
-from lowmem_load.phases import no_callback
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children, leaves
 from lowmem_load.planning.load_plan import in_common_order
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread, keep, replace_in_place, values_of
@@ -115,11 +114,7 @@ def _compare(name: str, unchanged: Mapping[str, torch.Tensor], ranks: RankGroup)
         step.payload = [identify_files(list(own.files.values())) for own in sources]
     for place, own in enumerate(sources):
         ids = [of_rank[place] for of_rank in step.payloads]
-        own.on_wait = ranks.check
-        try:
-            agree_on_bytes(ranks, name, list(own.files.values()), sources=own, ids=ids, num_threads=MAX_THREADS)
-        finally:
-            own.on_wait = no_callback
+        agree_on_bytes(ranks, name, list(own.files.values()), sources=own, ids=ids, num_threads=MAX_THREADS)
 
 
 def fill_partitions(partitioner: Partitioner, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -116,7 +116,6 @@ def describe_lazily(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the lazy model of a call of `from_pretrained`, and the loading info. Local."""
     report = report or LoadReport(call.name)
-    executor.sources.keeps_all = True
     try:
         with zero_init_disabled(), on_host():
             with report.phase("describe"):

@@ -184,7 +184,7 @@ class Load:
         ranks = self.ranks
         nodes = [str(rank) if ranks.is_fake else node for rank, (node, _) in enumerate(of_ranks)]  # no others exist
         executor = stack.enter_context(make_executor(call, nodes.count(nodes[ranks.rank])))
-        executor.sources.on_wait = ranks.check
+        executor.tasks.check = ranks.check
         can_share = self.settings.offload_device != "nvme" and self.options.share_reads != "off"  # memory that stays
         if not can_share or ranks.world_size == 1 or ranks.is_fake:
             return around, executor, None
@@ -245,7 +245,7 @@ def find(call: Call, options: Options, check: Callable[[], object] = no_callback
 def make_executor(call: Call, num_ranks: int) -> Executor:
     """Return what reads for a call on one of so many ranks of a node."""
     if is_stand_in(call.path):
-        return Executor(num_threads=requests_in_flight(num_ranks), starts_late=True)
+        return Executor(num_threads=requests_in_flight(num_ranks))
     return Executor(num_threads=min(MAX_THREADS, cores(num_ranks)))
 
 

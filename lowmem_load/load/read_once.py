@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +19,9 @@ import torch
 from lowmem_load.distributed.peers import Limits, Progress
 from lowmem_load.distributed.side_group import SideGroup
 from lowmem_load.distributed.steps import RankGroup
-from lowmem_load.files.executor import Batch, Executor
+from lowmem_load.files.executor import Executor
 from lowmem_load.files.memory import make_pages, own_memory
+from lowmem_load.files.remote_file import results_of
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.planner import Constants
 from lowmem_load.planning.reads import Fill, ReadCost
@@ -122,12 +124,12 @@ class ReadOnce:
             for replicas in self._replicas:
                 self._groups.append(SideGroup(self._ranks, replicas.ranks))
                 self._groups[-1].connect()
-        batches: list[Batch] = []
+        batches: list[list[Future[None]]] = []
         for number in range(self._num_batches):
             with self._ranks.step("reading for other ranks", name=name, progress=self.progress):
                 while len(batches) <= min(number + BATCHES_AHEAD, self._num_batches - 1):
                     batches.append(executor.fill_parts(self._own_parts(len(batches)), constants))
-                batches[number].wait(self._ranks.check)
+                results_of(batches[number], self._ranks.check)
                 executor.order_after_copies()
             self._exchange(number, executor)
 

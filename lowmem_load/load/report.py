@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 
 from lowmem_load.errors import listed
-from lowmem_load.files.remote_file import TRAFFIC, Counts
+from lowmem_load.files.remote_file import Counts, request_counts
 from lowmem_load.files.source import retries
 from lowmem_load.phases import Phases
 from lowmem_load.planning.load_plan import SHARDED, LoadPlan, SlowPath
@@ -56,8 +56,7 @@ class LoadReport(Phases):
         read_bytes: bytes read from the files, headers excluded.
         num_reads: reads that were made; small adjacent ones share a system call.
         received_bytes: bytes that this rank holds and another one has read for it.
-        requests: what was asked of a remote store: requests, those of them that repeated a failed one, bytes, and the
-            seconds of all threads before they repeated one. Zeros where all files are on this machine.
+        requests: what was read from a remote store: requests and bytes. Zeros where all files are on this machine.
         seconds, peak_memory: see `Phases`; the phases are describe, plan, compare and read.
         peak_device_bytes: accelerator memory of this process's tensors at the peak, above the start; 0 on the CPU.
             Exact where the peak is a new one of the process, else the most seen after a parameter was made.
@@ -130,13 +129,14 @@ class LoadReport(Phases):
         needed = f", {size(self.needed_bytes)} needed" if self.needed_bytes else ""  # not counted: read one by one
         read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files{needed}"
         from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
+        requests = self.requests
         lists = {**self.loading_info, "slow paths": [path.name for path in self.slow_paths]}
         on_device = f"peak {size(self.peak_device_bytes)} above the start" if self.peak_device_bytes else ""
         rows = {
             "model": f"{self.contents}{quantized}",
             "holds": ", ".join(text for text, nbytes in holds.items() if nbytes),
             "read": from_files,
-            "requests": self._requests_text(),
+            "requests": f"{requests.num_requests:,}, {size(requests.received_bytes)}" if requests.num_requests else "",
             "received": f"{size(self.received_bytes)} from ranks that hold the same" if self.received_bytes else "",
             "host memory": f"peak {size(self.peak_memory.total_bytes)} above the start",
             "device memory": on_device,
@@ -146,35 +146,23 @@ class LoadReport(Phases):
         }
         return {topic: text for topic, text in rows.items() if text}
 
-    def _requests_text(self) -> str:
-        counts = self.requests
-        if not counts.num_requests:
-            return ""
-        waited = f", {counts.num_retries:,} of them again after {counts.waited_s:.1f} s" if counts.num_retries else ""
-        return f"{counts.num_requests:,}, {size(counts.received_bytes)}{waited}"
-
 
 class Attempts:
-    """What this process repeats from now on, because a file system or a remote store failed for a moment."""
+    """What this process reads from stores, and repeats because a file system failed for a moment, from now on."""
 
     def __init__(self) -> None:
-        self._retries, self._requests = retries(), TRAFFIC.counts
+        self._retries, self._requests = retries(), request_counts()
 
     @property
     def requests(self) -> Counts:
-        """All requests to remote stores."""
-        return TRAFFIC.counts.since(self._requests)
+        """What was read from remote stores."""
+        return request_counts().since(self._requests)
 
     @property
     def notes(self) -> list[str]:
         """What was repeated, for `LoadReport.notes`."""
-        notes, of_files, requests = [], retries() - self._retries, self.requests
-        if of_files:
-            faults = [f"{fault} ({number}x)" for fault, number in of_files.items()]
-            notes.append(f"tried again after {listed(faults)}")
-        if requests.num_retries:
-            notes.append(f"made again: {requests.num_retries:,} of {requests.num_requests:,} requests")
-        return notes
+        faults = [f"{fault} ({number}x)" for fault, number in (retries() - self._retries).items()]
+        return [f"tried again after {listed(faults)}"] if faults else []
 
 
 def take_counts(report: LoadReport, stats: ReadStats, attempts: Attempts, once: ReadOnce | None) -> None:

@@ -26,7 +26,7 @@ def stored_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(stored_file: Path, monkeypatch: pytest.MonkeyPatch, traffic: object) -> Iterator[RangeServer]:
+def store(stored_file: Path, monkeypatch: pytest.MonkeyPatch, quick_requests: None) -> Iterator[RangeServer]:
     """The server that has it, and whose answers can be made to fail."""
     for name in list(os.environ):
         if name.startswith(("AWS_", "GOOGLE_", "AZURE_")):

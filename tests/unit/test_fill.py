@@ -81,5 +81,5 @@ def test_the_step_around_it_tells_how_far_it_is(leaf: ex.Source, monkeypatch: py
     with Executor() as executor:
         with reading(DistributedInterface(), "model", [executor], 160, bar="Loading") as state:
             fill([part(leaf, torch.zeros(40))], executor, state.on_part)
-        assert (executor.on_bytes, executor.sources.on_wait) == (no_callback, no_callback)
+        assert (executor.on_bytes, executor.tasks.check) == (no_callback, no_callback)
     assert told == [("reading", "model", Progress(161, f"1 tensors begun, 0.0 of 0.0 MiB read, last from {leaf.path}"))]

@@ -28,7 +28,7 @@ from torch import nn
 from lowmem_load import CheckpointError, ConfigError, lazy, load_report
 from lowmem_load.distributed import environment
 from lowmem_load.files.executor import Executor
-from lowmem_load.files.source import MAX_OPEN_SOURCES, SPARE_FILES, LocalFile
+from lowmem_load.files.source import LocalFile
 from lowmem_load.load.lazy import describe_lazily
 from lowmem_load.models import loader
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread
@@ -479,7 +479,6 @@ def many_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("many")
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY | {"num_hidden_layers": 15}))
     model.save_pretrained(folder, max_shard_size="1KB")
-    assert len(list(folder.glob("*.safetensors"))) > MAX_OPEN_SOURCES
     return folder
 
 
@@ -493,7 +492,6 @@ def save_over(folder: str, expected: str) -> None:
     """Rank function: a process that may open few files saves a model over the files that it is read from."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (300, 350))
     model = lazily(folder)
-    assert len(os.listdir("/proc/self/fd")) <= 350 - SPARE_FILES + MAX_OPEN_SOURCES
     model.save_pretrained(folder, max_shard_size="30KB")
     assert_equal(ordinary(folder), ordinary(expected))
 

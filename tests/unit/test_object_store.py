@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.files import remote_file
-from lowmem_load.files.object_store import HubObject, StoreObject, aws_settings, list_files, read_list
+from lowmem_load.files.object_store import RemoteObject, aws_settings, list_files, read_list
 from lowmem_load.files.remote_checkpoint import folder_of_url
-from lowmem_load.files.remote_file import RemoteFile, Traffic
+from lowmem_load.files.remote_file import RemoteFile
 from lowmem_load.files.source import read_bytes
 from tests.hub import pointed_at
 from tests.remote import stores
@@ -64,44 +63,43 @@ def test_a_folder_that_is_not_there_is_an_error(store: RangeServer) -> None:
 
 
 @pytest.mark.parametrize("fault", ["error_500", "error_503", "slow_down", "too_many", "reset_before"])
-def test_a_list_is_asked_for_again(fault: str, store: RangeServer, traffic: Traffic) -> None:
+def test_a_list_is_asked_for_again(fault: str, store: RangeServer) -> None:
     store.set(**{fault: 1, "at_most": 2})
     folder_of_url(URL)
     assert store.stats()["faults"] == {fault: 2}
-    assert traffic.counts.num_retries == 2
 
 
 @pytest.mark.parametrize(
     "url",
     ["s3://bucket name/a", "s3://bucket//a", "az://container/a", "abfss://a/b"],
 )
-def test_urls_that_name_nothing_are_told_at_once(url: str, store: RangeServer, traffic: Traffic) -> None:
+def test_urls_that_name_nothing_are_told_at_once(url: str, store: RangeServer) -> None:
     with pytest.raises(CheckpointError, match="is no URL of a store, or one that lacks settings: "):
         folder_of_url(url)
     with pytest.raises(CheckpointError) as caught:
         folder_of_url(url.replace("://", "://user:session-token@", 1) + "?X-Amz-Signature=1")
     assert_no_secrets(str(caught.value))
-    assert (store.stats()["requests"], traffic.counts.num_retries) == (0, 0)
+    assert store.stats()["requests"] == 0
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "is_transient"),
+    ("text", "said"),
     [
         ("... status: 301 ... Received redirect without LOCATION, this normally indicates an incorrectly configured "
-         "region ...", "incorrectly configured region", False),
-        ("... 400 Bad Request: <Code>AuthorizationHeaderMalformed</Code> ...", "400, AuthorizationHeaderM", False),
-        ("... status: 405 ...", "405", False),
-        ("Error performing PUT http://169.254.169.254/latest/api/token: 403 Forbidden", "403, asked this mach", False),
-        ("... 200 OK: <Code>SlowDown</Code> ...", "SlowDown", True),
-        ("... status: 503 ...", "503", True),
-        ("... status: 408 ...", "408", True),
-        ("... error sending request for url (http://x?token=session-token)", "error sending request", True),
-        ("... PUT http://169.254.169.254/: error sending request", "asked this machine for credentials", True),
-        ("...", r"GenericError \(", True),
+         "region ...", "incorrectly configured region"),
+        ("... 400 Bad Request: <Code>AuthorizationHeaderMalformed</Code> ...", "400, AuthorizationHeaderM"),
+        ("... status: 405 ...", "405"),
+        ("Error performing PUT http://169.254.169.254/latest/api/token: 403 Forbidden", "403, asked this mach"),
+        ("... 200 OK: <Code>SlowDown</Code> ...", "SlowDown"),
+        ("... status: 503 ...", "503"),
+        ("... status: 408 ...", "408"),
+        ("... error sending request for url (http://x?token=session-token)", "error sending request"),
+        ("... PUT http://169.254.169.254/: error sending request", "asked this machine for credentials"),
+        ("...", "GenericError"),
     ],
 )  # fmt: skip
-def test_what_may_pass_is_asked_for_again_and_nothing_else(
-    text: str, said: str, is_transient: bool, store: RangeServer, impatient: None, monkeypatch: pytest.MonkeyPatch
+def test_errors_of_obstore_are_told_without_its_text(
+    text: str, said: str, store: RangeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import obstore
     from obstore.exceptions import GenericError
@@ -112,9 +110,6 @@ def test_what_may_pass_is_asked_for_again_and_nothing_else(
     monkeypatch.setattr(obstore, "list_with_delimiter", fail)
     with pytest.raises(CheckpointError, match=rf"{URL}: .*{said}") as caught:
         folder_of_url(URL)
-    assert ("cannot be listed" in str(caught.value)) is (" attempts in " in str(caught.value)) is is_transient
-    assert (remote_file.TRAFFIC.counts.num_requests > 1) is is_transient
-    assert (remote_file.TRAFFIC.limit < 16) is (said in ("SlowDown", "503"))
     assert_no_secrets(str(caught.value))
 
 
@@ -126,7 +121,7 @@ PART = {"Content-Range": "bytes 0-7/100", "ETag": '"1"'}
 def at(url: str) -> RemoteFile:
     """The file of 100 bytes at the URL of `answering`."""
     folder, _, key = url.rpartition("/")
-    return RemoteFile(StoreObject(folder, key, 100, '"1"'))
+    return RemoteFile(RemoteObject(folder, key, 100, '"1"'))
 
 
 @pytest.mark.parametrize(
@@ -143,15 +138,16 @@ def test_wrong_answers_are_refused(headers: dict[str, str], said: str, impatient
 
 
 @pytest.mark.parametrize(("status", "said"), [(404, "is not there"), (410, "is not there"), (451, "451")])
-def test_refusals_are_told_at_once(status: int, said: str, traffic: Traffic) -> None:
+def test_refusals_are_told_at_once(status: int, said: str) -> None:
+    before = len(asked)
     with answering({}, status=status) as url, pytest.raises(CheckpointError, match=said):
         read_bytes(at(url), 0, 8)
-    assert traffic.counts.num_requests == 1
+    assert len(asked) == before + 1
 
 
 def test_a_login_and_a_query_in_the_url_are_sent() -> None:
     with answering(PART, status=206, content=b"12345678") as url:
-        read_bytes(RemoteFile(StoreObject(with_login(url), "f", 100, '"1"')), 0, 8)
+        read_bytes(RemoteFile(RemoteObject(url, "f", 100, '"1"', secret=with_login(url))), 0, 8)
     assert asked[-1]["authorization"] == "Basic dXNlci1uYW1lOnBhc3Mvd29yZA=="
     assert asked[-1]["path"] == "/file/f?X-Amz-Signature=signature&sig=other"
 
@@ -161,7 +157,8 @@ def test_a_login_is_not_sent_to_the_host_of_a_redirect(stored_file: Path) -> Non
         range_server(stored_file.parent, refuse_authorization=True) as second,
         range_server(stored_file.parent, redirect_to=second.url) as first,
     ):
-        item = StoreObject(with_login(first.url), stored_file.name, 1 << 20, etag(stored_file.stat()))
+        version, secret = etag(stored_file.stat()), with_login(first.url)
+        item = RemoteObject(first.url, stored_file.name, 1 << 20, version, secret=secret)
         assert read_bytes(RemoteFile(item), 0, 8) == stored_file.read_bytes()[:8]
         assert (first.stats()["authorized"], second.stats()["authorized"]) == (1, 0)
 
@@ -199,7 +196,7 @@ def test_only_servers_that_the_environment_trusts_are_read_and_not_by_http(
     for name in names:
         monkeypatch.delenv(name, raising=False)
     with answering(PART, status=206, content=b"12345678", tls=tls) as url:
-        with pytest.raises(CheckpointError, match="cannot be read at bytes 0 to 7"):
+        with pytest.raises(CheckpointError, match="cannot be read: "):
             read_bytes(at(url), 0, 8)
         for name in names:
             with monkeypatch.context() as environment:
@@ -216,7 +213,7 @@ def test_only_servers_that_the_environment_trusts_are_read_and_not_by_http(
 
 
 @pytest.fixture
-def hub(stored_file: Path, tmp_path: Path, traffic: Traffic) -> Iterator[HubServer]:
+def hub(stored_file: Path, tmp_path: Path, quick_requests: None) -> Iterator[HubServer]:
     front = hub_front({"org/model": stored_file.parent}, token="hub-token", valid_s=0.1)
     with front as server, pointed_at(server.url, str(tmp_path / "cache")):
         yield server
@@ -224,12 +221,10 @@ def hub(stored_file: Path, tmp_path: Path, traffic: Traffic) -> Iterator[HubServ
 
 def on_hub(hub: HubServer) -> RemoteFile:
     url = f"{hub.url}/org/model/resolve/main/model.safetensors"
-    return RemoteFile(HubObject(url, 1 << 20, "commit", "hub-token"))
+    return RemoteFile(RemoteObject(url, "", 1 << 20, "commit", on_hub=True, secret="hub-token"))
 
 
-def test_a_redirect_of_the_hub_is_looked_up_once_until_it_expires(
-    hub: HubServer, stored_file: Path, traffic: Traffic
-) -> None:
+def test_a_redirect_of_the_hub_is_looked_up_once_until_it_expires(hub: HubServer, stored_file: Path) -> None:
     """The second host, which answers 400 to an Authorization header, gets no token."""
     source, content, num_reads, files = on_hub(hub), stored_file.read_bytes(), 0, hub.files
     assert files is not None
@@ -240,7 +235,6 @@ def test_a_redirect_of_the_hub_is_looked_up_once_until_it_expires(
     assert files.stats()["statuses"] == {206: num_reads, 403: 2}
     assert files.stats()["authorized"] == 0
     assert hub.stats()["requests"] <= 4
-    assert traffic.counts[:2] == (num_reads + 2, 2)
 
 
 def test_what_the_hub_refuses_is_told_at_once(hub: HubServer) -> None:

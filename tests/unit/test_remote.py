@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.files.object_store import HubObject
+from lowmem_load.files.object_store import RemoteObject
 from lowmem_load.files.remote_file import HEAD_BYTES, RemoteFile
 from lowmem_load.files.source import LocalFile
 from lowmem_load.files.torch_zip import TorchZip
@@ -24,7 +24,7 @@ DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "trai
 
 def source(server: HubServer, file: Path) -> RemoteFile:
     url = f"{server.url}/org/model/resolve/main/{file.name}"
-    return RemoteFile(HubObject(url, file.stat().st_size, "v", None))
+    return RemoteFile(RemoteObject(url, "", file.stat().st_size, "v", on_hub=True))
 
 
 def sent(server: HubServer) -> Counter[str]:

@@ -13,14 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from lowmem_load.errors import CheckpointError, HeaderError
-from lowmem_load.files import object_store, remote_checkpoint, stand_ins
+from lowmem_load.files import object_store, stand_ins
+from lowmem_load.files.object_store import RemoteObject
 from lowmem_load.files.remote_checkpoint import _listed, folder_of_model, folder_of_url
 from lowmem_load.files.remote_file import HEAD_BYTES
 from lowmem_load.files.safetensors import Safetensors
@@ -36,7 +36,7 @@ CONFIG = b'{"model_type": "llama"}'
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traffic: object) -> Path:
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_requests: None) -> Path:
     """The folder for temporary files, which begins empty with each test."""
     folder = tmp_path / "temporary"
     folder.mkdir()
@@ -86,10 +86,8 @@ def test_a_folder_has_the_small_files_and_stands_for_the_large_ones(server: Rang
     assert files_in(folder) == {
         "config.json": len(CONFIG),
         "model.safetensors.index.json": index,
-        "model-0.safetensors": 0,
-        "model-1.safetensors": 0,
-        ".heads/model-0.safetensors": HEAD_BYTES,
-        ".heads/model-1.safetensors": HEAD_BYTES,
+        "model-0.safetensors": HEAD_BYTES,
+        "model-1.safetensors": HEAD_BYTES,
     }
     assert os.path.basename(folder) == "one"
     assert is_stand_in(folder) and origin(folder) == url_of(server)
@@ -135,11 +133,14 @@ def test_sums_name_the_files_where_the_server_does_not(server: RangeServer, chec
         folder_of_url(url_of(server))
     (checkpoint / "sub").mkdir()
     (checkpoint / "sub" / "tokenizer.json").write_text("{}")
+    (checkpoint.parent / "outside").write_text("{}")
     names = ["config.json", "*model.safetensors.index.json", "./sub/tokenizer.json", "../outside", "absent.bin"]
+    names += ["..\\outside", "sub/../../outside", "/etc/passwd", "a?b", "x" * 300]
     (checkpoint / "SHA256SUMS").write_text("".join(f"{'0' * 64}  {name}\n" for name in names))
-    found = {name for name in files_in(folder_of_url(url_of(server))) if not name.startswith(".heads")}
-    shards = {"model-0.safetensors", "model-1.safetensors"}  # the index names them
-    assert found == {"SHA256SUMS", "config.json", "model.safetensors.index.json", "sub/tokenizer.json", *shards}
+    found = files_in(folder_of_url(url_of(server))).keys()
+    assert found == {"SHA256SUMS", "config.json", "model.safetensors.index.json", "sub/tokenizer.json"}
+    paths = [line.split(" ")[1] for line in server.stats()["asked"]]
+    assert not [path for path in paths if "outside" in path or "passwd" in path or ".." in path]
 
 
 @pytest.mark.parametrize(
@@ -175,32 +176,7 @@ def test_a_subfolder_is_looked_into_on_request(server: RangeServer, checkpoint: 
     assert not any(name.startswith("sub/") for name in files_in(folder_of_url(url_of(server))))
     for subfolder in ("sub", "/sub/"):
         found = files_in(folder_of_url(url_of(server), subfolder=subfolder))
-        assert {"config.json", "sub/config.json", "sub/model.safetensors", "sub/.heads/model.safetensors"} <= set(found)
-
-
-def test_code_that_a_configuration_names_and_what_it_imports_is_fetched(server: RangeServer, checkpoint: Path) -> None:
-    auto_map = {"AutoConfig": "configuring.Config", "AutoModel": "modeling.Model", "AutoTokenizer": "other--x.Y"}
-    (checkpoint / "config.json").write_text(json.dumps({"auto_map": auto_map}))
-    (checkpoint / "modeling.py").write_text("from .layers import Layer\n")
-    (checkpoint / "layers.py").write_text("from .modeling import Model\n")
-    (checkpoint / "configuring.py").write_text("pass\n")
-    server.set(lists=False)
-    (checkpoint / "SHA256SUMS").write_text("0  config.json\n")
-    found = files_in(folder_of_url(url_of(server)))
-    assert {name for name in found if name.endswith(".py")} == {"configuring.py", "modeling.py", "layers.py"}
-
-
-def test_weights_that_a_configuration_names_are_there(server: RangeServer, checkpoint: Path) -> None:
-    (checkpoint / "other.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "sub/own.safetensors"}}))
-    (checkpoint / "sub").mkdir()
-    (checkpoint / "sub" / "own.safetensors").write_bytes(b"x")
-    for value, named in {
-        "other.safetensors.index.json": {"other.safetensors.index.json", "sub/own.safetensors"},
-        "../outside.safetensors": set(),
-    }.items():
-        (checkpoint / "config.json").write_text(json.dumps({"transformers_weights": value}))
-        assert set(files_in(folder_of_url(url_of(server)))) >= named
-    assert not [line for line in server.stats()["asked"] if "outside" in line]
+        assert {"config.json", "sub/config.json", "sub/model.safetensors"} <= set(found)
 
 
 @pytest.mark.parametrize("status", [403, 501])
@@ -214,7 +190,6 @@ def test_head_is_not_needed(status: int, server: RangeServer, checkpoint: Path) 
 @pytest.mark.parametrize("name", ["ü b.safetensors", "%41.safetensors", "a+b.bin"])
 def test_names_are_escaped(name: str, server: RangeServer, checkpoint: Path) -> None:
     (checkpoint / "model-0.safetensors").rename(checkpoint / name)
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w0": name}}))
     folder = folder_of_url(url_of(server))
     assert name in files_in(folder)
     item = open_file(os.path.join(folder, name))
@@ -263,83 +238,18 @@ def test_urls_that_name_no_host_are_one_error(url: str, impatient: None) -> None
     assert "/word" not in str(caught.value) and "pass/" not in str(caught.value)
 
 
-class Item:
-    """A file of two bytes."""
-
-    name, nbytes, version = "s3://bucket/a", 2, '"1"'
-    entry: ClassVar[dict[str, Any]] = {"unsigned": False}
+ITEM = RemoteObject("s3://bucket", "a", 2, '"1"')
 
 
-@pytest.mark.parametrize("last", ["..", ".", "x" * 300, "%00", "a%2Fb", "%2e%2e", ".heads"])
+@pytest.mark.parametrize("last", ["..", ".", "x" * 300, "%00", "a%2Fb", "%2e%2e"])
 def test_the_folder_is_inside_whatever_the_url_ends_with(last: str, temporary: Path) -> None:
-    folder = Path(stand_ins.lay_out(f"http://host/{last}", {"config.json": Item()}, lambda *_: b"{}", int))
+    folder = Path(stand_ins.lay_out(f"http://host/{last}", {"config.json": ITEM}, lambda *_: b"{}", int))
     (base,) = temporary.iterdir()
     assert folder.resolve().parent.parent == base
     assert {path.suffix for path in base.iterdir() if path.is_file()} == {".lock"}
 
 
 # -- files of strangers ------------------------------------------------------------------------------------------------
-
-HOSTILE = [
-    "http://example.com/outside.safetensors",
-    ".heads/outside.safetensors",
-    "../outside.safetensors",
-    "/etc/passwd",
-    "sub/../../outside.safetensors",
-    "a\0b.safetensors",
-    "x" * 300 + ".safetensors",
-    "..\\outside.safetensors",
-    "a?b.safetensors",
-    "\ud800.safetensors",
-]
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_an_index_that_names_other_places_gets_nothing_from_there(
-    name: str, server: RangeServer, checkpoint: Path, temporary: Path
-) -> None:
-    save_file({"w": torch.zeros(3)}, checkpoint.parent / "outside.safetensors")
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w0": name}}))
-    server.set(lists=False)
-    (checkpoint / "SHA256SUMS").write_text("0  config.json\n0  model.safetensors.index.json\n")
-    found = files_in(folder_of_url(url_of(server)))
-    assert set(found) == {"SHA256SUMS", "config.json", "model.safetensors.index.json"}
-    paths = [line.split(" ")[1] for line in server.stats()["asked"]]
-    assert not [path for path in paths if "outside" in path or "passwd" in path or ".." in path]
-    assert not [path for path in temporary.rglob("*") if path.name in ("outside.safetensors", "passwd")]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(b"", b"null", b'{"weight_map": {"w": []}}', b'{"weight_map": {"w": 7, "v": null}}', b"[" * 100_000),
-        *(b"\xff\xfe", b'{"auto_map": {"AutoModel": ["a", 1], "AutoConfig": "../../x.Y"}}'),
-    ],
-)
-def test_strange_json_finds_no_further_files(content: bytes, server: RangeServer, checkpoint: Path) -> None:
-    """What is wrong with it is said by those who read it."""
-    (checkpoint / "model.safetensors.index.json").write_bytes(content)
-    (checkpoint / "config.json").write_bytes(content)
-    for name in ("model-0.safetensors", "model-1.safetensors"):
-        (checkpoint / name).unlink()
-    found = files_in(folder_of_url(url_of(server)))
-    assert set(found) == {"config.json", "model.safetensors.index.json"}
-
-
-def test_an_index_that_is_too_large_is_refused(
-    server: RangeServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_checkpoint, "MAX_SMALL_NBYTES", 100_000)
-    os.truncate(checkpoint / "model.safetensors.index.json", 100_001)
-    with pytest.raises(CheckpointError, match=r"index\.json: has 100001 bytes, expected at most 100000"):
-        folder_of_url(url_of(server))
-    assert server.stats()["bytes_sent"] < 100_000
-
-
-def test_a_checkpoint_of_too_many_files_is_refused(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_checkpoint, "MAX_FILES", 1)
-    with pytest.raises(CheckpointError, match="lists 4 files, expected at most 1"):
-        folder_of_url(url_of(server))
 
 
 @pytest.mark.parametrize("nbytes", [2**64 - 1, 101 << 20, 7])
@@ -354,9 +264,9 @@ def test_headers_of_hostile_sizes_are_refused(nbytes: int, server: RangeServer, 
     assert server.stats()["bytes_sent"] == 0
 
 
-@pytest.mark.parametrize("name", ["..", "a/../b", "/a", "a//b", "a\0b", "ü" * 200, "a\\b", "", ".heads", "\ud800"])
+@pytest.mark.parametrize("name", ["..", "a/../b", "/a", "a//b", "a\0b", "ü" * 200, "a\\b", "", "\ud800"])
 def test_a_list_with_impossible_names_is_refused(name: str, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "list_files", lambda url, subfolder: {name: Item()})
+    monkeypatch.setattr(object_store, "list_files", lambda url, subfolder: {name: ITEM})
     with pytest.raises(CheckpointError, match="s3://bucket/a: lists a file with the impossible name ") as caught:
         folder_of_url("s3://bucket/a")
     assert len(str(caught.value)) < 300
@@ -394,7 +304,7 @@ def test_a_fetch_that_fails_leaves_nothing(server: RangeServer, temporary: Path,
     with pytest.raises(CheckpointError):
         folder_of_url(url_of(server))
     server.set(error_500=0, reset_middle=1, only="model-1")
-    with pytest.raises(CheckpointError, match=r"model-1\.safetensors: cannot be read at bytes 0 to 65535"):
+    with pytest.raises(CheckpointError, match=r"model-1\.safetensors: cannot be read: "):
         folder_of_url(url_of(server))
     (base,) = temporary.iterdir()
     assert [path.suffix for path in base.iterdir()] == [".lock"]
@@ -416,7 +326,8 @@ def test_a_folder_that_was_cleaned_is_filled_again(server: RangeServer, checkpoi
     assert read_bytes(open_file(str(folder / "model-1.safetensors")), 0, len(whole)) == whole
 
 
-def test_finding_files_ends_when_another_rank_fails(server: RangeServer) -> None:
+def test_finding_files_ends_when_another_rank_fails(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "DELAYS_S", (5,))
     until_s = time.monotonic() + 0.5
 
     def check() -> None:
@@ -447,7 +358,7 @@ def test_two_processes_fetch_small_files_once(server: RangeServer, temporary: Pa
     lines = [line for line in server.stats()["asked"] if not line.endswith(" bytes=0-0")]
     fetched = Counter(line.split(" ")[1].rpartition("/")[2] for line in lines)
     assert fetched["model-0.safetensors"] == fetched["model-1.safetensors"] == 1
-    assert fetched["config.json"] == fetched["model.safetensors.index.json"] == 3  # each reads both, one fetches them
+    assert fetched["config.json"] == fetched["model.safetensors.index.json"] == 1
 
 
 # -- the Hub -----------------------------------------------------------------------------------------------------------
@@ -470,8 +381,8 @@ def test_a_model_on_the_hub_is_pinned_to_its_commit(hub: HubServer, checkpoint: 
     assert {name for name, nbytes in found.items() if nbytes} == {
         "config.json",
         "model.safetensors.index.json",
-        ".heads/model-0.safetensors",
-        ".heads/model-1.safetensors",
+        "model-0.safetensors",
+        "model-1.safetensors",
     }
     assert all(f"/resolve/{COMMIT}/" in path for path in hub.stats()["path_requests"] if "/resolve/" in path)
     assert open_file(os.path.join(folder, "model-1.safetensors")).version.startswith(f"{COMMIT} ")

@@ -107,15 +107,6 @@ def test_files_replaced_after_their_headers_were_read_are_loaded_as_they_were(
     assert open_below(path) == []
 
 
-def test_of_files_that_had_to_be_closed_one_that_was_replaced_is_refused(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(source, "MAX_OPEN_SOURCES", 2)
-    between_describing_and_reading(monkeypatch, lambda: replace_all(path))
-    with pytest.raises(CheckpointError, match=r"model-\S+: (was replaced or written to|cannot be read: No such file)"):
-        load_model(path, FP32)
-
-
 def test_a_file_overwritten_in_place_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last = max(path.glob("*.safetensors"))
 
