@@ -9,7 +9,6 @@ which gathers and sends; it is replaced.
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
