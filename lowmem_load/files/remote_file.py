@@ -9,14 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.locks import ForkedLock
-
-if TYPE_CHECKING:
-    from lowmem_load.files.object_store import RemoteObject
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -90,6 +87,20 @@ def requests_in_flight(num_ranks: int) -> int:
     return max(MIN_IN_FLIGHT, min(MAX_IN_FLIGHT, IN_FLIGHT_PER_NODE // num_ranks))
 
 
+class Readable(Protocol):
+    """What a `RemoteFile` needs of a `RemoteObject` (`files/object_store.py`)."""
+
+    nbytes: int
+    version: str
+
+    @property
+    def name(self) -> str:
+        """URL without credentials, for messages."""
+
+    def fetch(self, offset: int, memory: memoryview) -> None:
+        """Fill `memory` with the bytes from `offset` on, by one request."""
+
+
 class RemoteFile:
     """A `ByteSource` in a remote store, whose first bytes may be here already.
 
@@ -98,7 +109,7 @@ class RemoteFile:
 
     is_remote = True
 
-    def __init__(self, item: RemoteObject, head: bytes = b"", path: str = "") -> None:
+    def __init__(self, item: Readable, head: bytes = b"", path: str = "") -> None:
         self.path, self.nbytes, self.version = path or item.name, item.nbytes, item.version
         self._item, self._head, self._is_closed = item, head, False
 
