@@ -15,10 +15,9 @@ from tests.ranks import run_ranks
 
 def find_dtype(path: str) -> None:
     """Rank function: dtype="auto" of a config that names none reads the dtype off the first file."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, modeling_utils
 
     from lowmem_load import load_report, streaming
-    from lowmem_load.models.loader import modeling_utils
 
     with streaming({"zero_optimization": {"stage": 2}}):
         model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lowmem_load import CheckpointError, ConfigError, UnsupportedError, initialize, load_into, plan
+from lowmem_load import CheckpointError, ConfigError, UnsupportedError, initialize, load_into
 from tests import builders
 from tests.multi_rank.test_own_modules import Z3, differing
 from tests.ranks import run_ranks
@@ -100,9 +100,6 @@ def fill(paths: dict[str, str], folder: str) -> None:
         model.vision.extra = nn.Linear(2, 2, device="meta" if how else "cpu")
         with pytest.raises(CheckpointError, match=r"extra\.weight.* Build (that|the model) from"):
             load_into(model.vision, paths["vision"], **how)
-    for name, report in zip(checkpoints, reports, strict=True):
-        of_part = {"rank": rank, "world_size": 2, "build": lambda name=name: built(paths).get_submodule(name)}
-        assert plan(checkpoints[name], Z3, **of_part).costs.read_bytes == report.read_bytes
 
     # ZeRO-3 on the language model alone, and the rest whole on each rank.
     model = on_meta(paths)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lowmem_load.cli.start import main
-from lowmem_load.files import remote_file
+from lowmem_load.files import object_store
 from lowmem_load.files.remote_file import HEAD_BYTES
 from tests import builders
 from tests.ranks import reserved_port, run_command
@@ -86,7 +86,7 @@ def test_answers_and_errors_of_urls_have_no_secrets(
         assert code == 0 and url in str(found)
         assert not [each for each in secrets if each in str(found)], found
 
-    monkeypatch.setattr(remote_file, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(object_store, "PATIENCE_S", 0.2)
     server.set(gone=True, repeats=True)
     monkeypatch.setattr(sys, "argv", ["lowmem-load", "plan", secret, "--world-size", "2"])
     with pytest.raises(SystemExit) as ended:

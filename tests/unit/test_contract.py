@@ -25,7 +25,7 @@ def test_all_that_is_missing_is_in_one_error() -> None:
         )
     assert str(caught.value) == (
         f"torch {torch.__version__} lacks torch.nothing, torch.nn.nothing, "
-        "torch.nowhere (No module named 'torch.nowhere'), "
+        "torch.nowhere (module 'torch' has no attribute 'nowhere'), "
         "torch.Nobody (module 'torch' has no attribute 'Nobody'), torch.save(g); "
         "lowmem_load works with torch 2.0.0 to 1000.1: install torch==1000.1"
     )
