@@ -185,18 +185,18 @@ def _read_directory(source: ByteSource) -> dict[str, _Entry]:
         )
     if not head.startswith(b"PK\x03\x04"):
         raise CheckpointError(f"{path}: is not a torch file: it does not begin as a zip does")
-    if not zipfile.is_zipfile(file):
-        raise TruncatedFileError(f"{path}: no zip directory at its end, byte {source.nbytes}; download it again")
     try:
+        if not zipfile.is_zipfile(file):
+            raise TruncatedFileError(f"{path}: no zip directory at its end, byte {source.nbytes}; download it again")
         archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, OSError) as error:
         raise CheckpointError(f"{path}: its zip directory is malformed: {error}") from error
     infos, directory_start = archive.infolist(), archive.start_dir
     infos.sort(key=lambda info: info.header_offset)
-    ends = [*(info.header_offset for info in infos[1:]), directory_start]
+    starts = [*(info.header_offset for info in infos), directory_start]
     entries: dict[str, _Entry] = {}
     end = 0
-    for info, next_start in zip(infos, ends, strict=True):
+    for info, next_start in zip(infos, starts[1:], strict=True):
         name = info.orig_filename
         if name in entries:
             raise CheckpointError(f"{path}: two zip entries are named {name!r}")
