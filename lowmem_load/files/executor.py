@@ -146,16 +146,15 @@ class Executor:
     objects that stay would fill the holes that are freed, so that its heap would grow with each operation (by 80 MiB
     for a partition of 1250 MiB). The C library gives other threads heaps of their own, where nothing stays.
 
-    There are `num_threads` reads at a time, and `max_threads` after `use_more_threads`: a read that waits for a disk or
-    a server needs no core, but where nothing waits, more threads than cores compete. With one, the calling one reads,
-    and one thread computes operations. For a device there are at least `MIN_DEVICE_THREADS`.
+    There are `num_threads` reads at a time. With 1, the calling thread reads, and one thread computes operations. For a
+    device there are at least `MIN_DEVICE_THREADS`.
     """
 
-    def __init__(self, *, num_threads: int = 1, max_threads: int = 1, open_source: Opener = open_file) -> None:
+    def __init__(self, *, num_threads: int = 1, open_source: Opener = open_file) -> None:
         self.sources = OpenSources(open_source)
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], object] = no_callback  # called with needed bytes that arrived, from any thread
-        self.num_threads, self._max_threads = num_threads, max_threads
+        self.num_threads = num_threads
         self.tasks = Tasks(num_threads)
         self._lock = ForkedLock()
         self._temporaries = Temporaries()
@@ -173,14 +172,6 @@ class Executor:
             self.tasks.close(patience_s=0)
             self.renew_tasks(self.num_threads)
             raise
-
-    def use_more_threads(self) -> None:
-        """Have `max_threads` reads at a time from now on. All that was begun ends first."""
-        if self._max_threads > self.num_threads:
-            self.finish()
-            self.tasks.close()
-            self.num_threads = self._max_threads
-            self.renew_tasks(self.num_threads)
 
     def renew_tasks(self, num_threads: int) -> None:
         """Leave further reads to other threads, without a look at those that there were."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from random import Random
 from typing import NamedTuple
 
 from lowmem_load.files.remote_file import REQUEST_BYTES
-from lowmem_load.files.source import LocalFile, OpenSources
 from lowmem_load.files.stand_ins import is_stand_in
 from lowmem_load.planning.reads import ReadCost
 
@@ -36,9 +34,6 @@ STORE = ReadCost(0.03, 9e7, request_bytes=REQUEST_BYTES)
 first byte (S3 performance guidelines)."""
 
 MOUNTS = Path("/proc/self/mountinfo")
-
-NUM_LOOKED_AT = 64
-"""Places in files at which a rank looks whether they are in memory; a look takes 4 us, or 18 us if they are not."""
 
 
 class Mount(NamedTuple):
@@ -101,19 +96,3 @@ def read_cost(paths: Iterable[str]) -> ReadCost:
         if mount is not None and mount.is_network and os.path.exists(path):
             block_bytes = max(block_bytes, os.stat(path).st_blksize, mount.rsize)
     return ReadCost(NETWORK_CALL_S, NETWORK_BYTES_PER_S, block_bytes) if block_bytes > 1 else ReadCost()
-
-
-def have_to_wait(paths: Collection[str], sources: OpenSources) -> bool:
-    """Return whether most reads of some files wait for a disk or a server, and not for a processor.
-
-    The page cache is asked at some places of each file, so the answer differs between ranks, and from load to load.
-    """
-    if read_cost(paths) != ReadCost():
-        return True
-    random, is_cached = Random(), list[bool]()  # each look may have the kernel read ahead: ranks look at other places
-    for path in paths:
-        with sources.reading(path) as source:
-            if isinstance(source, LocalFile) and source.nbytes:
-                offsets = (random.randrange(source.nbytes) for _ in range(max(1, NUM_LOOKED_AT // len(paths))))
-                is_cached += map(source.is_cached, offsets)
-    return 2 * sum(is_cached) < len(is_cached)

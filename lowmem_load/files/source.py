@@ -122,16 +122,6 @@ class LocalFile:
                 offset += num_bytes
                 memory = memory[num_bytes:]
 
-    def is_cached(self, offset: int) -> bool:
-        """Return whether a byte is in the page cache, or the file system cannot tell, as those in memory cannot."""
-        try:
-            os.preadv(self._descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:  # a read will say what is wrong
-            pass
-        return True
-
     def close(self) -> None:
         """See `ByteSource`."""
         descriptor, self._descriptor = self._descriptor, -1

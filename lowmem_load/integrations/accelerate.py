@@ -15,7 +15,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ from lowmem_load.models.skeleton import ties_kept
 from lowmem_load.replaced import Handlers, warn_of_missing
 from lowmem_load.symbolic.lazy import addresses_are_only_compared
 
+if TYPE_CHECKING:
+    pass
+
 _NOT_LAZY = (
     "gguf_file",
     *SHARDS,
@@ -50,8 +53,8 @@ def load_lazily(call: Call, *, options: Options) -> tuple[nn.Module, dict[str, A
     ranks, state, device_map = RankGroup(None), torch.get_rng_state(), call.kwargs.pop("device_map", None)
     if is_to_be_found(call, options):
         find(call, options)
-    executor = make_executor(call.path, environment.ranks_on_node(ranks.world_size))
-    report = LoadReport(call.name, ranks.rank, ranks.world_size)
+    on_node = environment.integer("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else ranks.world_size
+    executor, report = make_executor(call, on_node), LoadReport(call.name, ranks.rank, ranks.world_size)
     try:
         model, info = describe_lazily(call, executor, report, make_target=_lazy_target, on_load=options.on_load)
     except Exception as error:  # noqa: BLE001  it is raised again unless stock may work

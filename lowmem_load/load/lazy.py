@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lowmem_load import foreign_names
+from lowmem_load.distributed import environment
 from lowmem_load.engines.mesh import local_tensor, made_real
 from lowmem_load.engines.sharded_target import Unfilled
 from lowmem_load.engines.zero3_target import TargetMaker, zero_init_disabled
@@ -24,7 +25,7 @@ from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import Filling, Part, fill, read_whole
 from lowmem_load.load.describe import Described, check_described, describe
 from lowmem_load.load.execute import combine_companions, fill_buffers, restore_later
-from lowmem_load.load.load import REPORT_ATTRIBUTE, adapt_threads, make_executor
+from lowmem_load.load.load import MAX_THREADS, REPORT_ATTRIBUTE
 from lowmem_load.load.make_plan import PlannedModel, make_plan
 from lowmem_load.load.report import LoadReport, OnLoad
 from lowmem_load.load.request import name_text, refuse_placing, stage_3
@@ -84,7 +85,7 @@ def lazy(
 
     Local: a plain process, or one rank of many.
     Memory: the modules, buffers, and what was read to describe the model; later what looks at it holds, and a staging
-        buffer of 8 MiB for each of at most 16 threads.
+        buffer of 8 MiB for each of at most 4 threads.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -99,7 +100,7 @@ def lazy(
         cls, _ = model_class.class_and_config(where, auto_class, kwargs)
 
     def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
-        return describe_lazily(call, make_executor(call.path, 1))
+        return describe_lazily(call, Executor(num_threads=min(MAX_THREADS, environment.cores(1))))
 
     with load_lock(), loader.intercepted(load), diffusion.intercepted(load):
         return rename_loaded(cls.from_pretrained(where, **kwargs))
@@ -123,7 +124,6 @@ def describe_lazily(
                 check_described(described)
             with report.phase("plan"):
                 planned = make_plan(described, 0)
-                adapt_threads(executor, planned.plan, described.target.device)
             report.take_plan(planned.plan, {})
             combine_companions(planned, executor)
             hand_out(described, planned, executor, report, on_load=on_load)

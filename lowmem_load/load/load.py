@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Settings
-from lowmem_load.distributed.environment import cores, integer
+from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.nodes import node_name
 from lowmem_load.distributed.peers import Progress, computing
 from lowmem_load.distributed.steps import RankGroup
@@ -32,7 +32,7 @@ from lowmem_load.errors import (
 )
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.memory import naming_shortage
-from lowmem_load.files.mounts import have_to_wait, read_cost
+from lowmem_load.files.mounts import read_cost
 from lowmem_load.files.remote_file import requests_in_flight
 from lowmem_load.files.stand_ins import is_stand_in, is_url, origin
 from lowmem_load.load.checks import agree_on_bytes, check_disks, check_memory, disk_uses, identify_files, memory_uses
@@ -45,7 +45,6 @@ from lowmem_load.models.active import on_host, show_ds_config
 from lowmem_load.models.loader import Call, configuration_of, is_left_alone, is_local, refuse_device_map
 from lowmem_load.models.model_folder import commit_in, find_folder, rename_loaded
 from lowmem_load.phases import no_callback
-from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.text import MAX_VALUE, fingerprint
 
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 4
-"""Reads in flight per rank of what is in the page cache. More compete for the same memory and page tables."""
+"""Reads in flight per rank. More compete for the same disk and page tables."""
 
 REPORT_ATTRIBUTE = "lowmem_load_report"
 """Attribute of a model: its `LoadReport`."""
@@ -128,7 +127,6 @@ class Load:
                 # out by itself that the load must be left to stock.
                 with ranks.step("planning", name=name, progress=computing()) as agreed, report.phase("plan"):
                     planned = self._plan(described, around)
-                    adapt_threads(executor, planned.plan, described.target.device)
                     shared, message_bytes = None, 0
                     if once is not None:
                         shared, message_bytes = once.plan(planned.plan, described.target.device, planned.plan.read_cost)
@@ -185,7 +183,7 @@ class Load:
         stack.enter_context(random_state_of(base64.b64decode(of_ranks[0][1])))
         ranks = self.ranks
         nodes = [str(rank) if ranks.is_fake else node for rank, (node, _) in enumerate(of_ranks)]  # no others exist
-        executor = stack.enter_context(make_executor(call.path, nodes.count(nodes[ranks.rank])))
+        executor = stack.enter_context(make_executor(call, nodes.count(nodes[ranks.rank])))
         executor.tasks.check = ranks.check
         can_share = self.settings.offload_device != "nvme" and self.options.share_reads != "off"  # memory that stays
         if not can_share or ranks.world_size == 1 or ranks.is_fake:
@@ -244,22 +242,11 @@ def find(call: Call, options: Options, check: Callable[[], object] = no_callback
     call.move(*find_folder(call.path, call.kwargs, stream=options.stream, check=check))
 
 
-def make_executor(path: str, num_ranks: int) -> Executor:
-    """Return what reads a checkpoint on one of so many ranks of a node."""
-    if os.environ.get("LOWMEM_LOAD_READS"):
-        return Executor(num_threads=max(1, integer("LOWMEM_LOAD_READS")))
-    most = requests_in_flight(num_ranks)
-    return Executor(num_threads=most if is_stand_in(path) else min(MAX_THREADS, cores(num_ranks)), max_threads=most)
-
-
-def adapt_threads(executor: Executor, plan: LoadPlan, device: torch.device) -> None:
-    """Have more reads in flight where they wait for storage.
-
-    Not for a device, where each of them takes pinned memory, nor where values are computed, each in memory of its own.
-    """
-    is_plain = device.type == "cpu" and not plan.costs.largest_temporary_bytes
-    if is_plain and have_to_wait([file.path for file in plan.files], executor.sources):
-        executor.use_more_threads()
+def make_executor(call: Call, num_ranks: int) -> Executor:
+    """Return what reads for a call on one of so many ranks of a node."""
+    if is_stand_in(call.path):
+        return Executor(num_threads=requests_in_flight(num_ranks))
+    return Executor(num_threads=min(MAX_THREADS, cores(num_ranks)))
 
 
 def why_stock(error: Exception, call: Call, options: Options) -> str:

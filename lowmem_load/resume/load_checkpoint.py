@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowmem_load.distributed.environment import ranks_on_node
+from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import Part, fill, read_whole
 from lowmem_load.files.memory import naming_shortage
-from lowmem_load.files.mounts import have_to_wait
 from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.load.execute import reading
-from lowmem_load.load.load import make_executor
 from lowmem_load.planning.expression import Expression, Source, leaves
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.text import fingerprint
@@ -35,6 +33,9 @@ from lowmem_load.weights_out.rank_shards import Wrapper, ranks_of
 
 if TYPE_CHECKING:
     from lowmem_load.engines.engine_states import HeldParameter, Zero3State
+
+NUM_THREADS = 4
+"""Reads in flight at most, on each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
     from lowmem_load.engines.engine_states import Zero3State, mark_unusable, mark_usable
 
     ranks = ranks_of(engine)
-    with ranks.session("load_checkpoint"), make_executor(name, ranks_on_node(ranks.world_size)) as executor:
+    with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, cores(1))) as executor:
         with ranks.step("opening the checkpoint", name=name) as step:
             state = Zero3State(engine)
             folder = find_folder(name, wanted.tag)
@@ -155,8 +156,6 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
                 plan = make_plan(checkpoint, state, wanted, own_rank, has_scheduler=engine.lr_scheduler is not None)
                 step.digest = _compared(checkpoint, state, wanted)
                 step.payload = identify_files(checkpoint.files)
-                if have_to_wait([file.path for file in checkpoint.files], executor.sources):
-                    executor.use_more_threads()
         if folder is None:
             return None, {}
         # Of equal names, sizes and shapes are two saves of one run, too.

@@ -333,23 +333,3 @@ def test_an_interrupt_while_a_task_is_given_away_does_not_hang_the_end(monkeypat
     closing.start()
     closing.join(10)
     assert not closing.is_alive()
-
-
-def test_more_threads_read_once_they_are_asked_for(file: Path) -> None:
-    """Each read waits until three are under way."""
-    together = threading.Barrier(3, timeout=20)
-
-    class Waiting(LocalFile):
-        def read_into(self, offset: int, memory: memoryview) -> None:
-            together.wait()
-            super().read_into(offset, memory)
-
-    planner = Planner()
-    fill = planner.plan_fill("w", leaf(file), FlatRange(0, 720))
-    destinations = [torch.empty(720) for _ in range(3)]
-    with Executor(max_threads=3, open_source=Waiting) as executor:
-        executor.use_more_threads()
-        for destination in destinations:
-            executor.fill(fill, destination, planner.values, planner.constants)
-    assert executor.num_threads == 3
-    assert all(torch.equal(destination, VALUES.view(-1)) for destination in destinations)

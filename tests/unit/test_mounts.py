@@ -8,8 +8,7 @@ import pytest
 
 from lowmem_load import plan
 from lowmem_load.files import mounts
-from lowmem_load.files.mounts import Mount, has_caches_apart, have_to_wait, mount_of, read_cost
-from lowmem_load.files.source import LocalFile, OpenSources
+from lowmem_load.files.mounts import Mount, has_caches_apart, mount_of, read_cost
 from lowmem_load.planning.reads import ReadCost
 from tests import builders
 from tests.parity import BF16
@@ -97,30 +96,3 @@ def test_a_mount_may_have_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     mountinfo.write_text(f"1 0 8:1 / / rw - xfs /dev/root rw\n2 1 0:5 / {tmp_path} rw - tmpfs  rw,size=1k\n")
     monkeypatch.setattr(mounts, "MOUNTS", mountinfo)
     assert mount_of(str(tmp_path)) == Mount("tmpfs", 0)
-
-
-@pytest.mark.parametrize("where", ["local", "nfs"])
-@pytest.mark.parametrize("is_cached", [True, False])
-def test_reads_wait_for_servers_and_for_what_is_not_in_memory(
-    files: dict[str, str], where: str, is_cached: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LocalFile, "is_cached", lambda self, offset: is_cached)
-    assert have_to_wait([files[where]], OpenSources(LocalFile)) is (where == "nfs" or not is_cached)
-
-
-def test_the_page_cache_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounts, "NUM_LOOKED_AT", 4)  # each look has the kernel read ahead, here in a small file
-    path = tmp_path / "file"
-    path.write_bytes(bytes(64 << 20))
-    assert not have_to_wait([str(path)], OpenSources(LocalFile))
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        try:
-            os.preadv(file.fileno(), [bytearray(1)], 32 << 20, os.RWF_NOWAIT)
-        except BlockingIOError:
-            assert have_to_wait([str(path)], OpenSources(LocalFile))
-        except OSError:
-            pytest.skip("this file system does not say what is in the page cache")
-        else:
-            pytest.skip("this file system keeps what it is told to drop")
