@@ -15,7 +15,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,9 +34,6 @@ from lowmem_load.models.quantizers import stays_packed
 from lowmem_load.models.skeleton import ties_kept
 from lowmem_load.replaced import Handlers, warn_of_missing
 from lowmem_load.symbolic.lazy import addresses_are_only_compared
-
-if TYPE_CHECKING:
-    pass
 
 _NOT_LAZY = (
     "gguf_file",
