@@ -189,6 +189,8 @@ def _read_directory(source: ByteSource) -> dict[str, _Entry]:
         if not zipfile.is_zipfile(file):
             raise TruncatedFileError(f"{path}: no zip directory at its end, byte {source.nbytes}; download it again")
         archive = zipfile.ZipFile(file)
+    except CheckpointError:  # which is a ValueError
+        raise
     except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, OSError) as error:
         raise CheckpointError(f"{path}: its zip directory is malformed: {error}") from error
     infos, directory_start = archive.infolist(), archive.start_dir
