@@ -21,8 +21,8 @@ import typer
 from lowmem_load.errors import CheckpointError, ConfigError, IncompatibleVersionError, LowMemLoadError, UnsupportedError
 from lowmem_load.integrations.startup_hook import switched_on
 
-YES, NO, USAGE, CHECKPOINT, UNSUPPORTED, FAILED = 0, 1, 2, 3, 4, 5
-"""Exit codes: done, and the answer is yes; something was found; unusable arguments or ds_config; an unusable
+FOUND, USAGE, CHECKPOINT, UNSUPPORTED, FAILED = 1, 2, 3, 4, 5
+"""Exit codes: a problem was found; unusable arguments or ds_config; an unusable
 checkpoint; an unsupported combination or release; any other error."""
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
@@ -155,7 +155,7 @@ def doctor(
     rows = [(finding.level, finding.area, f"{finding.text}  {finding.advice}") for finding in findings]
     answer(as_json, [asdict(finding) for finding in findings], lambda: f"{table(rows)}\n{summary}")
     if num_problems:
-        raise typer.Exit(NO)
+        raise typer.Exit(FOUND)
 
 
 def _show_steps(store: str, as_json: bool) -> None:

@@ -155,8 +155,7 @@ def _note_saves(run: Callable[[], None], model: nn.Module, engine: Any, state: A
 
 def _is_plain(trainer: Any, model: Any) -> bool:
     quantized = getattr(model, "hf_quantizer", None) is not None and not hasattr(model, "peft_config")
-    as_safetensors = getattr(trainer.args, "save_safetensors", True)
-    return is_saved_by_itself(model) and as_safetensors and not trainer.args.push_to_hub and not quantized
+    return is_saved_by_itself(model) and not trainer.args.push_to_hub and not quantized
 
 
 def is_saved_by_itself(model: nn.Module) -> bool:
