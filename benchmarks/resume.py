@@ -22,6 +22,7 @@ from tests.ranks import run_ranks
 
 LAYERS = 4
 TAG, UNIVERSAL_TAG = "global_step3", "universal"
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
 
 def bytes_read() -> int:
@@ -45,7 +46,7 @@ def make_engine(world_size: int, params: float, is_universal: bool) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from lowmem_load import DistributedInterface, streaming
-    from tests.multi_rank.test_resume import ADAM, BF16, SAMPLES, UNIVERSAL, WARMUP
+    from tests.multi_rank.test_resume import ADAM, BF16, SAMPLES, WARMUP
 
     hidden = max(64, int((params / (LAYERS * 12 + 8)) ** 0.5) // 64 * 64)
     shape = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "vocab_size": 4 * hidden}

@@ -139,6 +139,25 @@ def test_no_modules_import_each_other() -> None:
     assert tuple(graphlib.TopologicalSorter(graph).static_order())
 
 
+def test_what_is_imported_from_tests_and_benchmarks_exists() -> None:
+    """Also in scripts and functions that the ordinary tests do not run."""
+    root = FOLDER.parent
+    paths = [path for folder in ("tests", "benchmarks") for path in (root / folder).rglob("*.py")]
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    imports = {path: list(_imports(tree)) for path, tree in trees.items()}
+    named = {
+        path: {local for _, _, local in imports[path]}
+        | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        | {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        for path, tree in trees.items()
+    }
+    for path in paths:
+        for line, name, _ in imports[path]:
+            module, _, member = name.rpartition(".")
+            source = root / f"{module.replace('.', '/')}.py"
+            assert source not in named or member in named[source], f"{path}:{line} imports {name}"
+
+
 def test_functions_are_short() -> None:
     """At most 60 lines beside the docstring, which says each option of a public function."""
     for path in FOLDER.rglob("*.py"):
