@@ -298,16 +298,6 @@ MAX_PLAIN_NBYTES = 1 << 30
 """Bytes of the sets and arrays that `plain` creates. In a short pickle, many of them may share one long list."""
 
 
-def member(value: Any, names: Mapping[str, Any]) -> Any:
-    """Return the value of an enum member, given the values by name; or `value` itself if it is no known member."""
-    match value:
-        case Foreign("__builtin__.getattr" | "builtins.getattr", (Global(), str(name))):
-            return names.get(name, value)
-        case Foreign(_, (number,)):
-            return number
-    return value
-
-
 def shown(value: Any) -> str:
     """Return a value of a tree for a message. A container is only named: spelling it out may never end."""
     if isinstance(value, str):

@@ -62,7 +62,7 @@ def consolidate(
 ) -> SaveReport:
     """Make a Hugging Face folder of a training checkpoint of DeepSpeed, FSDP2, torch DCP or verl.
 
-    Takes what DeepSpeed's `save_checkpoint` writes under ZeRO; torch DCP (`.metadata` with `.distcp` or safetensors
+    Takes what DeepSpeed's `save_checkpoint` writes under ZeRO-3; torch DCP (`.metadata` with `.distcp` or safetensors
     files); and the files of ranks of verl (`model_world_size_8_rank_3.pt`) and accelerate (`use_dcp=False`). The files
     say which it is. No pickle is run. Needs no GPU and no process group. A new folder appears all at once. Adapters go
     into it, if the checkpoint has nothing else, else into its folder `adapter`. Returns what this process has written.

@@ -96,9 +96,8 @@ def load_checkpoint(
     """Load what DeepSpeed's `save_checkpoint` has written, on any number of ranks, with any offload.
 
     Has the arguments and the result of `engine.load_checkpoint`. Each rank reads its own partitions from the files of
-    all ranks that saved. Takes what was saved under ZeRO stages 1, 2 and 3, also with the optimizer on nvme.
-    Everything is checked before anything is changed. If a read fails afterwards, the engine cannot be run until a
-    checkpoint is loaded again.
+    all ranks that saved. Takes what was saved under ZeRO-3, also with the optimizer on nvme. Everything is checked
+    before anything is changed. If a read fails afterwards, the engine cannot be run until a checkpoint is loaded again.
 
     Args:
         engine: of ZeRO-3, or a `PartialEngine`; it may have stepped.
@@ -115,8 +114,8 @@ def load_checkpoint(
 
     Returns:
         Folder of the tag, and the client_state that `save_checkpoint` was given, with DeepSpeed's version and
-        configuration. Each rank gets its own client state if as many ranks resume as saved under stage 3, else that of
-        rank 0. (None, {}) if there is no file `latest`.
+        configuration. Each rank gets its own client state if as many ranks resume as saved, else that of rank 0.
+        (None, {}) if there is no file `latest`.
 
     Collective: all ranks. Only weights that DeepSpeed keeps in full between steps cross the network.
     Memory: the optimizer's moments, if it has not stepped yet; 16 MiB for each reading thread where values are cast.

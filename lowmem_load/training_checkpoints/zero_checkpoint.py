@@ -1,19 +1,14 @@
-"""Opens a ZeRO checkpoint of DeepSpeed: checks its files against each other, and finds the elements of parameters.
+"""Opens a ZeRO-3 checkpoint of DeepSpeed: checks its files against each other, and finds the elements of parameters.
 
-`save_checkpoint` writes torch zips on N ranks. Their directories and pickles are read, no pickle is run
-(`files/inert_pickle.py`), and no weights are read. Under stage 3 each rank saves model states and optimizer states.
-Under stages 1 and 2 there is one file of model states for all ranks, with the full 16-bit weights.
+`save_checkpoint` writes torch zips on N ranks: model states and optimizer states of each. Their directories and pickles
+are read, no pickle is run (`files/inert_pickle.py`), and no weights are read.
 
-[Note: flat groups] Under stage 3 each of N ranks saves one flat tensor per sub-group of the optimizer, in fp32, and one
-for each of its moments. It holds the rank's partitions of the sub-group's parameters, one after the other, each padded
-to `ceil(numel / N)` elements. So element `i` of a parameter is element `offset + i % size` of rank `i // size`.
+[Note: flat groups] Each of N ranks saves one flat tensor per sub-group of the optimizer, in fp32, and one for each of
+its moments. It holds the rank's partitions of the sub-group's parameters, one after the other, each padded to
+`ceil(numel / N)` elements. So element `i` of a parameter is element `offset + i % size` of rank `i // size`.
 `sub_group_size` counts elements of a rank, so the sub-groups depend on N too: parameters are found by the names and
-shapes that the file gives for each sub-group. Of each frozen parameter, each rank's file of model states has one padded
-fragment.
-
-[Note: chains] Stages 1 and 2 put the replicated parameters of each optimizer group one after the other, pad each of
-them and the end, and cut the result into N flat tensors of equal length. The fp32 values are saved without the padding
-at the end, so the last tensors may be shorter or empty. Moments are saved with it.
+shapes that the file gives for each sub-group. For each frozen parameter, each rank's file of model states has one
+padded fragment.
 
 [Note: swapped states] DeepSpeed copies the swapper's folder of each rank into the checkpoint. In the rank's file of
 optimizer states the tensors of a swapped sub-group are empty, and their attribute `ds_id` names the file that has the
@@ -21,8 +16,7 @@ elements, in fp32, with padding at its end. Sub-groups of less than 1 MiB are no
 
 Source: deepspeed 0.18.4 to 0.19.8 `runtime/engine.py`, `_save_checkpoint`, `_save_zero_checkpoint`,
 `_get_zero_param_shapes` and `_get_zero_frozen_param_attributes`; `runtime/zero/stage3.py`, `_create_fp16_sub_groups`
-and `_rigid_state_dict`; `runtime/zero/stage_1_and_2.py` and `runtime/bf16_optimizer.py`, `state_dict`;
-`runtime/swap_tensor/optimizer_utils.py`, `SwapTensorContext`; `utils/zero_to_fp32.py`.
+and `_rigid_state_dict`; `runtime/swap_tensor/optimizer_utils.py`, `SwapTensorContext`; `utils/zero_to_fp32.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +33,7 @@ import torch
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
-from lowmem_load.files.inert_pickle import Foreign, Tensor, is_shape, member, plain, shown
+from lowmem_load.files.inert_pickle import Foreign, Tensor, is_shape, plain, shown
 from lowmem_load.files.torch_zip import TorchObjects, describe_objects
 from lowmem_load.planning.expression import Expression, Shape, Source, concat, numel, reshape
 from lowmem_load.planning.load_plan import PlannedFile
@@ -57,14 +51,12 @@ OF_DEEPSPEED = (
 )
 """Entries of the model states that are not client state: those that DeepSpeed's `load_checkpoint` leaves out."""
 
-_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt|mp_rank_00_model_states\.pt")
+_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 _STATES_FOR_ALL = "mp_rank_00_model_states.pt"
+"""Of the other stages, which save the model's states once for all ranks."""
 
-_MASTERS = {3: "fp32_flat_groups", 2: "single_partition_of_fp32_groups"}
-"""Entry with the fp32 values, by stage."""
-
-_STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3}
-"""Stage by name of DeepSpeed's `ZeroStageEnum`."""
+_MASTERS = "fp32_flat_groups"
+"""Entry with the fp32 values."""
 
 _SWAPPED = "offloaded_tensors"
 """Folder of the swapper's files, in the folder of the tag."""
@@ -92,21 +84,19 @@ FP32 = "fp32"
 class Pieces:
     """The elements of one parameter, or of one of its moments, in the flat tensors of all ranks.
 
-    Element `i` of the parameter is element `offset + (i + shift) % size` of the flat tensor of rank
-    `(i + shift) // size`. See [Note: flat groups], where `shift` is 0, and [Note: chains], where `offset` is 0.
+    Element `i` of the parameter is element `offset + i % size` of the flat tensor of rank `i // size`. See
+    [Note: flat groups].
     """
 
     flats: tuple[Source, ...]
     size: int
     offset: int = 0
-    shift: int = 0
 
     def part(self, wanted: FlatRange) -> Expression:
         """Return the elements `wanted` of the parameter: a run of each file that holds some of them."""
-        start, end = self.shift + wanted.start, self.shift + wanted.end
         runs: list[Source] = []
-        for rank in range(start // self.size, -(-end // self.size)) if wanted.numel else ():
-            first, last = max(start, rank * self.size), min(end, (rank + 1) * self.size)
+        for rank in range(wanted.start // self.size, -(-wanted.end // self.size)) if wanted.numel else ():
+            first, last = max(wanted.start, rank * self.size), min(wanted.end, (rank + 1) * self.size)
             flat, skipped = self.flats[rank], self.offset + first - rank * self.size
             runs.append(replace(flat, start=flat.start + skipped * flat.dtype.itemsize, shape=(last - first,)))
         return concat(runs, 0) if len(runs) > 1 else runs[0] if runs else replace(self.flats[0], shape=(0,))
@@ -158,30 +148,19 @@ def place_groups(
     groups: Sequence[Mapping[str, Shape]],
     flats: Sequence[Sequence[Mapping[str, Source]]],
     scalars: Sequence[Mapping[str, Any]],
-    paddings: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, SavedParameter]:
-    """Return the trained parameters by name, given the flat tensors of each rank, group and key.
-
-    `paddings` are the elements behind each parameter of each group under stages 1 and 2; None under stage 3.
-    """
+    """Return the trained parameters by name, given the flat tensors of each rank, group and key."""
     parameters: dict[str, SavedParameter] = {}
     for number, group in enumerate(groups):
         of_ranks = {key: tuple(by_group[number][key] for by_group in flats) for key in flats[0][number]}
-        start = needed = 0
-        for position, (name, shape) in enumerate(group.items()):
-            if paddings is None:
-                size = partition_numel(math.prod(shape), len(of_ranks[FP32]))
-                pieces = {key: Pieces(ranks, size, offset=start) for key, ranks in of_ranks.items()}
-                start += size
-            else:
-                pieces = {key: Pieces(ranks, ranks[0].shape[0], shift=start) for key, ranks in of_ranks.items()}
-                needed = start + math.prod(shape)
-                start = needed + paddings[number][position]
-            parameters[name] = SavedParameter(name, tuple(shape), pieces, number, scalars[number])
         for ranks in of_ranks.values():
             _check_dtypes(ranks)
-            if paddings is not None:
-                _check_chain(ranks, needed)
+        offset = 0
+        for name, shape in group.items():
+            size = partition_numel(math.prod(shape), len(flats))
+            pieces = {key: Pieces(ranks, size, offset) for key, ranks in of_ranks.items()}
+            parameters[name] = SavedParameter(name, tuple(shape), pieces, number, scalars[number])
+            offset += size
     return parameters
 
 
@@ -189,17 +168,6 @@ def _check_dtypes(flats: Sequence[Source]) -> None:
     first = flats[0]
     if any(flat.dtype != first.dtype for flat in flats):
         raise CheckpointError(f"{first.path}: {first.name} is {first.dtype}, and on other ranks of another dtype")
-
-
-def _check_chain(flats: Sequence[Source], needed: int) -> None:
-    size = max(flat.shape[0] for flat in flats)
-    for rank, flat in enumerate(flats):
-        mine = min(max(0, needed - rank * size), size)
-        if flat.shape[0] < mine or needed > size * len(flats):
-            raise CheckpointError(
-                f"{flat.path}: {flat.name} has {flat.shape[0]} elements, but {needed} of {len(flats)} ranks with at "
-                f"most {size} each are expected, as the model states say"
-            )
 
 
 def place_fragments(name: str, shape: Shape, fragments: Sequence[Source]) -> SavedParameter:
@@ -211,7 +179,7 @@ def place_fragments(name: str, shape: Shape, fragments: Sequence[Source]) -> Sav
 
 @dataclass(frozen=True, slots=True)
 class ZeroCheckpoint:
-    """A ZeRO checkpoint.
+    """A ZeRO-3 checkpoint.
 
     Attributes:
         folder: of the tag.
@@ -221,7 +189,7 @@ class ZeroCheckpoint:
         shared: names that stand for another parameter, by name.
         replicated: tensors that every rank had in full, by name: buffers, and those that partial ZeRO-3 leaves whole.
         optimizer: the tree that the ZeRO optimizer of rank 0 saved.
-        states: the tree of model states of each rank; one for all ranks under stages 1 and 2.
+        states: the tree of model states of each rank.
         files: all files.
     """
 
@@ -245,7 +213,7 @@ class ZeroCheckpoint:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The hyperparameters of each of the optimizer's groups."""
-        groups = base_optimizer(self.optimizer, self.folder).get("param_groups")
+        groups = _base_optimizer(self.optimizer, self.folder).get("param_groups")
         param_groups = plain(groups, f"{self.folder}: param_groups", self._reader(None))
         if not isinstance(param_groups, list) or not all(isinstance(group, dict) for group in param_groups):
             raise CheckpointError(f"{self.folder}: its optimizer's param_groups are no list of dicts")
@@ -306,14 +274,13 @@ def open_checkpoint(folder: str, executor: Executor, *, with_moments: bool = Tru
     states but the number of steps: optimizers of 8 bits keep them in blocks, which are no elements of parameters.
     """
     model_names, optim_names = _names(folder)
-    stage = 2 if model_names[0] == _STATES_FOR_ALL else 3
     files = Files(folder, executor)
     models, optims = [files.open(name) for name in model_names], [files.open(name) for name in optim_names]
-    zeros = [_zero_state(file, stage) for file in optims]
+    zeros = [_zero_state(file) for file in optims]
     groups, frozen = _shapes(models)
-    _check_worlds(models, optims, zeros, stage)
-    paddings = None if stage == 3 else _paddings(optims, zeros, groups)
-    trained = _trained(files, optims, zeros, groups, paddings, with_moments=with_moments)
+    _check_worlds(models, optims, zeros)
+    trained = _trained(files, optims, zeros, groups, with_moments=with_moments)
+    fragments = {name: files.fragments(models, name, shape) for name, shape in (frozen or {}).items()}
     first, tree, path = models[0], models[0].tree, models[0].path
     module: dict[Any, Any] = at(tree, "module", dict, path)
     names = [name for name in at(tree, "buffer_names", list, path) if isinstance(name, str)]
@@ -321,17 +288,10 @@ def open_checkpoint(folder: str, executor: Executor, *, with_moments: bool = Tru
     shared: dict[str, str] = at(tree, "shared_params", dict, path)
     if not all(isinstance(name, str) for pair in shared.items() for name in pair):
         raise CheckpointError(f"{path}: its 'shared_params' are malformed")
-    if stage == 2:
-        known = {*trained, *shared, *buffers}
-        rest = {name: value for name, value in module.items() if isinstance(name, str) and isinstance(value, Tensor)}
-        others = {name: files.replicated(first, name, value) for name, value in rest.items() if name not in known}
-        frozen = frozen if frozen is not None else ({} if others else None)
-    else:
-        others = {name: files.fragments(models, name, shape) for name, shape in (frozen or {}).items()}
     return ZeroCheckpoint(
         folder=folder,
         world_size=len(optims),
-        parameters={**trained, **others},
+        parameters={**trained, **fragments},
         lacks_frozen=frozen is None,
         shared=shared,
         replicated={**buffers, **_replicated(files, first)},
@@ -364,44 +324,43 @@ def _names(folder: str) -> tuple[list[str], list[str]]:
     by_kind: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
     for name in sorted(os.listdir(folder)):
         match = _STATES.fullmatch(name)
-        is_other = name.startswith(("mp_rank_", "layer_", "expp_rank_")) and name != _STATES_FOR_ALL
-        if is_other or (match and int(match[2] or 0)):
+        if name == _STATES_FOR_ALL:
+            raise UnsupportedError(
+                f"{folder}: {name}: was not saved under ZeRO-3. The zero_to_fp32.py in the folder above makes model "
+                "files of ZeRO 1 and 2, and DeepSpeed's ds_to_universal.py what any engine resumes"
+            )
+        if name.startswith(("mp_rank_", "layer_", "expp_rank_")) or (match and int(match[2])):
             raise UnsupportedError(
                 f"{folder}: {name}: is of tensor, pipeline or expert parallelism; load it with the engine's own "
                 "load_checkpoint"
             )
         if match is not None:
-            rank = int(match[1] or 0)
-            other = by_kind[match[3] or "model"].setdefault(rank, name)
+            other = by_kind[match[3]].setdefault(int(match[1]), name)
             if other != name:
                 raise CheckpointError(
-                    f"{folder}: {other} and {name} are both of rank {rank}: two jobs saved into one folder; remove the "
-                    "files of one"
+                    f"{folder}: {other} and {name} are both of rank {match[1]}: two jobs saved into one folder; remove "
+                    "the files of one"
                 )
     models, optims = ([by_rank[rank] for rank in sorted(by_rank)] for by_rank in by_kind.values())
     if not models or not optims:
         raise CheckpointError(
-            f"{folder}: holds no {'optimizer' if models else 'model'} states of ZeRO: expected files "
-            f"zero_pp_rank_*_mp_rank_00_model_states.pt (of stages 1 and 2 {_STATES_FOR_ALL}) and "
-            "*zero_pp_rank_*_mp_rank_00_optim_states.pt. Of a universal checkpoint, name the one that it was made of"
+            f"{folder}: holds no {'optimizer' if models else 'model'} states of ZeRO-3: expected files "
+            "zero_pp_rank_*_mp_rank_00_model_states.pt and *zero_pp_rank_*_mp_rank_00_optim_states.pt. For a universal "
+            "checkpoint, name the one that it was made of"
         )
     return models, optims
 
 
-def _zero_state(file: TorchObjects, stage: int) -> dict[str, Any]:
-    """Return the saved state of a ZeRO optimizer of a stage: 3, or 2 for 1 and 2, which are saved alike."""
+def _zero_state(file: TorchObjects) -> dict[str, Any]:
+    """Return the saved state of a ZeRO-3 optimizer."""
     state: dict[str, Any] = at(file.tree, "optimizer_state_dict", dict, file.path)
-    saved_stage = member(state.get("zero_stage", 1), _STAGES)  # BF16_Optimizer, which is stage 1, does not save it
-    if saved_stage not in ((3,) if stage == 3 else (1, 2)):
-        expected = "3" if stage == 3 else "1 or 2"
-        raise UnsupportedError(f"{file.path}: was saved under ZeRO stage {shown(saved_stage)}, expected {expected}")
     if state.get("ds_zero_partition_groups") is not None:
         raise UnsupportedError(f"{file.path}: has experts that are partitioned among fewer ranks (AutoEP)")
     return state
 
 
 def _check_worlds(
-    models: Sequence[TorchObjects], optims: Sequence[TorchObjects], zeros: Sequence[Mapping[str, Any]], stage: int
+    models: Sequence[TorchObjects], optims: Sequence[TorchObjects], zeros: Sequence[Mapping[str, Any]]
 ) -> None:
     """Raise CheckpointError if the files are not those of all ranks of one save."""
     for file in models:
@@ -409,14 +368,9 @@ def _check_worlds(
         if any(shown(file.tree.get(key)) != shown(models[0].tree.get(key)) for key in COUNTERS):
             raise _of_two_saves(file, models[0])
     counts = {file.path: file.tree.get("dp_world_size") for file in models}
-    for file, zero in zip(optims, zeros, strict=True):
-        count = zero.get("partition_count")
-        # Stages 1 and 2 save it for each group.
-        if isinstance(count, list) and count and all(type(number) is int and number == count[0] for number in count):
-            count = count[0]
-        counts[file.path] = count
+    counts |= {file.path: zero.get("partition_count") for file, zero in zip(optims, zeros, strict=True)}
     for path, count in counts.items():
-        if count != len(optims) or len(models) != (len(optims) if stage == 3 else 1):
+        if type(count) is not int or not count == len(optims) == len(models):
             raise CheckpointError(
                 f"{path}: was saved by {shown(count)} ranks, but there are {len(models)} files of model states and "
                 f"{len(optims)} of optimizer states: some are left from another save, or missing (copy the files of "
@@ -474,12 +428,11 @@ class Files:
         self.opened.append(PlannedFile(path, file.nbytes, file.digest, file.version))
         return file
 
-    def flat(self, file: TorchObjects, tensor: Any, what: str, size: int | None) -> Source:
-        """Return where the elements of a tensor lie: `size` of them, or any number if that is None."""
-        if not isinstance(tensor, Tensor) or (size is not None and math.prod(tensor.size) != size):
+    def flat(self, file: TorchObjects, tensor: Any, what: str, size: int) -> Source:
+        """Return where the `size` elements of a tensor lie."""
+        if not isinstance(tensor, Tensor) or math.prod(tensor.size) != size:
             actual = f"is of shape {tensor.size}" if isinstance(tensor, Tensor) else "is absent"
-            expected = "a tensor" if size is None else f"{size} elements"
-            raise CheckpointError(f"{file.path}: {what} {actual}, expected {expected}, as the model states say")
+            raise CheckpointError(f"{file.path}: {what} {actual}, expected {size} elements, as the model states say")
         expression = file.expression(tensor, what)
         if not isinstance(expression, Source):
             raise CheckpointError(f"{file.path}: {what} is not contiguous")
@@ -538,16 +491,15 @@ def _trained(
     optims: Sequence[TorchObjects],
     zeros: Sequence[Mapping[str, Any]],
     groups: Sequence[Mapping[str, Shape]],
-    paddings: Sequence[Sequence[int]] | None,
     *,
     with_moments: bool,
 ) -> dict[str, SavedParameter]:
-    """Return the trained parameters by name; `paddings` are those of stages 1 and 2."""
+    """Return the trained parameters by name."""
     flats: list[list[dict[str, Source]]] = []
     scalars: list[list[dict[str, Any]]] = []
     sizes = group_numels(groups, len(optims))
     for rank, (file, zero) in enumerate(zip(optims, zeros, strict=True)):
-        states = _states_of(file, zero, len(groups), stage=3 if paddings is None else 2, with_moments=with_moments)
+        states = _states_of(file, zero, len(groups), with_moments=with_moments)
         flats.append([{} for _ in groups])
         scalars.append([{} for _ in groups])
         for number, (state, size) in enumerate(zip(states, sizes, strict=True)):
@@ -555,10 +507,8 @@ def _trained(
                 what = f"flat group {number}" if key == FP32 else f"{key} of group {number}"
                 if key != FP32 and not (isinstance(value, Tensor) and value.size):
                     scalars[rank][number][key] = files.scalar(file, value, key)
-                elif paddings is None:
-                    flats[rank][number][key] = files.flat_or_swapped(file, value, what, size, rank)
                 else:
-                    flats[rank][number][key] = files.flat(file, value, what, None)
+                    flats[rank][number][key] = files.flat_or_swapped(file, value, what, size, rank)
         if any(group.keys() != flats[0][0].keys() for group in flats[rank]):
             raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(sorted(flats[0][0]))}")
         if [group.get(STEP) for group in scalars[rank]] != [group.get(STEP) for group in scalars[0]]:
@@ -566,15 +516,15 @@ def _trained(
                 f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
                 "earlier one did not end; take another checkpoint"
             )
-    return place_groups(groups, flats, scalars[0], paddings)
+    return place_groups(groups, flats, scalars[0])
 
 
 def _states_of(
-    file: TorchObjects, zero: Mapping[str, Any], num_groups: int, *, stage: int, with_moments: bool
+    file: TorchObjects, zero: Mapping[str, Any], num_groups: int, *, with_moments: bool
 ) -> list[dict[str, Any]]:
     """Return what a rank saved for each group: the fp32 values, and what its optimizer keeps for it."""
-    base, path = base_optimizer(zero, file.path), file.path
-    masters, saved = at(zero, _MASTERS[stage], list, path), at(base, "state", dict, path)
+    base, path = _base_optimizer(zero, file.path), file.path
+    masters, saved = at(zero, _MASTERS, list, path), at(base, "state", dict, path)
     numbers = [number for group in at(base, "param_groups", list, path) for number in at(group, "params", list, path)]
     if len(masters) != num_groups or numbers != list(range(num_groups)):
         raise CheckpointError(f"{path}: {len(masters)} flat groups, its model states name {num_groups}")
@@ -592,24 +542,6 @@ def _states_of(
             )
         states.append({FP32: master, **state})
     return states
-
-
-def _paddings(
-    optims: Sequence[TorchObjects], zeros: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Shape]]
-) -> list[list[int]]:
-    """Return how many elements lie behind each parameter of each group. Releases before 0.19.5 pad nothing."""
-    none = [[0] * len(group) for group in groups]
-    read = [zero.get("param_alignment_paddings", none) for zero in zeros]
-    paddings: list[Any] = read[0] if isinstance(read[0], list) else []
-    is_right = [len(group) if isinstance(group, list) else -1 for group in paddings] == [len(group) for group in groups]
-    if not is_right or any(
-        type(padding) is not int or not 0 <= padding < 1 << 20 for group in paddings for padding in group
-    ):
-        raise CheckpointError(f"{optims[0].path}: its 'param_alignment_paddings' are malformed")
-    for file, other in zip(optims, read, strict=True):
-        if other != paddings:
-            raise CheckpointError(f"{file.path}: pads parameters differently than {os.path.basename(optims[0].path)}")
-    return paddings
 
 
 def find_folder(folder: str | os.PathLike[str], tag: str | None) -> str | None:
@@ -631,10 +563,9 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None) -> str | None:
     return path_of_tag
 
 
-def base_optimizer(zero: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+def _base_optimizer(zero: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     """Return the state dict of torch's optimizer in that of a ZeRO optimizer."""
-    key = "optimizer_state_dict" if "optimizer_state_dict" in zero else "base_optimizer_state"
-    state: dict[str, Any] = at(zero, key, dict, path)
+    state: dict[str, Any] = at(zero, "optimizer_state_dict", dict, path)
     return state
 
 
@@ -642,7 +573,7 @@ def at(tree: Any, key: str | int, kind: type, path: str) -> Any:
     """Return an entry of a tree; raise CheckpointError if there is none of this kind."""
     entry = tree.get(key) if isinstance(tree, dict) else None
     if not isinstance(entry, kind):
-        raise CheckpointError(f"{path}: no {key!r} in it; it is no checkpoint that DeepSpeed has saved under ZeRO")
+        raise CheckpointError(f"{path}: no {key!r} in it; it is not a checkpoint that DeepSpeed has saved under ZeRO-3")
     return entry
 
 
