@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowmem_load import foreign_names
 from lowmem_load.distributed import environment
+from lowmem_load.distributed.steps import Alone
 from lowmem_load.engines.mesh import local_tensor, made_real
 from lowmem_load.engines.sharded_target import Unfilled
 from lowmem_load.engines.zero3_target import TargetMaker, zero_init_disabled
+from lowmem_load.errors import UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import Filling, Part, fill, read_whole
 from lowmem_load.load.describe import Described, check_described, describe
@@ -34,11 +32,11 @@ from lowmem_load.models import diffusion, loader, model_class, model_folder
 from lowmem_load.models.active import load_lock, on_host, transformers_class
 from lowmem_load.models.loader import Call
 from lowmem_load.models.model_folder import find_folder, rename_loaded
+from lowmem_load.models.saver import OURS, default_shard_size
 from lowmem_load.phases import no_callback
 from lowmem_load.planning.expression import Expression, Source, leaves, substituted
 from lowmem_load.planning.load_plan import Costs
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.initialise import SharedValue
 from lowmem_load.symbolic.lazy import (
     KEEPING,
@@ -51,9 +49,8 @@ from lowmem_load.symbolic.lazy import (
     values_of,
 )
 from lowmem_load.symbolic.tensor import SymbolicTensor
-from lowmem_load.weights_out.file_layout import lay_out
 from lowmem_load.weights_out.folder import refuse_url
-from lowmem_load.weights_out.write import Writer
+from lowmem_load.weights_out.save import save_by
 
 _WAS_LAZY = "lowmem_load_was_lazy"
 """Attribute of the modules of a lazy model."""
@@ -235,7 +232,7 @@ def hand_out(
         setattr(module, _WAS_LAZY, True)
         module.register_forward_pre_hook(_read_before_forward)
         if isinstance(module, transformers_class()):
-            module.save_pretrained = functools.partial(save_lazily, module)
+            module.save_pretrained = functools.partial(_save, module)
     setattr(described.model, REPORT_ATTRIBUTE, report)
     if on_load is not None:
         _ENDS[described.model] = functools.partial(on_load, report)
@@ -293,7 +290,7 @@ def leave(module: nn.Module) -> None:
             for key in [key for key, hook in hooks.items() if hook is _read_before_forward]:
                 del hooks[key]
             saves = vars(submodule).get("save_pretrained")
-            if isinstance(saves, functools.partial) and saves.func is save_lazily:
+            if isinstance(saves, functools.partial) and saves.func is _save:
                 del submodule.save_pretrained
             if submodule in _ENDS:
                 ends.append(_ENDS.pop(submodule))
@@ -301,53 +298,15 @@ def leave(module: nn.Module) -> None:
         end()
 
 
-# -- saving ------------------------------------------------------------------------------------------------------------
+def _save(model: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    """Do what `save_pretrained` of a transformers model does, one tensor after the other, if `save_model` can do it.
 
-_SHARD = r"-\d{5}-of-\d{5}"
-
-
-def save_lazily(model: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-    """Do what `save_pretrained` of a transformers model does; safetensors files get one tensor after the other.
-
-    The folder may be the one that the values are read from. So its files stay until the new ones are complete.
+    Otherwise all parameters are read first: the folder may be the one that has their files.
     """
+    if not args and kwargs.keys().isdisjoint(OURS):
+        options = {"max_shard_size": kwargs.get("max_shard_size", default_shard_size()), "dtype": None}
+        with contextlib.suppress(UnsupportedError):
+            return save_by(Alone(), model, save_directory, options, kwargs)
     refuse_url(save_directory)
-    folder, weights = os.fspath(save_directory), set[str]()
-    if os.path.isfile(folder):
-        return type(model).save_pretrained(model, folder, *args, **kwargs)  # refuses it
-
-    def write(ordinary: Any, tensors: Mapping[str, torch.Tensor], path: Any, metadata: Any = None) -> None:
-        weights.add(os.path.basename(path))
-        _write_file(ordinary, tensors, os.fspath(path), metadata)
-
-    os.makedirs(folder, exist_ok=True)
-    writing = {foreign_names.WRITE_WEIGHTS: write}
-    with tempfile.TemporaryDirectory(prefix=".lowmem_load-", dir=folder) as scratch, replaced(writing):
-        named = os.path.join(scratch, os.path.basename(folder))  # names what is pushed to the Hub
-        result = type(model).save_pretrained(model, named, *args, **kwargs)
-        new = [path.relative_to(named) for path in sorted(Path(named).rglob("*")) if path.is_file()]
-        for path in sorted(new, key=lambda path: path.name not in weights):
-            os.makedirs(os.path.join(folder, path.parent), exist_ok=True)
-            os.replace(os.path.join(named, path), os.path.join(folder, path))
-    # Source: transformers 5.24 `modeling_utils.py`, `save_pretrained`: shards of a former save.
-    stems = tuple({re.sub(_SHARD, "", name).removesuffix(".safetensors") for name in weights})
-    for name in set(os.listdir(folder)) - weights:
-        if name.startswith(stems) and re.search(f"{_SHARD}$", re.sub(r"\.bin|\.safetensors", "", name)):
-            with contextlib.suppress(IsADirectoryError):
-                os.remove(os.path.join(folder, name))
-    return result
-
-
-def _write_file(ordinary: Any, tensors: Mapping[str, torch.Tensor], path: str, metadata: Any) -> None:
-    if not any(isinstance(tensor, LazyTensor) for tensor in tensors.values()):
-        ordinary(tensors, path, metadata)
-        return
-    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    layout = lay_out(os.path.basename(path), kinds, metadata or {})
-    with open(path, "xb") as opened:
-        opened.write(layout.header)
-        opened.truncate(layout.nbytes)
-    with Writer([Path(path)], no_callback) as writer:
-        for name in sorted(tensors, key=layout.starts.__getitem__):
-            writer.put(0, values_of(tensors[name].detach()).contiguous().view(-1).cpu(), layout.starts[name])
-        writer.sync()
+    read_parameters(model)
+    return type(model).save_pretrained(model, save_directory, *args, **kwargs)

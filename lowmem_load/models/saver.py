@@ -121,7 +121,7 @@ def describe_save_pretrained(
         if is_of_diffusers:
             diffusion.save_state(model, scratch, state, **arguments)
         else:
-            cls: Any = type(model)  # a lazy model has a save_pretrained of its own, which writes values
+            cls: Any = type(model)  # the save_pretrained of a lazy model calls this function
             cls.save_pretrained(model, scratch, state_dict=state, **arguments)
     if dtype is not None and has_configs:
         _note_dtype(scratch / "config.json", dtype)

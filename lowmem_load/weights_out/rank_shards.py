@@ -28,6 +28,7 @@ from lowmem_load.planning.regions import (
     Rule,
     flat_ranges,
 )
+from lowmem_load.symbolic.lazy import values_of
 from lowmem_load.text import fingerprint
 
 MemoryPiece: TypeAlias = "tuple[torch.Tensor, int]"
@@ -90,7 +91,7 @@ class RankShard:
 
             yield local_shard(self.source.name, self.tensor, needs_memory=True)[1]
         elif not self.is_partitioned:
-            yield self.tensor.detach().reshape(-1)
+            yield values_of(self.tensor.detach()).reshape(-1)
         elif self.is_master:
             yield zero3().master_partition(self.tensor).detach()
         else:

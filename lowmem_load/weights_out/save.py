@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.models.active import load_lock
 from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
 from lowmem_load.weights_out.weights import describe_files, weights_of_model
@@ -56,11 +58,22 @@ def save_model(
         CheckpointError: the system refuses a write: the disk is full.
         RankError: another rank failed; the same error is raised on every rank.
     """
-    model, uses_masters = unwrapped(model), dtype == torch.float32 and not merge_adapters
+    model = unwrapped(model)
     options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "merge_adapters": merge_adapters}
-    describe = functools.partial(describe_files, model, kwargs=save_pretrained_kwargs, **options)
-    options |= {key: value for key, value in save_pretrained_kwargs.items() if key != "rename"}  # a function
+    return save_by(ranks_of(model, may_be_alone=True), model, folder, options, save_pretrained_kwargs)
+
+
+def save_by(
+    ranks: RankGroup,
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    options: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+) -> SaveReport:
+    """Do what `save_model` does with a model that nothing wraps, by its options and keywords. Collective: the ranks."""
+    describe = functools.partial(describe_files, model, kwargs=kwargs, **options)
+    masters = options.get("dtype") == torch.float32 and not options.get("merge_adapters")
+    weights = functools.partial(weights_of_model, model, ranks, describe=describe, masters=masters)
+    compared = {**options, **{key: value for key, value in kwargs.items() if key != "rename"}}  # a function
     with load_lock():
-        ranks = ranks_of(model, may_be_alone=True)
-        weights = functools.partial(weights_of_model, model, ranks, describe=describe, masters=uses_masters)
-        return write(ranks, folder, weights, options, title="save_model")
+        return write(ranks, folder, weights, compared, title="save_model")
