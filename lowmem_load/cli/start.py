@@ -164,7 +164,7 @@ def _show_steps(store: str, as_json: bool) -> None:
     if not host or not port.isdigit():
         raise ConfigError(f"--store: {store!r} is not HOST:PORT, such as node1:29500")
     with working():
-        from lowmem_load.distributed.channel import look_into
+        from lowmem_load.distributed.process_group import look_into
 
         seen = look_into(host, int(port))
     rows = [("prefix", "rank", "step", "does", "since", "process")]

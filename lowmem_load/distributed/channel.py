@@ -11,111 +11,54 @@ the caller goes on without it, and every later step of this process group fails.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import platform
 import queue
-import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from lowmem_load.distributed import peers
-from lowmem_load.distributed.peers import Entry, Heartbeat, Limits, Peer, Progress, Verdict
-from lowmem_load.errors import LowMemLoadError
+from lowmem_load.distributed.peers import Entry, Heartbeat, Limits, Verdict, packed, unpacked
+from lowmem_load.errors import listed
+from lowmem_load.phases import Progress
+from lowmem_load.text import spell_ranks
 
 logger = logging.getLogger(__name__)
 
-BEAT_S, MIN_BEATS = 1.0, 5  # seconds between heartbeats; in how many of them the store must answer at least
+BEAT_S = 1.0  # seconds between heartbeats
 POLL_S, POLL_GROWTH = 0.001, 1.05  # seconds before a waiting rank looks, for each 16 ranks; how later pauses grow
-PART = 4 * 2**20  # characters of a value: torch's store ends a connection that sends 8 MiB (libuv backend, torch 2.13)
+NOTICE_S = 30.0  # that a rank waits before it says for whom; before each further line it waits twice as long
 FAREWELL_S = 2.0  # seconds that the leader waits for who has to read its last verdict: the store may end with it
+MAX_SHOWN = 4  # absent ranks of which a line says what they do
 
-_NOTHING = "-"  # stands for the value of a key that is not there
+_NEVER = timedelta(days=7)  # timeout of the store's clients: who uses them finds out that the store is silent
 
 
 class StoppedError(BaseException):
     """Ends this rank's part of a step because another rank has failed; the verdict says how."""
 
 
-@dataclass(eq=False, slots=True)
-class Group:
-    """A group of ranks, as one of them sees it. The first one of its members is the leader."""
+class Group(NamedTuple):
+    """A group of ranks. The first one of its members is the leader."""
 
     channel: StoreChannel
     name: str  # unique among the groups of the store; prefix of its keys
     members: tuple[int, ...]  # as ranks in the world
-    number: int = 0  # of the next step
-    num_loops: int = 0
-    read: list[str] = field(default_factory=list)  # of the leader: keys of verdicts, until all members have read them
 
     @property
     def key(self) -> str:
         """The key of the verdict on the next step."""
-        return f"{self.name}/{self.number}"
-
-    def loop(self) -> Group:
-        """Return the same ranks for other steps, which each of them may leave. Call on all of them."""
-        self.num_loops += 1
-        return Group(self.channel, f"{self.key}.{self.num_loops}", self.members, read=self.read)
-
-    @contextlib.contextmanager
-    def doing(self, title: str, progress: Callable[[], Progress] | None = None) -> Iterator[None]:
-        """Send heartbeats within the block, with its title and progress. Blocks nest."""
-        channel, outer = self.channel, self.channel.place
-        try:
-            channel.place = Place(self, title, progress and weakref.ref(progress), outer)
-            logger.debug("rank %d: begins %r, of %s", channel.rank, title, self.key)
-            if not outer.title:
-                channel.wait()  # should this rank end at once, the others know that it had come
-            yield
-        finally:
-            channel.place = replace(outer) if outer.title else Place(self)
-            if not outer.title:
-                channel.wait()
-
-    def agree(self, entry: Entry, payload: str = "") -> tuple[Verdict, list[str]]:
-        """Bring an entry to the next step; return the verdict, and the payloads of all ranks if one has any.
-
-        Collective, within `doing`. An entry without a title fails the step, unless that is over, and waits for nobody.
-        """
-        channel, block = self.channel, self.channel.place
-        logger.debug("rank %d: at step %s, %r: %s", channel.rank, self.key, entry.title, entry.error or "done")
-        entry = entry._replace(num_parts=-(-len(payload) // PART))
-        try:
-            channel.place = replace(block, entry=entry, payload=payload)
-            answer = channel.wait()
-            if answer is not None:
-                self._pass()
-                self.number += 1
-        finally:
-            channel.place = replace(block)
-        verdict, payloads = answer or (Verdict([(0, channel.broken)]), [])
-        logger.debug("rank %d: %r is over: %s", channel.rank, entry.title, verdict.failures or "go on")
-        return verdict, payloads
-
-    def abort(self, why: str) -> None:
-        """Say that this rank does not come to the next step. Local."""
-        with self.doing("leaving"):
-            while not self.agree(Entry("", why))[0].failures:
-                pass  # that step ended well before this rank could say it
-
-    def leave(self, why: str) -> None:
-        """Say that this rank comes to no further step. It waits for nothing, as finalizers may call it."""
-        self.channel.news.put((self.key, why))
-        self._pass()
-
-    def _pass(self) -> None:
-        if self.channel.rank == self.members[0]:
-            self.read.append(self.key)
+        return f"{self.name}/{self.channel.numbers[self.name]}"
 
 
 @dataclass(eq=False, slots=True)
@@ -127,7 +70,6 @@ class Place:
     progress: weakref.ref[Callable[[], Progress]] | None = None  # a thread that hangs must not keep what it refers to
     outer: Place | None = None  # the block around this one
     entry: Entry | None = None  # that this rank brings to the step; None while it is busy
-    payload: str = ""
     key: str = field(init=False)  # of the verdict
     since_s: float = field(init=False, default_factory=time.monotonic)
     answer: Future[Any] = field(init=False, default_factory=Future)  # of the thread to the caller
@@ -137,52 +79,25 @@ class Place:
 
     def groups(self) -> dict[Group, str]:
         """Return the groups of this block and of those around it, each with the title of a block."""
-        return {self.group: self.title, **(self.outer.groups() if self.outer and self.outer.title else {})}
+        return {self.group: self.title, **(self.outer.groups() if self.outer else {})}
 
 
 class StoreChannel:
-    """Steps and heartbeats of one rank of the world. One thread at a time may use it, but for `check` and `leave`.
+    """What a rank of the world tells the thread that it starts, and hears of it."""
 
-    Args:
-        open_client: returns a client of the store for the channel's thread, in which it runs.
-        rank: of this process in the world.
-        limits: how long it waits.
-        beat_s: seconds between heartbeats.
-    """
-
-    def __init__(
-        self, open_client: Callable[[], Any], rank: int, limits: Limits | None = None, beat_s: float = BEAT_S
-    ) -> None:
-        self.rank, self.limits, self.broken = rank, limits or Limits(), ""  # what is wrong with the store
+    def __init__(self, open_client: Callable[[], Any], rank: int, beat_s: float = BEAT_S) -> None:
+        self.rank, self.limits, self.broken = rank, Limits(), ""  # what is wrong with the store
+        self.numbers = Counter[str]()  # of the next step of each group, by its name
         self.place = Place(Group(self, "", (rank,)))  # where the caller is
-        self._groups: dict[str, Group] = {}
-        self._failing: Place | None = None  # where the caller was when another rank failed
         self.news = queue.SimpleQueue[tuple[str, str] | None]()  # wakes the thread; which step to fail, and why
-        self._is_over = False
+        self._failing: Place | None = None  # where the caller was when another rank failed
         self._unanswered_s, self._counted_s = 0.0, time.monotonic()  # see `_note_silence`
         # Of the thread.
         self._open_client, self._beat_s = open_client, beat_s
-        self._store: Any = None
-        self._told = self.place  # what stands in the store
-        self._amount, self._still_s, self._notice_s = -1, 0.0, peers.NOTICE_S  # how far the place is, since when
-        self._peers: dict[int, Peer] = {}
+        self._amount, self._still_s, self._notice_s = -1, 0.0, NOTICE_S  # how far the place is, since when
+        self._seen: dict[int, tuple[bytes, float]] = {}  # the heartbeats of others, and the seconds since they changed
+        self._read = defaultdict[str, list[str]](list)  # keys of verdicts that not all may have read, by group
         self._thread = threading.Thread(target=self._run, name="lowmem_load-store", daemon=True)
-
-    def group(self, name: str, members: tuple[int, ...]) -> Group:
-        """Return the group of this name."""
-        return self._groups.setdefault(name, Group(self, name, members))
-
-    def check(self) -> None:
-        """Raise StoppedError if another rank has failed, or if the store is silent. Local; any thread."""
-        if self.place.title:
-            self._note_silence()
-            if self.broken or self._failing is self.place:
-                raise StoppedError("stopped because another rank has failed")
-
-    def end(self) -> None:
-        """End the thread."""
-        self._is_over = True
-        self.news.put(None)
 
     def wait(self) -> Any:
         """Return the thread's answer to the caller's place; None if the store is broken."""
@@ -195,6 +110,18 @@ class StoreChannel:
             self._note_silence()
         return None
 
+    def check(self) -> None:
+        """Raise StoppedError if another rank has failed, or if the store is silent. Local; any thread."""
+        if self.place.title:
+            self._note_silence()
+            if self.broken or self._failing is self.place:
+                raise StoppedError("stopped because another rank has failed")
+
+    def end(self) -> None:
+        """End the thread."""
+        self._break("is no longer used")
+        self.news.put(None)
+
     def _note_silence(self) -> None:
         """Count the seconds in which the store has not answered, but few of a time without a look.
 
@@ -203,7 +130,7 @@ class StoreChannel:
         now_s = time.monotonic()
         self._unanswered_s += min(now_s - self._counted_s, self._beat_s)
         self._counted_s = now_s
-        if self._unanswered_s > max(self.limits.gone_s, MIN_BEATS * self._beat_s):
+        if self._unanswered_s > self.limits.gone_s:
             self._break(f"has not answered for {self.limits.gone_s:g} s ({peers.GONE})")
 
     def _break(self, what: str) -> None:
@@ -216,36 +143,34 @@ class StoreChannel:
             self._store = self._open_client()
             # Torch's own groups do not form in keys that are in use; and here are the verdicts of other steps.
             if self._store.add(f"used/{self.rank}", 1) > 1:
-                return self._break("has been used by an earlier group: give each a store of its own, or a prefix")
-            next_beat_s = pause_s = 0.0
-            while not self.broken and not self._is_over:
-                self._unanswered_s = 0.0
-                place, is_due = self.place, time.monotonic() >= next_beat_s
-                if place is not self._told:
-                    pause_s = POLL_S * max(1.0, len(place.group.members) / 16)
+                self._break("has been used by an earlier group: give each a store of its own, or a prefix")
+            told, next_beat_s, pause_s = None, 0.0, POLL_S
+            while not self.broken:
+                self._unanswered_s, place = 0.0, self.place
+                if place is not told:
+                    told, pause_s = place, POLL_S * max(1.0, len(place.group.members) / 16)
                     self._tell(place)
-                if is_due:
+                if time.monotonic() >= next_beat_s:
                     next_beat_s = time.monotonic() + self._beat_s
                     if place.title:
                         self._beat(place)
-                if not place.answer.done() and (answer := self._answer(place)) is not None:
+                if not place.answer.done() and (answer := self._answer(place)):
                     place.answer.set_result(answer)
                 until_beat_s = max(0.0, next_beat_s - time.monotonic())
                 with contextlib.suppress(queue.Empty):
                     left = self.news.get(timeout=until_beat_s if place.answer.done() else min(pause_s, until_beat_s))
                     if left is not None:
                         self._decide(left[0], Verdict([(self.rank, left[1])]))
+                        self._read[_root(left[0])].append(left[0])
                 pause_s *= POLL_GROWTH
-            if self.broken:  # the caller has gone on, and the store is back
-                self._decide(self.place.key, Verdict([(self.rank, f"went on without the others: {self.broken}")]))
         except Exception as error:  # noqa: BLE001  such as MemoryError: the caller must hear of it, and why
             text, _, _ = str(error).partition("\n")
             self._break(f"cannot be reached or used: {type(error).__name__}: {text}")
 
     def _tell(self, place: Place) -> None:
         """Write where the caller is now, and what it brings."""
-        self._told, self._still_s, self._notice_s = place, 0.0, peers.NOTICE_S
-        self._write_parts(f"rank/{self.rank}", place.payload)
+        logger.debug("rank %d: at %s, %r: %s", self.rank, place.key, place.title, place.entry or "busy")
+        self._still_s, self._notice_s = 0.0, NOTICE_S
         self._send_heartbeat(place)
         if place.entry and place.entry.error is not None:
             self._store.set(f"{place.group.name}/failed", place.key)
@@ -253,136 +178,110 @@ class StoreChannel:
     def _send_heartbeat(self, place: Place, detail: str = "") -> Heartbeat:
         who, seconds = f"pid {os.getpid()} on {platform.node()}", round(time.monotonic() - place.since_s, 3)
         beat = Heartbeat(who, place.key, place.title, detail, seconds, place.entry)
-        self._store.set(f"rank/{self.rank}", json.dumps(beat))
+        self._store.set(f"rank/{self.rank}", packed(beat))
         return beat
 
     def _beat(self, place: Place) -> None:
-        """Send a heartbeat. Give up who is lost or stuck, note whether a step fails, and say who is absent."""
-        progress, groups = None, place.groups()
+        """Send a heartbeat. Give up this rank if it is stuck, and note whether a step fails."""
+        amount, detail = Progress(-1, "")
         if place.entry is None and place.progress and (report := place.progress()):
             with contextlib.suppress(Exception):  # of other code; the step itself goes on
-                progress = report()
-        amount, detail = progress or (-1, "")
+                amount, detail = report()
         self._still_s, self._amount = 0.0 if amount != self._amount else self._still_s + self._beat_s, amount
-        beat = self._send_heartbeat(place, detail)
-        leader, *followers = place.group.members
-        others = self._read_heartbeats(followers if self.rank == leader else [leader], self._beat_s)
-        lost = [
-            (rank, why)
-            for rank, peer in others.items()
-            if (why := peer.why_lost(self.limits, place.key, self._still_s if place.entry else 0.0))
-        ]
-        if lost:
-            waiting = [others[rank].beat for rank, _ in lost if others[rank].beat.entry]
-            for key in {place.key, *(beat.step for beat in waiting)}:  # who waits elsewhere waits in vain
-                self._decide(key, Verdict(lost))
+        beat, groups = self._send_heartbeat(place, detail), place.groups()
+        self._watch(place)
         if place.entry is None:
             if why := self.limits.why_stuck(beat, self._still_s, is_measured=place.progress is not None):
                 for group in groups:  # with one title: some ranks may raise in an inner step, and some in an outer one
-                    self._decide(group.key, Verdict([(self.rank, why)], title=place.title))
+                    self._decide(group.key, Verdict([(self.rank, why)], place.title))
             if any(self._fails(group) for group in groups):
                 self._failing = place
             return
         # The rank for which this one waits in an inner step may wait for it in the outer one, which has failed.
         for group, title in groups.items():
-            if group is not place.group and self._fails(group):
+            if group != place.group and self._fails(group):
                 self._decide(place.key, Verdict([(self.rank, f"stopped because {title} has failed")]))
-        absent = {rank: peer.absence for rank, peer in others.items() if not peer.beat.is_at(place.key)}
-        if absent and self._still_s >= self._notice_s:
+
+    def _watch(self, place: Place) -> None:
+        """Give up who is lost, and say who is absent."""
+        leader, *followers = place.group.members
+        others = self._heartbeats(followers if self.rank == leader else [leader], self._beat_s)
+        waited_s, lost, steps = self._still_s if place.entry else 0.0, [], {place.key}
+        for rank, other in others.items():
+            if why := self.limits.why_lost(other, self._seen[rank][1], place.key, waited_s):
+                lost.append((rank, why))
+                steps |= {other.step} if other.entry else set()  # who waits elsewhere waits in vain
+        for key in steps if lost else ():
+            self._decide(key, Verdict(lost))
+        absent = {rank: other.last_seen for rank, other in others.items() if not other.is_at(place.key)}
+        if absent and waited_s >= self._notice_s:
             self._notice_s *= 2
-            peers.say_who_is_absent(self.rank, self._still_s, f"at {place.title!r}", absent)
+            seen = listed([f"rank {rank} {text}" for rank, text in absent.items()], MAX_SHOWN)
+            whom = f"rank(s) {spell_ranks([*absent])} ({seen}); {peers.SAME_ORDER}"
+            where = f"{waited_s:.0f} s at {place.title!r}"
+            logger.warning("lowmem_load: rank %d has waited %s for %s", self.rank, where, whom)
 
     def _answer(self, place: Place) -> Any:
         """Return what the caller waits for; None if it is not there yet."""
-        if place.entry is not None:
-            if not (content := self._look(place, place.entry)):
-                return None
-            verdict = Verdict(*json.loads(content))
-            return verdict, json.loads(self._read_parts(f"{place.group.name}/payloads", verdict.num_parts) or "[]")
         leader, *followers = place.group.members
-        if place.title or self.rank != leader or time.monotonic() > place.since_s + FAREWELL_S:
-            return True
-        last = place.group.read[-1] if place.group.read else ""  # do all know it?
-        return None if any(peer.beat.is_at(last) for peer in self._read_heartbeats(followers).values()) else True
-
-    def _look(self, place: Place, entry: Entry) -> str:
-        """Return the verdict on the step, which this rank writes if it can; "" if there is none."""
-        if not entry.title:
-            return self._decide(place.key, Verdict([(self.rank, entry.error or "")]))
-        leader, *followers = place.group.members
-        if self.rank == leader:
-            beats = {rank: peer.beat for rank, peer in self._read_heartbeats(followers).items()}
-            entries = {rank: beat.entry for rank, beat in beats.items() if beat.entry and beat.is_at(place.key)}
-            if len(entries) == len(followers):  # all have read the verdicts before
-                for key in place.group.read:
-                    self._store.delete_key(key)
-                place.group.read.clear()
-                entries = {leader: entry, **entries}
-                verdict = peers.verdict_on(entries)
-                if any(each.num_parts for each in entries.values()) and not verdict.failures and not verdict.differs:
-                    payloads = [self._read_parts(f"rank/{rank}", each.num_parts) for rank, each in entries.items()]
-                    num_parts = self._write_parts(f"{place.group.name}/payloads", json.dumps(payloads))
-                    verdict = verdict._replace(num_parts=num_parts)
-                return self._decide(place.key, verdict._replace(title=place.title))
-        return peek(self._store, place.key)
+        read = self._read[_root(place.key)]
+        if place.entry is None:
+            if place.title or self.rank != leader or time.monotonic() > place.since_s + FAREWELL_S:
+                return True
+            return not any(beat.is_at(read[-1]) for beat in self._heartbeats(followers).values() if read)
+        entries = {leader: place.entry}
+        if self.rank == leader and place.entry.title:
+            beats = self._heartbeats(followers).items()
+            entries |= {rank: beat.entry for rank, beat in beats if beat.entry and beat.is_at(place.key)}
+        if not place.entry.title:
+            verdict = self._decide(place.key, Verdict([(self.rank, place.entry.error or "")]))
+        elif len(entries) == len(place.group.members):
+            while read:  # all have read them before they came here
+                self._store.delete_key(read.pop())
+            verdict = self._decide(place.key, peers.verdict_on(entries, place.title))
+        else:
+            verdict = peek(self._store, place.key)
+        if not verdict:
+            return None
+        read.append(place.key)
+        return Verdict(*unpacked(verdict))
 
     def _fails(self, group: Group) -> bool:
         """Return whether a step of a group fails to which this rank has yet to bring its entry."""
         key = group.key
-        return peek(self._store, key) != "" or peek(self._store, f"{group.name}/failed") == key
+        return bool(peek(self._store, key)) or peek(self._store, f"{group.name}/failed") == key.encode()
 
-    def _decide(self, key: str, verdict: Verdict) -> str:
+    def _decide(self, key: str, verdict: Verdict) -> bytes:
         """Write the verdict on a step, unless there is one; return the one that counts."""
         logger.debug("rank %d: verdict on %s: %s", self.rank, key, verdict.failures or "go on")
-        return str(self._store.compare_set(key, "", json.dumps(verdict)).decode())
+        return bytes(self._store.compare_set(key, "", packed(verdict)))
 
-    def _read_heartbeats(self, ranks: Sequence[int], seconds: float = 0.0) -> dict[int, Peer]:
-        """Read what ranks wrote last, so many seconds after the last time that counted."""
+    def _heartbeats(self, ranks: Sequence[int], seconds: float = 0.0) -> dict[int, Heartbeat]:
+        """Return what ranks wrote last, so many seconds after the last time that counted."""
         for rank in ranks:
-            if rank not in self._peers:  # multi_get waits for keys that are not there
-                self._store.compare_set(f"rank/{rank}", "", _NOTHING)
-                self._peers[rank] = Peer()
+            if rank not in self._seen:  # multi_get waits for keys that are not there
+                self._store.compare_set(f"rank/{rank}", "", packed(Heartbeat()))
+                self._seen[rank] = b"", 0.0
         contents = self._store.multi_get([f"rank/{rank}" for rank in ranks]) if ranks else []
         for rank, content in zip(ranks, contents, strict=True):
-            if content.decode() != _NOTHING:
-                self._peers[rank].note(content.decode(), seconds)
-        return {rank: self._peers[rank] for rank in ranks}
-
-    def _write_parts(self, key: str, text: str) -> int:
-        """Write a text of any length; return the number of its parts. Parts are read before they are written again."""
-        starts = range(0, len(text), PART)
-        for number, start in enumerate(starts):
-            self._store.set(f"{key}/{number}", text[start : start + PART])
-        return len(starts)
-
-    def _read_parts(self, key: str, num_parts: int) -> str:
-        parts = self._store.multi_get([f"{key}/{number}" for number in range(num_parts)]) if num_parts else []
-        self._unanswered_s = 0.0  # other parts may follow
-        return "".join(part.decode() for part in parts)
+            before, silent_s = self._seen[rank]
+            self._seen[rank] = content, silent_s + seconds if content == before else 0.0
+        return {rank: Heartbeat.read(self._seen[rank][0]) for rank in ranks}
 
 
-def peek(store: Any, key: str) -> str:
-    """Return the value of a key, "" if it is not there. `get` would wait for it."""
-    value = str(store.compare_set(key, _NOTHING, _NOTHING).decode())
-    return "" if value == _NOTHING else value
+def _root(key: str) -> str:
+    """Return the name of the group of a key, or of the group that its loop is of."""
+    return key.partition("/")[0]
 
 
-def look_into(host: str, port: int, looks_s: float = 3 * BEAT_S) -> list[dict[str, Any]]:
-    """Return what the ranks of a job do, by the store in which their process groups meet: a row for each rank."""
-    try:
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10))  # type: ignore[attr-defined]
-    except RuntimeError as error:
-        raise LowMemLoadError(f"no store of torch.distributed answers at {host}:{port}") from error
-    if not hasattr(store, "list_keys"):
-        raise LowMemLoadError("this release of torch cannot list the keys of a store; 2.13 can")
-    found = [re.fullmatch(r"(.*lowmem_load/.*?)/?rank/(\d+)", key) for key in store.list_keys()]
-    before = {match: store.get(match[0]).decode() for match in found if match}
-    time.sleep(looks_s)
-    rows = []
-    for match, content in sorted(before.items(), key=lambda item: (item[0][1], int(item[0][2]))):
-        now = store.get(match[0]).decode()
-        if now != _NOTHING:
-            beat = Heartbeat.decoded(now)
-            place = {"prefix": match[1], "rank": int(match[2]), "silent": bool(beat.title) and now == content}
-            rows.append({**place, "does": beat.doing, **beat._asdict()})
-    return rows
+def new_client(store: Any) -> Any:
+    """Return another client of a store, for another thread."""
+    client = store.clone()
+    client.set_timeout(_NEVER)
+    return dist.PrefixStore("lowmem_load", client)  # type: ignore[attr-defined]
+
+
+def peek(store: Any, key: str) -> bytes:
+    """Return the value of a key, empty if it is not there. `get` would wait for it."""
+    value = bytes(store.compare_set(key, "-", "-"))
+    return b"" if value == b"-" else value

@@ -1,9 +1,13 @@
-"""The environment variables by which launchers describe a job, and those that a process without a launcher sets."""
+"""What this process is told of its job: the environment variables of launchers, and the live group of torch."""
 
 from __future__ import annotations
 
 import os
+import weakref
 from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
 
 from lowmem_load.errors import ConfigError
 
@@ -20,6 +24,53 @@ _ALONE_ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 # Minutes; torch's default for gloo. DeepSpeed's and NCCL's 10 are too few: fast ranks wait for the slowest one, which
 # may read from a slow file system.
 _DEFAULT_TIMEOUT_MIN = 30
+
+_inherited: list[weakref.ref[Any]] = []  # the group that was live when this process was forked, if any
+
+
+def _note_fork() -> None:
+    _inherited[:] = [weakref.ref(dist.group.WORLD)] if dist.is_initialized() else []
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def has_group() -> bool:
+    """Return whether there is a default group."""
+    return dist.is_initialized()
+
+
+def require_live() -> None:
+    """Raise ConfigError if there is no default group, or if it was live when this process was forked."""
+    if not dist.is_initialized():
+        raise ConfigError(
+            "there is no process group: it was destroyed, or not made yet; call torch.distributed.init_process_group "
+            "or lowmem_load.DistributedInterface() on every rank before"
+        )
+    if _inherited and _inherited[0]() is dist.group.WORLD and dist.get_backend() != "fake":
+        raise ConfigError(
+            f"this process was forked from rank {dist.get_rank()} while its process group was live; the threads that "
+            "carry its messages stayed behind, so every exchange would wait for ever. Load in the rank itself, or "
+            f"start this process by spawn, with none of {', '.join(LAUNCHER_NAMES)} in its environment."
+        )
+
+
+def default_group() -> dist.ProcessGroup:
+    """Return the default group, which must be live."""
+    group = dist.group.WORLD
+    assert group is not None  # as `require_live` has seen
+    return group
+
+
+def default_store() -> Any:
+    """Return the store of the default group. No other group has its keys: torch's own would not form in them, either.
+
+    Source: torch 2.13 distributed_c10d.py.
+    """
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+    if store is None:
+        raise ConfigError(f"the process group (backend {dist.get_backend()}) has no store; use gloo or nccl")
+    return store
 
 
 def positive_number(name: str, default: float, unit: str) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import socket
 import time
@@ -21,10 +22,11 @@ import torch
 import torch.distributed as dist
 
 from lowmem_load.distributed import environment
-from lowmem_load.distributed.channel import peek
-from lowmem_load.distributed.peers import Entry, Limits, verdict_on
-from lowmem_load.distributed.steps import MAX_TEXT, RankGroup, new_client, require_live
-from lowmem_load.errors import ConfigError, RankError, error_text
+from lowmem_load.distributed.channel import new_client, peek
+from lowmem_load.distributed.environment import require_live
+from lowmem_load.distributed.peers import Entry, Heartbeat, Limits, verdict_on
+from lowmem_load.distributed.steps import MAX_TEXT, RankGroup
+from lowmem_load.errors import ConfigError, LowMemLoadError, RankError, error_text
 
 if TYPE_CHECKING:
     # torch.distributed has it too, but does not export it to type checkers.
@@ -79,9 +81,9 @@ def _agree_on_nonce(store: Store, rank: int, world_size: int, timeout: timedelta
                 written = json.loads(peek(client, "newcomers") or "[]")
                 absent = [other for other, text in enumerate(written) if not text] if mine in written else [0]
             else:
-                written = [peek(client, f"newcomer/{other}") or before for other, before in enumerate(written)]
+                written = [peek(client, f"newcomer/{other}").decode() or before for other, before in enumerate(written)]
                 client.set("newcomers", json.dumps(written))
-                absent = [other for other in range(1, world_size) if peek(client, f"met/{other}") != token]
+                absent = [other for other in range(1, world_size) if peek(client, f"met/{other}") != token.encode()]
             if not absent:
                 break
             if time.monotonic() > until_s:
@@ -414,3 +416,24 @@ def choose_device() -> None:
             "LOCAL_RANK=0 in all of them"
         )
     devices.set_device(local_rank)
+
+
+def look_into(host: str, port: int, looks_s: float = 3.0) -> list[dict[str, Any]]:
+    """Return what the ranks of a job do, by the store in which their process groups meet: a row for each rank."""
+    try:
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10))  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise LowMemLoadError(f"no store of torch.distributed answers at {host}:{port}") from error
+    if not hasattr(store, "list_keys"):
+        raise LowMemLoadError("this release of torch cannot list the keys of a store; 2.13 can")
+    found = [re.fullmatch(r"(.*lowmem_load/.*?)/?rank/(\d+)", key) for key in store.list_keys()]
+    before = {match: store.get(match[0]) for match in found if match}
+    time.sleep(looks_s)
+    rows = []
+    for match, content in sorted(before.items(), key=lambda item: (item[0][1], int(item[0][2]))):
+        now = store.get(match[0])
+        beat = Heartbeat.read(now)
+        if beat.who:
+            place = {"prefix": match[1], "rank": int(match[2]), "silent": bool(beat.title) and now == content}
+            rows.append({**place, "does": beat.doing, **beat._asdict()})
+    return rows

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lowmem_load.distributed.peers import Limits, Progress
-from lowmem_load.distributed.steps import RankGroup, default_group, default_store
+from lowmem_load.distributed.environment import default_group, default_store
+from lowmem_load.distributed.peers import Limits
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import LowMemLoadError, listed
 from lowmem_load.files.memory import own_memory
+from lowmem_load.phases import Progress
 
 PAUSE_S, LONGEST_PAUSE_S = 0.00005, 0.01
 """Seconds between looks at a message: the first one, and the longest after it has grown."""

@@ -22,78 +22,23 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from lowmem_load.distributed.channel import Group, StoppedError, StoreChannel
-from lowmem_load.distributed.environment import LAUNCHER_NAMES
-from lowmem_load.distributed.peers import Entry, Limits, Progress, Verdict, differences, verdict_on
-from lowmem_load.errors import ConfigError, RankError, error_text
+from lowmem_load.distributed.channel import Group, Place, StoppedError, StoreChannel, new_client
+from lowmem_load.distributed.environment import default_group, default_store, require_live
+from lowmem_load.distributed.peers import Entry, Limits, Verdict, differences, verdict_on
+from lowmem_load.errors import RankError, error_text
+from lowmem_load.phases import Progress
 from lowmem_load.text import fingerprint
 
 MAX_TEXT = 20_000  # characters of an error that are sent to other ranks
 _KNOWN_TO = "_lowmem_load_known_to"  # attribute of errors: the ranks of the world that know of it
-_NEVER = timedelta(days=7)  # timeout of the store's clients: who uses them finds out that the store is silent
-_inherited: list[weakref.ref[Any]] = []  # the group that was live when this process was forked, if any
-
-
-def _note_fork() -> None:
-    _inherited[:] = [weakref.ref(dist.group.WORLD)] if dist.is_initialized() else []
-
-
-os.register_at_fork(after_in_child=_note_fork)
-
-
-def has_group() -> bool:
-    """Return whether there is a default group."""
-    return dist.is_initialized()
-
-
-def require_live() -> None:
-    """Raise ConfigError if there is no default group, or if it was live when this process was forked."""
-    if not dist.is_initialized():
-        raise ConfigError(
-            "there is no process group: it was destroyed, or not made yet; call torch.distributed.init_process_group "
-            "or lowmem_load.DistributedInterface() on every rank before"
-        )
-    if _inherited and _inherited[0]() is dist.group.WORLD and dist.get_backend() != "fake":
-        raise ConfigError(
-            f"this process was forked from rank {dist.get_rank()} while its process group was live; the threads that "
-            "carry its messages stayed behind, so every exchange would wait for ever. Load in the rank itself, or "
-            f"start this process by spawn, with none of {', '.join(LAUNCHER_NAMES)} in its environment."
-        )
-
-
-def default_group() -> dist.ProcessGroup:
-    """Return the default group, which must be live."""
-    group = dist.group.WORLD
-    assert group is not None  # as `require_live` has seen
-    return group
-
-
-def default_store() -> Any:
-    """Return the store of the default group. No other group has its keys: torch's own would not form in them, either.
-
-    Source: torch 2.13 distributed_c10d.py.
-    """
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
-    if store is None:
-        raise ConfigError(f"the process group (backend {dist.get_backend()}) has no store; use gloo or nccl")
-    return store
-
-
-def new_client(store: Any) -> Any:
-    """Return another client of a store, for another thread."""
-    client = store.clone()
-    client.set_timeout(_NEVER)
-    return dist.PrefixStore("lowmem_load", client)  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False, slots=True)
@@ -108,40 +53,35 @@ class Step:
 class RankGroup:
     """The ranks of a group of torch.distributed, which load a model together; of the live default group for None."""
 
-    __slots__ = ("_group", "_loop")
+    __slots__ = ("_loop", "group")
 
     # One for each default group, with which it ends.
     _channels: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, StoreChannel]] = weakref.WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup | None, loop: Group | None = None) -> None:
-        self._group, self._loop = group, loop
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The group of torch.distributed; None for the default group."""
-        return self._group
+        self.group, self._loop = group, loop
 
     @property
     def rank(self) -> int:
         """Rank of this process in the group."""
         require_live()
-        return dist.get_rank(self._group)
+        return dist.get_rank(self.group)
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
         require_live()
-        return dist.get_world_size(self._group)
+        return dist.get_world_size(self.group)
 
     @property
     def is_fake(self) -> bool:
         """Whether this is torch's fake backend."""
-        return bool(dist.get_backend(self._group) == "fake")
+        return bool(dist.get_backend(self.group) == "fake")
 
     @property
     def world_ranks(self) -> tuple[int, ...]:
         """The ranks in the default group, by rank in this one."""
-        return tuple(dist.get_process_group_ranks(self._group or default_group()))
+        return tuple(dist.get_process_group_ranks(self.group or default_group()))
 
     @contextlib.contextmanager
     def step(
@@ -171,24 +111,27 @@ class RankGroup:
             BaseException: the block's own error, where there is one rank, or all ranks failed alike.
         """
         full_title = f"{name}: {title}" if name else title
-        step, entry, payload, error = Step(), Entry(title), "", None
-        group = self._joined()
-        with contextlib.nullcontext() if group is None else group.doing(full_title, progress):
+        step, entry, error = Step(), Entry(title), None
+        with self._doing(full_title, progress):
             try:
-                if group is not None:  # an error of this rank's variables is one of all ranks
+                if group := self._joined():  # an error of this rank's variables is one of all ranks
                     timeout_s = default_store().timeout.total_seconds()
                     group.channel.limits = Limits.from_environment(timeout_s, is_prompt=is_prompt)
                 yield step
+                digest = fingerprint([json.dumps(step.digest, sort_keys=True)]) if step.digest else ""
                 payload = "" if step.payload is None else json.dumps(step.payload)
-                if step.digest:
-                    entry = entry._replace(digest=fingerprint([json.dumps(step.digest, sort_keys=True)]))
+                entry = entry._replace(digest=digest, payload=payload)
             except BaseException as caught:  # also what is no Exception, such as asyncio's CancelledError
                 if self._all_know(caught):  # an inner step has ended with it, on all ranks of this one
                     raise
                 error = caught
                 entry = entry._replace(error=error_text(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
             try:
-                verdict, texts = self._agree(entry, payload, step.digest)
+                verdict = self._agree(entry)
+                if verdict.differs:
+                    verdict = self._agree(Entry(title, payload=json.dumps(dict(step.digest))))
+                    failures = verdict.failures or _differing(self.world_ranks, verdict.payloads)
+                    verdict = verdict._replace(failures=failures)
             except BaseException as interrupt:
                 self.abort(full_title, interrupt)
                 raise
@@ -197,24 +140,12 @@ class RankGroup:
             raise self._note_known(error)
         if verdict.failures:
             raise self._note_known(RankError(verdict.title or full_title, dict(verdict.failures))) from error
-        step.payloads = [json.loads(text or "null") for text in texts]
-
-    def _agree(self, entry: Entry, payload: str, digest: Mapping[str, str]) -> tuple[Verdict, list[str]]:
-        group = self._joined()
-        if group is None:
-            return verdict_on({self.rank: entry}), [payload] * self.world_size
-        verdict, texts = group.agree(entry, payload)
-        if verdict.differs:
-            verdict, texts = group.agree(Entry(entry.title), json.dumps(dict(digest)))
-            if not verdict.failures:
-                verdict = verdict._replace(failures=_differing(self.world_ranks, texts))
-        return verdict, texts
+        step.payloads = [json.loads(text or "null") for text in verdict.payloads]
 
     @contextlib.contextmanager
     def session(self, what: str) -> Iterator[None]:
         """Send heartbeats within the block, also between steps. An error of this rank alone aborts it for all."""
-        group = self._joined()
-        with contextlib.nullcontext() if group is None else group.doing(what):
+        with self._doing(what):
             try:
                 yield
             except BaseException as error:
@@ -223,10 +154,24 @@ class RankGroup:
 
     def abort(self, what: str, error: BaseException) -> None:
         """Tell the other ranks that this one does not come to their next step, unless all know of the error. Local."""
-        group = self._joined() if dist.is_initialized() else None
-        if group is not None and not self._all_know(error):
-            group.abort(f"left {what}: {error_text(error, MAX_TEXT)}")
+        if dist.is_initialized() and self._joined() and not self._all_know(error):
+            with self._doing("leaving"):
+                while not self._agree(Entry("", f"left {what}: {error_text(error, MAX_TEXT)}")).failures:
+                    pass  # that step ended well before this rank could say it
             self._note_known(error)
+
+    def loop(self) -> RankGroup:
+        """Return the ranks for steps that each of them may leave at any time. Call on all of them."""
+        if (group := self._joined()) is None:
+            return self
+        group.channel.numbers[group.key] += 1  # of the loops between two steps
+        name = f"{group.key}.{group.channel.numbers[group.key]}"
+        return RankGroup(self.group, group._replace(name=name))
+
+    def leave(self, why: str) -> None:
+        """Tell the other ranks that this one comes to no further step of this loop. Local, and takes no lock."""
+        if self._loop is not None:
+            self._loop.channel.news.put((self._loop.key, why))
 
     @property
     def next_step(self) -> str:
@@ -234,46 +179,66 @@ class RankGroup:
         group = self._joined()
         return "" if group is None else group.key
 
-    def loop(self) -> RankGroup:
-        """Return the ranks for steps that each of them may leave at any time. Call on all of them."""
-        group = self._joined()
-        return self if group is None else RankGroup(self._group, group.loop())
-
-    def leave(self, why: str) -> None:
-        """Tell the other ranks that this one comes to no further step of this loop. Local, and takes no lock."""
-        if self._loop is not None:
-            self._loop.leave(why)
-
     def check(self) -> None:
         """Raise StoppedError if another rank has failed, or if the store is silent. Local; takes microseconds."""
-        if channel := self._channel():
+        if dist.is_initialized() and (channel := RankGroup._channels.get(default_group())):
             channel.check()
 
-    @staticmethod
-    def _channel() -> StoreChannel | None:
-        return RankGroup._channels.get(default_group()) if dist.is_initialized() else None
+    @contextlib.contextmanager
+    def _doing(self, title: str, progress: Callable[[], Progress] | None = None) -> Iterator[None]:
+        """Send heartbeats within the block, with its title and progress. Blocks nest."""
+        if (group := self._joined()) is None:
+            yield
+            return
+        channel, outer = group.channel, group.channel.place
+        try:
+            channel.place = Place(group, title, progress and weakref.ref(progress), outer if outer.title else None)
+            if not outer.title:
+                channel.wait()  # should this rank end at once, the others know that it had come
+            yield
+        finally:
+            channel.place = replace(outer) if outer.title else Place(group)
+            if not outer.title:
+                channel.wait()
+
+    def _agree(self, entry: Entry) -> Verdict:
+        """Bring an entry to the next step; return the verdict. Within `_doing`.
+
+        An entry without a title fails the step, unless that is over, and waits for nobody.
+        """
+        if (group := self._joined()) is None:
+            return verdict_on({self.rank: entry})._replace(payloads=[entry.payload] * self.world_size)
+        channel, block = group.channel, group.channel.place
+        try:
+            channel.place = replace(block, entry=entry)
+            verdict = channel.wait() or Verdict([(0, channel.broken)])
+            channel.numbers[group.name] += not channel.broken
+        finally:
+            channel.place = replace(block)
+        return verdict
 
     def _joined(self) -> Group | None:
         """Return these ranks as the channel of this one knows them; None for a single rank, or a fake backend."""
         if self._loop is not None or self.world_size == 1 or self.is_fake:
             return self._loop
-        live, members, channel = default_group(), self.world_ranks, self._channel()
+        live = default_group()
+        channel = self._channels.get(live)
         if channel is None:
-            channel = StoreChannel(functools.partial(new_client, default_store()), dist.get_rank())
-            RankGroup._channels[live] = channel
+            channel = RankGroup._channels[live] = StoreChannel(
+                functools.partial(new_client, default_store()), dist.get_rank()
+            )
             weakref.finalize(live, channel.end)
-        name = f"{(self._group or live).group_name} {members}"
-        return channel.group(hashlib.sha256(name.encode()).hexdigest()[:16], members)
+        name = f"{(self.group or live).group_name} {self.world_ranks}"
+        return Group(channel, hashlib.sha256(name.encode()).hexdigest()[:16], self.world_ranks)
 
     def _all_know(self, error: BaseException) -> bool:
         return getattr(error, _KNOWN_TO, frozenset()).issuperset(self.world_ranks)
 
     def _note_known(self, error: BaseException) -> BaseException:
         """Note that all ranks of the group know of an error, unless one may have left them; return it."""
-        if self._loop is not None:
-            return error
-        with contextlib.suppress(AttributeError, TypeError):  # of a class with slots
-            setattr(error, _KNOWN_TO, getattr(error, _KNOWN_TO, frozenset()).union(self.world_ranks))
+        if self._loop is None:
+            with contextlib.suppress(AttributeError, TypeError):  # of a class with slots
+                setattr(error, _KNOWN_TO, getattr(error, _KNOWN_TO, frozenset()).union(self.world_ranks))
         return error
 
 

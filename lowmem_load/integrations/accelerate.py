@@ -22,7 +22,7 @@ from torch import nn
 
 from lowmem_load import foreign_names
 from lowmem_load.distributed import environment
-from lowmem_load.distributed.steps import RankGroup, has_group
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.engines.target import Target
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.load.load import Options, find, is_to_be_found, leave_to_stock, make_executor, why_stock
@@ -81,7 +81,7 @@ def may_be_lazy(kwargs: Mapping[str, Any]) -> bool:
         return False
     if nn.Module.register_parameter.__module__.startswith("accelerate."):  # init_empty_weights: nobody wants values
         return False
-    return has_group() and all(kwargs.get(keyword) is None for keyword in _NOT_LAZY)
+    return environment.has_group() and all(kwargs.get(keyword) is None for keyword in _NOT_LAZY)
 
 
 def uses_fsdp2() -> bool:

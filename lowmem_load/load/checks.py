@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from lowmem_load.distributed.nodes import free_heap_bytes, machine, rooms
-from lowmem_load.distributed.peers import Progress
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError, MemoryShortageError
 from lowmem_load.files.executor import MIN_DEVICE_THREADS
@@ -27,7 +26,7 @@ from lowmem_load.files.source import OpenSources, read_bytes
 from lowmem_load.files.stand_ins import is_stand_in, origin
 from lowmem_load.files.uploads import Uploads
 from lowmem_load.load.describe import Described
-from lowmem_load.phases import no_callback
+from lowmem_load.phases import Progress, no_callback
 from lowmem_load.planning.load_plan import LoadPlan, PlannedFile, in_common_order
 from lowmem_load.text import fingerprint, size, spell_ranks
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from lowmem_load.distributed.peers import Progress, computing
 from lowmem_load.distributed.side_group import Exchange, SideGroup
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.engines.target import Target
@@ -21,7 +20,7 @@ from lowmem_load.files.fill import Filling, PlannedPart, fill_planned
 from lowmem_load.files.memory import naming_shortage
 from lowmem_load.load.make_plan import PlannedModel
 from lowmem_load.models import loader
-from lowmem_load.phases import Phases, no_callback, progress_bar
+from lowmem_load.phases import Phases, Progress, computing, no_callback, progress_bar
 from lowmem_load.planning.load_plan import CompanionPlan, TargetPlan
 from lowmem_load.planning.reads import Fill
 from lowmem_load.quantized.format import part_of_rank

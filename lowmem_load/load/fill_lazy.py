@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowmem_load.distributed.peers import computing
 from lowmem_load.distributed.side_group import SideGroup
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.engines.mesh import local_shard, local_tensor, part_of
@@ -25,6 +24,7 @@ from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.load.execute import in_batches, reading
 from lowmem_load.load.lazy import LazyReader, leave, reader_of, was_lazy
 from lowmem_load.load.load import MAX_THREADS
+from lowmem_load.phases import computing
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children, leaves
 from lowmem_load.planning.load_plan import in_common_order
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread, keep, replace_in_place, values_of

@@ -17,7 +17,6 @@ from torch import nn
 from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.nodes import node_name
-from lowmem_load.distributed.peers import Progress, computing
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.engines.zero3_target import TargetMaker, Zero3, refuse_other_zero_init, zero_init_disabled
 from lowmem_load.errors import (
@@ -44,7 +43,7 @@ from lowmem_load.models import model_folder
 from lowmem_load.models.active import on_host, show_ds_config
 from lowmem_load.models.loader import Call, configuration_of, is_left_alone, is_local, refuse_device_map
 from lowmem_load.models.model_folder import commit_in, find_folder, rename_loaded
-from lowmem_load.phases import no_callback
+from lowmem_load.phases import Progress, computing, no_callback
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.text import MAX_VALUE, fingerprint
 

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Partition, Settings, read_settings
+from lowmem_load.distributed.environment import has_group
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.distributed.steps import RankGroup, has_group
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.engines.mesh import is_mesh, mesh_device, offloads, reshard, shard_fully
 from lowmem_load.engines.sharded_target import ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError, listed

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 import torch
 
-from lowmem_load.distributed.peers import Limits, Progress
+from lowmem_load.distributed.peers import Limits
 from lowmem_load.distributed.side_group import SideGroup
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.memory import make_pages, own_memory
 from lowmem_load.files.remote_file import results_of
+from lowmem_load.phases import Progress
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.planner import Constants
 from lowmem_load.planning.reads import Fill, ReadCost

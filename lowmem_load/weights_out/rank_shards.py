@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from lowmem_load.distributed.environment import has_group
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.distributed.steps import Alone, RankGroup, has_group
+from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.regions import (

@@ -26,12 +26,11 @@ from typing import Any
 import torch
 
 from lowmem_load.distributed.nodes import node_name
-from lowmem_load.distributed.peers import Progress
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import CheckpointError, PlanError, listed
 from lowmem_load.files.memory import source_elements
 from lowmem_load.files.mounts import has_caches_apart
-from lowmem_load.phases import Phases, progress_bar
+from lowmem_load.phases import Phases, Progress, progress_bar
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.nest import Copy, Nest, offsets
 from lowmem_load.planning.regions import FlatRange

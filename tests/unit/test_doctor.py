@@ -68,7 +68,7 @@ def test_a_store_that_is_none_is_an_error() -> None:
 def test_the_steps_of_a_job_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     beat = {"who": "pid 7 on node1", "step": "0123/5", "title": "tiny: reading", "seconds": 12.3}
     seen = [{"prefix": "lowmem_load", "rank": 1, "silent": True, "does": "while tiny: reading", **beat}]
-    monkeypatch.setattr("lowmem_load.distributed.channel.look_into", lambda host, port: seen)
+    monkeypatch.setattr("lowmem_load.distributed.process_group.look_into", lambda host, port: seen)
     assert not app(["doctor", "--store", "node1:29500"], standalone_mode=False)
     assert "tiny: reading" in capsys.readouterr().out
     assert not app(["doctor", "--store", "node1:29500", "--json"], standalone_mode=False)

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowmem_load.distributed.peers import Progress
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import PlanError, TruncatedFileError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import Part, fill
 from lowmem_load.load.execute import reading
-from lowmem_load.phases import no_callback
+from lowmem_load.phases import Progress, no_callback
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.regions import FlatRange
 

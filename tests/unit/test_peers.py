@@ -1,13 +1,13 @@
 """Which rank is given up, when, and with what words."""
 
-import json
 import time
 from typing import Any
 
 import pytest
 
-from lowmem_load.distributed.peers import Entry, Heartbeat, Limits, Peer, computing
+from lowmem_load.distributed.peers import Entry, Heartbeat, Limits, packed
 from lowmem_load.errors import ConfigError
+from lowmem_load.phases import computing
 
 HERE = Heartbeat(
     who="pid 4711 on node1",
@@ -15,16 +15,8 @@ HERE = Heartbeat(
     title="model: reading",
     detail="3.0 of 8.0 MiB read, last from a.safetensors",
 )
-ENTRY = Entry("reading", num_parts=1)
+ENTRY = Entry("reading", payload="[]")
 LIMITS = Limits(silence_s=300, gone_s=25, absence_s=1800)
-
-
-def seen(*heartbeats: tuple[float, Heartbeat]) -> Peer:
-    """Another rank, of which this one has seen these, each so long after the one before."""
-    peer = Peer()
-    for seconds, heartbeat in heartbeats:
-        peer.note(json.dumps(heartbeat), seconds)
-    return peer
 
 
 def changed(**changes: Any) -> Heartbeat:
@@ -48,16 +40,16 @@ def test_a_rank_that_makes_no_progress_gives_itself_up(is_measured: bool) -> Non
 @pytest.mark.parametrize("entry", [None, ENTRY])
 def test_a_rank_whose_heartbeats_stop_is_lost(entry: Entry | None) -> None:
     beat = changed(entry=entry)
-    assert seen((0.0, beat), (25.0, beat)).why_lost(LIMITS, "world/4", 0.0) == ""
-    words = seen((0.0, beat), (25.5, beat)).why_lost(LIMITS, "world/4", 0.0)
+    assert Heartbeat.read(packed(beat)) == beat
+    assert LIMITS.why_lost(beat, 25.0, "world/4", 0.0) == ""
+    words = LIMITS.why_lost(beat, 25.5, "world/4", 0.0)
     assert "no heartbeat for more than 25 s (LOWMEM_LOAD_GONE_S): its process (pid 4711 on node1)" in words
-    assert seen((0.0, beat), (25.5, beat), (1.0, beat._replace(seconds=1.0))).why_lost(LIMITS, "world/4", 0.0) == ""
 
 
 @pytest.mark.parametrize(
     ("heartbeat", "is_late"),
     [
-        (None, True),
+        (Heartbeat(), True),
         (changed(title=""), True),
         (HERE, False),  # it gives itself up
         (changed(entry=ENTRY), False),  # it waits in the same group
@@ -65,18 +57,15 @@ def test_a_rank_whose_heartbeats_stop_is_lost(entry: Entry | None) -> None:
         (changed(step="other/4", entry=ENTRY), True),  # for this rank, perhaps
     ],
 )
-def test_a_rank_that_has_not_come_is_waited_for_as_long_as_the_group_says(
-    heartbeat: Heartbeat | None, is_late: bool
-) -> None:
-    peer = seen(*([(0.0, heartbeat)] if heartbeat else []))
-    assert peer.why_lost(LIMITS, "world/4", 1800.0) == ""
-    assert ("has not come to this point in 1800 s" in peer.why_lost(LIMITS, "world/4", 1801.0)) is is_late
+def test_a_rank_that_has_not_come_is_waited_for_as_long_as_the_group_says(heartbeat: Heartbeat, is_late: bool) -> None:
+    assert LIMITS.why_lost(heartbeat, 0.0, "world/4", 1800.0) == ""
+    assert ("has not come to this point in 1800 s" in LIMITS.why_lost(heartbeat, 0.0, "world/4", 1801.0)) is is_late
 
 
 def test_ranks_that_wait_for_each_other_in_a_group_and_its_loop_give_each_other_up() -> None:
-    peer = seen((0.0, changed(step="world/3/7", entry=ENTRY)))
-    assert peer.why_lost(LIMITS, "world/4", 25.0) == ""
-    assert peer.why_lost(LIMITS, "world/4", 26.0).startswith("waits elsewhere, after model: reading")
+    beat = changed(step="world/3/7", entry=ENTRY)
+    assert LIMITS.why_lost(beat, 0.0, "world/4", 25.0) == ""
+    assert LIMITS.why_lost(beat, 0.0, "world/4", 26.0).startswith("waits elsewhere, after model: reading")
 
 
 def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
