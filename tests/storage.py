@@ -21,13 +21,9 @@ def on_network() -> Iterator[None]:
 @contextlib.contextmanager
 def in_small_batches() -> Iterator[None]:
     """Inside, small models are read once in many pieces and batches."""
-    from lowmem_load.load import read_once
     from lowmem_load.planning import replicas
 
-    with (
-        mock.patch.multiple(replicas, PIECE_BYTES=8 << 10, BATCH_BYTES=64 << 10),
-        mock.patch.object(read_once, "SMALL_BYTES", 4 << 10),
-    ):
+    with mock.patch.multiple(replicas, PIECE_BYTES=8 << 10, BATCH_BYTES=64 << 10):
         yield
 
 

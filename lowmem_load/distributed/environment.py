@@ -62,6 +62,11 @@ def default_group() -> dist.ProcessGroup:
     return group
 
 
+def backends_by_device(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """Return the backends of a live group by device type; torch writes them as `cpu:gloo,cuda:nccl`."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
+
+
 def default_store() -> Any:
     """Return the store of the default group. No other group has its keys: torch's own would not form in them, either.
 

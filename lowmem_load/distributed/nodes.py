@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from lowmem_load.text import size
 
-PROC = Path("/proc")
+PROC, BOOT_ID = Path("/proc"), Path("/proc/sys/kernel/random/boot_id")
 
 NO_LIMIT = 1 << 60
 """Bytes of a cgroup's limit that is none: version 1 has the largest number of pages."""
@@ -34,7 +34,7 @@ _NAME_DIGITS = 16
 
 
 def node_name(rank: int) -> str:
-    """Return a name that is equal for processes that see the same files under equal paths, and each other in /proc.
+    """Return a name that is equal for processes that see the same files under equal paths.
 
     It is short, since all names are sent to each rank.
 
@@ -42,34 +42,19 @@ def node_name(rank: int) -> str:
         rank: of this process. Where the system does not tell nodes apart (not Linux), each rank is its own node.
     """
     try:
-        place = f"{pid_space()} {os.readlink('/proc/self/ns/mnt')} {os.stat('/').st_ino} {os.getuid()}"
+        name = f"{BOOT_ID.read_text()} {os.readlink('/proc/self/ns/mnt')} {os.stat('/').st_ino} {os.getuid()}"
     except OSError:
-        place = ""
-    name = place if place and pid_space() else f"rank {rank} on {platform.node()}"
+        name = f"rank {rank} on {platform.node()}"
     return hashlib.sha256(name.encode()).hexdigest()[:_NAME_DIGITS]
 
 
+@functools.cache
 def machine() -> str:
     """Return a name of this boot of this machine. On one machine, files of equal version are the same file."""
-    return boot_id() or platform.node()
-
-
-@functools.cache
-def pid_space() -> str:
-    """Return a name of the machine or container in which this process's number holds; "" if the system has none."""
     try:
-        return boot_id() and f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux, or hidden
-        return ""
-
-
-@functools.cache
-def boot_id() -> str:
-    """Return the id of this boot of this machine; "" if the system has none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:  # not Linux
-        return ""
+        return platform.node()
 
 
 class Room(NamedTuple):
@@ -83,20 +68,19 @@ class Room(NamedTuple):
 
 def rooms(rank: int) -> list[Room]:
     """Return all that bounds the host memory of this process, a rank."""
-    space, host = pid_space() or f"rank {rank}", platform.node()
-    shared = []
+    host, shared = platform.node(), []
     memory = _numbers(PROC / "meminfo")
     swap_bytes = memory.get("SwapFree", 0) << 10
     if "MemAvailable" in memory:
         free_bytes = (memory["MemAvailable"] << 10) + swap_bytes
-        shared.append(Room(f"{host}: MemAvailable and free swap", f"memory {space}", free_bytes))
+        shared.append(Room(f"{host}: MemAvailable and free swap", f"memory {machine()}", free_bytes))
     for folder in _cgroups():
         bounds = _of_cgroup(folder, swap_bytes)
         if bounds is not None:
             limit_bytes, free_bytes = bounds
             status = folder.stat()
             place = f"{host}: limit of {size(limit_bytes)} of the cgroup {folder}"
-            shared.append(Room(place, f"{space} {status.st_dev} {status.st_ino}", free_bytes))
+            shared.append(Room(place, f"{machine()} {status.st_dev} {status.st_ino}", free_bytes))
     used = _numbers(PROC / "self/status")
     for number, (what, key) in LIMITS.items():
         limit_bytes = resource.getrlimit(number)[0]

@@ -174,7 +174,7 @@ class DistributedInterface(RankGroup):
     def backend(self) -> str:
         """Backend that serves this rank's device, e.g. `nccl` where the group is `cpu:gloo,cuda:nccl`."""
         require_live()
-        return _backends_by_device().get(accelerator().device_name(), dist.get_backend())
+        return environment.backends_by_device().get(accelerator().device_name(), dist.get_backend())
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
@@ -259,9 +259,14 @@ class DistributedInterface(RankGroup):
         try:
             if alone or backend == "fake":
                 choose_device()
-                _init_process_group(backend, timeout, dist.HashStore())  # type: ignore[attr-defined]
+                store: Store = dist.HashStore()  # type: ignore[attr-defined]
             else:
-                _init_process_group(backend, timeout, self._meet(timeout))
+                store = self._meet(timeout)
+            if backend == "fake":  # this registers it
+                import torch.testing._internal.distributed.fake_pg  # noqa: F401
+            rank, size = environment.integer("RANK"), environment.integer("WORLD_SIZE")
+            device = _device_to_bind(size)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
             bring_up_comm(backend, timeout)
         except BaseException:
             if dist.is_initialized():
@@ -319,21 +324,6 @@ def _answers(store: Store) -> bool:
     return True
 
 
-def _init_process_group(backend: str, timeout: timedelta, store: Store) -> None:
-    if backend == "fake":
-        # This registers the backend.
-        import torch.testing._internal.distributed.fake_pg  # noqa: F401
-    world_size = environment.integer("WORLD_SIZE")
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=environment.integer("RANK"),
-        world_size=world_size,
-        timeout=timeout,
-        device_id=_device_to_bind(world_size),
-    )
-
-
 def _device_to_bind(world_size: int) -> torch.device | None:
     """Return the device to bind NCCL to, so that no barrier has to guess it; None if that is useless.
 
@@ -361,17 +351,11 @@ def _live_timeout() -> timedelta | None:
     """
     group = dist.group.WORLD
     device = accelerator().device_name()
-    if group is not None and device in _backends_by_device():
+    if group is not None and device in environment.backends_by_device():
         options = getattr(group._get_backend(torch.device(device)), "options", None)  # noqa: SLF001
         timeout = getattr(options, "_timeout", None)
         return timeout if isinstance(timeout, timedelta) else None
     return None
-
-
-def _backends_by_device() -> dict[str, str]:
-    """Return the backends of the live group by device type; torch writes them as `cpu:gloo,cuda:nccl`."""
-    pairs = (entry.partition(":") for entry in dist.get_backend_config().split(","))
-    return {device: backend for device, _, backend in pairs}
 
 
 @contextlib.contextmanager

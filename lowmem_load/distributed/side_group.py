@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lowmem_load.distributed.environment import default_group, default_store
+from lowmem_load.distributed.environment import backends_by_device, default_group, default_store
 from lowmem_load.distributed.peers import Limits
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import LowMemLoadError, listed
@@ -86,26 +86,19 @@ class SideGroup:
         if len(self._members) == 1:
             return
         content = memory.view(-1).view(torch.uint8)  # gloo knows fewer dtypes than torch
+        options = dist.BroadcastOptions()
+        options.rootRank, options.asyncOp = place, True
         if self._is_own:
-            options = dist.BroadcastOptions()
-            options.rootRank, options.timeout = place, self._limit
-            self._works.append(self._group.broadcast([content], options))
-        else:
-            self._works.append(dist.broadcast(content, self._members[place], group=self._group, async_op=True))
+            options.timeout = self._limit
+        self._works.append(self._group.broadcast([content], options))
 
     def send(self, memory: torch.Tensor, place: int) -> None:
         """Begin to send bytes to the member at `place`."""
-        if self._is_own:
-            self._works.append(self._group.send([memory], place, 0))
-        else:
-            self._works.append(dist.isend(memory, self._members[place], group=self._group))
+        self._works.append(self._group.send([memory], place, 0))
 
     def receive(self, memory: torch.Tensor, place: int) -> None:
         """Begin to receive bytes from the member at `place`."""
-        if self._is_own:
-            self._works.append(self._group.recv([memory], place, 0))
-        else:
-            self._works.append(dist.irecv(memory, self._members[place], group=self._group))
+        self._works.append(self._group.recv([memory], place, 0))
 
     def gather(self, memory: torch.Tensor, mine: torch.Tensor, received: list[torch.Tensor], to: int | None) -> None:
         """Begin to send equal messages to all members, whose places in `memory` are in order, or to one member.
@@ -273,7 +266,6 @@ def device_of(ranks: RankGroup) -> torch.device:
     """Return the device on whose memory the group's collectives work best: the accelerator, or the host for gloo."""
     if dist.is_initialized() and torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
-        backends = dict(pair.split(":") for pair in dist.get_backend_config(ranks.group).split(",") if ":" in pair)
-        if kind is not None and backends.get(kind.type, "gloo") != "gloo":
+        if kind is not None and backends_by_device(ranks.group).get(kind.type, "gloo") != "gloo":
             return torch.device(kind.type, torch.accelerator.current_device_index())
     return torch.device("cpu")

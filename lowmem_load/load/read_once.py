@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 
@@ -26,35 +25,13 @@ from lowmem_load.phases import Progress
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.planner import Constants
 from lowmem_load.planning.reads import Fill, ReadCost
-from lowmem_load.planning.replicas import BATCH_BYTES, LEAST_BYTES, Piece, Replicas, ShareReads, chooser, plan_replicas
-
-SMALL_BYTES = 1 << 20
-"""Pieces of fewer bytes are put together into one message, as those that do not lie where the group can send them."""
+from lowmem_load.planning.replicas import BATCH_BYTES, LEAST_BYTES, Replicas, ShareReads, chooser, plan_replicas
 
 BATCHES_AHEAD = 2
 """Batches that are read before the one that is sent."""
 
 Summary = tuple[list[tuple[str, int]], int]
 """What other ranks must know of what one shares: digests, each with the number of ranks that share it; and batches."""
-
-
-def _is_small(piece: Piece) -> bool:
-    return piece.nbytes < SMALL_BYTES
-
-
-@dataclass(slots=True)
-class _Message:
-    """Pieces of one sender that come in memory of their own: on the sender filled, on the others to be taken apart."""
-
-    memory: torch.Tensor
-    parts: list[torch.Tensor]
-    is_own: bool
-
-    def pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        start = 0
-        for part in self.parts:
-            yield self.memory[start : start + part.numel()], part
-            start += part.numel()
 
 
 class ReadOnce:
@@ -92,10 +69,12 @@ class ReadOnce:
         return summary, self._message_bytes(device)
 
     def _message_bytes(self, device: torch.device) -> int:
-        is_apart, most = device.type != "cpu", 0
+        if device.type == "cpu":
+            return 0
+        most = 0
         for number in range(max((replicas.num_batches for replicas in self._replicas), default=0)):
             of_ranks = [replicas.batch(number, place) for replicas in self._replicas for place in replicas.places]
-            sizes = [sum(piece.nbytes for piece in batch if is_apart or _is_small(piece)) for batch in of_ranks]
+            sizes = [sum(piece.nbytes for piece in batch) for batch in of_ranks]
             most = max(most, min(sum(sizes), BATCH_BYTES + max(sizes)))
         return most
 
@@ -147,29 +126,26 @@ class ReadOnce:
 
     def _exchange(self, number: int, executor: Executor) -> None:
         """Send and receive a batch. Collective, after all ranks have read their parts."""
-        messages: list[_Message] = []
+        staged: list[tuple[torch.Tensor, torch.Tensor]] = []  # host memory that is sent, and that of a device
         for replicas, group in zip(self._replicas, self._groups, strict=True):
             for place in replicas.places:
-                small: list[torch.Tensor] = []
                 for piece in replicas.batch(number, place):
                     memory = self._memory[piece.target, piece.destination][piece.first : piece.first + piece.numel]
-                    if _is_small(piece) or not memory.is_cpu:
-                        small.append(memory.view(torch.uint8))
-                    else:
-                        if place != group.place:
-                            make_pages(memory.view(torch.uint8).numpy().data)
-                        group.broadcast(memory, place)
-                    if place != group.place:
+                    sent, is_own = memory.view(torch.uint8), place == group.place
+                    if not memory.is_cpu:
+                        sent = sent.cpu() if is_own else own_memory(piece.nbytes, torch.device("cpu"))
+                        staged.append((sent, memory.view(torch.uint8)))
+                    elif not is_own:
+                        make_pages(sent.numpy().data)
+                    group.broadcast(sent, place)
+                    if not is_own:
                         self.received_bytes += piece.nbytes
                         executor.on_bytes(piece.read_bytes)
-                if small:
-                    messages.append(_message(small, is_own=place == group.place))
-                    group.broadcast(messages[-1].memory, place)
-                if sum(message.memory.numel() for message in messages) >= BATCH_BYTES:
-                    self._finish(messages)
-        self._finish(messages)
+                if sum(sent.numel() for sent, _ in staged) >= BATCH_BYTES:
+                    self._finish(staged)
+        self._finish(staged)
 
-    def _finish(self, messages: list[_Message]) -> None:
+    def _finish(self, staged: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         until_s = time.monotonic() + self._silence_s
 
         def check() -> None:
@@ -178,18 +154,7 @@ class ReadOnce:
 
         for group in self._groups:
             group.finish(check)
-        for message in messages:
-            for values, memory in message.pieces():
-                if not message.is_own:
-                    memory.copy_(values)
-        messages.clear()
+        for sent, memory in staged:
+            memory.copy_(sent)
+        staged.clear()
         self.num_exchanges += 1
-
-
-def _message(parts: list[torch.Tensor], *, is_own: bool) -> _Message:
-    memory = own_memory(sum(part.numel() for part in parts), torch.device("cpu"))
-    message = _Message(memory, parts, is_own)
-    if is_own:
-        for values, part in message.pieces():
-            values.copy_(part)
-    return message

@@ -147,5 +147,5 @@ def test_processes_of_one_container_are_on_one_node() -> None:
 
 
 def test_a_rank_is_a_node_of_its_own_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowmem_load.distributed.nodes.pid_space", lambda: "")
+    monkeypatch.setattr(nodes, "BOOT_ID", Path("nowhere"))
     assert node_name(3) != node_name(4)
