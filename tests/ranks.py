@@ -196,6 +196,8 @@ def _start_rank(
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        # Where many tests share a machine, C code may keep the heartbeats of a rank that is alive for long.
+        "LOWMEM_LOAD_GONE_S": "60",
         **env,
     }
     context = multiprocessing.get_context("forkserver")

@@ -94,41 +94,28 @@ def positive_number(name: str, default: float, unit: str) -> float:
     return number
 
 
-def alone(world_size: int | None, rank: int | None) -> dict[str, str]:
-    """Return the variables that a launcher would set for a lone process, or one of the fake backend."""
-    size, rank = world_size or 1, rank or 0
-    if not 0 <= rank < size:
-        raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {size}")
+def alone() -> dict[str, str]:
+    """Return the variables that a launcher would set for a lone process."""
     foreign = [name for name in FOREIGN_SIZES if os.environ.get(name, "1") != "1"]
-    if world_size is None and foreign:
+    if foreign:
         raise ConfigError(
             f"{foreign[0]} is {os.environ[foreign[0]]}, so this is one of several processes, but none of "
-            f"{', '.join(LAUNCHER_NAMES)} is set. Set them from that launcher's variables, use torchrun, or pass "
-            "world_size=1 to run alone."
+            f"{', '.join(LAUNCHER_NAMES)} is set. Set them from that launcher's variables, use torchrun, or unset "
+            f"{foreign[0]} to run alone."
         )
-    return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", **_ALONE_ADDRESS}
+    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **_ALONE_ADDRESS}
 
 
-def launched(world_size: int | None, rank: int | None) -> dict[str, str]:
-    """Return RANK and WORLD_SIZE as given by arguments; the launcher must have set all other variables."""
-    arguments = {name: str(value) for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is not None}
-    variables = {name: os.environ[name] for name in LAUNCHER_NAMES if os.environ.get(name)}
-    wrong = [
-        f"{name.lower()}: asked for {value}, launcher set {variables[name]}"
-        for name, value in arguments.items()
-        if variables.get(name, value) != value
-    ]
-    if wrong:
-        raise ConfigError("DistributedInterface: the launcher contradicts the arguments: " + "; ".join(wrong))
-    missing = [name for name in LAUNCHER_NAMES if name not in variables and name not in arguments]
+def require_launched() -> None:
+    """Raise ConfigError unless the launcher has set all variables."""
+    there = [name for name in LAUNCHER_NAMES if os.environ.get(name)]
+    missing = [name for name in LAUNCHER_NAMES if name not in there]
     if missing:
         raise ConfigError(
-            f"environment: {', '.join(missing)} missing, while "
-            f"{', '.join(sorted(variables)) or 'arguments'} ask for a launched process group. Start with torchrun, "
-            "deepspeed or accelerate launch (whose --cpu starts one process only), or unset all to run as a single "
-            "process."
+            f"environment: {', '.join(missing)} missing, while {', '.join(sorted(there))} ask for a launched process "
+            "group. Start with torchrun, deepspeed or accelerate launch (whose --cpu starts one process only), or "
+            "unset all to run as a single process."
         )
-    return arguments
 
 
 def set_missing(wanted: dict[str, str]) -> dict[str, str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
 import platform
 import resource
@@ -19,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lowmem_load.text import size
+from lowmem_load.text import fingerprint, size
 
 PROC, BOOT_ID = Path("/proc"), Path("/proc/sys/kernel/random/boot_id")
 
@@ -29,23 +28,17 @@ NO_LIMIT = 1 << 60
 LIMITS = {resource.RLIMIT_AS: ("address space", "VmSize"), resource.RLIMIT_DATA: ("data", "VmData")}
 """Limits of a process, and what /proc/self/status says of each. Source: proc_pid_status(5), getrlimit(2)."""
 
-_NAME_DIGITS = 16
-"""Hexadecimal digits of a node's name: two of a million nodes have the same name once in 10**7 jobs."""
-
 
 def node_name(rank: int) -> str:
-    """Return a name that is equal for processes that see the same files under equal paths.
+    """Return a short name that is equal for processes that see the same files under equal paths.
 
-    It is short, since all names are sent to each rank.
-
-    Args:
-        rank: of this process. Where the system does not tell nodes apart (not Linux), each rank is its own node.
+    Where the system does not tell nodes apart (not Linux), each rank is its own node.
     """
     try:
         name = f"{BOOT_ID.read_text()} {os.readlink('/proc/self/ns/mnt')} {os.stat('/').st_ino} {os.getuid()}"
     except OSError:
         name = f"rank {rank} on {platform.node()}"
-    return hashlib.sha256(name.encode()).hexdigest()[:_NAME_DIGITS]
+    return fingerprint([name])
 
 
 @functools.cache

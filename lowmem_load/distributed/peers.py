@@ -118,13 +118,9 @@ class Limits(NamedTuple):
         )
 
     def why_lost(self, beat: Heartbeat, silent_s: float, step: str, waited_s: float) -> str:
-        """Return why this rank, which has waited so long in a step, gives up another one; "" if not yet.
+        """Return why this rank gives up another one, whose last heartbeat came `silent_s` ago; "" if not yet.
 
-        Args:
-            beat: the last one of the other rank.
-            silent_s: since that came. It passes with this rank's own heartbeats.
-            step: of this rank.
-            waited_s: that this rank has waited there; 0 while it is busy.
+        This rank is in `step`, where it has waited `waited_s`; 0 while it is busy.
         """
         if beat.title and silent_s > self.gone_s:
             return (

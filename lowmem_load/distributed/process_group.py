@@ -119,17 +119,14 @@ class DistributedInterface(RankGroup):
 
     Args:
         backend: Default: what DeepSpeed's accelerator communicates with (nccl, gloo, ...). "cpu:gloo,cuda:nccl" for
-            collectives of your own on host memory; loads use none. "fake" is torch's fake backend: any rank of any
-            world size in one process, without communication.
+            collectives of your own on host memory; loads use none.
         timeout: Of collectives. Default for a group made here: DEEPSPEED_TIMEOUT minutes if set, else 30. The
             timeout of a live group is read from torch's backend object; where that has none (fake), it is not compared.
-        world_size: Number of ranks. Default: the launcher's.
-        rank: Of this process. Default: the launcher's.
 
     Raises:
-        ConfigError: The arguments contradict the live group or the launcher; a launcher variable is missing; this
-            process does not see the device of its LOCAL_RANK; or the group was live when this process was forked, and
-            its threads stayed behind.
+        ConfigError: The arguments contradict the live group; a launcher variable is missing; this process does not
+            see the device of its LOCAL_RANK; or the group was live when this process was forked, and its threads
+            stayed behind.
         RankError: Another rank does not see its device, when a group is made.
     """
 
@@ -139,24 +136,17 @@ class DistributedInterface(RankGroup):
     _record: ClassVar[_Record | None] = None
     _meeting: ClassVar[_Meeting | None] = None
 
-    def __init__(
-        self,
-        *,
-        backend: str | None = None,
-        timeout: timedelta | None = None,
-        world_size: int | None = None,
-        rank: int | None = None,
-    ) -> None:
+    def __init__(self, *, backend: str | None = None, timeout: timedelta | None = None) -> None:
         super().__init__(None)
         self._forget_if_gone()
         if dist.is_initialized():
             require_live()
-            self._check_agrees(backend=backend, timeout=timeout, world_size=world_size, rank=rank)
+            self._check_agrees(backend, timeout)
             if DistributedInterface._record is None:
                 self._adopt()
         else:
             backend = backend or str(accelerator().communication_backend_name())
-            self._make(backend, timeout or environment.default_timeout(), world_size, rank)
+            self._make(backend, timeout or environment.default_timeout())
 
     @property
     def local_rank(self) -> int:
@@ -226,44 +216,32 @@ class DistributedInterface(RankGroup):
         # A strong reference would keep sockets and device memory of a group that its owner destroyed.
         DistributedInterface._record = _Record(weakref.ref(group), made, env_set)
 
-    def _check_agrees(
-        self, *, backend: str | None, timeout: timedelta | None, world_size: int | None, rank: int | None
-    ) -> None:
+    def _check_agrees(self, backend: str | None, timeout: timedelta | None) -> None:
         """Raise one ConfigError that names every argument that differs from the live group."""
-        spellings = (self.backend, dist.get_backend(), dist.get_backend_config())
-        compared = (
-            ("backend", backend, backend if backend in spellings else self.backend),
-            ("timeout", timeout, _live_timeout() or timeout),
-            ("world_size", world_size, self.world_size),
-            ("rank", rank, self.rank),
-        )
-        wrong = [
-            f"{name}: asked for {argument}, live group has {live}"
-            for name, argument, live in compared
-            if argument not in (None, live)
-        ]
+        wrong, live_timeout = [], _live_timeout()
+        if backend not in (None, self.backend, dist.get_backend(), dist.get_backend_config()):
+            wrong.append(f"backend: asked for {backend}, live group has {self.backend}")
+        if timeout and live_timeout and timeout != live_timeout:
+            wrong.append(f"timeout: asked for {timeout}, live group has {live_timeout}")
         if wrong:
             raise ConfigError(
                 f"DistributedInterface: the live process group contradicts the arguments: {'; '.join(wrong)}. "
                 "Drop these arguments, or destroy that group first."
             )
 
-    def _make(self, backend: str, timeout: timedelta, world_size: int | None, rank: int | None) -> None:
+    def _make(self, backend: str, timeout: timedelta) -> None:
         """Make the default group and DeepSpeed's comm on it; leave nothing behind if that fails."""
         from lowmem_load.engines.ops import bring_up_comm
 
-        launched = any(os.environ.get(name) for name in environment.LAUNCHER_NAMES)
-        alone = not launched and (world_size in (None, 1) or backend == "fake")
-        variables = (environment.alone if alone else environment.launched)(world_size, rank)
-        env_set = environment.set_missing(variables)
+        is_alone = not any(os.environ.get(name) for name in environment.LAUNCHER_NAMES)
+        env_set = environment.set_missing(environment.alone()) if is_alone else {}
         try:
-            if alone or backend == "fake":
+            if is_alone:
                 choose_device()
                 store: Store = dist.HashStore()  # type: ignore[attr-defined]
             else:
+                environment.require_launched()
                 store = self._meet(timeout)
-            if backend == "fake":  # this registers it
-                import torch.testing._internal.distributed.fake_pg  # noqa: F401
             rank, size = environment.integer("RANK"), environment.integer("WORLD_SIZE")
             device = _device_to_bind(size)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)

@@ -47,6 +47,8 @@ class SideGroup:
         place: of this rank among the members.
         device: whose memory is sent.
         gathers: whether equal messages are sent by one collective.
+        num_waits: which counts as progress. To wait is progress for as long as a step may be without any. So if a rank
+            hangs, that one is named, and not the ones that wait for it.
     """
 
     def __init__(self, ranks: RankGroup, members: Sequence[int] | None = None, *, on_device: bool = False) -> None:
@@ -59,7 +61,7 @@ class SideGroup:
         self._limit = timedelta(seconds=self._limits.gone_s)
         self._is_own = not self.gathers and not ranks.is_fake
         self._group: Any = None if self._is_own else ranks.group or default_group()
-        self._num_waits = 0
+        self.num_waits = 0
         self._works: list[Any] = []  # of torch, that have begun
         self._waits: list[tuple[Callable[[], bool], Callable[[], Any]]] = []  # whether one is over; what it came to
 
@@ -114,24 +116,21 @@ class SideGroup:
             self._works.append(dist.gather(mine, received or None, dst=dst, group=self._group, async_op=True))
 
     def progress(self, of_step: Callable[[], Progress]) -> Callable[[], Progress]:
-        """Return the progress of a step that waits for messages, too.
-
-        To wait is progress for as long as a step may be without any. So if a rank hangs, that one is named, and not the
-        ones that wait for it.
-        """
+        """Return the progress of a step that waits for messages, too."""
 
         def report() -> Progress:
             amount, detail = of_step()
-            return Progress(amount + self._num_waits, detail)
+            return Progress(amount + self.num_waits, detail)
 
         return report
 
     def finish(self, check: Callable[[], None]) -> None:
         """Wait until all messages have come; `check` is called now and then, and may raise. Collective."""
         progress_until_s = time.monotonic() + self._limits.silence_s
+        self.num_waits += 1
 
         def count_and_check() -> None:
-            self._num_waits += time.monotonic() < progress_until_s
+            self.num_waits += time.monotonic() < progress_until_s
             check()
 
         try:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import weakref
 from collections import defaultdict
@@ -228,8 +227,8 @@ class RankGroup:
                 functools.partial(new_client, default_store()), dist.get_rank()
             )
             weakref.finalize(live, channel.end)
-        name = f"{(self.group or live).group_name} {self.world_ranks}"
-        return Group(channel, hashlib.sha256(name.encode()).hexdigest()[:16], self.world_ranks)
+        name = fingerprint([(self.group or live).group_name, str(self.world_ranks)])
+        return Group(channel, name, self.world_ranks)
 
     def _all_know(self, error: BaseException) -> bool:
         return getattr(error, _KNOWN_TO, frozenset()).issuperset(self.world_ranks)

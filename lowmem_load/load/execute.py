@@ -254,7 +254,7 @@ class Reading:
     def __init__(self, ranks: RankGroup, executors: Sequence[Executor], needed_bytes: int, reports: Sequence[Phases]):
         self._ranks, self._executors, self._needed_bytes, self._reports = ranks, executors, needed_bytes, reports
         self._read_before, self._num_parts, self._next_sample_s = self._read_bytes(), 0, 0.0
-        self.num_exchanges: Callable[[], int] = lambda: 0  # with other ranks, which is progress, too
+        self.num_waits: Callable[[], int] = lambda: 0  # for other ranks, which is progress, too
 
     def on_part(self) -> None:
         """Note that a part of memory is there; raise if another rank has failed."""
@@ -270,7 +270,7 @@ class Reading:
         read_bytes = self._read_bytes() - self._read_before
         path = next((executor.stats.path for executor in reversed(self._executors) if executor.stats.path), "no file")
         read = f"{share(read_bytes, self._needed_bytes)} read, last from {path}"
-        amount = read_bytes + self._num_parts + self.num_exchanges()
+        amount = read_bytes + self._num_parts + self.num_waits()
         return Progress(amount, f"{self._num_parts} tensors begun, {read}")
 
     def _read_bytes(self) -> int:

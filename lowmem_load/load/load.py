@@ -149,7 +149,7 @@ class Load:
                 combine_companions(planned, executor, ranks, state.progress)
                 if once is not None:
                     once.agree(shared_of_ranks)
-                    once.progress, state.num_exchanges = state.progress, lambda: once.num_exchanges
+                    once.progress, state.num_waits = state.progress, lambda: once.num_waits
                 execute(planned, described.target, executor, state.on_part, once)
                 described.constructor.finish(described.model, described.target.device)
         take_counts(report, executor.stats, attempts, once)

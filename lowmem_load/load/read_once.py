@@ -8,14 +8,12 @@ has failed.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import torch
 
-from lowmem_load.distributed.peers import Limits
 from lowmem_load.distributed.side_group import SideGroup
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.files.executor import Executor
@@ -39,22 +37,24 @@ class ReadOnce:
 
     Attributes:
         received_bytes: that have come from other ranks.
-        num_exchanges: that are over, which is progress. A rank that begins to wait for one counts as making progress
-            for as long as ranks may be without it: if another rank hangs, that one is named, and not this one.
         why_alone: why each rank reads alone although it shares; "" if it does not.
         progress: how far this rank is with all that it reads.
     """
 
     def __init__(self, ranks: RankGroup, nodes: Sequence[str], share: ShareReads) -> None:
-        self.received_bytes = self.num_exchanges = 0
+        self.received_bytes = 0
         self.progress: Callable[[], Progress] | None = None
         self.why_alone = ""
         self._ranks, self._nodes, self._share, self._replicas = ranks, nodes, share, list[Replicas]()
         self._num_batches = 0
-        self._silence_s = Limits.from_environment(0.0).silence_s
         self._wanted: set[tuple[int, int]] = set()
         self._groups: list[SideGroup] = []
         self._memory: dict[tuple[int, int], torch.Tensor] = {}
+
+    @property
+    def num_waits(self) -> int:
+        """Waits for messages, which are progress."""
+        return sum(group.num_waits for group in self._groups)
 
     def plan(self, plan: LoadPlan, device: torch.device, cost: ReadCost) -> tuple[Summary, int]:
         """Plan what this rank shares with which ranks, in memory of a device.
@@ -146,15 +146,8 @@ class ReadOnce:
         self._finish(staged)
 
     def _finish(self, staged: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        until_s = time.monotonic() + self._silence_s
-
-        def check() -> None:
-            self.num_exchanges += time.monotonic() < until_s
-            self._ranks.check()
-
         for group in self._groups:
-            group.finish(check)
+            group.finish(self._ranks.check)
         for sent, memory in staged:
             memory.copy_(sent)
         staged.clear()
-        self.num_exchanges += 1

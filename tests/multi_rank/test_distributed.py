@@ -45,7 +45,6 @@ def _launched(partition: int) -> tuple[int, int, int]:
     interface = DistributedInterface()
     interface.barrier()
     world_size = int(os.environ["WORLD_SIZE"])
-    DistributedInterface(rank=int(os.environ["RANK"]), world_size=world_size)
     assert partition_numel() == partition
     train_one_step()
     assert payloads(interface, {"rank": interface.rank}) == [{"rank": r} for r in range(world_size)]
@@ -281,7 +280,7 @@ def _meets_again(failing: list[int | None]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("work", "failing", "world_size"),
-    [(_groups_after_failures, [1, None, 0, None, 2, None], 3), (_meets_again, [None, 1, None, 0, None], 2)],
+    [(_groups_after_failures, [1, 0, None, 2, None], 3), (_meets_again, [None, 1, None, 0, None], 2)],
 )
 def test_a_group_works_whatever_groups_each_rank_has_made_before(
     work: Callable[[list[int | None]], list[str]], failing: list[int | None], world_size: int
@@ -293,7 +292,7 @@ def test_a_group_works_whatever_groups_each_rank_has_made_before(
 
 
 PROCESS = """
-import sys, torch.distributed as dist
+import os, signal, sys, torch.distributed as dist
 from datetime import timedelta
 from lowmem_load.distributed.steps import RankGroup
 base, name = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False), sys.argv[2]
@@ -303,6 +302,9 @@ dist.init_process_group(
 )
 if name == "first":
     sys.exit()
+if name == "third":
+    with RankGroup(None).step("reading"):
+        os.kill(os.getpid(), signal.SIGKILL)
 try:
     with RankGroup(None).step("reading"):
         raise OSError("of the fresh process")
@@ -338,8 +340,10 @@ def _survive() -> None:
         assert payloads(RankGroup(None), "survivor") == ["survivor", "fresh"]
         said = fresh.communicate()[0]
         assert "rank 1: OSError: of the fresh process" in said and "['survivor', 'fresh']" in said
+    with group("third"), pytest.raises(RankError, match="rank 1: has sent no heartbeat for more than 8 s"):
+        _step()
 
 
 def test_a_survivor_meets_a_fresh_process_in_another_group() -> None:
     """As under Ray."""
-    run_ranks(_survive, world_size=1, timeout_s=250)
+    run_ranks(_survive, world_size=1, timeout_s=250, env={"LOWMEM_LOAD_GONE_S": "8"})

@@ -1,6 +1,5 @@
 """DistributedInterface in one process. Groups are made in fresh ones: torch, DeepSpeed and os.environ keep state."""
 
-import functools
 import os
 import threading
 from collections.abc import Callable
@@ -86,7 +85,7 @@ def error_text(call: Callable[[], Any]) -> str:
 def lone_process_needs_no_launcher_and_initializes_once() -> None:
     calls = init_counter()
     interface = DistributedInterface()
-    again = DistributedInterface(backend="gloo", world_size=1, rank=0, timeout=timedelta(minutes=30))
+    again = DistributedInterface(backend="gloo", timeout=timedelta(minutes=30))
     place = (interface.rank, again.world_size, interface.local_rank, str(interface.device), interface.backend)
     assert place == (0, 1, 0, "cpu", "gloo")
     numbers = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -113,14 +112,8 @@ def destroy_leaves_nothing_and_the_next_group_trains() -> None:
 
 def contradicting_arguments_are_all_named_with_both_values() -> None:
     DistributedInterface(timeout=timedelta(minutes=7))
-    everything: dict[str, Any] = {"backend": "nccl", "timeout": timedelta(minutes=9), "world_size": 2, "rank": 1}
-    parts = [
-        "backend: asked for nccl, live group has gloo",
-        "timeout: asked for 0:09:00, live group has 0:07:00",
-        "world_size: asked for 2, live group has 1",
-        "rank: asked for 1, live group has 0",
-    ]
-    assert "; ".join(parts) in error_text(lambda: DistributedInterface(**everything))
+    text = error_text(lambda: DistributedInterface(backend="nccl", timeout=timedelta(minutes=9)))
+    assert "backend: asked for nccl, live group has gloo; timeout: asked for 0:09:00, live group has 0:07:00" in text
 
 
 def a_group_of_torch_is_adopted_and_destroyed_only_by_force() -> None:
@@ -140,15 +133,12 @@ def a_group_of_torch_is_adopted_and_destroyed_only_by_force() -> None:
     assert (dist.is_initialized(), launcher_env(), len(calls)) == (False, {}, 0)
 
 
-def fake_backend_is_one_rank_of_many(adopted: bool) -> None:
+def fake_backend_is_one_rank_of_many() -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if adopted:
-        dist.init_process_group("fake", store=FakeStore(), rank=517, world_size=1024)
-        interface = DistributedInterface(timeout=timedelta(minutes=1))
-    else:
-        interface = DistributedInterface(backend="fake", rank=517, world_size=1024)
+    dist.init_process_group("fake", store=FakeStore(), rank=517, world_size=1024)
+    interface = DistributedInterface(timeout=timedelta(minutes=1))
     with pytest.raises(CheckpointError, match="gone"), interface.step("planning"):
         raise CheckpointError("model.safetensors: gone")
     interface.barrier()
@@ -156,7 +146,7 @@ def fake_backend_is_one_rank_of_many(adopted: bool) -> None:
     assert place == (517, 1024, 0, "fake")
     assert payloads(interface, "x") == ["x"] * 1024
     assert partition_numel() == 1  # ceil(64 / 1024)
-    assert sorted(launcher_env()) == (["LOCAL_RANK"] if adopted else sorted(LAUNCHER))
+    assert list(launcher_env()) == ["LOCAL_RANK"]
 
 
 def without_launcher(act: Callable[[], None]) -> None:
@@ -172,8 +162,7 @@ def without_launcher(act: Callable[[], None]) -> None:
         destroy_leaves_nothing_and_the_next_group_trains,
         contradicting_arguments_are_all_named_with_both_values,
         a_group_of_torch_is_adopted_and_destroyed_only_by_force,
-        functools.partial(fake_backend_is_one_rank_of_many, True),
-        functools.partial(fake_backend_is_one_rank_of_many, False),
+        fake_backend_is_one_rank_of_many,
     ],
 )
 def test_in_a_fresh_process(act: Callable[[], None]) -> None:
@@ -196,21 +185,6 @@ def test_partial_launcher_environment_names_what_is_missing(no_launcher: pytest.
     with pytest.raises(ConfigError, match="WORLD_SIZE, LOCAL_RANK, MASTER_PORT missing, while MASTER_ADDR, RANK ask"):
         DistributedInterface()
     assert "WORLD_SIZE" not in os.environ
-
-
-def test_arguments_stand_in_for_rank_and_world_size_only(no_launcher: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT missing"):
-        DistributedInterface(rank=1, world_size=4)
-    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        no_launcher.setenv(name, "1")
-    assert environment.launched(world_size=4, rank=1) == {"RANK": "1", "WORLD_SIZE": "4"}
-
-
-def test_arguments_that_contradict_the_launcher_are_named(no_launcher: pytest.MonkeyPatch) -> None:
-    for name in LAUNCHER:
-        no_launcher.setenv(name, "0")
-    text = error_text(lambda: DistributedInterface(rank=1, world_size=4))
-    assert "rank: asked for 1, launcher set 0; world_size: asked for 4, launcher set 0" in text
 
 
 @pytest.mark.parametrize(
@@ -263,4 +237,5 @@ def test_rank_of_a_foreign_launcher_is_not_taken_for_a_lone_process(no_launcher:
     no_launcher.setenv("OMPI_COMM_WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_SIZE is 4"):
         DistributedInterface()
-    assert environment.alone(world_size=1, rank=None)["WORLD_SIZE"] == "1"
+    no_launcher.delenv("OMPI_COMM_WORLD_SIZE")
+    assert environment.alone()["WORLD_SIZE"] == "1"
