@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowmem_load.errors import UnsupportedError
+from lowmem_load.phases import host_memory
 from lowmem_load.planning.expression import Expression
 from lowmem_load.symbolic.attributes import hand_over_attributes
 from lowmem_load.symbolic.constructor import Constructor
@@ -303,6 +304,19 @@ def test_buffers_that_were_emptied_get_their_values_again_and_writes_into_others
     holder.empty.fill_(3.0)
     initialiser.release()
     constructor.check("tiny", holder)
+
+
+def test_large_zeros_and_memory_without_values_have_no_pages_before_they_are_written() -> None:
+    """Otherwise small objects settle in what parameters leave behind, and the heap grows by all of them."""
+    with Constructor().building():
+        torch.zeros(1 << 20)  # torch imports what its modes need
+        before = host_memory().anonymous_bytes
+        made = [make() for _ in range(32) for make in (lambda: torch.zeros(1 << 20), lambda: torch.empty(1 << 20))]
+        assert host_memory().anonymous_bytes - before < 32 << 20  # of 256 MiB
+        made[0][5], made[1][:] = 1.0, 2.0
+        assert made[0].sum() == 1.0
+        assert made[1].stride() == (1,)
+        assert made[1].eq(2.0).all()
 
 
 def test_attributes_get_the_loaded_parameters() -> None:
