@@ -58,7 +58,6 @@ def load_into(
     *,
     rename: Rename | None = None,
     strict: bool = True,
-    initialize: bool = False,
     leave: Collection[str] = (),
     build: Build | None = None,
     partition: Partition | None = None,
@@ -88,7 +87,6 @@ def load_into(
         rename: turns names in files into those of the module: a function (None leaves a tensor out), or a mapping of
             regular expressions. None drops "model.", "module." and "state_dict." where all names begin so.
         strict: whether tensors that a module lacks, and other shapes, are errors in a load by names.
-        initialize: whether `reset_parameters` or `_init_weights` initialise what no file has, equally on all ranks.
         leave: parameters and buffers that the caller fills, by their names in `model`, or in its transformers model.
         build: builds the same module, for buffers of which neither a file nor the module has the values.
         partition: see `load_model`.
@@ -100,7 +98,7 @@ def load_into(
         **from_pretrained_kwargs: of the ordinary load; by names, `subfolder` and `variant` choose files of a folder.
     """
     options = Options(stream=stream, weights=weights_folder(weights), share_reads=share_reads)
-    how: dict[str, Any] = {"rename": rename, "strict": strict, "initialize": initialize, "leave": leave, "build": build}
+    how: dict[str, Any] = {"rename": rename, "strict": strict, "leave": leave, "build": build}
     how |= {"dtype": dtype, "auto_class": auto_class, "kwargs": from_pretrained_kwargs}
 
     def into_module() -> IntoModule:

@@ -88,7 +88,7 @@ class DiffusersCall(Call):
                 )
             raise CheckpointError(
                 f"{self.name}: no file has {', '.join(empty)} of {type(model).__name__}, and diffusers gives them no "
-                "value. Correct config.json, or build the model yourself and call load_into with initialize=True"
+                "value. Correct config.json, or build the model, give these values, and call load_into with leave="
             )
         model.register_to_config(_name_or_path=self.name)
         return model, {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}

@@ -30,7 +30,6 @@ from lowmem_load.models.wrappers import (
     plain_name,
     refuse_differences,
 )
-from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.attributes import (
@@ -41,8 +40,8 @@ from lowmem_load.symbolic.attributes import (
 )
 from lowmem_load.symbolic.attributes import tensors_in as attribute_tensors
 from lowmem_load.symbolic.constructor import Context
-from lowmem_load.symbolic.initialise import CPU, UNINITIALISED
-from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
+from lowmem_load.symbolic.initialise import CPU
+from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.text import outer_prefix
 
 T = TypeVar("T")
@@ -77,7 +76,7 @@ class ModuleTensor:
 
 
 class ModuleCall(Call):
-    """A load of a module by names. See `load_into` for `rename`, `strict`, `initialize`, `leave` and `build`.
+    """A load of a module by names. See `load_into` for `rename`, `strict`, `leave` and `build`.
 
     `model` is the module that is described. `is_stand_in`: it is not the caller's, and what is left has no place.
     """
@@ -90,7 +89,6 @@ class ModuleCall(Call):
         *,
         rename: Rename | None = None,
         strict: bool = True,
-        initialize: bool = False,
         leave: Collection[str] = (),
         build: Build | None = None,
         is_stand_in: bool = False,
@@ -99,7 +97,7 @@ class ModuleCall(Call):
             raise ConfigError(f"{', '.join(sorted(unknown))}: no keyword of a load by names")
         self.path, self.name, self.kwargs = path, origin(path), kwargs
         self._model, self._rename, self._build = model, rename, build
-        self._strict, self._initialize, self._leave = strict, initialize, set(leave)
+        self._strict, self._leave = strict, set(leave)
         self._is_stand_in = is_stand_in
         self._extra_states: dict[str, torch.Tensor] = {}
 
@@ -123,22 +121,22 @@ class ModuleCall(Call):
         _run_code_of_torch(model, tensors)
         states, absent = self._take_extra_states(model, tensors, context)
         left, others = self._split(model, slots, states)
-        missing, mismatched, found = _match(others, tensors, self.name)
+        found, problems = _match(others, tensors, self.name)
         used = {name for slot in others for name in slot.keys if name in tensors}
         unexpected = tensors.keys() - used - {name for slot in left for name in slot.names} - self._leave
-        self._check(model, missing, mismatched, unexpected, absent)
-        empty = missing + [slot for slot, _ in mismatched]
+        problems["missing"] += absent
+        refuse_differences(
+            f"{self.name}: its tensors are not those of {type(model).__name__}",
+            {**problems, "unexpected": unexpected if self._strict else ()},
+            "Turn names into those of the module by rename=, give values to what no file has and name it in leave=, "
+            "and pass strict=False to pass over tensors that the module does not have",
+        )
         self._compute_buffers(model, others, context)
         for slot, tensor in found:
             slot.put(tensor.to(slot.tensor.dtype))
-        _initialise(model, empty, context)
         for slot in left if self._is_stand_in else ():
             slot.put(None)
-        info = {
-            "missing_keys": {slot.names[0] for slot in missing} | absent,
-            "unexpected_keys": unexpected | left_out,
-            "mismatched_keys": [(slot.names[0], shape, tuple(slot.tensor.shape)) for slot, shape in mismatched],
-        }
+        info = {"missing_keys": set(), "unexpected_keys": unexpected | left_out, "mismatched_keys": []}
         return model, info
 
     def _take_extra_states(
@@ -185,30 +183,6 @@ class ModuleCall(Call):
         if empty := [slot.names[0] for slot in left if slot.tensor.is_meta and not self._is_stand_in]:
             raise ConfigError(f"leave: {', '.join(empty)} are on the meta device; give them values first")
         return left, [slot for slot in slots if slot not in left]
-
-    def _check(
-        self,
-        model: nn.Module,
-        missing: list[ModuleTensor],
-        mismatched: list[tuple[ModuleTensor, tuple[int, ...]]],
-        unexpected: Collection[str],
-        absent: Collection[str],
-    ) -> None:
-        """Raise one CheckpointError that lists all keys that do not match."""
-        problems = {
-            "missing": [] if self._initialize else [*absent, *(slot.names[0] for slot in missing)],
-            "unexpected": unexpected if self._strict else [],
-            "mismatched": []
-            if self._initialize and not self._strict
-            else [f"{slot.names[0]} {shape} instead of {tuple(slot.tensor.shape)}" for slot, shape in mismatched],
-        }
-        refuse_differences(
-            f"{self.name}: its tensors are not those of {type(model).__name__}",
-            problems,
-            "Turn names into those of the module by rename=, name in leave= what you fill yourself, pass "
-            "initialize=True for what the module shall initialize, and strict=False to pass over tensors that it does "
-            "not have",
-        )
 
     def _compute_buffers(self, model: nn.Module, slots: list[ModuleTensor], context: Context) -> None:
         """Give buffers that no state dict has the values that `build` computes; refuse those without."""
@@ -310,98 +284,29 @@ def _run_code_of_torch(model: nn.Module, tensors: dict[str, torch.Tensor]) -> No
             tensors[counter] = torch.zeros((), dtype=torch.int64, device="cpu")
 
 
-def own_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the parameters and the buffers that a module itself has; None stands for an absent one."""
-    return vars(module)["_parameters"], vars(module)["_buffers"]
-
-
 def _match(
     slots: list[ModuleTensor], tensors: Mapping[str, torch.Tensor], where: str
-) -> tuple[list[ModuleTensor], list[tuple[ModuleTensor, tuple[int, ...]]], list[tuple[ModuleTensor, torch.Tensor]]]:
-    """Return what no file has, what has another shape there (and which), and all others with the tensor for each."""
-    missing, mismatched, found = [], [], []
+) -> tuple[list[tuple[ModuleTensor, torch.Tensor]], dict[str, list[str]]]:
+    """Return the tensor of the files for each of the module's, and the names of those that have none of their shape."""
+    found: list[tuple[ModuleTensor, torch.Tensor]] = []
+    problems: dict[str, list[str]] = {"missing": [], "mismatched": []}
     for slot in slots:
         names = [name for name in slot.keys if name in tensors]
-        shapes = {tuple(tensors[name].shape) for name in names} - {tuple(slot.tensor.shape)}
-        if shapes:
-            mismatched.append((slot, shapes.pop()))
-        elif names:
+        shape = tuple(slot.tensor.shape)
+        if others := {tuple(tensors[name].shape) for name in names} - {shape}:
+            problems["mismatched"].append(f"{slot.names[0]} {others.pop()} instead of {shape}")
+            continue
+        if names:
             found.append((slot, tensors[names[0]]))
         elif slot.keys:
-            missing.append(slot)
-        for other in names[1:] if not shapes else ():
+            problems["missing"].append(slot.names[0])
+        for other in names[1:]:
             if not torch.equal(tensors[names[0]], tensors[other]):
                 raise CheckpointError(
                     f"{where}: {names[0]} and {other} differ, and the module has one parameter for both; give each one "
                     "of its own, or leave one out by rename="
                 )
-    return missing, mismatched, found
-
-
-# -- what no file has --------------------------------------------------------------------------------------------------
-
-
-def _initialise(model: nn.Module, empty: list[ModuleTensor], context: Context) -> None:
-    """Have modules initialize what is empty, by their `reset_parameters` or the model's `_init_weights`.
-
-    A module writes into all that it owns, so what the files have gives way meanwhile.
-    """
-    places = {(id(tensors), key) for slot in empty for tensors, key in slot.places}
-    keeps = context.keeps_of(model) if places else None
-    undone: list[str] = []
-    for name, module in list(model.named_modules()):
-        own = [(tensors, key) for tensors in own_tensors(module) for key in tensors]
-        own = [(tensors, key) for tensors, key in own if tensors[key] is not None]
-        if places.isdisjoint((id(tensors), key) for tensors, key in own):
-            continue
-        assert keeps is not None
-        before = [tensors[key] for tensors, key in own]
-        for (tensors, key), tensor in zip(own, before, strict=True):
-            fresh = make_uninitialised(tensor, context.read_now)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            fresh.initialise_in(context.initialiser, keeps(tensor) if is_parameter else FlatRange(0, tensor.numel()))
-            tensors[key] = nn.Parameter(fresh, requires_grad=tensor.requires_grad) if is_parameter else fresh
-        _reset(model, name, module)
-        context.initialiser.release()
-        for (tensors, key), tensor in zip(own, before, strict=True):
-            if (id(tensors), key) not in places:
-                tensors[key] = tensor
-            elif not _is_written(tensors[key]):
-                undone.append(f"{name}.{key}" if name else key)
-    if undone:
-        raise UnsupportedError(
-            f"{type(model).__name__}: initialize=True, but neither a reset_parameters of the module that owns it nor "
-            f"the model's _init_weights writes {', '.join(undone)}; fill them yourself, and name them in leave="
-        )
-    _share(empty)
-
-
-def _reset(model: nn.Module, name: str, module: nn.Module) -> None:
-    own: Any = getattr(module, "reset_parameters", None)
-    parts = name.split(".")
-    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
-    of_models = [getattr(outer, "_init_weights", None) for outer in around]  # the innermost model's counts
-    with torch.no_grad():
-        if own is not None:
-            own()
-        elif of_model := next(filter(None, of_models), None):
-            of_model(module)
-
-
-def _is_written(tensor: torch.Tensor) -> bool:
-    assert isinstance(tensor, SymbolicTensor)
-    expression = tensor.expression
-    return tensor.initialised is not None or not (
-        isinstance(expression, Computed) and expression.operation == UNINITIALISED
-    )
-
-
-def _share(slots: list[ModuleTensor]) -> None:
-    """Tie again what several places hold: the value that was written last counts."""
-    for slot in slots:
-        last, key = slot.places[-1]
-        for tensors, other in slot.places[:-1]:
-            tensors[other] = last[key]
+    return found, problems
 
 
 # -- transformers models, by its own loader ----------------------------------------------------------------------------

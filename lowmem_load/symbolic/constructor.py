@@ -64,15 +64,6 @@ _OF_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 _FILLS = {aten.copy_, aten.fill_, aten.zero_}
 """Operations that give all elements values that do not depend on those before."""
 
-_FILLS_SOME = {
-    *(aten.index_put_, aten.index_copy_, aten.index_fill_, aten.put_, aten.scatter_),
-    *(aten.masked_fill_, aten.masked_scatter_, aten.fill_diagonal_),
-}
-"""Those that do so for some elements."""
-
-_NEW_VALUES = {"values", "source", "src", "value", "fill_value"}
-"""How schemas of `_FILLS_SOME` call the values that are written."""
-
 
 class Constructor:
     """What the constructors of one model have made: which values are known, its buffers and its tensor attributes.
@@ -229,11 +220,6 @@ class _Memory:
             elif not known or key in self._masks:
                 self._mask_of(part).fill_(known)
 
-    def note_some(self, tensor: torch.Tensor, written: torch.Tensor) -> None:
-        """Note that known values were written to those elements of a tensor that a mask of its shape names."""
-        if _storage(tensor) in self._masks:
-            self._mask_of(tensor).logical_or_(written.unsqueeze(-1))
-
     def has_unknown(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether elements of real tensors are unknown."""
         masked = [part for part in _strided(tensors) if _storage(part) in self._masks]
@@ -317,24 +303,14 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _on_meta(func, args, kwargs)
         draws_apart = draws and any(map(self._is_on_meta, written))
         result = func(*args, **kwargs, **({"generator": self._generator} if draws_apart else {}))
-        self._note_written(func, args, kwargs, written, draws_apart or self._memory.has_unknown(others), draws)
-        return result
-
-    def _note_written(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], written: list[Any], is_unknown: bool, draws: bool
-    ) -> None:
-        """Note what an operation that writes has made known, or unknown."""
         is_out = any(argument.is_write and argument.kwarg_only for argument in func._schema.arguments)
-        if is_unknown or func.overloadpacket in (aten.resize_, aten.resize_as_):
+        if draws_apart or self._memory.has_unknown(others) or func.overloadpacket in (aten.resize_, aten.resize_as_):
             self._memory.note(written, known=False)
         elif draws or is_out or func.overloadpacket in _FILLS:
             self._memory.note(written, known=True)
-        elif self._memory.has_unknown(written):
-            places = _places_written(func, args, kwargs) if func.overloadpacket in _FILLS_SOME else None
-            if places is not None:
-                self._memory.note_some(written[0], places)
-            elif torch.Tag.pointwise not in func.tags:  # it may spread what is unknown
-                self._memory.note(written, known=False)
+        elif torch.Tag.pointwise not in func.tags and self._memory.has_unknown(written):
+            self._memory.note(written, known=False)  # it may spread what is unknown
+        return result
 
     def _is_on_meta(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on meta in an ordinary load."""
@@ -355,20 +331,6 @@ def _strided(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         part = tensor._values() if tensor.is_sparse else tensor.values() if is_compressed else tensor
         if not part.is_meta and part.layout is torch.strided:
             yield part
-
-
-def _places_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return a mask of the elements that one of `_FILLS_SOME` gives new values; None if they depend on the old ones."""
-    target, *others = func._schema.arguments
-    named = {argument.name: value for argument, value in zip(others, args[1:], strict=False)} | dict(kwargs)
-    if named.get("accumulate") or named.get("reduce"):
-        return None
-    for name in _NEW_VALUES & named.keys():
-        value = named[name]
-        named[name] = torch.ones_like(value, dtype=torch.bool) if isinstance(value, torch.Tensor) else True
-    written = torch.zeros(args[0].shape, dtype=torch.bool, device=CPU)
-    func(**{target.name: written}, **named)
-    return written
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:

@@ -36,12 +36,7 @@ def written_in_parts(*writes: Callable[[torch.Tensor], object]) -> torch.Tensor:
     return table
 
 
-ROW, COLUMNS = torch.tensor([1]), torch.tensor([[0, 1, 2]])
 PARTS: dict[str, Callable[[torch.Tensor], object]] = {
-    "second row by index_fill": lambda x: x.index_fill_(0, ROW, 2.0),
-    "second row by scatter": lambda x: x[1:].scatter_(1, COLUMNS, 3.0),
-    "second row by a mask": lambda x: x.masked_fill_(torch.tensor([[False], [True]]), 4.0),
-    "second row by values": lambda x: x.masked_scatter_(torch.tensor([[False], [True]]), torch.arange(6.0)),
     "second row by out=": lambda x: torch.add(torch.ones(3), 1, out=x[1]),
     "second row as bytes": lambda x: x[1].view(torch.uint8).fill_(0),
     "second row in a transposed view": lambda x: x.t()[:, 1].copy_(torch.arange(3.0)),
@@ -63,7 +58,6 @@ VALUES: dict[str, Callable[[], torch.Tensor]] = {
     "random once": lambda: torch.zeros(3).uniform_().fill_(3.0),
     **{name: lambda part=part: written_in_parts(lambda x: x[0].fill_(1.0), part) for name, part in PARTS.items()},
     "rotary": lambda: torch.outer(torch.arange(32).float(), 1.0 / 1e4 ** (torch.arange(8) / 8)).cos(),
-    "indexed": indexed,
     "tensor": lambda: torch.tensor(np.linspace(0, 1, 5)).bfloat16(),
     "items": lambda: torch.tensor([rate.item() for rate in torch.linspace(0, 0.1, 4)]),
     "numpy": lambda: torch.from_numpy(torch.arange(4).numpy() * 2),
@@ -95,6 +89,7 @@ def overwritten_in_part() -> torch.Tensor:
 UNKNOWN: dict[str, Callable[[], torch.Tensor]] = {
     "one element written": lambda: written_in_parts(lambda x: x[0, :1].fill_(1.0)),
     "spread by a sum": spread,
+    "written by indexes": indexed,
     "known, then random in part": lambda: written_in_parts(lambda x: x.zero_(), lambda x: x[1].uniform_()),
     "added to": lambda: written_in_parts(lambda x: x.index_put_((torch.tensor([0, 1]),), torch.ones(3), True)),
     "resized": lambda: torch.zeros(2).resize_(6),
