@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     FullyShardedDataParallel,
-    MixedPrecisionPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, debug
@@ -93,25 +92,6 @@ def mesh_device(model: nn.Module) -> torch.device:
     """Return the device of the mesh over which a model is sharded."""
     kind = next((p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor)), "cpu")
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-def fsdp_over_all_ranks(
-    device_type: str,
-    world_size: int,
-    *,
-    compute_dtype: torch.dtype,
-    reshard_after_forward: bool,
-    offload_params: bool,
-    pin_memory: bool,
-) -> tuple[DeviceMesh, dict[str, Any]]:
-    """Return a mesh of all ranks, and the other keywords of `fully_shard`. Gradients are reduced in fp32."""
-    policy: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
-        "reshard_after_forward": reshard_after_forward,
-    }
-    if offload_params:
-        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
-    return init_device_mesh(device_type, (world_size,)), policy
 
 
 def made_real(make_real: Callable[[torch.Tensor], torch.Tensor]) -> contextlib.AbstractContextManager[None]:

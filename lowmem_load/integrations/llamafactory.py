@@ -20,18 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import yaml
 from torch import nn
 
 from lowmem_load import foreign_names
 from lowmem_load.config.settings import read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.engines.mesh import fsdp_over_all_ranks
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.load.load import Options
 from lowmem_load.load.load_into import load_into
-from lowmem_load.load.load_model import load_model, load_request
+from lowmem_load.load.load_model import load_request
 from lowmem_load.load.request import Request
 from lowmem_load.models import active, model_class
 from lowmem_load.models.active import load_lock
@@ -39,9 +37,6 @@ from lowmem_load.models.model_folder import find_folder
 from lowmem_load.replaced import Handlers
 
 T = TypeVar("T")
-
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""Dtypes by the names that `DistConfig.mixed_precision` takes."""
 
 _ALIASES = {
     "model_name_or_path": "model",
@@ -89,21 +84,18 @@ class DistConfig:
     """How to distribute the model.
 
     Attributes:
-        config_file: the ds_config: a dict, or the path of its JSON file. None with fsdp2.
-        name: "deepspeed" or "fsdp2".
-        mixed_precision: with fsdp2, the dtype of forward and backward: "bf16", "fp16" or "fp32". Parameters are stored
-            in fp32.
-        reshard_after_forward: with fsdp2, as `fully_shard` has it.
-        offload_params: with fsdp2, whether parameters stay in host memory between steps.
-        pin_memory: with fsdp2, whether that memory is pinned.
+        config_file: the ds_config: a dict, or the path of its JSON file.
+        name: "deepspeed".
     """
 
     config_file: dict[str, Any] | str | None = None
     name: str = "deepspeed"
-    mixed_precision: str = "bf16"
-    reshard_after_forward: bool = True
-    offload_params: bool = False
-    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if self.name != "deepspeed":
+            raise ConfigError(
+                f"DistConfig.name: expected 'deepspeed', got {self.name!r}; for FSDP2 call load_model with a DeviceMesh"
+            )
 
 
 def read_arguments(model_args: Any, dist_config: Any = None) -> tuple[ModelArguments, DistConfig, dict[str, Any]]:
@@ -172,14 +164,7 @@ def _dist_config(argument: Any, outer_folder: Path | None) -> DistConfig:
         if folder is not None:  # it is next to the YAML file that names it, else in the current folder
             beside, path = folder / file, Path(file).expanduser()
             values["config_file"] = str(path if path.is_file() and not beside.is_file() else beside)
-    config = _made(DistConfig, values)
-    of_fsdp2 = config.name == "fsdp2" and config.config_file is None and config.mixed_precision in PRECISIONS
-    if config.name != "deepspeed" and not of_fsdp2:
-        raise ConfigError(
-            "dist_config: expected the name 'deepspeed', or 'fsdp2' without config_file and with a mixed_precision of "
-            f"{', '.join(PRECISIONS)}; got {config}"
-        )
-    return config
+    return _made(DistConfig, values)
 
 
 def _made(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -199,8 +184,6 @@ def _made(cls: type[T], values: Mapping[str, Any]) -> T:
 class ModelEngine:
     """Loads a model with its processor, ready for `deepspeed.initialize(model=..., config=engine.ds_config)`.
 
-    With `name: fsdp2` the model is sharded by FSDP2 over all ranks instead, layer by layer, and ready to be trained.
-
     Every rank constructs one. A process may construct several, one after the other. None leaves a DeepSpeed
     configuration visible to transformers, even if it fails.
 
@@ -214,11 +197,11 @@ class ModelEngine:
         args, dist_config, is_train: the arguments, as dataclasses.
         extra: top-level keys of a pipeline file that are not the engine's.
         distributed: the `DistributedInterface`.
-        precision: the dtype of the stored parameters and of DeepSpeed; fp32 with fsdp2.
+        precision: the dtype of the stored parameters and of DeepSpeed.
         ds_config: the resolved ds_config. It states bf16.enabled and fp16.enabled, and has "auto" only in optimizer and
-            scheduler, whose values the training loop knows. You may add to it. Empty with fsdp2.
+            scheduler, whose values the training loop knows. You may add to it.
         hf_deepspeed_config: the `HfDeepSpeedConfig` that was active while loading. Only the engine keeps it alive.
-            transformers sees it inside `deepspeed_visible`. None with fsdp2.
+            transformers sees it inside `deepspeed_visible`.
         processor: of AutoProcessor or AutoTokenizer; None if the checkpoint has none.
         model_config: `model.config`.
         model: the model; `lowmem_load.load_report(model)` says how it was loaded.
@@ -237,45 +220,6 @@ class ModelEngine:
         self.args, self.dist_config, self.extra = read_arguments(model_args, dist_config)
         self.is_train = is_train
         self.distributed = DistributedInterface()
-        self.hf_deepspeed_config: Any = None
-        self.ds_config: dict[str, Any] = {}
-        if self.dist_config.name == "fsdp2":
-            self._load_sharded()
-        else:
-            self._load_partitioned()
-        self.model_config = self.model.config
-        with self.distributed.step("setting up the model", name=self.args.model):
-            self._freeze()
-            self._set_mode()
-
-    def _load_sharded(self) -> None:
-        """Load the model for FSDP2: fp32 masters under a policy of mixed precision, as LLaMA-Factory v1 stores them."""
-        config = self.dist_config
-        with self.distributed.step("preparing", name=self.args.model):
-            name, kwargs = find_folder(self.args.model, self._from_pretrained_kwargs())
-            if self.args.bf16 or self.args.fp16:
-                raise ConfigError("bf16 and fp16 belong to deepspeed; dist_config.mixed_precision says it for fsdp2")
-            self.processor = model_class.load_processor(name, kwargs)
-        self.precision = torch.float32
-        mesh, policy = fsdp_over_all_ranks(
-            self.distributed.device.type,
-            self.distributed.world_size,
-            compute_dtype=PRECISIONS[config.mixed_precision],
-            reshard_after_forward=config.reshard_after_forward,
-            offload_params=config.offload_params,
-            pin_memory=config.pin_memory,
-        )
-        self.model = load_model(
-            name,
-            mesh,
-            auto_class=self.args.auto_class,
-            dtype=torch.float32,
-            policy=policy,
-            **kwargs,
-        )
-
-    def _load_partitioned(self) -> None:
-        """Load the model into ZeRO-3 partitions."""
         with self.distributed.step("preparing", name=self.args.model) as step:
             name, kwargs = find_folder(self.args.model, self._from_pretrained_kwargs())
             settings = read_settings(
@@ -289,19 +233,22 @@ class ModelEngine:
             self.processor = model_class.load_processor(name, kwargs)
             settings = settings.for_model(model_class.model_config(name, kwargs))
         self.precision = settings.dtype
-        self.ds_config = copy.deepcopy(dict(settings.ds_config))
+        self.ds_config: dict[str, Any] = copy.deepcopy(dict(settings.ds_config))
         request = Request(name, self.args.auto_class, "auto", kwargs)
         # transformers gets a copy: it must not see what the caller adds to ds_config, such as an optimizer.
         with load_lock(), active.deepspeed_config(settings.ds_config) as self.hf_deepspeed_config:
             self.model = load_request(lambda: (request, settings), self.distributed, Options())
+        self.model_config = self.model.config
+        with self.distributed.step("setting up the model", name=self.args.model):
+            self._freeze()
+            self._set_mode()
 
     def deepspeed_visible(self) -> contextlib.AbstractContextManager[Any]:
         """Make transformers see this engine's ds_config inside the block, as it did during the load.
 
-        `from_pretrained` of another model needs it. Does nothing with fsdp2.
+        `from_pretrained` of another model needs it.
         """
-        config = self.hf_deepspeed_config
-        return contextlib.nullcontext() if config is None else active.deepspeed_config(config)
+        return active.deepspeed_config(self.hf_deepspeed_config)
 
     def _from_pretrained_kwargs(self) -> dict[str, Any]:
         attention = self.args.attn_implementation

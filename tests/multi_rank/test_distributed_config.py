@@ -136,39 +136,6 @@ def test_install_takes_sharded_loads(checkpoints: Path) -> None:
     run_ranks(load_installed, str(builders.tiny_mixtral(checkpoints)))
 
 
-def load_engines(path: str) -> None:
-    world_size = start()
-    for offload in (False, True):
-        load_engine(path, world_size, offload)
-
-
-def load_engine(path: str, world_size: int, offload: bool) -> None:
-    """`ModelEngine` with fsdp2 trains as a plain load that is sharded alike."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    dist_config = {"name": "fsdp2", "mixed_precision": "bf16", "offload_params": offload, "pin_memory": False}
-    engine = lowmem_load.ModelEngine(
-        {"model": path, "freeze": ["model.embed_tokens.*"], "gradient_checkpointing": False}, dist_config
-    )
-    assert engine.model.training and engine.ds_config == {} and engine.hf_deepspeed_config is None
-    assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.float32}
-    plain = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
-    plain.model.embed_tokens.requires_grad_(False)
-    policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-    mesh = init_device_mesh("cpu", (world_size,))
-    for layer in plain.model.layers:
-        fully_shard(layer, mesh=mesh, **policy)
-    fully_shard(plain, mesh=mesh, **policy)
-    assert losses(engine.model, 3) == losses(plain, 3)
-    with engine.deepspeed_visible():
-        pass
-
-
-def test_the_model_engine_takes_fsdp2(checkpoints: Path) -> None:
-    run_ranks(load_engines, str(builders.tiny_llama(checkpoints)), timeout_s=120)
-
-
 def load_dequantized(path: str, options: dict[str, Any]) -> list[int]:
     """Rank function: an fp8 checkpoint, dequantized while transformers' shards are filled; what was read."""
     from transformers.distributed import DistributedConfig

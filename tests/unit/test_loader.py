@@ -1,6 +1,5 @@
 """What stands in for what transformers has: alike to it, and gone afterwards."""
 
-import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -153,27 +152,13 @@ def test_a_copy_that_has_collected_nothing_is_handed_out_again() -> None:
         assert first.layer_targets == {"model.experts.up": {"experts.0.up"}}
 
 
-def test_a_job_makes_a_tensor_as_transformers_does_and_takes_little_memory() -> None:
+def test_tensors_are_made_without_threads() -> None:
     tensor = torch.arange(3.0)
     with replaced(collecting_handlers()):
         pool: Any = object()  # of which nothing is asked
         job = loading.spawn_materialize(pool, tensor, "cpu", torch.bfloat16)
-        assert not hasattr(job, "__dict__")
         assert torch.equal(job(), loading._materialize_copy(tensor, "cpu", torch.bfloat16))
         assert job().dtype == torch.bfloat16
-
-
-def test_a_job_that_shards_is_left_to_transformers() -> None:
-    if "sharding_op" not in inspect.signature(loading.spawn_materialize).parameters:
-        pytest.skip("this transformers shards by another function")
-
-    class Halves:
-        def shard_tensor(self, tensor: torch.Tensor, **_: object) -> torch.Tensor:
-            return tensor[:1]
-
-    with replaced(collecting_handlers()):
-        job = loading.spawn_materialize(None, torch.zeros(2), sharding_op=Halves())
-        assert job().shape == (1,)
 
 
 @pytest.fixture
