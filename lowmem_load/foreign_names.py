@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import inspect
 import logging
 import operator
 import pkgutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
@@ -54,30 +52,19 @@ AXOLOTL = Releases("axolotl", oldest="0.19.0", newest="0.19.0")
 # -- the check of releases and of names that are used ------------------------------------------------------------------
 
 
-def require(
-    supported: Releases,
-    names: Mapping[str, Sequence[str]],
-    *,
-    arguments: Mapping[str, Sequence[str]] = MappingProxyType({}),
-) -> None:
+def require(supported: Releases, names: Mapping[str, Sequence[str]]) -> None:
     """Raise IncompatibleVersionError, which names all that is missing, unless a release can be used.
 
-    An owner of `names` is "package.module" or "package.module:Class"; names may be dotted. `arguments` are those that
-    each function must take by name.
+    An owner of `names` is "package.module" or "package.module:Class"; names may be dotted.
     """
     check_release(supported)
     missing: list[str] = []
-    for owner in (*names, *arguments):
+    for owner, attributes in names.items():
         label = owner.replace(":", ".")
         try:
-            found: Any = pkgutil.resolve_name(owner)
+            missing += _missing_attributes(label, pkgutil.resolve_name(owner), attributes)
         except (ImportError, AttributeError) as error:
             missing.append(f"{label} ({error})")
-            continue
-        missing += _missing_attributes(label, found, names.get(owner, ()))
-        if owner in arguments:
-            parameters = inspect.signature(found).parameters
-            missing += [f"{label}({name})" for name in arguments[owner] if name not in parameters]
     refuse(supported, missing)
 
 
@@ -315,7 +302,6 @@ DIFFUSERS_WRITE = _diffusers("safetensors.torch", "save_file")
 # -- TRL and LLaMA-Factory ---------------------------------------------------------------------------------------------
 
 _vllm = functools.partial(ForeignName, TRL, "trl.generation.vllm_generation")
-_online_dpo = functools.partial(ForeignName, TRL, "trl.experimental.online_dpo.online_dpo_trainer")
 _fsdp2 = functools.partial(ForeignName, LLAMAFACTORY, "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2")
 _GATHERS = "TRL gathers the weights for vLLM itself, one parameter after the other"
 _UNCHECKED = "LLaMA-Factory v1 reads the weights of FSDP2 models itself, without lowmem_load's checks"
@@ -324,7 +310,6 @@ SYNC_WEIGHTS = _vllm("VLLMGeneration.sync_weights", _GATHERS)
 ITER_NAMED_PARAMS = _vllm("VLLMGeneration._iter_named_params", _GATHERS)
 WEIGHT_METADATA = _vllm("VLLMGeneration._weight_metadata", _GATHERS)
 """Set on objects, and not replaced."""
-MOVE_TO_VLLM = _online_dpo("OnlineDPOTrainer._move_model_to_vllm_inner", _GATHERS)
 LLAMAFACTORY_LOAD = _fsdp2("FSDP2Engine._load_weights_from_hf_checkpoint", _UNCHECKED)
 
 # -- torch: reads the memory of lazy tensors past its dispatcher -------------------------------------------------------
@@ -333,8 +318,6 @@ MESH_SCATTER = ForeignName(TORCH, "torch.distributed.tensor.placement_types", "m
 FLATTEN_TENSORS = ForeignName(TORCH, "torch.distributed.fsdp._flat_param", "FlatParamHandle.flatten_tensors")
 ASSIGNED_DATA = ForeignName(TORCH, "torch.nn", "Parameter.data")
 """A property, which `symbolic/lazy.py` replaces by itself while there are lazy models."""
-LINEAR = ForeignName(TORCH, "torch.nn.functional", "linear")
-"""DeepSpeed's under memory_efficient_linear. It stays, as in stock."""
 
 TABLE: tuple[ForeignName, ...] = tuple(
     name

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -21,7 +20,6 @@ from torch.compiler import is_compiling
 
 from lowmem_load.errors import NotStreamedWarning, outside_level
 from lowmem_load.foreign_names import (
-    TABLE,
     ForeignName,
     Releases,
     check_release,
@@ -139,17 +137,11 @@ def usable_names(names: Iterable[ForeignName]) -> list[ForeignName]:
             check_release(releases)
     missing = [name for name in names if not is_there(name)]
     for releases in {name.releases for name in missing}:
-        refuse(releases, [str(name) for name in missing if name.releases == releases and _is_required(name)])
+        required = [name for name in missing if not name.loss and _is_expected(name)]
+        refuse(releases, [str(name) for name in required if name.releases == releases])
     warn_of_missing(missing)
     lost = {name.loss for name in missing if name.loss}
     return [name for name in names if name not in missing and name.loss not in lost]
-
-
-def require_names(releases: Releases) -> None:
-    """Raise IncompatibleVersionError unless a package has all required names of its modules that are imported."""
-    check_release(releases)
-    names = [name for name in TABLE if name.releases == releases and name.module in sys.modules]
-    refuse(releases, [str(name) for name in names if _is_required(name) and not is_there(name)])
 
 
 def warn_of_missing(names: Iterable[ForeignName]) -> None:
@@ -189,10 +181,6 @@ def _location(name: ForeignName) -> tuple[Any, str]:
     cls, _, attribute = name.name.rpartition(".")
     owner = name.owner or importlib.import_module(name.module)
     return (getattr(owner, cls, None) if cls and name.owner is None else owner), attribute
-
-
-def _is_required(name: ForeignName) -> bool:
-    return not name.loss and _is_expected(name)
 
 
 def _is_expected(name: ForeignName) -> bool:

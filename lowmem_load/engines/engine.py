@@ -46,7 +46,6 @@ require(
         "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": ("reset_step",),
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": ("_get_norm_groups", "loss_scale", "step"),
     },
-    arguments={"deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint": ("exclude_frozen_parameters",)},
 )
 
 from deepspeed.runtime import lr_schedules  # noqa: E402  the contract gives the better error

@@ -52,11 +52,6 @@ require(
         "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.cpu", "OffloadDeviceEnum.nvme"),
         "deepspeed.utils.groups": ("_get_zero_param_intra_parallel_group",),
     },
-    arguments={
-        f"{_ZERO}:Init.__init__": (
-            *("config_dict_or_path", "data_parallel_group", "module", "mpu", "zero_param_parallel_group"),
-        ),
-    },
 )
 
 from deepspeed.runtime.zero.linear import zero3_linear_wrap  # noqa: E402  the contract gives the better error

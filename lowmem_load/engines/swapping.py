@@ -6,12 +6,11 @@ buffers at once, empties its folder, and does not check that a file has all byte
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import shutil
 import weakref
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -34,10 +33,6 @@ require(
             *("_io_aligned_numel", "available_swap_in_buffers", "get_buffer", "get_path", "swap_out_and_release"),
             *("swappable_tensor", "synchronize_writes"),
         ),
-    },
-    arguments={
-        f"{_SWAPPER}.swappable_tensor": ("numel",),
-        f"{_SWAPPER}.swap_out_and_release": ("async_op", "force_buffer_release"),
     },
 )
 
@@ -80,17 +75,13 @@ class Swapping:
         require_attributes(
             DEEPSPEED,
             swapper,
-            (
-                *("aio_read_handle", "aio_write_handle", "buffers", "elements_per_buffer", "param_buffer_count"),
-                *("swap_element_size", "swap_folder", "use_gds"),
-            ),
+            (*("elements_per_buffer", "param_buffer_count", "swap_element_size", "swap_folder"),),
         )
         self._swapper = swapper
         self._filling: list[nn.Parameter] = []
         self._writing: list[tuple[str, int]] = []  # path and final length in bytes of each file
         if folder is not None:  # else it is an engine's own
             Swapping._live[folder] = swapper
-            _free_with_last_view(swapper, self._writing)
 
     @classmethod
     def refuse_held(cls, folder: Folder) -> None:
@@ -166,26 +157,3 @@ class Swapping:
                     f"offload_param.nvme_path: {path} has {nbytes} bytes after {written} were written to it "
                     f"({size(free)} are free there); free space, or name another folder"
                 )
-
-
-def _free_with_last_view(swapper: Any, writing: Sized) -> None:
-    """Free the swapper's page-locked buffers, GBs by default, with the last tensor in them. DeepSpeed never does."""
-    # Source: deepspeed 0.19.8 deepspeed_pin_tensor.cpp, alloc: a process-wide table owns the memory.
-    if swapper.use_gds:
-        return  # memory of the device, which torch owns
-    storage = swapper.buffers.untyped_storage()
-    free = weakref.finalize(
-        storage,
-        _free_locked,
-        address=storage.data_ptr(),
-        read_handle=swapper.aio_read_handle,
-        write_handle=swapper.aio_write_handle,
-        writing=writing,
-    )
-    free.atexit = False
-
-
-def _free_locked(address: int, read_handle: Any, write_handle: Any, writing: Sized) -> None:
-    if writing:  # the kernel still reads the buffers
-        write_handle.wait()
-    read_handle.free_cpu_locked_tensor(torch.frombuffer((ctypes.c_char * 1).from_address(address), dtype=torch.uint8))

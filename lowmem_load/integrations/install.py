@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import logging
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,8 +34,6 @@ from lowmem_load.models.active import active_zero3_config, deepspeed_config, loa
 from lowmem_load.models.loader import SHARDS, Call
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.replaced import Handlers, replaced, usable_names, warn_of_loss, warn_of_missing
-
-logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -126,7 +122,6 @@ def install(
     """
     if _installed:
         return
-    _warn_of_locks()
     options = Options(is_lenient=not strict, on_load=on_load, stream=stream, share_reads=share_reads)
     with contextlib.ExitStack() as stack:
         for load, is_wanted in _loads(options):
@@ -134,15 +129,6 @@ def install(
         for names, handlers in _hooks(options, saves=saves):
             stack.enter_context(_replaced_once_imported(names, handlers))
         _installed.append(stack.pop_all())
-
-
-def _warn_of_locks() -> None:
-    """Warn of old locks of builds, where DeepSpeed may wait before anything of ours runs."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        from lowmem_load.engines.ops import old_locks
-
-        for text in old_locks():
-            logger.warning("%s: delete it if nobody builds there", text)
 
 
 def uninstall() -> None:
@@ -222,8 +208,7 @@ def _hooks(options: Options, *, saves: bool) -> Iterator[tuple[Sequence[ForeignN
     yield tuple(accelerate.HANDLERS), lambda: accelerate.HANDLERS
     yield diffusers.NAMES, lambda: diffusers.handlers(options)
     yield [foreign_names.LLAMAFACTORY_LOAD], lambda: _late("llamafactory").load_handlers(options)
-    weights_out = foreign_names.SYNC_WEIGHTS, foreign_names.ITER_NAMED_PARAMS, foreign_names.MOVE_TO_VLLM
-    yield weights_out, lambda: _late("trl").HANDLERS
+    yield [foreign_names.SYNC_WEIGHTS, foreign_names.ITER_NAMED_PARAMS], lambda: _late("trl").HANDLERS
     yield [foreign_names.INITIALIZE, foreign_names.LOAD_CHECKPOINT], lambda: _late("engine").HANDLERS
     if saves:
         yield [foreign_names.DIFFUSERS_SAVE], lambda: diffusers.SAVE_HANDLERS

@@ -2,8 +2,7 @@
 
 GRPO, RLOO and other trainers of trl 1.16 have a `VLLMGeneration`, whose `sync_weights` hands what `_iter_named_params`
 yields to the server's client, or to vLLM in the same process. Here it runs unchanged, but gets the tensors of
-`iter_weights`. With these come the names of the checkpoint, which vLLM loads by. Online DPO has a method of its own,
-which gathers and sends; it is replaced.
+`iter_weights`. With these come the names of the checkpoint, which vLLM loads by.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lowmem_load import foreign_names
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.replaced import Handlers, holding, warn_of_missing
 from lowmem_load.weights_out.iter_weights import Arguments, plan_weights
-from lowmem_load.weights_out.push_weights import hand_over, metadata_of, name_tensor_pairs
+from lowmem_load.weights_out.push_weights import metadata_of, name_tensor_pairs
 from lowmem_load.weights_out.rank_shards import group_of
 from lowmem_load.weights_out.send import Sending, delivery
 
@@ -65,20 +64,6 @@ def _logged(pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, to
         raise
 
 
-def move(ordinary: Callable[[Any], None], trainer: Any) -> None:
-    """Do what `OnlineDPOTrainer._move_model_to_vllm_inner` does. Collective: all ranks, as that is."""
-    weights = _planned(trainer.model, trainer.vllm_mode)
-    if weights is None:
-        ordinary(trainer)
-        return
-    if trainer.vllm_mode == "server":
-        client = trainer.vllm_client if trainer.accelerator.is_main_process else None
-    else:
-        client = trainer.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights
-    with delivery(weights) as buckets:
-        hand_over(client, weights, buckets)
-
-
 def _planned(model: Any, mode: str) -> Sending | None:
     """Return the weights to send, for rank 0 or for all; None if they need not, or cannot, be sent in buckets."""
     if all(group_of(parameter) is None for parameter in model.parameters()):
@@ -102,5 +87,4 @@ def iterate(ordinary: Callable[[Any], Iterator[Any]], generation: Any) -> Iterat
 HANDLERS: Handlers = {
     foreign_names.SYNC_WEIGHTS: sync,
     foreign_names.ITER_NAMED_PARAMS: iterate,
-    foreign_names.MOVE_TO_VLLM: move,
 }

@@ -29,7 +29,7 @@ from lowmem_load.load.report import LoadReport, OnLoad
 from lowmem_load.load.request import name_text, refuse_placing, stage_3
 from lowmem_load.locks import ForkedLock
 from lowmem_load.models import diffusion, loader, model_class, model_folder
-from lowmem_load.models.active import load_lock, on_host, transformers_class
+from lowmem_load.models.active import load_lock, on_host, transformers_models
 from lowmem_load.models.loader import Call
 from lowmem_load.models.model_folder import find_folder, rename_loaded
 from lowmem_load.models.saver import OURS, default_shard_size
@@ -231,8 +231,8 @@ def hand_out(
     for module in described.model.modules():
         setattr(module, _WAS_LAZY, True)
         module.register_forward_pre_hook(_read_before_forward)
-        if isinstance(module, transformers_class()):
-            module.save_pretrained = functools.partial(_save, module)
+        if transformers_models(module) == [module]:
+            vars(module)["save_pretrained"] = functools.partial(_save, module)
     setattr(described.model, REPORT_ATTRIBUTE, report)
     if on_load is not None:
         _ENDS[described.model] = functools.partial(on_load, report)

@@ -145,11 +145,6 @@ def transformers_models(module: nn.Module) -> list[PreTrainedModel]:
     return [model for child in module.children() for model in transformers_models(child)]
 
 
-def transformers_class() -> type[PreTrainedModel]:
-    """Return the class of all transformers models."""
-    return PreTrainedModel
-
-
 PATIENCE_S = 30.0
 """Seconds that a thread waits for another one to build a model. The largest models take a second."""
 

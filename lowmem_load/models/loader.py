@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 
 from lowmem_load import foreign_names
 from lowmem_load.config.settings import Settings
@@ -32,8 +33,8 @@ from lowmem_load.files.format import CheckpointFile, CheckpointFormat
 from lowmem_load.files.index import check_files, check_index
 from lowmem_load.files.safetensors import CODES, Safetensors
 from lowmem_load.files.stand_ins import origin
-from lowmem_load.foreign_names import TORCH, TRANSFORMERS, ForeignName, check_release
-from lowmem_load.models.active import constructors, inside_load, is_loading, load_lock
+from lowmem_load.foreign_names import TORCH, ForeignName, check_release
+from lowmem_load.models.active import constructors, inside_load, is_loading, load_lock, ordinary_path, quiet
 from lowmem_load.models.model_class import json_values
 from lowmem_load.models.model_folder import (
     HUB_KEYWORDS,
@@ -46,7 +47,7 @@ from lowmem_load.models.model_folder import (
 )
 from lowmem_load.models.quantizers import described_quantizers
 from lowmem_load.models.wrappers import refuse_differences
-from lowmem_load.replaced import Handler, Handlers, replaced, require_names
+from lowmem_load.replaced import Handler, Handlers, replaced
 from lowmem_load.symbolic.attributes import EXTRA_STATE
 from lowmem_load.symbolic.constructor import META, Constructor, Context
 from lowmem_load.symbolic.initialise import ReadNow
@@ -56,13 +57,6 @@ from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
 T = TypeVar("T")
 
 check_release(TORCH)
-
-from transformers import PreTrainedModel  # noqa: E402  the contract gives the better error
-
-from lowmem_load.models.active import ordinary_path, quiet  # noqa: E402  it uses private names, too
-
-require_names(TRANSFORMERS)
-
 
 PLACED_BY_STOCK = ("device_map", "quantization_config", "gguf_file")
 """Keywords of loads that transformers itself does under stages 0 to 2."""

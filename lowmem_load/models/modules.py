@@ -13,12 +13,12 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed, outside_level
 from lowmem_load.files.format import NESTS
 from lowmem_load.files.stand_ins import origin
 from lowmem_load.models import loader
-from lowmem_load.models.active import transformers_class
 from lowmem_load.models.loader import Call, tensors_in
 from lowmem_load.models.model_folder import FILE_KEYWORDS, files_of
 from lowmem_load.models.skeleton import hand_over
@@ -319,7 +319,7 @@ class BuiltModelCall(loader.TransformersCall):
     """
 
     def __init__(self, model: nn.Module, cls: Any, name: str, kwargs: dict[str, Any], *, left: Collection[str]) -> None:
-        ordinary = transformers_class().from_pretrained.__func__
+        ordinary = PreTrainedModel.from_pretrained.__func__
         if cls.from_pretrained.__func__ is not ordinary:
             raise UnsupportedError(
                 f"{cls.__name__}: has a from_pretrained of its own; call load_model with the ds_config"

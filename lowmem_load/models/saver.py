@@ -24,17 +24,15 @@ from transformers.utils import logging as hf_logging
 
 from lowmem_load import foreign_names
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.foreign_names import TRANSFORMERS, ForeignName
+from lowmem_load.foreign_names import ForeignName
 from lowmem_load.models import diffusion
 from lowmem_load.models.active import quiet
 from lowmem_load.models.model_class import model_class, model_config, plain_class
 from lowmem_load.planning.expression import Expression, Source, cast, numel
-from lowmem_load.replaced import Handler, replaced, require_names
+from lowmem_load.replaced import Handler, replaced
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 OURS = (
-    "processors",
-    "progress",
     "state_dict",
     "is_main_process",
     "safe_serialization",
@@ -42,15 +40,13 @@ OURS = (
     "distributed_checkpoint",
     "save_function",
 )
-"""Keywords that are not passed on to `save_pretrained`: those that a save sets, and those of earlier releases."""
+"""Keywords that are not passed on to `save_pretrained`: a save sets them."""
 
 NO_CONFIG = "config=False (on the command line --config none)"
 """How `consolidate` is told to keep names, for messages."""
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes to which weights can be cast. Integers and fp8 would need scales."""
-
-require_names(TRANSFORMERS)
 
 
 @dataclass(frozen=True, slots=True)

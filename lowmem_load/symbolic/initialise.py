@@ -37,7 +37,6 @@ class SharedValue:
     Attributes:
         expression: the value, row-major, in the shape of the tensor that the views were taken from.
         initialiser: does the writes into a parameter; None for a value that is no parameter.
-        computed_from: of a value that is no parameter: the initialiser of the parameter that it was computed from.
         keep: of a parameter: the elements that this rank will be asked for; `initialised` has them after writes.
         log: the writes, each with the random state before it if it draws; `before` is the value before the first.
         device: where code that looks at the tensor sees it. strides: of the tensor that the views were taken from.
@@ -46,7 +45,6 @@ class SharedValue:
 
     expression: Expression
     initialiser: Initialiser | None = None
-    computed_from: Initialiser | None = None
     keep: FlatRange = NOTHING
     initialised: Held | None = None
     log: list[_Write] = field(default_factory=list)
@@ -112,11 +110,6 @@ class Initialiser:
         if not self._holds_values:
             return torch.empty(expression.shape, dtype=expression.dtype, device="meta")
         return _pages(numel(expression), expression.dtype).view(expression.shape)
-
-    def skip(self, draw: Callable[[], object]) -> None:
-        """Draw random numbers whose result nobody has read: those that follow must be those of an ordinary load."""
-        if self._holds_values:
-            draw()
 
     def release(self) -> None:
         """Keep what this rank needs of the parameter in memory, and free the rest."""

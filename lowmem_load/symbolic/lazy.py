@@ -280,7 +280,7 @@ def keep(tensor: torch.Tensor) -> torch.Tensor:
 def settle(value: SharedValue, memory: torch.Tensor) -> None:
     """Let real values be a value from now on."""
     value.memory = memory.to(value.device)
-    value.initialiser = value.computed_from = None
+    value.initialiser = None
     value.forget()
 
 

@@ -234,12 +234,8 @@ def expression_of(tensor: torch.Tensor) -> Expression:
 
 
 def _make_result(expression: Expression, args: Any, meta: torch.Tensor) -> SymbolicTensor:
-    sources = _symbolic(args)
-    made = sources[0].family(expression, sources[0].read_now, meta)
-    made.value.computed_from = next(
-        (initialiser for s in sources if (initialiser := s.value.initialiser or s.value.computed_from)), None
-    )
-    return made
+    source = _symbolic(args)[0]
+    return source.family(expression, source.read_now, meta)
 
 
 def _join(operation: Any, tensors: Sequence[Any], dim: int = 0) -> SymbolicTensor | None:
@@ -358,11 +354,12 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run([target, *other_values])
         return full
 
-    if value.initialiser is None:  # no parameter: the write waits, with the random numbers that it would have drawn
+    if value.initialiser is None:  # no parameter: the write waits, with the random numbers that it draws
         before, strides = value.expression, value.strides
         state = torch.get_rng_state() if draws else None
-        if value.computed_from is not None and draws:
-            value.computed_from.skip(lambda: change(torch.empty(before.shape, dtype=before.dtype, device=CPU), ()))
+        if draws:  # those after it must be the ones of an ordinary load, even if nobody reads the result
+            now = [written.read_now(part, str(func)) for part in others]
+            change(torch.empty(before.shape, dtype=before.dtype, device=CPU), now)
         value.expression = Computed(
             str(func),
             lambda values: with_random_state(

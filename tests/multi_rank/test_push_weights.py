@@ -302,7 +302,6 @@ def generation_of(
 def sync_as_trl(paths: dict[str, str]) -> None:
     """Rank function: TRL's sync under `install` sends what it sends by itself, without GatheredParameters."""
     import deepspeed
-    from trl.experimental.online_dpo.online_dpo_trainer import OnlineDPOTrainer
 
     import lowmem_load
 
@@ -315,11 +314,6 @@ def sync_as_trl(paths: dict[str, str]) -> None:
         calls = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
         assert list(dict.fromkeys(Server.calls)) == (calls if rank == 0 else [])
         return Server.weights, len(collectives)
-
-    def online_dpo(generation: Any) -> Any:
-        trainer = object.__new__(OnlineDPOTrainer)
-        vars(trainer).update(vars(generation), vllm_mode=generation.mode, is_fsdp_enabled=generation._dist.is_fsdp)
-        return trainer
 
     def loaded(name: str) -> Any:
         if name == "sharded":
@@ -335,18 +329,14 @@ def sync_as_trl(paths: dict[str, str]) -> None:
     for name in ("llama", "tied", "llama lora", "sharded"):
         kind = {"zero_stage": 0, "fsdp": 2} if name == "sharded" else {}
         wanted, _ = sent(generation_of(loaded(name), rank, **kind).sync_weights)
-        if name == "llama lora" or name == "llama":
-            of_dpo, _ = sent(online_dpo(generation_of(loaded(name), rank, **kind))._move_model_to_vllm)
-            assert_equal(of_dpo, wanted, name)
         lowmem_load.install()
         model = loaded(name)
         deepspeed.zero.GatheredParameters = refuse
         generation = generation_of(model, rank, **kind)
-        for send in (generation.sync_weights, online_dpo(generation)._move_model_to_vllm):
-            found, num_collectives = sent(send)
-            assert num_collectives <= 2, name  # one for what is partitioned, one for what is not
-            assert_equal(found, wanted, name)
-            assert len(Server.calls) == 4 * (rank == 0)
+        found, num_collectives = sent(generation.sync_weights)
+        assert num_collectives <= 2, name  # one for what is partitioned, one for what is not
+        assert_equal(found, wanted, name)
+        assert len(Server.calls) == 4 * (rank == 0)
         pairs: dict[str, torch.Tensor] = {}
         colocated = generation_of(model, rank, "colocate", **kind)
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=pairs.update))
@@ -354,12 +344,10 @@ def sync_as_trl(paths: dict[str, str]) -> None:
         colocated.llm = SimpleNamespace(
             llm_engine=SimpleNamespace(model_executor=worker), reset_prefix_cache=lambda: None
         )
-        for send in (colocated.sync_weights, online_dpo(colocated)._move_model_to_vllm):
-            pairs.clear()
-            send()
-            if rank == 0:
-                assert_equal(pairs, wanted, (name, "colocate"))
-            assert len(pairs) > 20
+        colocated.sync_weights()
+        if rank == 0:
+            assert_equal(pairs, wanted, (name, "colocate"))
+        assert len(pairs) > 20
         broken = generation_of(model, rank, is_gone=True, **kind)
         with pytest.raises(RankError, match="rank 0: ConnectionError: refused"):
             broken.sync_weights()

@@ -20,7 +20,7 @@ from tests import ranks
 
 AT_IMPORT = (
     (names.SYNC_WEIGHTS, names.ITER_NAMED_PARAMS),
-    *((names.MOVE_TO_VLLM,), (names.LLAMAFACTORY_LOAD,), (names.AXOLOTL_FILL,)),
+    *((names.LLAMAFACTORY_LOAD,), (names.AXOLOTL_FILL,)),
 )
 """What `install` replaces once a program imports it."""
 

@@ -59,25 +59,6 @@ def kept(value: SharedValue) -> torch.Tensor:
     return value.initialised.flat
 
 
-# -- random numbers --------------------------------------------------------------------------------------------------
-
-
-def test_a_skipped_draw_keeps_its_place_in_the_order() -> None:
-    torch.manual_seed(5)
-    torch.rand(7)
-    state = torch.get_rng_state()
-    expected = torch.empty(SHAPE).normal_()
-
-    torch.manual_seed(5)
-    initialiser = Initialiser(refused)
-    value = parameter(initialiser)
-    initialiser.skip(lambda: torch.rand(7))
-    assert torch.equal(torch.get_rng_state(), state)  # also where nothing is drawn after it, as by `from_pretrained`
-    initialiser.write(value, "normal_", normal, (), draws=True)
-    initialiser.release()
-    assert torch.equal(kept(value).view(SHAPE), expected)
-
-
 # -- what is held ----------------------------------------------------------------------------------------------------
 
 

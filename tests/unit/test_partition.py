@@ -30,21 +30,6 @@ class Op:
             raise cls.error
 
 
-class Handle:
-    """Stands for an aio_handle: notes whose memory was freed, and how often writes were waited for."""
-
-    def __init__(self) -> None:
-        self.freed: list[int] = []
-        self.waits = 0
-
-    def wait(self) -> int:
-        self.waits += 1
-        return 1
-
-    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> None:
-        self.freed.append(tensor.data_ptr())
-
-
 class Swapper:
     elements_per_buffer = 1
     swap_element_size = 2
@@ -56,12 +41,9 @@ class Swapper:
     def _io_aligned_numel(self, numel: int) -> int:
         return -(-numel // 64) * 64
 
-    use_gds = False
-
     param_buffer_count = 5
 
     def __init__(self) -> None:
-        self.aio_read_handle, self.aio_write_handle, self.buffers = Handle(), Handle(), torch.zeros(8)
         self.folder, self.done = "", []  # type: ignore[var-annotated]
         self.free, self.writing = list(range(self.param_buffer_count)), []  # type: ignore[var-annotated]
 
@@ -244,30 +226,3 @@ def test_what_deepspeed_refuses_is_an_error_of_ours(
     with pytest.raises(ConfigError, match=rf"(?s)deepspeed [\d.]+ refuses the ds_config: {message}") as caught:
         Partitioner(config)
     assert caught.value.__cause__ is not None and "errors.pydantic.dev" not in str(caught.value)
-
-
-@pytest.mark.parametrize("is_writing", [False, True])
-def test_locked_buffers_are_freed_once_no_tensor_lies_in_them(is_writing: bool, tmp_path: Path) -> None:
-    swapper = Swapper()
-    write_handle = swapper.aio_write_handle
-    handle, address = swapper.aio_read_handle, swapper.buffers.data_ptr()
-    partitions = Swapping(swapper, ("/nvme", ""))
-    held = torch.empty(0)
-    held.data = swapper.buffers.narrow(0, 4, 2).data
-    if is_writing:
-        swapper.folder = str(tmp_path)
-        fill(partitions, 7)
-        partitions.swap_out()
-    del swapper, partitions
-    assert handle.freed == []
-    held.data = torch.ones(1)
-    assert (handle.freed, write_handle.waits) == ([address], int(is_writing)), "writes end before"
-
-
-def test_buffers_on_the_device_are_torchs_to_free() -> None:
-    swapper = Swapper()
-    swapper.use_gds = True
-    handle = swapper.aio_read_handle
-    Swapping(swapper, ("/nvme", ""))
-    del swapper
-    assert handle.freed == []

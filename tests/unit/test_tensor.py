@@ -307,7 +307,11 @@ def test_writing_into_a_copy_changes_the_copy_alone(pair: tuple[SymbolicTensor, 
     assert reader.stats.num_reads == 0
     assert torch.equal(read_whole(reader, expression_of(copied)), X.half().mul_(2).add_(Y))
     assert torch.equal(read_whole(reader, expression_of(x)), X)
-    x.half().normal_()
+    torch.manual_seed(5)
+    drawn, then = x.half().bernoulli_(y.sigmoid()), torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(read_whole(reader, expression_of(drawn)), X.half().bernoulli_(Y.sigmoid()))
+    assert torch.equal(then, torch.rand(3)), "those after it are those of an ordinary load"
     assert torch.equal(read_whole(reader, expression_of(x)), X)
 
 
