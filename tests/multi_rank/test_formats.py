@@ -145,24 +145,3 @@ def test_loads_as_an_ordinary_load_does(checkpoints: Path, tmp_path: Path) -> No
         exact = build is not with_fp8  # ranks share the scale of a block that their ranges cut
         cases.append((str(folder), ds_config, options, slow, exact))
     run_ranks(load_formats, cases, str(tmp_path / "fp8"), timeout_s=120)
-
-
-def load_running_mean(path: str, name: str, exact: torch.Tensor) -> None:
-    """Rank function: the running mean of a batch norm under bf16, when the ds_config names it for fp32 and when not."""
-    from lowmem_load import load_model
-
-    for names, expected in (([name], exact), ([], exact.bfloat16())):
-        config = {**BF16, "data_types": {"keep_in_fp32_modules": names}}
-        buffer = dict(load_model(path, config, auto_class="ResNetModel").named_buffers())[name]
-        assert buffer.dtype == expected.dtype
-        assert torch.equal(buffer, expected)
-
-
-def test_a_buffer_that_deepspeed_keeps_in_fp32_keeps_its_digits(tmp_path: Path) -> None:
-    from transformers import ResNetConfig, ResNetModel
-
-    model = ResNetModel(ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1]))
-    name, buffer = next((n, b) for n, b in model.named_buffers() if n.endswith("running_mean"))
-    buffer.copy_(torch.tensor([0.1, 1.001, 10.01, 100.1]))
-    model.save_pretrained(tmp_path)
-    run_ranks(load_running_mean, str(tmp_path), name, buffer)

@@ -165,18 +165,3 @@ def losses_of_changed_models(path: str, how: str) -> dict[str, list[float]]:
 
 def test_frozen_parameters_groups_and_leaf_modules_train_as_with_stock(checkpoints: Path) -> None:
     run_ranks(between_load_and_training, str(builders.tiny_mixtral(checkpoints)), timeout_s=120)
-
-
-def run_example(arguments: list[str]) -> None:
-    from examples import rlhf
-
-    losses = rlhf.main(arguments)
-    for name in ("actor", "critic"):
-        assert len(set(losses[name])) == 5, name
-        assert torch.tensor(losses[name]).isfinite().all(), name
-    assert losses["critic"][-1] < max(losses["critic"])
-
-
-@pytest.mark.release
-def test_the_example_of_rlhf_runs() -> None:
-    run_ranks(run_example, ["--steps", "5"])

@@ -52,10 +52,10 @@ def test_a_name_that_is_meant_as_a_folder_never_reaches_the_hub(
         check_name(full, subfolder)
 
 
-def test_a_format_of_which_every_rank_holds_all_is_refused() -> None:
+def test_a_format_of_which_every_rank_holds_all_is_refused(checkpoints: Path) -> None:
     refuse_gguf("model", {"gguf_file": None})
     with pytest.raises(UnsupportedError, match=r'gguf_file cannot be streamed; .*gguf_file="x-q4.gguf"'):
-        refuse_gguf("model", {"gguf_file": "x-q4.gguf"})
+        plan(builders.tiny_llama(checkpoints), Z3, rank=0, world_size=2, gguf_file="x-q4.gguf")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,7 @@ def test_a_plan_that_parts_gates_from_what_they_gate_is_refused(tp_size: int, st
         refuse_parted(model)
 
 
+Z3 = {"zero_optimization": {"stage": 3}}
 FILES_OF_SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
@@ -97,7 +98,7 @@ def test_files_that_transformers_does_not_look_for_are_named(
     shutil.copy(source / "config.json", tmp_path)
     for file in files:
         shutil.copy(source / "model.safetensors", tmp_path / file)
-    asked = functools.partial(plan, tmp_path, {"zero_optimization": {"stage": 3}}, rank=0, world_size=2)
+    asked = functools.partial(plan, tmp_path, Z3, rank=0, world_size=2)
     if text is None:
         assert asked().files
         return
