@@ -1,4 +1,4 @@
-"""A digest of a model's tensors that is the same however many ranks hold them, for tests of loads and saves."""
+"""Tensors of a model, whole however many ranks hold them, for tests of loads and saves."""
 
 import contextlib
 import hashlib
@@ -18,16 +18,38 @@ def model_digest(model: nn.Module) -> dict[str, str]:
         **dict(whole.named_parameters()),
         **{key: each for key, each in whole.named_buffers() if key in persistent},
     }
-    return {name: _digest(tensor) for name, tensor in tensors.items()}
+    return {name: _digest(gathered(tensor).cpu().contiguous()) for name, tensor in tensors.items()}
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def _digest(full: torch.Tensor) -> str:
+    values = full.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{full.dtype} {tuple(full.shape)} ".encode() + values).hexdigest()
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of what DeepSpeed or torch has partitioned, whole; of any other tensor as it is. Collective."""
     with contextlib.ExitStack() as stack:
         if hasattr(tensor, "ds_id"):
             import deepspeed
 
             stack.enter_context(deepspeed.zero.GatheredParameters([tensor]))
         full = tensor.detach()
-        full = (full.full_tensor() if isinstance(full, DTensor) else full).cpu().contiguous()
-        values = full.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return hashlib.sha256(f"{full.dtype} {tuple(full.shape)} ".encode() + values).hexdigest()
+        return (full.full_tensor() if isinstance(full, DTensor) else full).clone()
+
+
+def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of all parameters and buffers, tied ones under each name. Collective."""
+    found = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+        try:
+            found[name] = gathered(tensor)
+        except ValueError:  # torch 2.11 gathers no shard that is strided over a mesh of one dim
+            assert torch.__version__.startswith("2.11"), name
+    return found
+
+
+def differing(model: nn.Module, reference: nn.Module) -> list[str]:
+    """Return the names of tensors that are not equal, bit for bit. Collective."""
+    found, expected = whole_tensors(model), whole_tensors(reference)
+    assert found.keys() == expected.keys() or torch.__version__.startswith("2.11")
+    return [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]

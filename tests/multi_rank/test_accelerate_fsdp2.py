@@ -27,6 +27,7 @@ from lowmem_load.engines.mesh import local_tensor
 from lowmem_load.models.active import inside_load
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread
 from tests import builders
+from tests.model_digest import differing, whole_tensors
 from tests.multi_rank.test_load_into import losses, start
 from tests.ranks import run_ranks
 
@@ -70,20 +71,6 @@ def prepare(
         plugin.set_auto_wrap_policy(model)
         model = fsdp_utils.fsdp2_apply_ac(accelerator, model)
     return fsdp_utils.fsdp2_prepare_model(accelerator, model)
-
-
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    from torch.distributed.tensor import DTensor
-
-    held = [*model.named_parameters(), *model.named_buffers()]
-    return {name: (each.full_tensor() if isinstance(each, DTensor) else each).detach() for name, each in held}
-
-
-def assert_equal(ours: nn.Module, stock: nn.Module) -> None:
-    """Collective."""
-    found, expected = whole(ours), whole(stock)
-    assert found.keys() == expected.keys()
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
 def from_files(path: str, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -209,7 +196,7 @@ def compare(path: str, kinds: list[str]) -> None:
         lowmem_load.integrations.install.uninstall()
         is_lazy = any(isinstance(local_tensor(each), LazyTensor) for each in ours.parameters())
         assert is_lazy == (kind == "ignored" and not efficient), kind  # a forward reads what nobody shards
-        expected, found = whole(stock), whole(ours)
+        expected, found = whole_tensors(stock), whole_tensors(ours)
         parted = expected.keys() - found.keys()
         assert found.keys() <= expected.keys()
         assert not parted or (parted == {"lm_head.weight"} and PARTS_TIED), parted
@@ -248,7 +235,7 @@ def with_moved_names(path: str) -> None:
         lowmem_load.install()
         ours = prepare(from_files(path), efficient=True)
     lowmem_load.integrations.install.uninstall()
-    assert_equal(ours, stock)
+    assert differing(ours, stock) == []
 
 
 class Wrapper(nn.Module):
@@ -300,7 +287,7 @@ def as_trl(path: str) -> None:
     fully_shard(ours)
     assert seen == []
     lowmem_load.integrations.install.uninstall()
-    assert_equal(ours, from_files(path))
+    assert differing(ours, from_files(path)) == []
     ours(torch.tensor([[1, 2]]))
     assert seen == [lowmem_load.load_report(ours)]
 
@@ -481,7 +468,7 @@ def load_unlike(path: str, other: str) -> None:
     stock = prepare(from_files(path), efficient=True)
     lowmem_load.install()
     for make in (empty_on_others, own_teacher, one_at_a_time, judge_on_first, stock_on_one):
-        assert_equal(prepare(make(path, other), efficient=True), stock)
+        assert differing(prepare(make(path, other), efficient=True), stock) == []
     rank = torch.distributed.get_rank()
     with pytest.raises(CheckpointError, match="the ranks hold 2 different files"):
         prepare(from_files([path, other][rank]), efficient=True)

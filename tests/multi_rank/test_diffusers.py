@@ -12,7 +12,8 @@ from torch import nn
 from lowmem_load import NotStreamedWarning, UnsupportedError, install
 from lowmem_load.integrations.install import uninstall
 from lowmem_load.load.plan_model import plan_sharded
-from tests.multi_rank.test_own_modules import Z3, assert_sent_as_saved, differing
+from tests.model_digest import differing, whole_tensors
+from tests.multi_rank.test_own_modules import Z3, assert_sent_as_saved
 from tests.ranks import run_ranks
 
 diffusers = pytest.importorskip("diffusers")
@@ -363,7 +364,8 @@ def edit_before_engine(folder: Path) -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             engine, *_ = deepspeed.initialize(model=model, config={**Z3, **TAKES_ANY}, optimizer=optimizer)
             uninstall()
-            results.append((seen, gathered_of(engine.module)))
+            assert all(hasattr(parameter, "ds_id") for parameter in engine.module.parameters())
+            results.append((seen, whole_tensors(engine.module)))
         (seen, stock), (seen_here, ours) = results
         assert isinstance(seen[-1], nn.Module) or seen == seen_here, script
         assert stock.keys() == ours.keys(), script
@@ -392,17 +394,6 @@ def assert_failure_is_known(folder: Path) -> None:
 
 
 TAKES_ANY = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-
-
-def gathered_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    import deepspeed
-
-    whole = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        assert hasattr(parameter, "ds_id"), name
-        with deepspeed.zero.GatheredParameters([parameter]):
-            whole[name] = parameter.data.clone()
-    return whole
 
 
 @pytest.mark.parametrize("act", [load_by_name, load_in_script, edit_before_engine, train])

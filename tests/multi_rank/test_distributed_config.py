@@ -12,7 +12,8 @@ import lowmem_load
 from lowmem_load import ConfigError, UnsupportedError, install, load_model, load_report, plan
 from lowmem_load.integrations.install import uninstall
 from tests import builders
-from tests.multi_rank.test_load_into import differing, losses, start
+from tests.model_digest import differing
+from tests.multi_rank.test_load_into import losses, start
 from tests.multi_rank.test_plan import fp8
 from tests.ranks import run_ranks
 

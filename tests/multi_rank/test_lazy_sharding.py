@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
 
 import lowmem_load
 from tests import builders
+from tests.model_digest import differing
 from tests.multi_rank.test_load_into import layers, parallelize, shard_fully, start
 from tests.parity import train
 from tests.ranks import run_ranks
@@ -36,14 +36,6 @@ def losses(model: Any, parameters: Any = None) -> list[float]:
     return found
 
 
-def assert_whole(ours: nn.Module, theirs: nn.Module) -> None:
-    from torch.distributed.tensor import DTensor
-
-    for (name, left), (_, right) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        found = left.full_tensor() if isinstance(left, DTensor) else left
-        assert torch.equal(found, right), name
-
-
 def shard(path: str) -> None:
     """Rank function: torch's own fully_shard reads half of the files on each of two ranks."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -55,7 +47,7 @@ def shard(path: str) -> None:
         shard_fully(ours, **policy)
         read_bytes = lowmem_load.load_report(ours).read_bytes
         assert 0.4 < read_bytes / size < 0.55, read_bytes / size
-        assert_whole(ours, theirs)
+        assert differing(ours, theirs) == []
         shard_fully(theirs, **policy)
         assert losses(ours) == losses(theirs)
 
@@ -75,7 +67,7 @@ def parallelize_both_ways(path: str) -> None:
             assert torch.equal(made.redistribute(placements=[Shard(1)]).full_tensor(), theirs.lm_head.weight)
     ours, theirs = both(path)
     parallelize(ours, mesh)
-    assert_whole(ours, theirs)
+    assert differing(ours, theirs) == []
     assert sum(isinstance(parameter, DTensor) for parameter in ours.parameters()) > 0
     parallelize(theirs, mesh)
     assert losses(ours) == losses(theirs)

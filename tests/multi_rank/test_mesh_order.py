@@ -14,7 +14,8 @@ from torch import nn
 
 from lowmem_load import RankError, UnsupportedError, consolidate, iter_weights, load_into, load_model, save_model
 from tests import builders
-from tests.multi_rank.test_load_into import differing, start
+from tests.model_digest import differing, whole_tensors
+from tests.multi_rank.test_load_into import start
 from tests.ranks import run_ranks
 
 TRUTH = {"weight": torch.arange(84.0).reshape(7, 12), "bias": torch.arange(7.0)}
@@ -52,10 +53,6 @@ def cases() -> dict[str, Callable[[], nn.Module]]:
     }
 
 
-def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in model.state_dict().items()}
-
-
 def go_both_ways(folder: Path, llama: str) -> None:
     """Rank function: each mesh, each function."""
     from safetensors.torch import load_file, save_file
@@ -75,7 +72,7 @@ def go_both_ways(folder: Path, llama: str) -> None:
     dist.barrier()
     for name, make in cases().items():
         model = make()
-        torch.testing.assert_close(gathered(model), TRUTH, rtol=0, atol=0, msg=name)  # torch's own
+        torch.testing.assert_close(whole_tensors(model), TRUTH, rtol=0, atol=0, msg=name)  # torch's own
         (folder / name).mkdir(exist_ok=True)
         torch.save(model.state_dict(), folder / name / f"model_world_size_4_rank_{dist.get_rank()}.pt")
         save_model(model, folder / f"{name} saved")
@@ -91,7 +88,7 @@ def go_both_ways(folder: Path, llama: str) -> None:
                 for parameter in model.parameters():
                     parameter.zero_()
             fill(model)
-            torch.testing.assert_close(gathered(model), TRUTH, rtol=0, atol=0, msg=name)
+            torch.testing.assert_close(whole_tensors(model), TRUTH, rtol=0, atol=0, msg=name)
     import transformers
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(llama)

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.model_digest import differing
 from tests.multi_rank import test_parts as parts
-from tests.multi_rank.test_own_modules import Z3, differing
+from tests.multi_rank.test_own_modules import Z3
 from tests.ranks import REPO, run_ranks
 
 PAGE = REPO / "docs" / "howto" / "own_module.md"

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lowmem_load import CheckpointError, RankError, iter_weights, load_into, load_report, save_model
+from tests.model_digest import differing
 from tests.ranks import run_ranks
 from tests.unit.test_modules import Net, state
 
@@ -44,23 +45,6 @@ def sharded() -> nn.Module:
     fully_shard(model)
     model.to_empty(device="cpu")
     return model
-
-
-def differing(model: nn.Module, expected: nn.Module) -> list[str]:
-    """Names of tensors that are not equal, bit for bit. Collective."""
-    import deepspeed
-    from torch.distributed.tensor import DTensor
-
-    names = [
-        name
-        for (name, one), other in zip(model.named_buffers(), expected.buffers(), strict=True)
-        if not torch.equal(one, other)
-    ]
-    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data
-            names += [] if torch.equal(whole, other.data) else [name]
-    return names
 
 
 def assert_sent_as_saved(model: nn.Module, folder: Path) -> None:

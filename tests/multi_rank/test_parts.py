@@ -10,7 +10,8 @@ from torch import nn
 
 from lowmem_load import CheckpointError, ConfigError, UnsupportedError, initialize, load_into
 from tests import builders
-from tests.multi_rank.test_own_modules import Z3, differing
+from tests.model_digest import differing
+from tests.multi_rank.test_own_modules import Z3
 from tests.ranks import run_ranks
 
 LR = 1e-3
