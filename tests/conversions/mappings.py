@@ -142,14 +142,7 @@ def operation_text(operation: Any) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """Sources of one run of a converter.
-
-    Attributes:
-        name: says what is special about it.
-        shapes: checkpoint key -> shape.
-        patterns: checkpoint key -> the source pattern that has to match it.
-        parameters: shapes of the model's parameters, for operations that ask the model.
-    """
+    """One run of a converter: what its source tensors are, and parameters for operations that ask the model."""
 
     name: str
     shapes: dict[str, Shape]
@@ -385,16 +378,9 @@ def write_sources(case: Case, dtypes: Dtypes, path: Path) -> None:
 def convert(
     converter: WeightConverter, case: Case, file: Any, load: torch.dtype | None, pool: ThreadPoolExecutor | None
 ) -> dict[str, torch.Tensor]:
-    """Return target name -> value, collecting and converting as transformers' loader does.
+    """Return target name -> value, collecting and converting as transformers' loader does; the converter stays.
 
     Source: transformers 5.23 `core_model_loading.py`, `convert_and_load_state_dict_in_model`.
-
-    Args:
-        converter: left as it is; a copy of it works.
-        case: the keys, the model and the configuration.
-        file: what `safe_open` returns, real or symbolic.
-        load: dtype that the loader casts to when it materializes.
-        pool: materialize in threads; None materializes when the converter asks.
     """
     mappings: dict[str, WeightConverter] = {}
     for key in sorted(case.shapes, key=dot_natural_key):
@@ -412,14 +398,7 @@ def convert(
 class Outcome:
     """What filling the partitions of one target took, over all ranks of all world sizes.
 
-    Attributes:
-        name: the target.
-        computed: whether anything had to be computed from whole inputs.
-        contiguous: whether every copy is one run on both sides.
-        needed_bytes: bytes of files that ended up in partitions.
-        read_bytes: bytes read for that.
-        span_bytes: bytes between the first and the last byte that each copy needs, summed; what reading every copy in
-            one go would fetch.
+    `span_bytes` are those between the first and the last byte of each copy: what reading it in one go would fetch.
     """
 
     name: str
@@ -464,15 +443,9 @@ def fill_all_ranks(
     num_threads: int = 1,
     limits: ReadLimits | None = None,
 ) -> Outcome:
-    """Fill the partition of every rank of every world size as a load would, and compare its bytes.
+    """Fill the partition of every rank of every world size as a load would, and compare its bytes with `expected`.
 
-    Args:
-        name: the target.
-        symbolic: its description.
-        expected: its value, from transformers' own operation on real tensors.
-        dtype: of the partitions; None keeps that of `symbolic`.
-        num_threads: of the executor.
-        limits: of the plan.
+    A `dtype` of None keeps that of `symbolic`.
     """
     expression = ex.cast(expression_of(symbolic), dtype or symbolic.dtype)
     value = flat_bytes(expected.to(expression.dtype))

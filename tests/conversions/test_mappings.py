@@ -1,13 +1,11 @@
 """Every converter of transformers' mapping: the plan of every rank of worlds 1 to 8 gives transformers' own bytes."""
 
 import inspect
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from transformers import core_model_loading as loading
 
-from lowmem_load.planning.reads import ReadLimits
 from tests.conversions import mappings
 from tests.conversions.mappings import DTYPES, Chain
 
@@ -83,20 +81,6 @@ def test_all_partitions_have_transformers_bytes(chain: Chain, path: Path) -> Non
         else:
             assert outcome.read_bytes == outcome.needed_bytes
     assert all(outcome.contiguous for outcome in outcomes) == (expected == RUNS)
-
-
-@every_chain
-@pytest.mark.parametrize("max_gap_nbytes", [0, 16])
-def test_large_tensors_read_in_small_pieces(chain: Chain, max_gap_nbytes: int, path: Path) -> None:
-    """With limits as small as the tensors: many reads per copy, threads, and gaps too wide to read along."""
-    limits = ReadLimits(staging_bytes=64, direct_bytes=64, max_gap_bytes=max_gap_nbytes)
-    with ThreadPoolExecutor(2) as pool:
-        for case in mappings.cases(chain.converter):
-            for dtypes in (DTYPES["bf16"], DTYPES["fp32 to bf16"]):
-                outcomes = mappings.check(chain.converter, case, dtypes, path, pool=pool, num_threads=2, limits=limits)
-                itemsize = dtypes.file[0].itemsize
-                for outcome in outcomes:  # at worst a gap after every element
-                    assert outcome.read_bytes <= outcome.needed_bytes * (1 + max_gap_nbytes // itemsize)
 
 
 @pytest.mark.parametrize(

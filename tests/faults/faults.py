@@ -43,17 +43,10 @@ class Scene:
 
 @dataclass(frozen=True)
 class Moment:
-    """A point of a load, fixed by a system call that the faulty rank makes there.
+    """A point of a load, fixed by a system call that the faulty rank makes there: the first, middle or last on a path.
 
-    Where a phase has none of its own, entering a function of the package makes one: see `worker.marking`.
-
-    Attributes:
-        phase: its name.
-        calls: kind of call.
-        path: part of the path.
-        mark: function of the package that was entered before.
-        at: which of the calls from then on.
-        own_copy: whether the faulty rank has files of its own, as on another machine.
+    Where a phase has none of its own, entering a function of the package (`mark`) makes one: see `worker.marking`. With
+    `own_copy` the faulty rank has files of its own, as on another machine.
     """
 
     phase: str
@@ -68,19 +61,8 @@ class Moment:
 class Fault:
     """What goes wrong.
 
-    Attributes:
-        name: of the row.
-        expect: what must come of it.
-        action: of the fault library.
-        argument: of the action.
-        times: how often; -1 for ever.
-        calls: in place of the moment's.
-        size: for allocations.
-        act: what is done to the held rank.
-        undo: what lets it go on, after the others have raised.
-        match: regular expression that the error's text on all ranks must contain; {rank} is the faulty one.
-        limit_s: until every rank has raised.
-        group_timeout_s: of the process group.
+    `times` -1 is for ever; `calls` replaces the moment's; `act` is done to the held rank; `undo` lets it go on
+    after the others have raised; the error's text on all ranks must contain `match`, in which {rank} is the faulty one.
     """
 
     name: str
@@ -99,12 +81,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a fault at a moment of a job, on one rank of so many.
-
-    Attributes:
-        job: see `worker.JOBS`.
-        arguments: of the job.
-    """
+    """One row: a fault at a moment of one of `worker.JOBS`, on one rank of so many."""
 
     fault: Fault
     moment: Moment

@@ -34,17 +34,7 @@ DS_CONFIG: dict[str, Any] = {
 
 @dataclass
 class Verdict:
-    """What came of a row.
-
-    Attributes:
-        case: the row.
-        outcome: in a word.
-        seconds: from the fault until the last rank had raised; None where none did.
-        problems: why the row is not clean.
-        left: what the ranks left behind.
-        text: of an error.
-        skipped: why it could not be run.
-    """
+    """What came of a row: seconds from the fault until the last rank had raised, and why the row is not clean."""
 
     case: Case
     outcome: str = ""
@@ -244,12 +234,9 @@ class Matrix:
 
 
 def judge(verdict: Verdict, exact: list[Mapping[int, str]], answers: Mapping[int, Answer | None]) -> None:
-    """Says in `verdict` what came of its row, and all that is not as it must be.
+    """Says in `verdict` what came of its row, and all that is not as it must be. A rank that died answers None.
 
-    Args:
-        verdict: with the time it took, and what was noticed so far.
-        exact: digests, by rank, of what may be loaded.
-        answers: of ranks; None of those that died, and none of those that hang.
+    `exact` has the digests, by rank, of what may be loaded.
     """
     case = verdict.case
     expect, faulty, problems = case.fault.expect, case.rank, verdict.problems

@@ -35,13 +35,9 @@ MARK = "mark-"
 
 @dataclass(frozen=True)
 class Command:
-    """One job on one rank.
+    """One job on one rank: what it loads is `checkpoint` in the folder, the ds_config `ds.json`.
 
-    Attributes:
-        job: a function of `JOBS`.
-        folder: where it runs; what it loads is `checkpoint` there, the ds_config `ds.json`.
-        arguments: of the job.
-        marks: functions of the package; entering one makes a folder of that name, at which a rule can hold the rank.
+    Entering one of the functions of `marks` makes a folder of that name, at which a rule can hold the rank.
     """
 
     job: str
@@ -52,16 +48,9 @@ class Command:
 
 @dataclass
 class Answer:
-    """How a job ended.
+    """How a job ended: the error, and whether it is one of lowmem_load's, or a digest of what this rank holds.
 
-    Attributes:
-        kind: class of the error; empty where there was none.
-        is_ours: whether that is one of lowmem_load's.
-        text: of the error.
-        digest: of what this rank holds of the model; empty after an error.
-        at: when it ended, by `time.perf_counter`, which is the same clock in all processes of a machine.
-        left: what is not as it was before the job.
-        where: the last lines of the traceback.
+    `at` is by `time.perf_counter`, the same clock in all processes of a machine; `left` is what is not as before.
     """
 
     kind: str = ""

@@ -20,12 +20,9 @@ STREAMED = re.compile(r"^.*lowmem_load: .*: rank 0 of \d+$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What a rank has seen. Memory is the largest sample above that at the first `from_pretrained`, in bytes.
+    """What a rank has seen: losses, and the largest sample of resident bytes above that at the first `from_pretrained`.
 
-    Attributes:
-        losses: what engines were handed to go back from, in order.
-        load_bytes: resident, up to the first engine, when everything is loaded; files that are mapped count.
-        load_s: seconds from the first `from_pretrained` to then.
+    `load_bytes` are up to the first engine, when everything is loaded; files that are mapped count.
     """
 
     losses: list[float]

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import os
-import shutil
 import sys
 import types
 import warnings
@@ -480,24 +479,3 @@ def test_ranks_need_not_load_alike(checkpoints: Path, tmp_path: Path) -> None:
     other.save_pretrained(tmp_path)
     env = {**ENVIRONMENT, "LOWMEM_LOAD_SILENCE_S": "30"}
     run_ranks(load_unlike, path, str(tmp_path), env=env, timeout_s=150)
-
-
-def fail_on_one_rank(folder: str) -> None:
-    """Rank function: the files of rank 1 change between the load and the sharding."""
-    start()
-    rank = torch.distributed.get_rank()
-    os.environ[EFFICIENT] = "True"
-    lowmem_load.install()
-    model = from_files(f"{folder}/{rank}")
-    if rank == 1:
-        for file in Path(folder, "1").glob("*.safetensors"):
-            os.utime(file, (1, 1))
-    with pytest.raises(RankError, match="was replaced or written to") as caught:
-        prepare(model, efficient=True)
-    assert list(caught.value.failures) == [1]
-
-
-def test_a_rank_that_cannot_read_is_named_on_all(checkpoints: Path, tmp_path: Path) -> None:
-    for rank in range(2):
-        shutil.copytree(builders.tiny_llama(checkpoints), tmp_path / str(rank))
-    run_ranks(fail_on_one_rank, str(tmp_path), env=ENVIRONMENT, timeout_s=120)

@@ -87,7 +87,6 @@ def save_all(paths: dict[str, str], out: str, swap: str | None) -> dict[str, Any
     if world_size == 2:
         save_merged({name: paths[name] for name in ("odd", "llama", "gpt2", "tied", "mixtral")}, out)
         save_trained(paths["llama"], out)
-        save_adapter(paths["llama"], out)
         fail_together(paths["llama"], out)
         save_by_two_paths(paths["llama"], out)
         save_from_two_nodes(paths["odd"], out)
@@ -118,23 +117,6 @@ def save_trained(path: str, out: str) -> None:
     report = save_model(engine, f"{out}/trained-bf16")
     assert (report.num_masters, report.staged_bytes) == (0, 0)
     assert model_digest(load_model(f"{out}/trained-bf16", BF16)) == model_digest(engine)
-
-
-def save_adapter(path: str, out: str) -> None:
-    from deepspeed import zero
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-
-    model = get_peft_model(load_model(path, FP32), LoraConfig(target_modules=["q_proj", "up_proj"], r=2))
-    assert all(parameter.ds_shape for parameter in model.parameters() if not parameter.requires_grad)
-    save_model(model, f"{out}/adapter")
-    with zero.GatheredParameters(list(model.parameters())):
-        wanted = {name: value.clone() for name, value in get_peft_model_state_dict(model).items()}
-        if os.environ["RANK"] == "0":
-            model.save_pretrained(f"{out}/adapter-ordinary")
-    saved = load_file(f"{out}/adapter/adapter_model.safetensors")
-    assert saved.keys() == wanted.keys() and len(saved) == 8
-    if os.environ["RANK"] == "0":  # the adapter's parameters are whole, and each rank has drawn others
-        equal_folders(Path(out, "adapter"), Path(out, "adapter-ordinary"))
 
 
 def adapted(name: str, model: Any) -> Any:

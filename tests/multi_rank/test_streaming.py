@@ -145,32 +145,17 @@ def refuse(cases: list[tuple[str, Any, dict[str, Any], str, str]]) -> None:
         assert time.perf_counter() - start < 10, "an error must come within seconds"
 
 
-def test_bad_input_is_one_clear_error_on_every_rank(checkpoints: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_clear_error_on_every_rank(checkpoints: Path) -> None:
     """Unit tests of each module show what else is refused."""
     good = str(builders.tiny_llama(checkpoints))
-    (tmp_path / "empty").mkdir()
     auto_bucket = {"zero_optimization": {"stage": 3, "sub_group_size": "auto"}, "train_micro_batch_size_per_gpu": 1}
     cases: list[tuple[str, Any, dict[str, Any], str, str]] = [
-        ("/no/such/folder", BF16, {}, "CheckpointError", "/no/such/folder: no such folder"),
-        (str(tmp_path / "empty"), BF16, {}, "CheckpointError", "the folder is empty"),
-        (good, str(tmp_path / "absent.json"), {}, "ConfigError", "absent.json"),
-        (good, {**BF16, "fp16": {"enabled": True}}, {}, "ConfigError", "both"),
         (good, auto_bucket, {}, "ConfigError", "zero_optimization.sub_group_size"),
-        (good, BF16, {"auto_class": "AutoModelForNothing"}, "ConfigError", "no model class 'AutoModelForNothing'"),
         (good, BF16, {"dtype": torch.float32}, "ConfigError", "contradicts the ds_config"),
         (good, BF16, {"dtype": "float31"}, "ConfigError", "is not a torch dtype"),
-        (good, BF16, {"device_map": "auto"}, "ConfigError", "device_map"),
         (good, BF16, {"quantization_config": {"quant_method": "gptq"}}, "UnsupportedError", "gptq"),
     ]
     run_ranks(refuse, cases)
-
-
-def fail_on_one_rank(path: str) -> None:
-    """Rank 1 sees a truncated file that rank 0 sees whole."""
-    from lowmem_load import RankError, load_model
-
-    with pytest.raises(RankError, match=r"(?s)rank 1.*download it again"):
-        load_model(f"{path}/rank{os.environ['RANK']}", BF16)
 
 
 def give_different_arguments(good: str, other: str) -> None:
@@ -191,20 +176,9 @@ def give_different_arguments(good: str, other: str) -> None:
         assert "holds " in str(caught.value)
 
 
-def differ(good: str, other: str, truncated: str) -> None:
-    give_different_arguments(good, other)
-    fail_on_one_rank(truncated)
-
-
-def test_ranks_with_different_or_bad_files_or_arguments_are_stopped(checkpoints: Path, tmp_path: Path) -> None:
+def test_ranks_with_different_files_or_arguments_are_stopped(checkpoints: Path) -> None:
     good, other = builders.tiny_llama(checkpoints), builders.tiny_llama(checkpoints, vocab_size=130)
-    for rank in range(2):
-        folder = tmp_path / f"rank{rank}"
-        folder.mkdir()
-        for file in good.iterdir():
-            data = file.read_bytes()
-            (folder / file.name).write_bytes(data[:-1] if rank and file.suffix == ".safetensors" else data)
-    run_ranks(differ, str(good), str(other), str(tmp_path), timeout_s=120)
+    run_ranks(give_different_arguments, str(good), str(other), timeout_s=120)
 
 
 def load_corner_cases(llama: str, half: str) -> None:

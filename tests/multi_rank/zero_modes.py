@@ -7,15 +7,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A ds_config to load under.
+    """A ds_config to load under: what it adds to zero_optimization and at top level, "{swap}" being a folder.
 
-    Attributes:
-        zero: what it adds to zero_optimization; "{swap}" in a value stands for a folder.
-        config: what it adds at top level.
-        dtype: "bf16", "fp16" or "fp32".
-        num_ranks: ranks that it needs.
-        needs_gpu: why it cannot run on CPU ranks; empty if it can.
-        trains_on_cpu: whether the engine can be made on CPU ranks; loads are compared in any case.
+    `needs_gpu` says why it cannot run on CPU ranks. Loads are compared also where no engine trains on them.
     """
 
     zero: dict[str, Any] = field(default_factory=dict)

@@ -22,13 +22,7 @@ than what is to be seen."""
 
 @dataclass(slots=True)
 class PipelineResult:
-    """What one rank saw.
-
-    Attributes:
-        load_peak: high-water mark of resident bytes above the start (after imports, before the script), up to the first
-            `deepspeed.initialize`, when all is loaded.
-        losses: of each step, as the script returns them.
-    """
+    """What one rank saw: losses, and the high-water mark of resident bytes above the start, until all is loaded."""
 
     rank: int
     load_peak: int
@@ -49,11 +43,6 @@ def run_pipeline(script: str, argv: list[str], rank: int) -> PipelineResult:
     from transformers.models.llama import modeling_llama  # noqa: F401  belongs to the start, as the other imports
 
     module = import_example(script)
-    if script == LLAMAFACTORY and argv[-1] == "--stock":
-        from tests.pipelines.stock_engine import StockEngine
-
-        argv = argv[:-1]
-        module.ModelEngine, module.load_report = StockEngine, lambda _: "loaded by transformers"
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
     start = host_memory()
     Path("/proc/self/clear_refs").write_text("5")  # 5: reset the high-water mark (man 5 proc)
@@ -80,36 +69,3 @@ def _peaks_at_initialize() -> Iterator[list[int]]:
         yield peaks
     finally:
         deepspeed.initialize = ordinary
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """An example and the switches that it is run with."""
-
-    script: str
-    switches: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return " ".join((self.script.replace("/train", ""), *self.switches))
-
-    def argv(self, model: Path, output: Path, steps: int, stock: bool) -> list[str]:
-        end = ["--stock"] if stock else []
-        if self.script == LLAMAFACTORY:
-            config = EXAMPLES / "llamafactory_style" / "train.yaml"
-            settings = {"model": model, "output_dir": output, "max_steps": steps, "save_steps": 0}
-            return [str(config), *(f"{key}={value}" for key, value in settings.items()), *end]
-        places = ["--model", str(model), "--output", str(output)]
-        return [*places, "--steps", str(steps), "--save-steps", str(steps), *self.switches, *end]
-
-
-PIPELINES = [
-    Pipeline("hf_trainer"),
-    Pipeline("hf_trainer", ("--lora",)),
-    Pipeline("accelerate_loop"),
-    Pipeline("trl_sft"),
-    Pipeline("trl_sft", ("--lora",)),
-    Pipeline("trl_dpo"),
-    Pipeline("trl_dpo", ("--lora",)),
-    Pipeline(LLAMAFACTORY),
-]

@@ -1,23 +1,22 @@
 """From copies to reads: the same elements go to the same places, in few reads that keep to their limits."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowmem_load.errors import PlanError
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.nest import Axis, Copy, Nest
 from lowmem_load.planning.reads import (
     Read,
     ReadCost,
     ReadLimits,
-    plan_pieces,
     plan_reads,
 )
-from tests.unit.test_nest import pairs
 
 SOURCE = Source("file", "w", 0, (10_000,), torch.float32)
 ITEMSIZE = 4
@@ -26,6 +25,16 @@ ITEMSIZE = 4
 def copy_of(start: int, destination: int, *loops: tuple[int, int, int], casts: tuple[torch.dtype, ...] = ()) -> Copy:
     """Loops are (size, leaf stride, destination stride)."""
     return Copy(SOURCE, Nest(start, destination, tuple(Axis(*loop) for loop in loops), casts))
+
+
+def pairs(nest: Nest) -> Iterator[tuple[int, int]]:
+    """Yields which element goes where, one by one."""
+    for steps in itertools.product(*(range(axis.size) for axis in nest.axes)):
+        moved = list(zip(steps, nest.axes, strict=True))
+        yield (
+            nest.source + sum(step * axis.source for step, axis in moved),
+            nest.destination + sum(step * axis.destination for step, axis in moved),
+        )
 
 
 def expected(copy: Copy) -> list[tuple[int, int]]:
@@ -80,35 +89,6 @@ def test_reads_move_what_the_copy_says(copy: Copy, staging: int, gap: int, on_ho
         )
 
 
-@settings(max_examples=200, deadline=None)
-@given(copies(), st.sampled_from([4, 16, 100, 1 << 20]))
-def test_pieces_are_those_of_the_copy(copy: Copy, staging: int) -> None:
-    found = []
-    for first, numel, nest in plan_pieces(copy, ITEMSIZE, ReadLimits(staging_bytes=staging)):
-        assert numel * ITEMSIZE <= max(staging, ITEMSIZE)
-        for source, destination in pairs(nest):
-            assert 0 <= source < numel
-            found.append((first + source, destination))
-    assert sorted(found) == expected(copy)
-
-
-@pytest.mark.parametrize(
-    ("loops", "casts", "on_host"),
-    [
-        ([(25, 1, 1)], (), False),  # accelerator memory: files are not read into it
-        ([(25, 1, 1)], (torch.bfloat16,), True),
-        ([(25, 2, 1)], (), True),
-        ([(5, 1, 5), (5, 5, 1)], (), True),  # transposed
-    ],
-)
-def test_what_is_no_run_of_the_same_bytes_is_staged(
-    loops: list[tuple[int, int, int]], casts: tuple[torch.dtype, ...], on_host: bool
-) -> None:
-    (read,) = plan_reads(copy_of(0, 0, *loops, casts=casts), SOURCE, ReadLimits(), on_host=on_host)
-    assert not read.is_direct
-    assert read.nest.casts == casts
-
-
 def test_a_gap_is_read_along_where_that_costs_no_more_than_another_read() -> None:
     """68 bytes at 4 bytes per second cost 17 s, as much as a call."""
     rows = copy_of(0, 0, (100, 20, 3), (3, 1, 1))
@@ -122,3 +102,8 @@ def test_a_gap_is_read_along_where_that_costs_no_more_than_another_read() -> Non
 def test_a_million_reads_are_one_step() -> None:
     (read,) = plan_reads(copy_of(0, 0, (1 << 20, 5000, 1)), SOURCE, ReadLimits(max_gap_bytes=0), on_host=True)
     assert (read.num_reads, read.numel) == (1 << 20, 1)
+
+
+def test_axes_that_run_into_each_other_are_refused() -> None:
+    with pytest.raises(PlanError, match="interleave"):
+        list(Nest(0, 0, (Axis(3, 2, 4), Axis(4, 1, 1))).clipped(2, 5, "source"))

@@ -28,6 +28,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from tests import parity
+from tests.model_digest import differing
 from tests.zoo import meshes
 from tests.zoo.configs import classes_of, other_class, tiny_configs
 
@@ -175,15 +176,9 @@ def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tens
 
 
 def compare_all(cases: list[Case], method: str, precision: str, saves: bool, folder: str, limit_s: float) -> None:
-    """Rank function: compares load after load.
+    """Rank function: compares load after load; `method` is "lowmem" or "stock" for ZeRO-3, or one of `meshes.LOADS`.
 
-    Args:
-        cases: what to load.
-        method: "lowmem" or "stock" for ZeRO-3; one of `meshes.LOADS` for DTensors.
-        precision: "fp32" or "bf16".
-        saves: whether what was streamed is saved again, and what was saved loaded ordinarily.
-        folder: where the journal goes.
-        limit_s: seconds per case.
+    With `saves` what was streamed is saved again, and loaded ordinarily.
     """
     save_to = Path(folder, "saved") if saves else None
     compare_cases(cases, lambda case: _compare(case, method, precision, save_to), folder, limit_s)
@@ -224,7 +219,7 @@ def _compare(case: Case, method: str, precision: str, save_to: Path | None) -> d
             model, keys = meshes.LOADS[method](cls, case.path, reference, dtype)
         except meshes.UnshardableError as error:
             return {"unshardable": _where(error)}
-        found = meshes.differences(model, reference)
+        found = [f"{name} differs" for name in differing(model, reference)]
     else:
         load = _stock if method == "stock" else _streamed
         model, keys = load(cls, case.path, parity.BF16 if precision == "bf16" else parity.FP32, dtype)
