@@ -4,6 +4,11 @@
 # The first interpreter that exists and can make a virtual environment (Debian's lacks ensurepip without python3-venv).
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c 'import ensurepip, venv' 2>/dev/null && echo $$p && break; done)
 
+# Installing, compiling and checking take one core each.
+ifeq ($(MAKELEVEL),0)
+MAKEFLAGS += -j2
+endif
+
 ROOT := $(abspath $(dir $(lastword $(MAKEFILE_LIST))))
 VENV := $(ROOT)/.venv
 STAMP := $(VENV)/installed.stamp
@@ -35,7 +40,7 @@ export LD_LIBRARY_PATH := $(LIBAIO_LIB)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PAT
 
 .DEFAULT_GOAL := help
 .PHONY: help setup libaio demo test test-fast test-device test-nodes test-stores test-vllm check coverage bench modes frameworks
-.PHONY: compat compat-here zoo fuzz faults clean gpu-check docs release release-check
+.PHONY: compat compat-here compat-installed environments zoo fuzz faults clean gpu-check docs release release-check
 
 help:
 	@echo "make demo    compare stock and streamed loading on a small model"
@@ -64,13 +69,16 @@ help:
 
 setup: $(STAMP) $(EXTENSIONS)
 
+# Python compiles what it imports; pip would compile everything, which takes minutes.
+INSTALL := pip install --quiet --no-compile
+
 # torch comes first and alone: this exact pin resolves to a CPU build where one is offered, and the second command then
 # keeps it. Asked for together with the rest, a CUDA build of several GB may win.
 $(STAMP): $(ROOT)/pyproject.toml $(ROOT)/tests/constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python with venv and ensurepip found; pass PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet 'torch==2.13.0'
-	cd $(ROOT) && $(RUN) -m pip install --quiet -c tests/constraints.txt -e '.[test]'
+	$(RUN) -m $(INSTALL) 'torch==2.13.0'
+	cd $(ROOT) && $(RUN) -m $(INSTALL) -c tests/constraints.txt -e '.[test]'
 	@$(MAKE) --no-print-directory -f $(firstword $(MAKEFILE_LIST)) libaio
 	@touch $@
 
@@ -115,7 +123,7 @@ EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["proj
 $(DOCS)/installed.stamp: $(ROOT)/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python with venv and ensurepip found; pass PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
-	cd $(ROOT) && $(DOCS)/bin/python -m pip install --quiet $$($(DOCS)/bin/python -c '$(EXTRA)')
+	cd $(ROOT) && $(DOCS)/bin/python -m $(INSTALL) $$($(DOCS)/bin/python -c '$(EXTRA)')
 	@touch $@
 
 # Everything is made anew, so that every warning of every page is seen. Warnings are errors.
@@ -198,8 +206,11 @@ compat: $(STAMP)
 	cd $(ROOT) && $(RUN) -m tests.compat $(ARGS)
 
 # What of it CI runs, of the oldest releases: no torch of another release, which would be a CUDA build of several GB.
-compat-here: $(STAMP)
-	cd $(ROOT) && $(RUN) -m tests.compat --here --environments oldest --groups seams parity
+compat-here compat-installed: compat-%: $(STAMP)
+	cd $(ROOT) && $(RUN) -m tests.compat --here --environments oldest --groups $(if $(filter here,$*),seams parity)
+
+# All that CI installs and compiles, but for a release.
+environments: compat-installed $(EXTENSIONS) $(DOCS)/installed.stamp check
 
 # Each part of a release has a log in .cache/release; all are run though one fails. PARTS="zoo faults" runs some. Of each
 # framework there is one case: the others differ from these in the trainer's own code.
@@ -231,12 +242,12 @@ DIST := $(ROOT)/dist
 release-check: export TORCH_EXTENSIONS_DIR := $(RELEASE)/torch_extensions
 release-check:
 	rm -rf $(DIST) $(RELEASE) $(ROOT)/build/lib
-	$(PYTHON) -m venv $(RELEASE)/tools && $(RELEASE)/tools/bin/python -m pip install --quiet build twine
+	$(PYTHON) -m venv $(RELEASE)/tools && $(RELEASE)/tools/bin/python -m $(INSTALL) build twine
 	cd $(ROOT) && $(RELEASE)/tools/bin/python -m build --outdir $(DIST) . >$(RELEASE)/build.log
 	$(RELEASE)/tools/bin/python -m twine check --strict $(DIST)/*
 	$(RELEASE)/tools/bin/python $(ROOT)/tests/release.py contents $(DIST)
-	$(PYTHON) -m venv $(RELEASE)/fresh && $(RELEASE)/fresh/bin/python -m pip install --quiet 'torch==2.13.0'
-	$(RELEASE)/fresh/bin/python -m pip install --quiet "$$(ls $(DIST)/*.whl)[examples]"
+	$(PYTHON) -m venv $(RELEASE)/fresh && $(RELEASE)/fresh/bin/python -m $(INSTALL) 'torch==2.13.0'
+	$(RELEASE)/fresh/bin/python -m $(INSTALL) "$$(ls $(DIST)/*.whl)[examples]"
 	$(RELEASE)/fresh/bin/python $(ROOT)/tests/release.py examples $(RELEASE)/fresh/bin/python $(ARGS)
 
 clean:

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from tests.ranks import REPO
 
 CACHE = REPO / ".cache"
-INSTALL = ("-m", "pip", "install", "--quiet", "--no-warn-conflicts")
+INSTALL = ("-m", "pip", "install", "--quiet", "--no-warn-conflicts", "--no-compile")
 PIP_TRIES = 3
 VERSIONS = """
 import importlib.metadata as metadata, json, platform, sys

@@ -150,7 +150,7 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.compat", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--environments", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS), metavar="NAME")
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="NAME")
+    parser.add_argument("--groups", nargs="*", choices=GROUPS, default=list(GROUPS), metavar="NAME")
     parser.add_argument("--here", action="store_true", help="with this Python and torch; no result is written down")
     options = parser.parse_args()
     failed = []

@@ -140,10 +140,12 @@ def paths(checkpoints: Path) -> dict[str, str]:
     return {name: str(path) for name, path in made.items()}
 
 
-def send_meshes(paths: dict[str, str], out: str) -> None:
-    """Rank function: each model on each mesh."""
-    for mesh, shard in meshes(DistributedInterface().world_size).items():
+def send_meshes(paths: dict[str, str], out: str, is_whole: bool) -> None:
+    """Rank function: each model on the first mesh, and one (or each, for `is_whole`) on the others."""
+    for number, (mesh, shard) in enumerate(meshes(DistributedInterface().world_size).items()):
         for name, path in paths.items():
+            if number > 0 and not is_whole and name != "mixtral":
+                continue
             model = filled(path, shard)
             assert_sent(model, saved(model, f"{out}/{mesh} {name}"), (mesh, name), is_short=True)
 
@@ -406,7 +408,7 @@ def send_in_all_ways(paths: dict[str, str], out: str, swap: str | None, is_whole
     send_all(paths, f"{out}/all", swap, is_whole)
     send_merged(paths, f"{out}/merged")
     if world_size % 2 == 0:
-        send_meshes({name: paths[name] for name in ("llama", "tied", "mixtral")}, f"{out}/meshes")
+        send_meshes({name: paths[name] for name in ("llama", "tied", "mixtral")}, f"{out}/meshes", is_whole)
     if world_size == 2:
         merge_sharded(paths["llama"])
         change_between(paths["llama"])

@@ -353,9 +353,9 @@ def test_a_rank_that_aborts_and_ends_before_the_others_have_come_is_named(leaver
     assert [failed(found[rank]) for rank in range(3) if rank != leaver] == [{leaver: "left it: OSError: no"}] * 2
 
 
-@pytest.mark.parametrize("leavers", [[0], [2], [0, 1]])
-@pytest.mark.parametrize("pause_s", [0.0, 0.5])
-@pytest.mark.parametrize("num_inner", [0, 2])
+@pytest.mark.parametrize(
+    ("leavers", "pause_s", "num_inner"), [([0], 0.0, 0), ([2], 0.5, 0), ([0, 1], 0.0, 2), ([2], 0.0, 2), ([0], 0.5, 2)]
+)
 def test_a_rank_that_leaves_a_loop_comes_to_another_step(leavers: list[int], pause_s: float, num_inner: int) -> None:
     def work(group: Ranked, rank: int) -> Outcome:
         loop = group.loop()
