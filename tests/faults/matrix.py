@@ -42,7 +42,6 @@ class Verdict:
     problems: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     text: str = ""
-    skipped: str = ""
 
 
 class _NoReference(RuntimeError):
@@ -74,7 +73,7 @@ class Matrix:
 
     def __exit__(self, *_: object) -> None:
         self._drop_team()
-        self._zygote.__exit__()
+        self._zygote.close()
 
     def run(self, case: Case) -> Verdict:
         """Runs one row."""

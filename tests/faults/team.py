@@ -30,7 +30,7 @@ SILENCE_S = 6
 
 
 class Zygote:
-    """The process that ranks are forked from; see `zygote.py`. Use as a context manager.
+    """The process that ranks are forked from; see `zygote.py`.
 
     Attributes:
         folder: for all that the ranks and the faults need.
@@ -59,10 +59,7 @@ class Zygote:
             text = (self.folder / "zygote.log").read_text(errors="replace")[-3000:]
             raise RuntimeError(f"the process that ranks are forked from ended:\n{text}")
 
-    def __enter__(self) -> Zygote:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -73,7 +70,7 @@ class Zygote:
 
 
 class Team:
-    """The ranks of one process group. Use as a context manager; leaving it kills them.
+    """The ranks of one process group.
 
     Args:
         zygote: what they are forked from.
@@ -180,9 +177,3 @@ class Team:
         for connection in self.connections.values():
             connection.close()
         self._port.close()
-
-    def __enter__(self) -> Team:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -1,9 +1,11 @@
-"""Every ZeRO-3 mode of `zero_modes.py` that CPU ranks can run: partitions, whole parameters and losses of stock."""
+"""Every ZeRO-3 mode that CPU ranks can run: partitions, whole parameters and losses of stock."""
 
 import gc
+import json
 import os
 import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,6 @@ import torch
 from lowmem_load.errors import ConfigError
 from lowmem_load.text import size
 from tests import builders
-from tests.multi_rank.zero_modes import MODES, Mode, ds_config
 from tests.ranks import DEVICE, IS_SIMULATED, run_ranks
 
 STEPS = 3
@@ -24,19 +25,74 @@ VOCAB_SIZE = 40_000
 """Makes partitions of over 1 MiB, which is the least that DeepSpeed swaps: for modes of nvme."""
 
 SMALL = {"reduce_bucket_size": 100_000, "stage3_prefetch_bucket_size": 50_000}
-ON_CPU = {name: mode for name, mode in MODES.items() if not mode.needs_gpu}
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A ds_config to load under: what it adds to zero_optimization and at top level, "{swap}" being a folder.
+
+    Where `trains_on_cpu` is not set, only loads are compared.
+    """
+
+    zero: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "bf16"
+    num_ranks: int = 2
+    trains_on_cpu: bool = True
+
+
+def _nvme(**more: Any) -> dict[str, Any]:
+    return {"device": "nvme", "nvme_path": "{swap}", "pin_memory": False, "buffer_count": 8, **more}
+
+
+_BUFFERS = {"buffer_size": 700_000}
+MODES: dict[str, Mode] = {
+    "bf16": Mode(),
+    "fp32": Mode(dtype="fp32"),
+    "fp16": Mode(dtype="fp16", trains_on_cpu=False),
+    "torch_autocast": Mode(
+        config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        dtype="fp32",
+    ),
+    "persistence thresholds": Mode(
+        {"stage3_param_persistence_threshold": 2000, "stage3_model_persistence_threshold": 4000}
+    ),
+    "no persistence": Mode({"stage3_param_persistence_threshold": 0}),
+    "offload_param cpu": Mode({"offload_param": {"device": "cpu", "pin_memory": False}}),
+    "offload_param cpu pinned": Mode({"offload_param": {"device": "cpu", "pin_memory": True}}),
+    "offload_param nvme": Mode({"offload_param": _nvme(**_BUFFERS)}),
+    "offload_optimizer cpu": Mode({"offload_optimizer": {"device": "cpu", "pin_memory": False}}),
+    "offload_optimizer nvme": Mode({"offload_optimizer": _nvme()}),
+    "offload both cpu": Mode(
+        {
+            "offload_param": {"device": "cpu", "pin_memory": False},
+            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        }
+    ),
+    "offload both nvme": Mode({"offload_param": _nvme(**_BUFFERS), "offload_optimizer": _nvme()}),
+    "zero_hpz_partition_size": Mode({"zero_hpz_partition_size": 2}, num_ranks=4),
+    "zero_hpz_partition_size, offload_param cpu": Mode(
+        {"zero_hpz_partition_size": 2, "offload_param": {"device": "cpu", "pin_memory": False}}, num_ranks=4
+    ),
+    "stage3_use_all_reduce_for_fetch_params": Mode({"stage3_use_all_reduce_for_fetch_params": True}),
+    "memory_efficient_linear off": Mode({"memory_efficient_linear": False}),
+    "override_module_apply off": Mode({"override_module_apply": False}),
+    "keep_in_fp32_modules": Mode(
+        config={"data_types": {"keep_in_fp32_modules": ["rotary_emb"]}},
+    ),
+}
 
 
 def small_config(mode: Mode, swap: str) -> dict[str, Any]:
-    config = ds_config(mode, swap)
-    zero = config["zero_optimization"]
-    zero |= SMALL
-    if "buffer_size" in zero.get("offload_param", {}):
-        zero["offload_param"]["buffer_size"] = 700_000
+    """Return the ds_config of a mode, with `swap` as folder of its swap files."""
+    precision: dict[str, Any] = {dtype: {"enabled": mode.dtype == dtype} for dtype in ("bf16", "fp16")}
+    precision["fp16"]["initial_scale_power"] = 8  # with the default, the first steps are skipped
+    zero = {"stage": 3, **SMALL, **mode.zero}
     if "offload_optimizer" in zero:
         zero["sub_group_size"] = 20_000
-    config["fp16"]["initial_scale_power"] = 8  # with the default, the first steps are skipped
-    return config
+    config = {"train_micro_batch_size_per_gpu": 1, **precision, "zero_optimization": zero, **mode.config}
+    replaced: dict[str, Any] = json.loads(json.dumps(config).replace("{swap}", swap))
+    return replaced
 
 
 def compare_modes(small: str, large: str, names: list[str], folder: str) -> None:
@@ -105,7 +161,7 @@ PARTS = {
     [(2, False), (4, False), *(pytest.param(ranks, True, marks=pytest.mark.release) for ranks in (2, 4))],
 )
 def test_modes_equal_stock(checkpoints: Path, tmp_path: Path, num_ranks: int, parts: bool) -> None:
-    names = [name for name, mode in ON_CPU.items() if mode.num_ranks == num_ranks and (name in PARTS) is parts]
+    names = [name for name, mode in MODES.items() if mode.num_ranks == num_ranks and (name in PARTS) is parts]
     chosen = [name for name in names if runs_here(name)]
     paths = [str(builders.tiny_llama(checkpoints)), str(builders.tiny_llama(checkpoints, vocab_size=VOCAB_SIZE))]
     run_ranks(compare_modes, *paths, chosen, str(tmp_path), world_size=num_ranks, timeout_s=900)

@@ -16,7 +16,6 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.source import LocalFile, OpenSources, read_bytes
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import FlatRange
 
@@ -87,20 +86,6 @@ def test_threads_that_read_the_same_files(folder: Path) -> None:
     assert num_open(folder) == 4
     sources.close()
     assert num_open(folder) == 0
-
-
-def test_a_file_must_be_what_was_planned_against(folder: Path) -> None:
-    path = str(folder / "a")
-    planned = PlannedFile(path, 100, "digest", "another version")
-    sources = OpenSources(LocalFile)
-    sources.expect([planned])
-    with pytest.raises(CheckpointError, match=CHANGED), sources.reading(path):
-        pass
-    read_before = OpenSources(LocalFile)
-    read(read_before, folder, "a")
-    with pytest.raises(CheckpointError, match=CHANGED):
-        read_before.expect([planned])
-    read_before.close()
 
 
 def test_a_file_that_cannot_be_opened_may_be_there_later(folder: Path) -> None:

@@ -6,7 +6,6 @@ import gc
 import os
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +41,6 @@ def test_bytes_beyond_the_end_are_an_error(file: str, offset: int, nbytes: int) 
     with pytest.raises(TruncatedFileError, match=re.escape(file)):
         read(source, offset, nbytes)
     assert read(source, 0, 10) == DATA[:10], "after an error"
-
-
-def test_threads_may_read_at_the_same_time(tmp_path: Path) -> None:
-    data = os.urandom(300_000)
-    (tmp_path / "file").write_bytes(data)
-    source = LocalFile(str(tmp_path / "file"))
-    offsets = range(0, 290_000, 700)
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda at: read(source, at, 3000), offsets)) == [data[at : at + 3000] for at in offsets]
 
 
 def test_a_read_may_wait(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.engines.target import Layout, Replicated, Target
 from lowmem_load.engines.zero3_target import Zero3
-from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
+from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.source import LocalFile
 from lowmem_load.load.describe import Described, describe
@@ -269,19 +269,6 @@ def test_files_are_read_front_to_back(file: Path) -> None:
     assert [target.name for target in planned(file, build).targets] == ["held", "b", "cut", "a", "c"]
 
 
-def test_ranks_of_the_same_load_have_one_fingerprint(file: Path) -> None:
-    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
-        return module(a=tensors["x"], b=tensors["y"].flip(0))
-
-    def exchanged(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
-        return module(a=tensors["y"], b=tensors["x"].flip(0))
-
-    plans = [planned(file, build, of_rank(rank), rank=rank) for rank in range(3)]
-    assert len({plan.fingerprint for plan in plans}) == 1
-    assert planned(file, exchanged, of_rank(0)).fingerprint != plans[0].fingerprint
-    assert planned(file, build).fingerprint != plans[0].fingerprint  # whole, not cut up
-
-
 def test_what_the_loader_casts_is_read_in_the_files_dtype(file: Path) -> None:
     """float32 in the file, bf16 for the loader, float32 for the engine: nothing is lost on the way."""
 
@@ -355,21 +342,6 @@ class KeepingFp32(Replicated):
 
 
 # -- execution -------------------------------------------------------------------------------------------------------
-
-
-def test_the_target_is_not_finished_where_a_file_has_changed(file: Path) -> None:
-    class Noting(Replicated):
-        is_finished = False
-
-        def finish(self) -> None:
-            self.is_finished = True
-
-    target = Noting(CPU)
-    found = described(file, lambda tensors, _: module(a=tensors["x"]), lambda *_: target)
-    file.write_bytes(file.read_bytes() + b"x")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        executed(found)
-    assert not target.is_finished
 
 
 class TwoPieces(Replicated):
