@@ -227,10 +227,6 @@ class Exchange:
         elif self.mine is not None:
             side.send(self.mine, to)
 
-    def finish(self, check: Callable[[], None]) -> None:
-        """Wait for the messages; see `SideGroup.finish`."""
-        self._side.finish(check)
-
 
 def _wait_for(works: list[Any], _: Any) -> None:
     """Wait for works, whose group must stay that long."""

@@ -225,7 +225,7 @@ def _made(
     try:
         with ranks.step("sending the scales of packed weights", progress=side.progress(progress or computing())):
             exchange.start()
-            exchange.finish(ranks.check)
+            side.finish(ranks.check)
     finally:
         side.close()
     received = [exchange.received[rank] for rank in range(world_size)]

@@ -23,7 +23,7 @@ ShareReads = Literal["auto", "job", "off"]
 """Which ranks share reads: see `load_model`."""
 
 PIECE_BYTES = 16 << 20
-"""Bytes up to which pieces are joined, and to which larger ones are cut where that can be: as requests to a store."""
+"""Bytes up to which pieces are joined, and to which larger runs are cut: as requests to a store."""
 
 BATCH_BYTES, MAX_BATCHES = 32 << 20, 64
 """Bytes after which a batch of a rank ends, unless there would be more batches: all ranks agree after each."""
@@ -189,32 +189,15 @@ def _parts(step: Step, itemsize: int) -> Iterator[tuple[int, int, Step]]:
 
 
 def _cut(read: Read, itemsize: int) -> Iterator[Read]:
-    """Yield reads of at most `PIECE_BYTES` of memory that are together one, or the read where it cannot be cut."""
-    reach = extent((*read.outer, *read.nest.axes), "destination")
-    if reach * itemsize <= PIECE_BYTES:
+    """Yield reads of at most `PIECE_BYTES` that are together one run, or the read where it is none."""
+    if read.outer or not read.nest.is_run or read.numel != read.nest.numel:
         yield read
-    elif not read.outer and read.nest.is_run and read.numel == read.nest.numel:
-        step = PIECE_BYTES // itemsize
-        for first in range(0, read.numel, step):
-            numel = min(step, read.numel - first)
-            nest = Nest(0, read.nest.destination + first, (Axis(numel, 1, 1),), read.nest.casts)
-            yield replace(read, first=read.first + first, numel=numel, nest=nest)
-    elif read.outer:
-        place, axis = max(enumerate(read.outer), key=lambda pair: pair[1].destination)
-        others = read.outer[:place] + read.outer[place + 1 :]
-        inner = extent((*others, *read.nest.axes), "destination")
-        num = max(1, PIECE_BYTES // itemsize // max(1, axis.destination))
-        if axis.destination < inner or num >= axis.size:
-            yield read
-            return
-        for start in range(0, axis.size, num):
-            size = min(num, axis.size - start)
-            cut = (*read.outer[:place], axis._replace(size=size), *read.outer[place + 1 :]) if size > 1 else others
-            nest = read.nest.shifted(destination=start * axis.destination)
-            part = replace(read, first=read.first + start * axis.source, outer=cut, nest=nest)
-            yield from _cut(part, itemsize) if size == 1 else (part,)
-    else:
-        yield read
+        return
+    step = PIECE_BYTES // itemsize
+    for first in range(0, read.numel, step):
+        numel = min(step, read.numel - first)
+        nest = Nest(0, read.nest.destination + first, (Axis(numel, 1, 1),), read.nest.casts)
+        yield replace(read, first=read.first + first, numel=numel, nest=nest)
 
 
 def _read_bytes(step: Step) -> int:

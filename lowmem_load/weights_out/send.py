@@ -138,7 +138,7 @@ class Sending:
                     if not number:
                         side.connect()
                     if sent:
-                        sent.exchange.finish(self.ranks.check)
+                        side.finish(self.ranks.check)
                     with _on(stream):
                         tensors = self._put_together(sent) if sent else []
                         sent = self._fill(number, side, sent) if number < len(self.plan.buckets) else None
