@@ -21,6 +21,7 @@ from typing import NamedTuple
 from lowmem_load.text import fingerprint, size
 
 PROC, BOOT_ID = Path("/proc"), Path("/proc/sys/kernel/random/boot_id")
+CGROUPS = Path("/sys/fs/cgroup")
 
 NO_LIMIT = 1 << 60
 """Bytes of a cgroup's limit that is none: version 1 has the largest number of pages."""
@@ -102,31 +103,20 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _cgroups() -> Iterator[Path]:
-    """Yield the folders of this process's cgroups that may limit memory, and of those above them that show."""
+    """Yield the folders of this process's cgroups that may limit memory, and of those above them that show.
+
+    In a container the root may be a cgroup of which /proc gives the path on the host.
+    """
     try:
         groups = [line.split(":", 2) for line in (PROC / "self/cgroup").read_text().splitlines()]
-        mounts = (PROC / "self/mountinfo").read_text().splitlines()
     except OSError:
         return
-    for mount in mounts:
-        (*_, root, point), (kind, *_, options) = _fields(mount)
-        for _, controllers, path in groups:
-            is_v2, is_v1 = (
-                kind == "cgroup2" and not controllers,
-                kind == "cgroup" and "memory" in controllers.split(","),
-            )
-            if not (is_v2 or (is_v1 and "memory" in options.split(","))):
-                continue
-            # In a container the mount may show the container's own cgroup as its root.
-            below = Path(path).relative_to(root) if Path(path).is_relative_to(root) else Path()
-            levels = [Path(point, below), *Path(point, below).parents]
-            yield from (level for level in levels if level.is_relative_to(point) and level.is_dir())
-
-
-def _fields(mount: str) -> tuple[list[str], list[str]]:
-    """Return a line of mountinfo up to the mount point, and what is behind its dash. Source: proc_pid_mountinfo(5)."""
-    before, _, behind = mount.partition(" - ")
-    return before.split()[:5], behind.split()
+    for _, controllers, path in groups:
+        if not controllers or "memory" in controllers.split(","):
+            root = CGROUPS / "memory" if controllers else CGROUPS
+            folder = root / path.lstrip("/")
+            levels = (level for level in (folder, *folder.parents) if level.is_relative_to(root))
+            yield from filter(Path.is_dir, levels)
 
 
 def _of_cgroup(folder: Path, swap_bytes: int) -> tuple[int, int] | None:
