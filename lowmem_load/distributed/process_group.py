@@ -39,7 +39,7 @@ _LOOK_S = 0.01
 class _Record(NamedTuple):
     """What this module did for one group. Stale once that group is no longer the live one."""
 
-    group: weakref.ref[dist.ProcessGroup]
+    group: weakref.ref[dist.ProcessGroup]  # weak, as sockets and device memory end with the group
     made: bool  # False if it was adopted
     env_set: dict[str, str]  # environment variables to remove with the group
 
@@ -209,13 +209,6 @@ class DistributedInterface(RankGroup):
             DistributedInterface._record = None
             _undo(record.env_set)
 
-    @staticmethod
-    def _remember(*, made: bool, env_set: dict[str, str]) -> None:
-        group = dist.group.WORLD
-        assert group is not None
-        # A strong reference would keep sockets and device memory of a group that its owner destroyed.
-        DistributedInterface._record = _Record(weakref.ref(group), made, env_set)
-
     def _check_agrees(self, backend: str | None, timeout: timedelta | None) -> None:
         """Raise one ConfigError that names every argument that differs from the live group."""
         wrong, live_timeout = [], _live_timeout()
@@ -251,7 +244,7 @@ class DistributedInterface(RankGroup):
                 dist.destroy_process_group()
             _undo(env_set)
             raise
-        self._remember(made=True, env_set=env_set)
+        DistributedInterface._record = _Record(weakref.ref(environment.default_group()), True, env_set)
 
     @staticmethod
     def _meet(timeout: timedelta) -> Store:
@@ -279,7 +272,7 @@ class DistributedInterface(RankGroup):
             environment.unset(env_set)
             self.abort("DistributedInterface", error)
             raise
-        self._remember(made=False, env_set=env_set)
+        DistributedInterface._record = _Record(weakref.ref(environment.default_group()), False, env_set)
         bring_up_comm(dist.get_backend(), _live_timeout() or environment.default_timeout())
 
     def _derive_local_rank(self) -> int:
@@ -327,13 +320,12 @@ def _live_timeout() -> timedelta | None:
 
     Source: torch 2.13 ProcessGroup._get_backend, Backend.options._timeout. The fake backend has no options.
     """
-    group = dist.group.WORLD
     device = accelerator().device_name()
-    if group is not None and device in environment.backends_by_device():
-        options = getattr(group._get_backend(torch.device(device)), "options", None)  # noqa: SLF001
-        timeout = getattr(options, "_timeout", None)
-        return timeout if isinstance(timeout, timedelta) else None
-    return None
+    if device not in environment.backends_by_device():
+        return None
+    backend = environment.default_group()._get_backend(torch.device(device))  # noqa: SLF001
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
 
 
 @contextlib.contextmanager
