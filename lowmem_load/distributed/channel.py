@@ -18,12 +18,11 @@ import queue
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -48,17 +47,26 @@ class StoppedError(BaseException):
     """Ends this rank's part of a step because another rank has failed; the verdict says how."""
 
 
-class Group(NamedTuple):
-    """A group of ranks. The first one of its members is the leader."""
+@dataclass(eq=False, slots=True)
+class Group:
+    """A group of ranks, as one of them sees it. The first one of its members is the leader."""
 
     channel: StoreChannel
     name: str  # unique among the groups of the store; prefix of its keys
     members: tuple[int, ...]  # as ranks in the world
+    number: int = 0  # of the next step
+    num_loops: int = 0
+    read: list[str] = field(default_factory=list)  # of the leader: keys of verdicts, until all members have read them
 
     @property
     def key(self) -> str:
         """The key of the verdict on the next step."""
-        return f"{self.name}/{self.channel.numbers[self.name]}"
+        return f"{self.name}/{self.number}"
+
+    def note_read(self, key: str) -> None:
+        """Note that this rank needs the verdict of this key no more."""
+        if self.channel.rank == self.members[0]:
+            self.read.append(key)
 
 
 @dataclass(eq=False, slots=True)
@@ -87,16 +95,15 @@ class StoreChannel:
 
     def __init__(self, open_client: Callable[[], Any], rank: int, beat_s: float = BEAT_S) -> None:
         self.rank, self.limits, self.broken = rank, Limits(), ""  # what is wrong with the store
-        self.numbers = Counter[str]()  # of the next step of each group, by its name
+        self.groups: dict[str, Group] = {}
         self.place = Place(Group(self, "", (rank,)))  # where the caller is
-        self.news = queue.SimpleQueue[tuple[str, str] | None]()  # wakes the thread; which step to fail, and why
+        self.news = queue.SimpleQueue[tuple[Group, str, str] | None]()  # wakes the thread; which step to fail, and why
         self._failing: Place | None = None  # where the caller was when another rank failed
         self._unanswered_s, self._counted_s = 0.0, time.monotonic()  # see `_note_silence`
         # Of the thread.
         self._open_client, self._beat_s = open_client, beat_s
         self._amount, self._still_s, self._notice_s = -1, 0.0, NOTICE_S  # how far the place is, since when
         self._seen: dict[int, tuple[bytes, float]] = {}  # the heartbeats of others, and the seconds since they changed
-        self._read = defaultdict[str, list[str]](list)  # keys of verdicts that not all may have read, by group
         self._thread = threading.Thread(target=self._run, name="lowmem_load-store", daemon=True)
 
     def wait(self) -> Any:
@@ -160,8 +167,9 @@ class StoreChannel:
                 with contextlib.suppress(queue.Empty):
                     left = self.news.get(timeout=until_beat_s if place.answer.done() else min(pause_s, until_beat_s))
                     if left is not None:
-                        self._decide(left[0], Verdict([(self.rank, left[1])]))
-                        self._read[_root(left[0])].append(left[0])
+                        group, key, why = left
+                        self._decide(key, Verdict([(self.rank, why)]))
+                        group.note_read(key)
                 pause_s *= POLL_GROWTH
         except Exception as error:  # noqa: BLE001  such as MemoryError: the caller must hear of it, and why
             text, _, _ = str(error).partition("\n")
@@ -223,8 +231,7 @@ class StoreChannel:
 
     def _answer(self, place: Place) -> Any:
         """Return what the caller waits for; None if it is not there yet."""
-        leader, *followers = place.group.members
-        read = self._read[_root(place.key)]
+        (leader, *followers), read = place.group.members, place.group.read
         if place.entry is None:
             if place.title or self.rank != leader or time.monotonic() > place.since_s + FAREWELL_S:
                 return True
@@ -243,7 +250,7 @@ class StoreChannel:
             verdict = peek(self._store, place.key)
         if not verdict:
             return None
-        read.append(place.key)
+        place.group.note_read(place.key)
         return Verdict(*unpacked(verdict))
 
     def _fails(self, group: Group) -> bool:
@@ -267,11 +274,6 @@ class StoreChannel:
             before, silent_s = self._seen[rank]
             self._seen[rank] = content, silent_s + seconds if content == before else 0.0
         return {rank: Heartbeat.read(self._seen[rank][0]) for rank in ranks}
-
-
-def _root(key: str) -> str:
-    """Return the name of the group of a key, or of the group that its loop is of."""
-    return key.partition("/")[0]
 
 
 def new_client(store: Any) -> Any:

@@ -163,14 +163,14 @@ class RankGroup:
         """Return the ranks for steps that each of them may leave at any time. Call on all of them."""
         if (group := self._joined()) is None:
             return self
-        group.channel.numbers[group.key] += 1  # of the loops between two steps
-        name = f"{group.key}.{group.channel.numbers[group.key]}"
-        return RankGroup(self.group, group._replace(name=name))
+        group.num_loops += 1
+        name = f"{group.key}.{group.num_loops}"
+        return RankGroup(self.group, Group(group.channel, name, group.members, read=group.read))
 
     def leave(self, why: str) -> None:
         """Tell the other ranks that this one comes to no further step of this loop. Local, and takes no lock."""
         if self._loop is not None:
-            self._loop.channel.news.put((self._loop.key, why))
+            self._loop.channel.news.put((self._loop, self._loop.key, why))
 
     @property
     def next_step(self) -> str:
@@ -211,7 +211,7 @@ class RankGroup:
         try:
             channel.place = replace(block, entry=entry)
             verdict = channel.wait() or Verdict([(0, channel.broken)])
-            channel.numbers[group.name] += not channel.broken
+            group.number += not channel.broken
         finally:
             channel.place = replace(block)
         return verdict
@@ -228,7 +228,7 @@ class RankGroup:
             )
             weakref.finalize(live, channel.end)
         name = fingerprint([(self.group or live).group_name, str(self.world_ranks)])
-        return Group(channel, name, self.world_ranks)
+        return channel.groups.setdefault(name, Group(channel, name, self.world_ranks))
 
     def _all_know(self, error: BaseException) -> bool:
         return getattr(error, _KNOWN_TO, frozenset()).issuperset(self.world_ranks)

@@ -39,7 +39,7 @@ class Ranked(RankGroup):
         return self.members
 
     def _joined(self) -> Group:
-        return self._loop or Group(self.channel, "group", self.members)
+        return self._loop or self.channel.groups.setdefault("group", Group(self.channel, "group", self.members))
 
     def loop(self) -> Ranked:
         return Ranked(self.channel, self.members, super().loop()._loop)
@@ -160,6 +160,7 @@ def test_the_store_does_not_grow(store: Any) -> None:
     before = store.num_keys()
     steps(50)
     assert store.num_keys() == before
+    assert max(len(channel.groups["group"].read) for channel in ranks.channels) <= 1
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
