@@ -323,8 +323,9 @@ def _live_timeout() -> timedelta | None:
     device = accelerator().device_name()
     if device not in environment.backends_by_device():
         return None
-    backend = environment.default_group()._get_backend(torch.device(device))  # noqa: SLF001
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    group = environment.default_group()
+    options = getattr(group._get_backend(torch.device(device)), "options", None)  # noqa: SLF001
+    timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
 
 
