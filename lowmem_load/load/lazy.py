@@ -232,7 +232,8 @@ def hand_out(
         setattr(module, _WAS_LAZY, True)
         module.register_forward_pre_hook(_read_before_forward)
         if transformers_models(module) == [module]:
-            vars(module)["save_pretrained"] = functools.partial(_save, module)
+            ordinary: Any = module.save_pretrained  # diffusers passes what its signature names
+            vars(module)["save_pretrained"] = functools.update_wrapper(functools.partial(_save, module), ordinary)
     setattr(described.model, REPORT_ATTRIBUTE, report)
     if on_load is not None:
         _ENDS[described.model] = functools.partial(on_load, report)

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import inspect
 import logging
+import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -75,13 +76,17 @@ def show_ds_config(model: nn.Module, ds_config: Mapping[str, Any]) -> None:
     """
     for part in transformers_models(model):
         for name in ("generate", "resize_token_embeddings"):
-            if hasattr(part, name):  # a partial follows the model into a deepcopy
-                setattr(part, name, functools.partial(_call_with_config, part, name, ds_config))
+            if hasattr(type(part), name):  # a method follows a deepcopy; LLaMA-Factory asks for its __func__
+                setattr(part, name, types.MethodType(_with_config(type(part), name, ds_config), part))
 
 
-def _call_with_config(model: nn.Module, name: str, ds_config: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    with deepspeed_config(ds_config):
-        return getattr(type(model), name)(model, *args, **kwargs)
+def _with_config(cls: type, name: str, ds_config: Mapping[str, Any]) -> Callable[..., Any]:
+    @functools.wraps(getattr(cls, name))
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with deepspeed_config(ds_config):
+            return getattr(type(model), name)(model, *args, **kwargs)
+
+    return call
 
 
 def draws_no_missing() -> bool:

@@ -1,7 +1,9 @@
 """Which DeepSpeed configuration transformers sees, what it hears while a load is described, and models in a module."""
 
+import copy
 import gc
 import importlib
+import inspect
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -10,13 +12,14 @@ import torch
 import transformers.integrations.deepspeed as hf_deepspeed
 import transformers.modeling_utils as modeling_utils
 from torch import nn
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.models.hubert import modeling_hubert
 
 from lowmem_load.models.active import (
     active_zero3_config,
     ordinary_path,
+    show_ds_config,
     transformers_models,
     was_dropped,
 )
@@ -136,3 +139,14 @@ def test_the_outermost_transformers_models_are_found_through_wrappers() -> None:
     assert transformers_models(nn.Linear(2, 2)) == []
     first.add_module("inner", bert())
     assert transformers_models(Wrapper(first)) == [first]
+
+
+def test_a_method_that_sees_the_ds_config_is_one_to_its_callers() -> None:
+    """As LLaMA-Factory's `patch_model` asks; a deepcopy has a method of its own."""
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=5, hidden_size=4, num_hidden_layers=1, num_attention_heads=1))
+    signature = inspect.signature(model.generate)
+    show_ds_config(model, ZERO_3)
+    assert "GenerationMixin" in str(model.generate.__func__)
+    assert inspect.signature(model.generate) == signature
+    copied = copy.deepcopy(model)
+    assert copied.resize_token_embeddings.__self__ is copied

@@ -5,6 +5,7 @@ import copy
 import errno
 import functools
 import gc
+import inspect
 import io
 import json
 import os
@@ -504,6 +505,12 @@ def test_old_files_go_last(many_files: Path, tmp_path: Path) -> None:
     model.save_pretrained(folder)
     assert [file.name for file in folder.glob("*.safetensors")] == ["model.safetensors"]
     assert_equal(model, ordinary(str(many_files)))
+
+
+def test_saving_takes_the_options_that_it_took(many_files: Path) -> None:
+    """diffusers passes `variant` and others to a component only where its signature has them."""
+    model = lazily(str(many_files))
+    assert inspect.signature(model.save_pretrained) == inspect.signature(ordinary(str(many_files)).save_pretrained)
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 5])
