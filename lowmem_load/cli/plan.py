@@ -5,18 +5,14 @@ docs/howto/plan.md explains the rows.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.engines.partition import check_by_deepspeed
@@ -25,7 +21,7 @@ from lowmem_load.files.uploads import NUM_STREAMS, SLOTS_PER_THREAD
 from lowmem_load.load.load import MAX_THREADS
 from lowmem_load.load.plan_model import plan_sharded, plan_zero3_rank
 from lowmem_load.models import diffusion
-from lowmem_load.models.model_class import class_and_config, model_config
+from lowmem_load.models.model_class import model_config
 from lowmem_load.models.model_folder import Checkpoint, find_checkpoint
 from lowmem_load.models.quantizers import dequantizing, four_bit_config, stays_packed
 from lowmem_load.models.skeleton import distributed_config
@@ -33,16 +29,12 @@ from lowmem_load.planning.load_plan import Costs, LoadPlan
 from lowmem_load.planning.reads import Apply, ReadLimits
 from lowmem_load.planning.replicas import once_bytes
 from lowmem_load.text import count, size
-from lowmem_load.weights_out.file_layout import lay_out
 
 OVERHEAD_BYTES = 32 << 20
 """Host memory of a load besides its buffers: the plan, threads, page tables. `make bench` measured 14 to 15 MiB."""
 
 DS_CONFIG = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
 """The ds_config of a plan that names none."""
-
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-"""Ends of the names of files that have weights, or say where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +86,12 @@ def needs_of(name: str, job: Job, *, revision: str | None, four_bit: bool, dequa
     checkpoint = find_checkpoint(name, subfolder=keywords["subfolder"], revision=revision)
     if dequantize:
         keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
-    with _with_weights(checkpoint, keywords) as found:
-        if job.mesh is None:
-            plan, about, settings = _plan_zero(found, job, keywords, four_bit=four_bit)
-            where, swap_bytes = settings.offload_device, settings.swap_bytes
-        else:
-            plan, about = _plan_fsdp2(found, job.world_size, job.mesh, keywords, four_bit=four_bit)
-            where, swap_bytes = "none", 0
+    if job.mesh is None:
+        plan, about, settings = _plan_zero(checkpoint, job, keywords, four_bit=four_bit)
+        where, swap_bytes = settings.offload_device, settings.swap_bytes
+    else:
+        plan, about = _plan_fsdp2(checkpoint, job.world_size, job.mesh, keywords, four_bit=four_bit)
+        where, swap_bytes = "none", 0
     host_bytes, device_bytes = load_bytes(plan)
     host_bytes += plan.partition_bytes if where == "cpu" else swap_bytes
     device_bytes += plan.partition_bytes if where == "none" else 0
@@ -108,7 +99,7 @@ def needs_of(name: str, job: Job, *, revision: str | None, four_bit: bool, dequa
     about["memory while loading"] = f"GPU {size(device_bytes)}, host {size(host_bytes)} beside the process, by a rank"
     shown = {topic: text for topic, text in about.items() if text}
     figures = plan.costs, plan.partition_bytes, host_bytes, device_bytes, plan.missing_keys, plan.unexpected_keys
-    return Needs(found.name, shown, *figures)
+    return Needs(checkpoint.name, shown, *figures)
 
 
 def _plan_zero(
@@ -155,6 +146,13 @@ def _four_bits(config: Any, dtype: torch.dtype) -> Any:
     if find_spec("bitsandbytes") is None:
         raise UnsupportedError("--four-bit: needs bitsandbytes (pip install 'lowmem-load[qlora]')")
     return four_bit_config(dtype)
+
+
+def _config_of(checkpoint: Checkpoint, keywords: Mapping[str, Any]) -> Any:
+    """Return transformers' configuration of a model, given keywords of `plan`; None for a model of diffusers."""
+    if diffusion.model_class(checkpoint.folder, keywords.get("auto_class"), keywords) is not None:
+        return None
+    return model_config(checkpoint.folder, keywords)
 
 
 def _whole_bytes(plan: LoadPlan) -> int:
@@ -211,56 +209,3 @@ def _model_text(plan: LoadPlan) -> str:
     largest = plan.targets[numels.index(max(numels))]
     dtype = "4 bits" if plan.num_quantized else str(largest.dtype).removeprefix("torch.")
     return f"{count(sum(numels))} parameters in {dtype}"
-
-
-# -- from the configuration alone --------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _with_weights(checkpoint: Checkpoint, keywords: Mapping[str, Any]) -> Iterator[Checkpoint]:
-    """Inside, there is a checkpoint that can be planned.
-
-    If it has a configuration and no weights, a file with a header and a hole stands for them, which takes no space on
-    the disk. Its tensors have the names and shapes of the model's parameters, and the dtype of the configuration.
-    """
-    folder = Path(checkpoint.folder, keywords["subfolder"])
-    names = os.listdir(folder) if folder.is_dir() else []
-    if "config.json" not in names or any(name.endswith(WEIGHTS) for name in names):
-        yield checkpoint
-        return
-    dtype = getattr(_config_of(checkpoint, keywords), "dtype", None) or torch.float32
-    model = _without_values(checkpoint, keywords)
-    stored = model.state_dict()
-    saved = dict(model.named_parameters())  # a tied one once
-    saved |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
-    tensors = {
-        name: (dtype if tensor.is_floating_point() else tensor.dtype, tuple(tensor.shape))
-        for name, tensor in saved.items()
-    }
-    with tempfile.TemporaryDirectory() as temporary:
-        made = Path(temporary, keywords["subfolder"])
-        made.mkdir(parents=True, exist_ok=True)
-        (made / "config.json").symlink_to((folder / "config.json").resolve())
-        start = "diffusion_pytorch_" if diffusion.is_model(model) else ""
-        layout = lay_out(f"{start}model.safetensors", tensors, {"format": "pt"})
-        with open(made / layout.name, "wb") as file:
-            file.write(layout.header)
-            file.truncate(layout.nbytes)
-        alone = f"{checkpoint.name} (config.json alone: sizes as a save would write them)"
-        yield checkpoint._replace(name=alone, folder=temporary)
-
-
-def _config_of(checkpoint: Checkpoint, keywords: Mapping[str, Any]) -> Any:
-    """Return transformers' configuration of a model, given keywords of `plan`; None for a model of diffusers."""
-    if diffusion.model_class(checkpoint.folder, keywords.get("auto_class"), keywords) is not None:
-        return None
-    return model_config(checkpoint.folder, keywords)
-
-
-def _without_values(checkpoint: Checkpoint, keywords: Mapping[str, Any]) -> Any:
-    """Return the model of a checkpoint on the meta device; `keywords` are those of `plan`."""
-    if (of_diffusers := diffusion.model_class(checkpoint.folder, keywords.get("auto_class"), keywords)) is not None:
-        return diffusion.skeleton(of_diffusers, checkpoint.folder, keywords, torch.device("meta"))
-    cls, config = class_and_config(checkpoint.folder, keywords.get("auto_class"), keywords)
-    with torch.device("meta"):
-        return cls(config) if isinstance(cls, type) and issubclass(cls, nn.Module) else cls.from_config(config)

@@ -90,7 +90,7 @@ def plan(
 ) -> None:
     """Show what a load reads and needs on each rank.
 
-    It reads headers only, also on the Hub. A folder with config.json alone is enough.
+    It reads headers only, also those of a model on the Hub, which is not downloaded.
 
     \b
     lowmem-load plan /models/Llama-3.1-70B --world-size 8
