@@ -62,8 +62,8 @@ def consolidate(
 ) -> SaveReport:
     """Make a Hugging Face folder of a training checkpoint of DeepSpeed, FSDP2, torch DCP or verl.
 
-    Takes what DeepSpeed's `save_checkpoint` writes under ZeRO-3; torch DCP (`.metadata` with `.distcp` files);
-    and the files of ranks of verl (`model_world_size_8_rank_3.pt`) and accelerate (`use_dcp=False`). The files
+    Takes what DeepSpeed's `save_checkpoint` writes under ZeRO-3; torch DCP (`.metadata` with `.distcp` or safetensors
+    files); and the files of ranks of verl (`model_world_size_8_rank_3.pt`) and accelerate (`use_dcp=False`). The files
     say which it is. No pickle is run. Needs no GPU and no process group. A new folder appears all at once. Adapters go
     into it, if the checkpoint has nothing else, else into its folder `adapter`. Returns what this process has written.
     Memory: buffers of 40 MiB, and the description of the checkpoint: some MiB; 1.5 GiB for 512,000 chunks.
@@ -181,6 +181,11 @@ def _describe_folder(
             model, saved, left_out = _as_saved_by_transformers(saved_model.tensors, scratch, executor, config, options)
         _copy_tokenizer(saved_model, scratch, config)
         saved_model = replace(saved_model, left_out=(*saved_model.left_out, *left_out))
+    elif saved_model.tensors and not saved_model.has_shapes:
+        raise ConfigError(
+            f"{saved_model.folder}: its files do not say how large the tensors are, so a missing last one would not be "
+            "noticed: name the model by config"
+        )
     elif saved_model.tensors:
         sources = _sources(saved_model.tensors)
         saved = saver.describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)

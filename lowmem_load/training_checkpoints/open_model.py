@@ -14,6 +14,7 @@ from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.training_checkpoints.dcp import METADATA, open_dcp
 from lowmem_load.training_checkpoints.names import place_in, weights_in, without_wrappers
 from lowmem_load.training_checkpoints.rank_files import open_rank_files, rank_files
+from lowmem_load.training_checkpoints.safetensors_shards import open_shards, shard_files
 from lowmem_load.training_checkpoints.saved_state import SavedState, TiledTensor
 from lowmem_load.training_checkpoints.zero_checkpoint import SavedParameter, find_folder, open_checkpoint
 
@@ -43,6 +44,7 @@ class SavedModel:
         num_masters: of the tensors, those that are the fp32 values of an optimizer, while the model had 16 bits.
         left_out: names of other tensors in the files, such as an optimizer's.
         removed: what the names of all tensors began with.
+        has_shapes: as in `SavedState`.
     """
 
     folder: str
@@ -56,6 +58,7 @@ class SavedModel:
     num_masters: int = 0
     left_out: tuple[str, ...] = ()
     removed: str = ""
+    has_shapes: bool = True
 
     def companion(self, name: str) -> str | None:
         """Return the folder that has a file about the model, such as config.json; None if none has it."""
@@ -89,34 +92,45 @@ def own_files(folder: str, names: Iterable[str]) -> list[str]:
     return paths
 
 
-def open_state(folder: str, executor: Executor) -> SavedState:
-    """Return what a folder of torch DCP or of files of ranks holds, or a known folder in it. No weights are read.
-
-    Raises:
-        CheckpointError: it is not a checkpoint, incomplete, or malformed.
-        UnsupportedError: it was saved in a form that cannot be read by ranges.
-    """
+def find_state(folder: str) -> str | None:
+    """Return the folder that has the weights: this one, or a known one in it. None if there is none."""
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder}: no such folder")
-    for place in filter(os.path.isdir, (folder, os.path.join(folder, _OF_ACCELERATE))):
-        if os.path.isfile(os.path.join(place, METADATA)):
-            return open_dcp(place, executor)
-        if rank_files(place)[1]:
-            return open_rank_files(place, executor)
+    for place in (folder, os.path.join(folder, _OF_ACCELERATE)):
+        if os.path.isdir(place) and (
+            os.path.isfile(os.path.join(place, METADATA)) or rank_files(place)[1] or shard_files(place)
+        ):
+            return place
     if parts := [part for part in _MODELS_OF_VERL if os.path.isdir(os.path.join(folder, part))]:
         raise CheckpointError(f"{folder}: is verl's folder of a step; name one model in it: {listed(parts)}")
-    names = sorted(os.listdir(folder))
-    if any(name.endswith(".distcp") for name in names):
+    if any(name.endswith(".distcp") for name in os.listdir(folder)):
         raise CheckpointError(
             f"{folder}: has .distcp files and no {METADATA}: the save did not end, or the file was not copied (its "
             "name begins with a dot)"
         )
-    raise CheckpointError(
-        f"{folder}: is not a training checkpoint: it has no {METADATA} of torch DCP, no files of ranks "
-        "(model_world_size_*_rank_*.pt), and no file 'latest' of DeepSpeed (if it has tags, name one; if it is a "
-        "model, name it as such, not as weights; of shard-*.safetensors, torch's consolidate_safetensors_files makes "
-        f"a model). It holds {listed(names) or 'nothing'}"
-    )
+    return None
+
+
+def open_state(folder: str, executor: Executor) -> SavedState:
+    """Return what a training checkpoint holds. No weights are read.
+
+    Raises:
+        CheckpointError: it is no checkpoint, incomplete, or malformed.
+        UnsupportedError: it was saved in a form that cannot be read by ranges.
+    """
+    place = find_state(folder)
+    if place is None:
+        raise CheckpointError(
+            f"{folder}: is no training checkpoint: it has no {METADATA} of torch DCP, no files of ranks "
+            "(model_world_size_*_rank_*.pt), no shard-*.safetensors, and no file 'latest' of DeepSpeed (if it "
+            "has tags, name one; if it is a model, name it as such, not as weights). It holds "
+            f"{listed(sorted(os.listdir(folder))) or 'nothing'}"
+        )
+    if os.path.isfile(os.path.join(place, METADATA)):
+        return open_dcp(place, executor)
+    if shard_files(place):
+        return open_shards(place, executor)
+    return open_rank_files(place, executor)
 
 
 def open_model(folder: str, executor: Executor, *, tag: str | None = None, part: str | None = None) -> SavedModel:
@@ -139,7 +153,7 @@ def open_model(folder: str, executor: Executor, *, tag: str | None = None, part:
     if tagged is None:
         state = open_state(folder, executor)
         entries = state.tensors
-        model = SavedModel(state.folder, state.kind, {}, state.files)
+        model = SavedModel(state.folder, state.kind, {}, state.files, has_shapes=state.has_shapes)
     else:
         if part is not None:
             raise ConfigError(

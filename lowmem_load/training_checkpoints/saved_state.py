@@ -81,12 +81,14 @@ class SavedState:
         kind: who writes such files, for messages.
         tensors: by the keys that lead to them in the state dict that was saved.
         files: all files that were opened.
+        has_shapes: whether the files say how large the tensors are; else a missing last part is not noticed.
     """
 
     folder: str
     kind: str
     tensors: Mapping[tuple[str, ...], TiledTensor]
     files: tuple[PlannedFile, ...]
+    has_shapes: bool = True
 
 
 def assemble(what: str, shape: Shape, tiles: Iterable[Tile]) -> TiledTensor:

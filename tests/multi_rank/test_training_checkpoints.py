@@ -21,7 +21,7 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {
     "qwen2": builders.tiny_qwen2_tied,
     "llava": builders.tiny_llava,
 }
-LOADED = ("llama-zero", "llama-tp", "llama-tpbin", "llava-dcp", "mixtral-verl")
+LOADED = ("llama-zero", "llama-shards", "llama-tp", "llama-tpbin", "llava-dcp", "mixtral-verl")
 """Those that ranks load, into both engines."""
 
 TP_PLAN = {"q_proj": "col", "k_proj": "col", "v_proj": "col", "o_proj": "row", "gate_proj": "col", "down_proj": "row"}
@@ -56,6 +56,7 @@ def sharded(model: Any, shape: tuple[int, ...], *, tensor_parallel: bool = False
 def save_all(folders: dict[str, Path], root: Path) -> None:
     """Save each model in each way, on four ranks."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     DistributedInterface()
     rank = dist.get_rank()
@@ -66,6 +67,7 @@ def save_all(folders: dict[str, Path], root: Path) -> None:
         torch.save(state, root / f"{name}-verl" / f"model_world_size_4_rank_{rank}.pt")
     state = sharded(model_of(folders["llama"]), (4,)).state_dict()
     dcp.async_save(state, checkpoint_id=root / "llama-async").result()
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(root / "llama-shards", save_distributed=True))
     for name, shape, has_tp in (("llama-hsdp", (2, 2), False), ("llama-tp", (2, 2), True)):
         state = sharded(model_of(folders["llama"]), shape, tensor_parallel=has_tp).state_dict()
         dcp.save(state, checkpoint_id=root / name)
@@ -99,7 +101,7 @@ def test_the_folder_is_that_of_save_pretrained(saved: tuple[dict[str, Path], Pat
     for name, folder in folders.items():
         model_of(folder).save_pretrained(tmp_path / name)
     kinds = checkpoints_in(root)
-    assert len(kinds) == 2 * len(folders) + 6
+    assert len(kinds) == 2 * len(folders) + 7
     for name, checkpoint in kinds:
         dtype = torch.bfloat16 if checkpoint.name == "llama-zero" else None  # its values are fp32
         report = consolidate(checkpoint, tmp_path / checkpoint.name, config=folders[name], dtype=dtype)

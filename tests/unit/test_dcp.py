@@ -1,6 +1,7 @@
 """dcp.py, rank_files.py, names.py: what real torch has saved is read; what is wrong with it is named."""
 
 import contextlib
+import json
 import os
 import pickle
 import shutil
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 from typer.testing import CliRunner
 
@@ -136,6 +137,38 @@ def test_code_in_the_metadata_is_not_run(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no metadata"):
         consolidate(saved, tmp_path / "made")
     assert not (tmp_path / "was-run").exists()
+
+
+# -- shards in safetensors files ---------------------------------------------------------------------------------------
+
+
+def shards(folder: Path, info: list[Any]) -> Path:
+    """A folder of two files, each with half of a tensor, and this sharding info in the headers."""
+    folder.mkdir()
+    for number, half in enumerate(TENSORS["d"].split(150)):
+        metadata = {"DCP_SHARDING_INFO": json.dumps(info[number])} if info[number] is not None else None
+        save_file(
+            {"d": half.contiguous()}, folder / f"shard-0000{number + 1}-model-00001-of-00001.safetensors", metadata
+        )
+    return folder
+
+
+def test_parts_in_safetensors_files(tmp_path: Path) -> None:
+    places = [{"d": {"saved_offsets": [first, 0]}} for first in (0, 150)]
+    assert torch.equal(values_in(shards(tmp_path / "right", places))["d"], TENSORS["d"])
+    for name, wrong, text in (
+        ("none", [places[0], None], "has no DCP_SHARDING_INFO"),
+        ("other", [places[0], {}], "does not say where the part of d belongs"),
+        ("dims", [places[0], {"d": {"saved_offsets": [1]}}], "does not say where"),
+        ("gap", [places[0], {"d": {"saved_offsets": [200, 0]}}], "indices 150 to 200 of dim 0"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            values_in(shards(tmp_path / name, wrong))
+    (tmp_path / "right" / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="lacks the shards 1 of 2"):
+        values_in(tmp_path / "right")
+    with pytest.raises(ConfigError, match="a missing last one would not be noticed: name the model by config"):
+        consolidate(shards(tmp_path / "plain", places), tmp_path / "made")
 
 
 # -- files of ranks ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,89 @@
+"""Opens safetensors files, each with the parts that one rank saved: `shard-00001-model-00001-of-00001.safetensors`.
+
+torch DCP's `HuggingFaceStorageWriter` and transformers' `save_pretrained(distributed_checkpoint=True)` write them.
+
+Source: torch 2.8 to 2.13 `distributed/checkpoint/hf_storage.py`, `_hf_utils.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+
+from lowmem_load.errors import CheckpointError, listed
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.safetensors import Safetensors
+from lowmem_load.planning.load_plan import PlannedFile
+from lowmem_load.training_checkpoints.saved_state import (
+    SavedState,
+    Tile,
+    TiledTensor,
+    assemble,
+    check_written_together,
+)
+
+_SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")
+
+_SHARDING_INFO, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+"""Keys in the header of a file: for each tensor, the first index of its part along each dim."""
+
+
+def shard_files(folder: str) -> list[str]:
+    """Return the names of the files of a folder that hold parts of tensors, in order."""
+    return sorted(name for name in os.listdir(folder) if _SHARD.fullmatch(name))
+
+
+def open_shards(folder: str, executor: Executor) -> SavedState:
+    """Return what the files of a folder hold together. Reads headers alone.
+
+    Raises:
+        CheckpointError: parts are missing or overlap, or a file does not say where its parts belong.
+    """
+    tiles: dict[str, list[Tile]] = {}
+    files, names = [], shard_files(folder)
+    numbers = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
+    if missing := sorted(set(range(1, max(numbers) + 1)) - numbers):
+        raise CheckpointError(f"{folder}: lacks the shards {listed(list(map(str, missing)))} of {max(numbers)} or more")
+    for name in names:
+        path = os.path.join(folder, name)
+        with executor.sources.reading(path) as source:
+            file = Safetensors().describe(source)
+        files.append(PlannedFile(path, file.nbytes, file.digest, file.version))
+        offsets = _offsets_in(path, (file.metadata or {}).get(_SHARDING_INFO))
+        for tensor in file.names:
+            values = file.expression(tensor)
+            first = offsets.get(tensor, {}).get(_OFFSETS)
+            if not isinstance(first, list) or len(first) != len(values.shape) or not all(map(_is_index, first)):
+                raise CheckpointError(
+                    f"{path}: its header does not say where the part of {tensor} belongs ({_OFFSETS})"
+                )
+            tiles.setdefault(tensor, []).append(Tile(tuple(first), values))
+    check_written_together(file.path for file in files)
+    tensors: dict[tuple[str, ...], TiledTensor]
+    tensors = {(name,): _assemble(f"{folder}: {name}", parts) for name, parts in tiles.items()}
+    return SavedState(folder, "torch DCP in safetensors files", tensors, tuple(files), has_shapes=False)
+
+
+def _offsets_in(path: str, text: str | None) -> dict[str, dict[str, object]]:
+    try:
+        content = json.loads(text or "null")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {_SHARDING_INFO} in its header is not JSON: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
+        raise CheckpointError(f"{path}: has no {_SHARDING_INFO} in its header, as the other files have")
+    return content
+
+
+def _is_index(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 60
+
+
+def _assemble(what: str, parts: Sequence[Tile]) -> TiledTensor:
+    # The files do not say the shape of the whole tensor: the parts that end last do.
+    dims = range(len(parts[0].offsets))
+    if any(len(part.offsets) != len(dims) for part in parts):
+        raise CheckpointError(f"{what}: its parts have different numbers of dims")
+    shape = tuple(max(part.offsets[dim] + part.values.shape[dim] for part in parts) for dim in dims)
+    return assemble(what, shape, parts)
