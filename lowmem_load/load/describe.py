@@ -114,7 +114,7 @@ def _training_weights(folder: str, executor: Executor, context: Context) -> dict
     from lowmem_load.training_checkpoints.open_model import open_model
 
     model = open_model(folder, executor).without_wrappers()
-    if model.adapter:
+    if model.adapter is not None:
         raise UnsupportedError(
             f"{folder}: holds an adapter; make a folder of it by `lowmem-load consolidate`, and load that"
         )

@@ -1,7 +1,7 @@
-"""What only PEFT's own code knows: the names by which it saves an adapter, and how an adapter is merged.
+"""What only PEFT's own code knows: what its names mean, and how an adapter is merged.
 
 PEFT's `merge_and_unload` runs on a copy of the modules, and each layer's `merge` is only recorded. It runs later, on a
-copy of the layer that has the gathered weights. Written for peft 0.15 to 0.21.
+copy of the layer that has the gathered weights. Written for peft 0.18 to 0.21.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import copy
 import functools
 import sys
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -76,22 +76,36 @@ def unloaded(model: nn.Module) -> tuple[nn.Module, list[Merge]]:
             del vars(parameter)["data_ptr"]
 
 
-def saved_names(
-    base: nn.Module, folder: str, adapter: str, shapes: Mapping[str, tuple[int, ...]], of_adapter: Collection[str]
-) -> tuple[dict[str, str], list[str]]:
-    """Return which tensor PEFT saves under which name, and those that it leaves out, as they are tied to one of these.
+class PeftNames(NamedTuple):
+    """What the names in the state dict of a model mean that PEFT has wrapped.
+
+    Attributes:
+        base: for each name of the base model's, that in the base model, and the shape there.
+        adapter: for each name under which PEFT saves a tensor of the adapter, that in the state dict.
+        left_out: names of the adapter's tensors that are tied to one of these.
+    """
+
+    base: dict[str, tuple[str, tuple[int, ...]]]
+    adapter: dict[str, str]
+    left_out: list[str]
+
+
+def names_in(base: nn.Module, folder: str, adapter: str, shapes: Mapping[str, tuple[int, ...]]) -> PeftNames:
+    """Return what the names of tensors mean in the state dict of a model that PEFT has wrapped.
 
     Args:
-        base: the model that PEFT has wrapped, on meta. It is changed.
+        base: that model without PEFT, on meta. It is changed.
         folder: has the adapter's configuration.
         adapter: its name in the state dict.
-        shapes: of the tensors in the state dict, by PEFT's names.
-        of_adapter: those of them that are the adapter's for sure.
+        shapes: of the tensors in the state dict.
 
-    Raises CheckpointError if the configuration is of another adapter.
+    Raises CheckpointError if they are of another model or adapter.
     """
     import peft
 
+    places: dict[tuple[int, str], list[str]] = {}
+    for name, module, last in _places(base):
+        places.setdefault((id(module), last), []).append(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of names and places of the base
         config: Any = peft.PeftConfig.from_pretrained(folder)
@@ -101,26 +115,41 @@ def saved_names(
         model = peft.get_peft_model(base, config, adapter, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
         config.base_model_name_or_path = origin  # whose vocabulary PEFT compares
         state = model.state_dict(keep_vars=True)
-        names = {name: name for name in state}
-        saved = peft.get_peft_model_state_dict(model, state_dict=names, adapter_name=adapter)
+        saved = peft.get_peft_model_state_dict(model, state_dict={name: name for name in state}, adapter_name=adapter)
     expected = {old: tuple(state[old].shape) for old in saved.values()}
-    tied = {id(state[old]) for old in expected}
-    left_out = [old for old in of_adapter if old in state and old not in expected and id(state[old]) in tied]
     frozen = [old for old in expected if old not in shapes and "base_layer" in old]
     if frozen and all(old in shapes for old in expected if old not in frozen):
         raise CheckpointError(
             f"the checkpoint lacks {listed(frozen, 4)}, which PEFT saves with this adapter: frozen parameters were "
             "left out of it; save the adapter with PEFT's save_pretrained"
         )
-    wrong = [
+    of_base: dict[str, str] = {}
+    for name, module, last in _places(model):  # PEFT keeps the modules of the base, inside of its own
+        if names := places.get((id(module), last)):
+            of_base[name] = names.pop(0)
+    tied = {id(state[old]) for old in expected}
+    left_out = [name for name in shapes if name in state and name not in of_base and name not in expected]
+    wrong = [f"{name} is no part of it" for name in shapes if name not in state]
+    wrong += [f"{name} is no part of it" for name in left_out if id(state[name]) not in tied]
+    wrong += [
         f"{old} is {shapes.get(old, 'missing')}, not {shape}"
         for old, shape in expected.items()
         if shapes.get(old) != shape
     ]
-    wrong += [f"{old} is no part of it" for old in of_adapter if old not in expected and old not in left_out]
     if wrong:
-        raise CheckpointError(f"adapter_config.json is not that of the adapter in the checkpoint: {listed(wrong, 4)}")
-    return saved, left_out
+        raise CheckpointError(
+            f"the checkpoint is not of a {type(base).__name__} with the adapter of adapter_config.json: "
+            f"{listed(wrong, 4)}"
+        )
+    named = {name: (of_base[name], tuple(state[name].shape)) for name in shapes if name in of_base}
+    return PeftNames(named, saved, left_out)
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the name of each parameter and buffer, its module, and its name there."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for last in (*vars(module)["_parameters"], *vars(module)["_buffers"]):
+            yield f"{prefix}.{last}" if prefix else last, module, last
 
 
 def _check_tuner(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from lowmem_load.models import peft, saver
 from lowmem_load.models.active import load_lock
 from lowmem_load.models.model_folder import find_file
 from lowmem_load.planning.expression import Source
+from lowmem_load.planning.proof import prove_names
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.adapter_config import ADAPTER_CONFIG, adapter_config
@@ -94,15 +96,21 @@ def consolidate(
         def weights(scratch: Path) -> Weights:
             saved = _open(ranks, os.fspath(checkpoint_folder), executor, tag, part)
             in_files = dtype or (torch.float32 if saved.num_masters else None)
-            model, files = _describe_folder(saved, scratch, executor, config, in_files, max_shard_size)
-            return _weights_of(model, files, ranks, executor)
+            saved, adapter, files = _describe_folder(saved, scratch, executor, config, in_files, max_shard_size)
+            return _weights_of(saved, adapter, files, ranks, executor)
 
         return write(ranks, output_folder, weights, {"dtype": dtype}, title="consolidate")
 
 
-def _weights_of(saved: SavedModel, files: Sequence[saver.SavedFile], ranks: RankGroup, executor: Executor) -> Weights:
+def _weights_of(
+    saved: SavedModel,
+    adapter: Mapping[str, Values],
+    files: Sequence[saver.SavedFile],
+    ranks: RankGroup,
+    executor: Executor,
+) -> Weights:
     """Return the weights of a training checkpoint, of which each rank copies a part of each tensor."""
-    tensors = {**saved.tensors, **{_OF_ADAPTER + name: tensor for name, tensor in saved.adapter.items()}}
+    tensors = {**saved.tensors, **{_OF_ADAPTER + name: tensor for name, tensor in adapter.items()}}
     buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
     spans = {name: partition_range(tensor.numel, ranks.rank, ranks.world_size) for name, tensor in tensors.items()}
     source = f"a checkpoint of {saved.kind}: {len(saved.files)} files"
@@ -167,18 +175,24 @@ def _describe_folder(
     config: str | os.PathLike[str] | bool | None,
     dtype: torch.dtype | None,
     max_shard_size: int | str,
-) -> tuple[SavedModel, list[saver.SavedFile]]:
-    """Return what is written, and the files of weights; write the others to `scratch`."""
+) -> tuple[SavedModel, Mapping[str, Values], list[saver.SavedFile]]:
+    """Return what is written of the model and of its adapter, and the files; write those without weights to `scratch`.
+
+    The adapter's tensors have the names under which PEFT saves them.
+    """
     saved: list[saver.SavedFile] = []
     named = None if isinstance(config, bool) else config
     config = saved_model.companion("config.json") if config is None else named
-    model: Any = None  # which PEFT wraps
     if config:
         saved_model = saved_model.without_wrappers()
+    adapter: Mapping[str, Values] = {}
+    if saved_model.adapter is not None:
+        folder, values = adapter_config(saved_model, named)
+        saved_model, adapter = _split(saved_model, folder, config)
     if saved_model.tensors and config:
         with load_lock():
             options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": {}}
-            model, saved, left_out = _as_saved_by_transformers(saved_model.tensors, scratch, executor, config, options)
+            saved, left_out = _as_saved_by_transformers(saved_model.tensors, scratch, executor, config, options)
         _copy_tokenizer(saved_model, scratch, config)
         saved_model = replace(saved_model, left_out=(*saved_model.left_out, *left_out))
     elif saved_model.tensors and not saved_model.has_shapes:
@@ -189,40 +203,45 @@ def _describe_folder(
     elif saved_model.tensors:
         sources = _sources(saved_model.tensors)
         saved = saver.describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)
-    if saved_model.adapter:
+    if adapter:
         place = scratch / ADAPTER_FOLDER if saved_model.tensors else scratch
-        saved_model = _describe_adapter(saved_model, model, place, config, named)
+        place.mkdir(exist_ok=True)
+        if saved_model.tensors and isinstance(values.get("init_lora_weights"), str):
+            values["init_lora_weights"] = True  # such as PiSSA, which would change the base once more
+        (place / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         name = (place / "adapter_model.safetensors").relative_to(scratch).as_posix()
-        saved.append(saver.plain_file(name, _sources(saved_model.adapter, _OF_ADAPTER), dtype))
-    return saved_model, saved
+        saved.append(saver.plain_file(name, _sources(adapter, _OF_ADAPTER), dtype))
+    return saved_model, adapter, saved
 
 
-def _describe_adapter(
-    saved_model: SavedModel,
-    model: Any,
-    place: Path,
-    config: str | os.PathLike[str] | None,
-    named: str | os.PathLike[str] | None,
-) -> SavedModel:
-    """Return the model with the adapter as PEFT would save it; write the adapter's configuration to `place`."""
-    values = adapter_config(saved_model, named)
-    place.mkdir(exist_ok=True)
-    if saved_model.tensors and isinstance(values.get("init_lora_weights"), str):
-        values["init_lora_weights"] = True  # such as PiSSA, which would change the base once more
-    (place / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    if saved_model.adapter_name is None:
-        return saved_model
+def _split(
+    saved_model: SavedModel, folder: str, config: str | os.PathLike[str] | None
+) -> tuple[SavedModel, Mapping[str, Values]]:
+    """Return the base model, and the tensors of the adapter as PEFT would save them. `folder` has its configuration."""
+    wrapped = saved_model.tensors
+    if not saved_model.adapter:
+        return replace(saved_model, tensors={}), wrapped
     if not config:
         raise ConfigError(
             f"{saved_model.folder}: holds an adapter; which of its tensors PEFT saves, and under which names, depends "
             "on the model: name that by config"
         )
-    shapes = {name: tensor.shape for name, tensor in saved_model.wrapped.items()}
     with load_lock():
-        base = saver.model_of(config) if model is None else model
-        saved, tied = peft.saved_names(base, os.fspath(place), saved_model.adapter_name, shapes, saved_model.adapter)
-    adapter = {new: saved_model.wrapped[old] for new, old in saved.items()}
-    return replace(saved_model, adapter=adapter, left_out=(*saved_model.left_out, *tied))
+        shapes = {name: tensor.shape for name, tensor in wrapped.items()}
+        names = peft.names_in(saver.model_of(config), folder, saved_model.adapter, shapes)
+    new_names = {old: new for old, (new, _) in names.base.items()}
+    prove_names(saved_model.folder, wrapped, new_names, wrapped.keys() - new_names.keys())
+    base, left_out = {new: wrapped[old] for old, new in new_names.items()}, [*saved_model.left_out, *names.left_out]
+    if any(_is_packed(old, wrapped[old], shape) for old, (_, shape) in names.base.items()):
+        base, left_out = {}, [*left_out, *base]
+    adapter = {new: wrapped[old] for new, old in names.adapter.items()}
+    return replace(saved_model, tensors=base, left_out=tuple(left_out)), adapter
+
+
+def _is_packed(name: str, tensor: Values, shape: Sequence[int]) -> bool:
+    """Return whether a weight is quantized. Its scales are not parameters, so sharded state dicts have none."""
+    is_half = tensor.numel * tensor.dtype.itemsize * 2 == math.prod(shape)
+    return name.endswith(".base_layer.weight") and (is_half or not tensor.dtype.is_floating_point)
 
 
 def _sources(tensors: Mapping[str, Values], before: str = "") -> dict[str, Source]:
@@ -235,8 +254,8 @@ def _as_saved_by_transformers(
     executor: Executor,
     config: str | os.PathLike[str],
     options: Mapping[str, Any],
-) -> tuple[Any, list[saver.SavedFile], list[str]]:
-    """Return the model of a configuration that has these tensors, and the files in which transformers saves it.
+) -> tuple[list[saver.SavedFile], list[str]]:
+    """Return the files in which transformers saves the model of a configuration that has these tensors.
 
     And the names of the tensors of which these have nothing.
     """
@@ -263,7 +282,7 @@ def _as_saved_by_transformers(
     files = saver.describe_save_pretrained(model, scratch, of_model, **options)
     used = used_sources(files)
     written = {name for name in sources if (source := of_model.get(id(state[name]))) and source.name in used}
-    return model, files, [name for name in sources if name not in written]
+    return files, [name for name in sources if name not in written]
 
 
 def _copy_tokenizer(saved_model: SavedModel, scratch: Path, config: str | os.PathLike[str]) -> None:

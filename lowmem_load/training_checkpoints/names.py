@@ -4,19 +4,17 @@
 `base_layer`. An entry is the trainer's because of where it lies in the whole state dict. A part of a name is removed if
 all names begin with it, or if it stands where PEFT puts it. All that is left out is returned.
 
-[Note: PEFT's names] PEFT puts `base_model.model.` before all names. A layer X that it trains has `X.base_layer.*` and,
-for each adapter, `X.lora_A.ADAPTER.weight` and the like; a module that it trains whole `X.original_module.*` and
-`X.modules_to_save.ADAPTER.*`. In what its `save_pretrained` writes the adapter's name is left out. Nothing else in a
-name is PEFT's, whatever it is called.
+[Note: PEFT's names] PEFT puts `base_model.model.` before all names, and a layer that LoRA trains has for each adapter
+`lora_A.ADAPTER.weight` and the like. In what PEFT's `save_pretrained` writes, the adapter's name is left out. Which
+other names PEFT has changed depends on the model and the adapter, so PEFT itself says it (`models/peft.py`).
 
-Source: peft 0.15 to 0.21 `utils/save_and_load.py`, `tuners/tuners_utils.py` and `tuners/lora/layer.py`.
+Source: peft 0.18 to 0.21 `utils/save_and_load.py` and `tuners/lora/layer.py`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
@@ -43,45 +41,33 @@ _OF_OPTIMIZER = re.compile(r"(?:^|\.)(state|param_groups)\.(.+)")
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What DDP, torch.compile, FSDP1 and activation checkpointing put before the names of all that they wrap."""
 
-OF_PEFT = "base_model.model."
+_OF_PEFT = "base_model.model."
 
-_OF_MODULES = ("lora_A", "lora_B")
-"""Have a module for each adapter."""
-
-_OF_PARAMETERS = ("lora_embedding_A", "lora_embedding_B", "trainable_tokens_delta")
-"""Have a parameter for each adapter."""
-
-MAGNITUDE = "lora_magnitude_vector"
-"""Of DoRA: has a module for each adapter, and in older releases a parameter. Saved without `.weight`."""
-
-TOKENS = "token_adapter"
+_OF_LORA = re.compile(r"\.(?:lora_(?:embedding_)?A|trainable_tokens_delta)(?:\.|$)")
+_ADAPTER = re.compile(r"\.lora_A\.([^.]+)\.weight$|\.(?:lora_embedding_A|trainable_tokens_delta)\.([^.]+)$")
+"""The name of an adapter of LoRA in the names of its tensors. See [Note: PEFT's names]."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamedWeights(Generic[T]):
+class NamedWeights(NamedTuple, Generic[T]):
     """The weights of a model in a state dict.
 
     Attributes:
-        model: under the model's own names; those of the base model, if PEFT has wrapped it.
+        model: under the model's own names, or under PEFT's if PEFT has wrapped it.
         left_out: names of all other entries.
         removed: what all names of the model began with.
-        wrapped: what PEFT has made of the model: all of it, under PEFT's names. Empty if it has not.
-        adapter: those of `wrapped` that are the adapter's.
-        adapter_name: None if PEFT's `save_pretrained` has named the adapter's tensors.
+        adapter: name of the adapter, if PEFT has wrapped the model; "" if PEFT has saved the adapter alone, else None.
     """
 
     model: dict[str, T]
     left_out: tuple[str, ...]
     removed: str
-    wrapped: Mapping[str, T] = field(default_factory=dict)
-    adapter: Mapping[str, T] = field(default_factory=dict)
-    adapter_name: str | None = None
+    adapter: str | None = None
 
 
 def weights_in(
     where: str, entries: Mapping[tuple[str, ...], T], part: str | None, *, has_adapter_config: bool = False
 ) -> NamedWeights[T]:
-    """Return the model's weights under its own names, and those of an adapter under PEFT's.
+    """Return the model's weights under its own names, or under PEFT's.
 
     Args:
         where: for messages.
@@ -104,11 +90,24 @@ def weights_in(
     left_out = [keys for keys in entries if keys not in new_names]
     prove_names(where, entries, new_names, left_out)
     weights = {new: entries[keys] for keys, new in new_names.items()}
-    others = tuple(map(".".join, left_out))
-    if not is_adapter(weights) and not (has_adapter_config and all(name.startswith(OF_PEFT) for name in weights)):
-        return NamedWeights(weights, others, outer)
-    base, adapter, adapter_name = _adapted(where, weights)
-    return NamedWeights(base, others, outer, weights, adapter, adapter_name)
+    adapter = _adapter_in(where, weights, has_adapter_config=has_adapter_config)
+    return NamedWeights(weights, tuple(map(".".join, left_out)), outer, adapter)
+
+
+def _adapter_in(where: str, names: Collection[str], *, has_adapter_config: bool) -> str | None:
+    """Return the name of the adapter in the names of a model. See `NamedWeights`."""
+    is_of_lora = any(map(_OF_LORA.search, names))
+    if not all(name.startswith(_OF_PEFT) for name in names) or not (is_of_lora or has_adapter_config):
+        return None
+    adapters = {match[1] or match[2] for match in map(_ADAPTER.search, names) if match}
+    if len(adapters) > 1:
+        raise ConfigError(f"{where}: holds the adapters {listed(sorted(adapters))}; only one can be written")
+    if not is_of_lora and (inside := [name for name in names if ".base_layer." in name]):
+        raise UnsupportedError(
+            f"{where}: {inside[0]}: holds an adapter that is not of LoRA, and its base; save the adapter with PEFT's "
+            "save_pretrained"
+        )
+    return adapters.pop() if adapters else ""
 
 
 def _model_among(where: str, groups: Collection[tuple[str, ...]]) -> tuple[str, ...]:
@@ -168,98 +167,3 @@ def without_wrappers(where: str, names: Collection[str]) -> dict[str, str]:
     new_names = {name: inner(name) for name in names}
     prove_names(where, names, new_names)
     return new_names
-
-
-# -- what PEFT has wrapped: see [Note: PEFT's names] -------------------------------------------------------------------
-
-
-class Place(NamedTuple):
-    """What PEFT has put at the end of a name: the layer, what of it, and the adapter (None as saved)."""
-
-    layer: str
-    kind: str
-    adapter: str | None
-
-
-def place_in(name: str) -> Place | None:
-    """Return what LoRA has put at the end of a name; None for a name of the base, or of a module that is saved."""
-    *above, first, second, third = ("", "", *name.split("."))
-    layer = ".".join(filter(None, above))
-    if first in (*_OF_MODULES, MAGNITUDE) and third in ("weight", "bias"):
-        return Place(layer, first, second)
-    below = f"{layer}.{first}" if layer else first
-    if second in (*_OF_PARAMETERS, MAGNITUDE):
-        return Place(below, second, third)
-    if second in _OF_MODULES and third in ("weight", "bias"):
-        return Place(below, second, None)
-    if third in (*_OF_PARAMETERS, MAGNITUDE):
-        return Place(f"{below}.{second}", third, None)
-    return None
-
-
-def is_adapter(names: Collection[str]) -> bool:
-    """Whether these are the names of a model that PEFT has wrapped with LoRA, or of an adapter of LoRA."""
-    return all(name.startswith(OF_PEFT) for name in names) and any(map(place_in, names))
-
-
-def _adapted(where: str, weights: Mapping[str, T]) -> tuple[dict[str, T], Mapping[str, T], str | None]:
-    """Return the weights of the base model, those of the adapter, and its name. All names begin as PEFT's do.
-
-    Raises:
-        ConfigError: there are several adapters.
-        UnsupportedError: the adapter is not of LoRA, and its base is there, too.
-        CheckpointError: two names become one.
-    """
-    whole = _whole_modules(weights, ())
-    places = {name: place for name in weights if name not in whole and (place := place_in(name)) is not None}
-    adapters = {adapter for _, adapter in whole.values()}
-    adapters |= {place.adapter for place in places.values() if place.adapter is not None}
-    whole |= _whole_modules([name for name in weights if name not in places], adapters)
-    if len(adapters) > 1:
-        raise ConfigError(f"{where}: holds the adapters {listed(sorted(adapters))}; only one can be written")
-    if not adapters:
-        if not places and (inside := [name for name in weights if ".base_layer." in name]):
-            raise UnsupportedError(
-                f"{where}: {inside[0]}: holds an adapter that is not of LoRA, and its base; save the adapter with "
-                "PEFT's save_pretrained"
-            )
-        return {}, weights, None
-    layers, originals = {place.layer for place in places.values()}, {module for module, _ in whole.values()}
-    own = {name: weights[name] for name in weights if name in places or name in whole}
-    names = {name: _of_base(name, layers, originals).removeprefix(OF_PEFT) for name in weights if name not in own}
-    prove_names(where, weights, names, own)
-    return {new: weights[name] for name, new in names.items()}, own, adapters.pop()
-
-
-def _whole_modules(names: Collection[str], adapters: Collection[str]) -> dict[str, tuple[str, str]]:
-    """Return the module and the adapter for tensors of modules that PEFT trains whole."""
-    split = {name: name.split(".") for name in names}
-    wrappers = {
-        ".".join(parts[:place])
-        for parts in split.values()
-        for place, part in enumerate(parts)
-        if part == "original_module"
-    }
-    found = {}
-    for name, parts in split.items():
-        for place in range(len(parts) - 2):
-            module, adapter = ".".join(parts[:place]), parts[place + 1]
-            if parts[place] == "modules_to_save" and (module in wrappers or adapter in adapters):
-                found[name] = module, adapter
-                break
-    return found
-
-
-def _of_base(name: str, layers: Collection[str], originals: Collection[str]) -> str:
-    kept, above = [], ""
-    for part in name.split("."):
-        below = f"{above}.{part}" if above else part
-        is_wrapper = (
-            (part == "base_layer" and above in layers)
-            or (part == TOKENS and below in layers)
-            or (part == "original_module" and above in originals)
-        )
-        if not is_wrapper:
-            kept.append(part)
-        above = below
-    return ".".join(kept)

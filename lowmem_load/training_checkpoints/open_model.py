@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from lowmem_load.errors import CheckpointError, ConfigError, listed
 from lowmem_load.files.executor import Executor
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.training_checkpoints.dcp import METADATA, open_dcp
-from lowmem_load.training_checkpoints.names import place_in, weights_in, without_wrappers
+from lowmem_load.training_checkpoints.names import weights_in, without_wrappers
 from lowmem_load.training_checkpoints.rank_files import open_rank_files, rank_files
 from lowmem_load.training_checkpoints.safetensors_shards import open_shards, shard_files
 from lowmem_load.training_checkpoints.saved_state import SavedState, TiledTensor
@@ -40,10 +40,8 @@ class SavedModel:
         tensors: under the names of the model's parameters and buffers. Two names may have one tensor.
         files: all files that were opened.
         near: folders that may have files about the model.
-        wrapped, adapter, adapter_name: what PEFT has made of the model; see `NamedWeights`.
+        adapter: see `NamedWeights`, as for `left_out` and `removed`.
         num_masters: of the tensors, those that are the fp32 values of an optimizer, while the model had 16 bits.
-        left_out: names of other tensors in the files, such as an optimizer's.
-        removed: what the names of all tensors began with.
         has_shapes: as in `SavedState`.
     """
 
@@ -52,9 +50,7 @@ class SavedModel:
     tensors: Mapping[str, Values]
     files: tuple[PlannedFile, ...]
     near: tuple[str, ...] = ()
-    wrapped: Mapping[str, Values] = field(default_factory=dict)
-    adapter: Mapping[str, Values] = field(default_factory=dict)
-    adapter_name: str | None = None
+    adapter: str | None = None
     num_masters: int = 0
     left_out: tuple[str, ...] = ()
     removed: str = ""
@@ -66,13 +62,8 @@ class SavedModel:
 
     def without_wrappers(self) -> SavedModel:
         """Return it for a model that checks names: without what wraps modules inside of it."""
-        names, of_peft = without_wrappers(self.folder, self.tensors), without_wrappers(self.folder, self.wrapped)
-        return replace(
-            self,
-            tensors={names[name]: tensor for name, tensor in self.tensors.items()},
-            wrapped={of_peft[name]: tensor for name, tensor in self.wrapped.items()},
-            adapter={of_peft[name]: tensor for name, tensor in self.adapter.items()},
-        )
+        names = without_wrappers(self.folder, self.tensors)
+        return replace(self, tensors={names[name]: tensor for name, tensor in self.tensors.items()})
 
 
 def own_files(folder: str, names: Iterable[str]) -> list[str]:
@@ -171,31 +162,5 @@ def open_model(folder: str, executor: Executor, *, tag: str | None = None, part:
     model = replace(model, near=tuple(dict.fromkeys(map(os.path.abspath, near))))
     has_adapter_config = model.companion("adapter_config.json") is not None
     weights = weights_in(model.folder, entries, part, has_adapter_config=has_adapter_config)
-    model = replace(
-        model,
-        tensors=weights.model,
-        wrapped=weights.wrapped,
-        adapter=weights.adapter,
-        adapter_name=weights.adapter_name,
-        left_out=weights.left_out,
-        removed=weights.removed,
-    )
-    if _is_packed(weights.wrapped):
-        return replace(model, tensors={}, left_out=(*weights.left_out, *weights.model))
-    return model
-
-
-def _is_packed(wrapped: Mapping[str, Values]) -> bool:
-    """Whether the base is quantized. Its scales are no parameters, so sharded state dicts have none."""
-    for name, of_adapter in wrapped.items():
-        place = place_in(name)
-        if place is None or place.kind != "lora_A" or len(of_adapter.shape) != 2:
-            continue
-        weight = wrapped.get(f"{place.layer}.base_layer.weight")
-        other = wrapped.get(name.replace(f"{place.layer}.lora_A.", f"{place.layer}.lora_B."))
-        if weight is None or other is None:
-            continue
-        numel = other.shape[0] * of_adapter.shape[1]
-        if not weight.dtype.is_floating_point or weight.numel * weight.dtype.itemsize * 2 == numel:
-            return True
-    return False
+    tensors, left_out, removed, adapter = weights
+    return replace(model, tensors=tensors, left_out=left_out, removed=removed, adapter=adapter)

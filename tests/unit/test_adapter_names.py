@@ -149,11 +149,15 @@ def test_what_trainer_saves_under_zero(kind: str, base: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("kind", "edit", "text"),
     [
-        ("dora", {"use_dora": False}, "use_dora is False, but the checkpoint has tensors lora_magnitude_vector"),
-        ("plain", {"use_dora": True}, "use_dora is True, but the checkpoint has no tensors lora_magnitude_vector"),
-        ("plain", {"r": 3}, r"says r=3, but .*lora_A.default.weight is of shape \(2, 16\): it is of another adapter"),
-        ("plain", {"target_modules": ["q_proj"]}, r"not that of the adapter .*v_proj.lora_A.default.weight is no part"),
-        ("plain", {"modules_to_save": ["norm"]}, r"norm.modules_to_save.default.weight is missing, not \(16,\)"),
+        ("dora", {"use_dora": False}, r"with the adapter of adapter_config.json: .*lora_magnitude_vector.* is no part"),
+        ("plain", {"use_dora": True}, r"lora_magnitude_vector.default.weight is missing, not \(16,\)"),
+        ("plain", {"r": 3}, r"lora_A.default.weight is \(2, 16\), not \(3, 16\)"),
+        ("plain", {"target_modules": ["q_proj"]}, r"v_proj.base_layer.weight is no part"),
+        (
+            "plain",
+            {"modules_to_save": ["norm"]},
+            r"norm.weight is no part of it, .*modules_to_save.default.* is missing",
+        ),
         ("plain", {"trainable_token_indices": [3]}, r"trainable_tokens_delta.default is missing"),
     ],
 )

@@ -257,18 +257,12 @@ def found(*names: str, part: str | None = None) -> NamedWeights[int]:
     return weights_in("x", {(name,): number for number, name in enumerate(names)}, part)
 
 
-def named(*names: str, part: str | None = None) -> tuple[dict[str, int], dict[str, int]]:
-    """The numbers that are found, for the model and for its adapter."""
-    weights = found(*names, part=part)
-    return weights.model, dict(weights.adapter)
-
-
 def test_names_lose_what_all_of_them_begin_with() -> None:
     weights = found("module._orig_mod.model.w", "module._orig_mod.head")
     assert (weights.model, weights.removed) == ({"model.w": 0, "head": 1}, "module._orig_mod.")
-    assert named("module.a", "b")[0] == {"module.a": 0, "b": 1}
+    assert found("module.a", "b").model == {"module.a": 0, "b": 1}
     names = ("b.w", "b._orig_mod.w", "layers.0._checkpoint_wrapped_module.w")
-    assert [*named(*names)[0]] == [*names]
+    assert [*found(*names).model] == [*names]
 
 
 def test_a_model_that_checks_names_has_no_wrappers_in_them() -> None:
@@ -313,35 +307,26 @@ def test_an_optimizer_s_state_is_known_by_the_parameters_beside_it() -> None:
 @pytest.mark.parametrize("word", ["scaler", "state", "loader", "progress", "trainer", "scheduler", "optim", "rng"])
 def test_weights_that_sound_like_a_training_are_kept(word: str) -> None:
     names = (f"{word}.weight", "w", f"encoder.{word}.weight", f"model.{word}_proj.weight")
-    assert [*named(*names)[0]] == [*names]
+    assert [*found(*names).model] == [*names]
     nested = {("model", name): 0 for name in names} | {(word, "x"): 1}
     weights = weights_in("x", nested, None)
     assert ([*weights.model], weights.left_out) == ([*names], (f"{word}.x",))
 
 
 @pytest.mark.parametrize("adapter", ["default", "model", "policy", "q", "lora_A", "weight", "base_layer"])
-def test_an_adapter_is_told_from_its_base(adapter: str) -> None:
-    before = "base_model.model."
-    names = (
-        *("model.q.base_layer.weight", f"model.q.lora_A.{adapter}.weight"),
-        f"model.q.lora_magnitude_vector.{adapter}.weight",
-        *("experts.base_layer.base_layer.up", f"experts.lora_A.{adapter}.weight"),
-        f"experts.base_layer.lora_A.{adapter}.weight",
-        *("score.original_module.weight", f"score.modules_to_save.{adapter}.weight"),
-        *("own.base_layer.weight", "own.original_module.weight"),
-    )
-    base, saved = named(*(before + name for name in names))
-    assert base == {"model.q.weight": 0, "experts.up": 3, "score.weight": 6, names[8]: 8, names[9]: 9}
-    assert saved == {before + names[number]: number for number in (1, 2, 4, 5, 7)}
-    by_peft = {"model.q.lora_A.weight", "model.q.lora_magnitude_vector", "experts.lora_A.weight"}
-    by_peft |= {"experts.base_layer.lora_A.weight"}
-    assert named(*(before + name for name in by_peft))[1].keys() == {before + name for name in by_peft}
+def test_the_name_of_an_adapter_is_found(adapter: str) -> None:
+    base = "base_model.model.q.base_layer.weight"
+    for name in ("lora_A.{}.weight", "lora_embedding_A.{}", "token_adapter.trainable_tokens_delta.{}"):
+        assert found(base, f"base_model.model.q.{name.format(adapter)}").adapter == adapter
+    for name in ("lora_A.weight", "lora_embedding_A", "token_adapter.trainable_tokens_delta"):
+        assert found(f"base_model.model.q.{name}").adapter == ""
+    assert found(base).adapter is found("q.lora_A.default.weight").adapter is None
 
 
 def test_several_adapters_are_refused() -> None:
     before = "base_model.model."
     with pytest.raises(ConfigError, match="holds the adapters a, b"):
-        named(f"{before}q.lora_A.a.weight", f"{before}q.lora_A.b.weight")
+        found(f"{before}q.lora_A.a.weight", f"{before}q.lora_A.b.weight")
     with pytest.raises(UnsupportedError, match="holds an adapter that is not of LoRA"):
         weights_in(
             "x",
@@ -349,7 +334,6 @@ def test_several_adapters_are_refused() -> None:
             None,
             has_adapter_config=True,
         )
-    assert [*named(f"{before}q.base_layer.weight")[0]] == [f"{before}q.base_layer.weight"]  # of no adapter
 
 
 def test_an_adapter_needs_its_configuration(tmp_path: Path) -> None:
