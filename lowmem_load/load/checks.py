@@ -3,7 +3,7 @@
 [Note: the sample] Ranks on different nodes may read different copies of a checkpoint, with equal headers. So each file
 is cut into strata of equal size, and one block at a random place of each stratum is compared. Files that differ
 everywhere, such as those of two training runs, differ in every block. A stretch that differs is found for certain if it
-covers two strata; a shorter one, in proportion to its share of a stratum. The ranks draw a new seed for each load.
+covers two strata; a shorter one, in proportion to its share of a stratum.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import math
 import os
 import random
-import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 from lowmem_load.distributed.nodes import free_heap_bytes, machine, rooms
 from lowmem_load.distributed.steps import RankGroup
-from lowmem_load.errors import CheckpointError, ConfigError, MemoryShortageError
+from lowmem_load.errors import CheckpointError, ConfigError, LowMemLoadError, MemoryShortageError
 from lowmem_load.files.executor import MIN_DEVICE_THREADS
 from lowmem_load.files.source import OpenSources, read_bytes
 from lowmem_load.files.stand_ins import is_stand_in, origin
@@ -80,33 +79,25 @@ def memory_uses(rank: int, plan: LoadPlan, described: Described, num_threads: in
     ]
 
 
-def check_disks(name: str, uses: Sequence[Sequence[Sequence[Any]]]) -> None:
-    """Raise ConfigError, which names each file system that is too full, unless all that the ranks will write fits.
+_TEXTS: Mapping[type[LowMemLoadError], tuple[str, str]] = {
+    ConfigError: (
+        "offload_param.nvme_path: its file system is too full",
+        "Free space, or name another folder; nothing has been read yet",
+    ),
+    MemoryShortageError: (
+        "does not fit into host memory",
+        "Use more nodes or fewer ranks on each, offload_param to nvme (there already: a smaller buffer_size), end "
+        "other processes, or raise the limit; nothing has been allocated or read yet",
+    ),
+}
+"""What is too small, and what to do, by the error for it."""
 
-    `uses` has those of each rank.
+
+def check_room(name: str, uses: Sequence[Sequence[Sequence[Any]]], error: type[LowMemLoadError]) -> None:
+    """Raise an error that names all that is too small, unless what the ranks need together is free everywhere.
+
+    `uses` has those of each rank. The error is a ConfigError for disks, and a MemoryShortageError for memory.
     """
-    if problems := _too_large(uses):
-        raise ConfigError(
-            f"{name}: offload_param.nvme_path: its file system is too full: {problems}. Free space, or name another "
-            "folder; nothing has been read yet"
-        )
-
-
-def check_memory(name: str, uses: Sequence[Sequence[Sequence[Any]]]) -> None:
-    """Raise MemoryShortageError, which names each node and limit that is too small, unless the load fits into memory.
-
-    `uses` has those of each rank.
-    """
-    if problems := _too_large(uses):
-        raise MemoryShortageError(
-            f"{name}: does not fit into host memory: {problems}. Use more nodes or fewer ranks on each, "
-            "offload_param to nvme (there already: a smaller buffer_size), end other processes, or raise the limit; "
-            "nothing has been allocated or read yet"
-        )
-
-
-def _too_large(uses: Sequence[Sequence[Sequence[Any]]]) -> str:
-    """Return which ranks need more than is free, of all that they use together; "" if everything fits."""
     pools: dict[str, list[tuple[int, Use]]] = {}
     for rank, of_rank in enumerate(uses):
         for use in (Use(*values) for values in of_rank):  # one that came from another rank is a list
@@ -117,30 +108,20 @@ def _too_large(uses: Sequence[Sequence[Sequence[Any]]]) -> str:
         if needed > free:
             ranks = spell_ranks(sorted({rank for rank, _ in shared}))
             problems.append(f"rank(s) {ranks} need {size(needed)}, and {size(free)} are free ({shared[0][1].place})")
-    return "; ".join(problems)
+    if problems:
+        what, advice = _TEXTS[error]
+        raise error(f"{name}: {what}: {'; '.join(problems)}. {advice}")
 
 
 # -- the same files: see [Note: the sample] ----------------------------------------------------------------------------
 
 
-class View(NamedTuple):
-    """The digests of the samples that ranks which opened the very same files took, in one order for all views."""
-
-    ranks: Sequence[int]
-    digests: Sequence[str]
-    paths: Sequence[str]
-
-
-FilesId = tuple[str, int]
-"""A digest that ranks with the very same files share; and a random number, of which rank 0's counts."""
-
-
-def identify_files(files: Sequence[PlannedFile]) -> FilesId:
-    """Return what other ranks must know of the files that this one has planned against."""
+def identify_files(files: Sequence[PlannedFile]) -> str:
+    """Return a digest of files that this rank has planned against. Ranks share it if they opened the very same ones."""
     ordered = in_common_order(files)
     # The version of a file in a remote store says which bytes it has, on any machine.
     place = [] if ordered and all(is_stand_in(file.path) for file in ordered) else [machine()]
-    return fingerprint([*place, *(f"{origin(file.path)} {file.version}" for file in ordered)]), secrets.randbits(64)
+    return fingerprint([*place, *(f"{origin(file.path)} {file.version}" for file in ordered)])
 
 
 def agree_on_bytes(
@@ -149,18 +130,18 @@ def agree_on_bytes(
     files: Sequence[PlannedFile],
     *,
     sources: OpenSources,
-    ids: Sequence[FilesId],
+    ids: Sequence[str],
     num_threads: int,
 ) -> None:
-    """Raise on all ranks if a sample of their files differs; see [Note: the sample].
+    """Raise CheckpointError on all ranks if a sample of their files differs; see [Note: the sample].
 
-    The ranks have agreed on names, sizes and headers. `ids` has what `identify_files` returned on each rank.
-    Collective: one step; none where all opened the very same files.
+    The ranks have agreed on names, sizes and headers. `ids` has what `identify_files` returned on each rank, and one
+    rank for each id reads the sample. Collective: one step; none where all opened the very same files.
     """
-    ranks_by_digest: dict[str, list[int]] = {}
-    for rank, (digest, _) in enumerate(ids):
-        ranks_by_digest.setdefault(digest, []).append(rank)
-    if len(ranks_by_digest) == 1:
+    ranks_by_id: dict[str, list[int]] = {}
+    for rank, digest in enumerate(ids):
+        ranks_by_id.setdefault(digest, []).append(rank)
+    if len(ranks_by_id) == 1:
         return
     ordered, num_sampled = in_common_order(files), 0
 
@@ -173,31 +154,31 @@ def agree_on_bytes(
         return Progress(num_sampled, f"{num_sampled} blocks compared")
 
     with ranks.step("comparing the files of the ranks", name=name, progress=progress) as step:
-        if any(of_view[0] == ranks.rank for of_view in ranks_by_digest.values()):
-            digests = sample_digests(ordered, ids[0][1], sources, on_block, num_threads=num_threads)
-            step.payload = digests, [file.path for file in ordered]
-    check_same([View(of_view, *step.payloads[of_view[0]]) for of_view in ranks_by_digest.values()])
+        if any(alike[0] == ranks.rank for alike in ranks_by_id.values()):
+            digests = sample_digests(ordered, ids[0], sources, on_block, num_threads=num_threads)
+            step.payload = [(file.path, digest) for file, digest in zip(ordered, digests, strict=True)]
+    check_same([(alike, step.payloads[alike[0]]) for alike in ranks_by_id.values()])
 
 
-def check_same(views: Sequence[View]) -> None:
-    """Raise CheckpointError, which names the first file that differs and the ranks, unless all hold the same."""
-    for number, path in enumerate(views[0].paths):
-        versions: dict[str, list[View]] = {}
-        for view in views:
-            versions.setdefault(view.digests[number], []).append(view)
+def check_same(samples: Sequence[tuple[Sequence[int], Sequence[Sequence[str]]]]) -> None:
+    """Raise CheckpointError, which names the first file that differs and the ranks, unless all samples are equal.
+
+    Each has the ranks that opened the very same files, and path and digest of each file, in one order for all samples.
+    """
+    for number in range(len(samples[0][1])):
+        versions: dict[str, tuple[str, list[int]]] = {}
+        for of_ranks, files in samples:
+            path, digest = files[number]
+            versions.setdefault(digest, (path, []))[1].extend(of_ranks)
         if len(versions) > 1:
-            groups = [
-                f"rank(s) {spell_ranks(sorted(rank for view in alike for rank in view.ranks))}: "
-                f"{alike[0].paths[number]}"
-                for alike in versions.values()
-            ]
+            held = "; ".join(f"rank(s) {spell_ranks(sorted(alike))}: {path}" for path, alike in versions.values())
             raise CheckpointError(
-                f"{path.rpartition('/')[2]}: the ranks hold {len(versions)} different files of this name, so the "
-                f"model would be a mixture: {'; '.join(groups)}. Give all ranks the same checkpoint and revision"
+                f"{samples[0][1][number][0].rpartition('/')[2]}: the ranks hold {len(versions)} different files of "
+                f"this name, so the model would be a mixture: {held}. Give all ranks the same checkpoint and revision"
             )
 
 
-def sample_offsets(files: Sequence[PlannedFile], seed: int) -> list[list[int]]:
+def sample_offsets(files: Sequence[PlannedFile], seed: str) -> list[list[int]]:
     """Return the ascending offsets of the blocks of each file. `files` and `seed` are the same on all ranks."""
     draw = random.Random(seed)
     most = max(MIN_BLOCKS, min(MAX_BLOCKS, MAX_BLOCKS_IN_ALL // max(1, len(files))))
@@ -205,17 +186,14 @@ def sample_offsets(files: Sequence[PlannedFile], seed: int) -> list[list[int]]:
     for file in files:
         num_blocks = max(1, min(most, file.nbytes // BLOCK_BYTES))
         stratum = file.nbytes / num_blocks
-        offsets = []
-        for number in range(num_blocks):
-            first, last = int(number * stratum), max(int(number * stratum), int((number + 1) * stratum) - BLOCK_BYTES)
-            offsets.append(draw.randint(first, last))
-        offsets_by_file.append(offsets)
+        longest_shift = max(0, int(stratum) - BLOCK_BYTES)
+        offsets_by_file.append([int(n * stratum) + draw.randint(0, longest_shift) for n in range(num_blocks)])
     return offsets_by_file
 
 
 def sample_digests(
     files: Sequence[PlannedFile],
-    seed: int,
+    seed: str,
     sources: OpenSources,
     on_block: Callable[[], object] = no_callback,
     *,

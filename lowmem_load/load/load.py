@@ -22,6 +22,7 @@ from lowmem_load.engines.zero3_target import TargetMaker, Zero3, refuse_other_ze
 from lowmem_load.errors import (
     ConfigError,
     LowMemLoadError,
+    MemoryShortageError,
     ModelBuildError,
     NotStreamedWarning,
     UnsupportedError,
@@ -34,7 +35,7 @@ from lowmem_load.files.memory import naming_shortage
 from lowmem_load.files.mounts import read_cost
 from lowmem_load.files.remote_file import requests_in_flight
 from lowmem_load.files.stand_ins import is_stand_in, is_url, origin
-from lowmem_load.load.checks import agree_on_bytes, check_disks, check_memory, disk_uses, identify_files, memory_uses
+from lowmem_load.load.checks import agree_on_bytes, check_room, disk_uses, identify_files, memory_uses
 from lowmem_load.load.describe import Described, check_described, describe, random_state_of
 from lowmem_load.load.execute import combine_companions, execute, reading
 from lowmem_load.load.make_plan import PlannedModel, make_plan
@@ -133,13 +134,13 @@ class Load:
                     agreed.digest = {"plan": planned.plan.fingerprint, "as share_reads": self.options.share_reads}
                     agreed.payload = identify_files(described.files), uses, shared
                 file_ids, uses_of_ranks, shared_of_ranks = zip(*agreed.payloads, strict=True)
-                check_memory(name, [uses] if ranks.is_fake else uses_of_ranks)
+                check_room(name, [uses] if ranks.is_fake else uses_of_ranks, MemoryShortageError)
                 # A step of its own, too: DeepSpeed may make groups here, which all ranks must do or none.
                 with ranks.step("preparing", name=name) as agreed, report.phase("plan"):
                     with naming_shortage("preparing (swap buffers of offload_param)", described.settings.swap_bytes):
                         described.target.prepare(described.model)
                     agreed.payload = disk_uses(described.target.files(planned.plan.targets))
-                check_disks(name, agreed.payloads)
+                check_room(name, agreed.payloads, ConfigError)
             report.take_plan(planned.plan, described.settings.ds_config)
             with report.phase("compare"):
                 sources, threads = executor.sources, executor.num_threads
