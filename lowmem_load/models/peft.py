@@ -129,13 +129,14 @@ def names_in(base: nn.Module, folder: str, adapter: str, shapes: Mapping[str, tu
             of_base[name] = names.pop(0)
     tied = {id(state[old]) for old in expected}
     left_out = [name for name in shapes if name in state and name not in of_base and name not in expected]
-    wrong = [f"{name} is no part of it" for name in shapes if name not in state]
-    wrong += [f"{name} is no part of it" for name in left_out if id(state[name]) not in tied]
-    wrong += [
+    wrong = [
         f"{old} is {shapes.get(old, 'missing')}, not {shape}"
         for old, shape in expected.items()
         if shapes.get(old) != shape
     ]
+    unknown = [name for name in shapes if name not in state]
+    unknown += [name for name in left_out if id(state[name]) not in tied]
+    wrong += [f"{name} is no part of it" for name in unknown]
     if wrong:
         raise CheckpointError(
             f"the checkpoint is not of a {type(base).__name__} with the adapter of adapter_config.json: "
