@@ -6,13 +6,13 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from lowmem_load.distributed.side_group import Exchange, SideGroup
-from lowmem_load.distributed.steps import RankGroup
+from lowmem_load.distributed.side_group import SideGroup
+from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.engines.target import Target
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.files.executor import Executor
@@ -156,36 +156,54 @@ def restore_later(
 # -- companions of packed weights that the ranks make together -------------------------------------------------------
 
 
-class _Shared(NamedTuple):
-    """A companion that is filled in parts, and the parameter that it goes with."""
-
-    name: str
-    companion: CompanionPlan
-
-
 def combine_companions(
-    planned: PlannedModel,
-    executor: Executor,
-    ranks: RankGroup | None = None,
-    progress: Callable[[], Progress] | None = None,
+    planned: PlannedModel, executor: Executor, ranks: RankGroup, progress: Callable[[], Progress] | None = None
 ) -> None:
     """Make what companions that are filled in parts are for; see `PlannedModel.combined`.
 
-    Each rank computes the scales of its blocks, and sends them. Collective; local without `ranks`. `progress` is that
-    of the reading.
+    Each rank computes the scales of its blocks, and sends them. Collective. `progress` is that of the reading.
 
-    Memory: twice `BATCH_BYTES`, or twice the largest.
+    Memory: `BATCH_BYTES`, or the largest.
     """
     shared = [
-        _Shared(target.name, companion)
+        (target.name, companion)
         for target in sorted(planned.plan.targets, key=lambda target: target.name)  # ranks plan in orders of their own
         for companion in target.companions
         if companion.in_parts
     ]
-    for batch in in_batches(shared, lambda one: one.companion.nbytes, BATCH_BYTES):
-        values = _made(batch, planned, executor, ranks, progress)
-        for (name, companion), whole in zip(batch, values, strict=True):
-            planned.combined[name] = planned.packings[name].combine({companion.name: whole})
+    if not shared:
+        return
+    progress, others = progress or computing(), Alone() if ranks.is_fake else ranks
+    with contextlib.closing(SideGroup(others)) as side:
+        for number, batch in enumerate(in_batches(shared, lambda one: one[1].nbytes, BATCH_BYTES)):
+            with ranks.step("computing the scales of packed weights", progress=progress):
+                if not number:
+                    side.connect()
+                memory, parts = _in_parts(batch, others.world_size)
+                for (name, companion), of_ranks in zip(batch, parts, strict=True):
+                    assert companion.fill is not None  # as of all that are in parts
+                    mine = of_ranks[side.place][: companion.fill.numel]
+                    fill_planned([PlannedPart(f"{name}.{companion.name}", companion.fill, mine)], planned, executor)
+            with ranks.step("sending the scales of packed weights", progress=side.progress(progress)):
+                for rank, message in enumerate(memory):
+                    side.broadcast(message, rank)
+                side.finish(ranks.check)
+            for (name, companion), of_ranks in zip(batch, parts, strict=True):
+                whole = torch.cat(of_ranks)[: math.prod(companion.shape)]
+                planned.combined[name] = planned.packings[name].combine({companion.name: whole})
+
+
+def _in_parts(
+    batch: Sequence[tuple[str, CompanionPlan]], world_size: int
+) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+    """Return memory for companions, a row for each rank's message, and the parts of each companion in it."""
+    numels = [part_of_rank(math.prod(companion.shape), 0, world_size).numel for _, companion in batch]  # the largest
+    nbytes = [numel * companion.dtype.itemsize for numel, (_, companion) in zip(numels, batch, strict=True)]
+    memory = torch.zeros(world_size, sum(nbytes), dtype=torch.uint8, device="cpu")
+    pieces = torch.split(memory, nbytes, dim=1)
+    return memory, [
+        [row.view(companion.dtype) for row in piece] for piece, (_, companion) in zip(pieces, batch, strict=True)
+    ]
 
 
 def in_batches(items: Sequence[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
@@ -198,51 +216,6 @@ def in_batches(items: Sequence[T], nbytes: Callable[[T], int], most_bytes: int) 
         batch.append(item)
     if batch:
         yield batch
-
-
-def _made(
-    batch: Sequence[_Shared],
-    planned: PlannedModel,
-    executor: Executor,
-    ranks: RankGroup | None,
-    progress: Callable[[], Progress] | None,
-) -> list[torch.Tensor]:
-    """Return companions, whole: each rank fills its parts, and sends them."""
-    world_size = 1 if ranks is None or ranks.is_fake else ranks.world_size
-    sizes = [part_of_rank(math.prod(part.companion.shape), 0, world_size).numel for part in batch]  # the largest
-    own = [torch.zeros(size, dtype=part.companion.dtype, device="cpu") for part, size in zip(batch, sizes, strict=True)]
-    if ranks is None or world_size == 1:
-        _fill(batch, own, planned, executor)
-        return own
-    with ranks.step("computing the scales of packed weights", progress=progress):
-        _fill(batch, own, planned, executor)
-        message = torch.cat([values.view(torch.uint8) for values in own])
-        side = SideGroup(ranks)
-        side.connect()
-        exchange = Exchange(side, [message.numel()] * world_size, to=None)
-        assert exchange.mine is not None  # all ranks send
-        exchange.mine.copy_(message)
-    try:
-        with ranks.step("sending the scales of packed weights", progress=side.progress(progress or computing())):
-            exchange.start()
-            side.finish(ranks.check)
-    finally:
-        side.close()
-    received = [exchange.received[rank] for rank in range(world_size)]
-    whole, first = [], 0
-    for part, values in zip(batch, own, strict=True):
-        span = slice(first, first + values.nbytes)
-        whole.append(torch.cat([sent[span].view(values.dtype) for sent in received])[: math.prod(part.companion.shape)])
-        first += values.nbytes
-    return whole
-
-
-def _fill(batch: Sequence[_Shared], values: Sequence[torch.Tensor], planned: PlannedModel, executor: Executor) -> None:
-    parts = []
-    for (name, companion), flat in zip(batch, values, strict=True):
-        assert companion.fill is not None  # as of all that are in parts
-        parts.append(PlannedPart(f"{name}.{companion.name}", companion.fill, flat[: companion.fill.numel]))
-    fill_planned(parts, planned, executor)
 
 
 # -- the step in which ranks read: of loads, of fills of lazy models, and of resumes ----------------------------------

@@ -122,7 +122,7 @@ def describe_lazily(
             with report.phase("plan"):
                 planned = make_plan(described, 0)
             report.take_plan(planned.plan, {})
-            combine_companions(planned, executor)
+            combine_companions(planned, executor, Alone())
             hand_out(described, planned, executor, report, on_load=on_load)
     except BaseException as error:
         executor.__exit__(type(error), error, None)

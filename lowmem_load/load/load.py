@@ -39,7 +39,7 @@ from lowmem_load.load.checks import agree_on_bytes, check_room, disk_uses, ident
 from lowmem_load.load.describe import Described, check_described, describe, random_state_of
 from lowmem_load.load.execute import combine_companions, execute, reading
 from lowmem_load.load.make_plan import PlannedModel, make_plan
-from lowmem_load.load.report import Attempts, LoadReport, OnLoad, take_counts
+from lowmem_load.load.report import LoadReport, OnLoad
 from lowmem_load.models import model_folder
 from lowmem_load.models.active import on_host, show_ds_config
 from lowmem_load.models.loader import Call, configuration_of, is_left_alone, is_local, refuse_device_map
@@ -110,7 +110,7 @@ class Load:
         Whatever may fail is in a step, which succeeds on all ranks or raises on all.
         """
         ranks, name = self.ranks, call.name
-        report, attempts = LoadReport(name, ranks.rank, ranks.world_size), Attempts()
+        report = LoadReport(name, ranks.rank, ranks.world_size)
         with contextlib.ExitStack() as stack:
             with ranks.step("checking the call", name=name) as agreed:
                 agreed.digest, agreed.payload = self._check(call), (node_name(ranks.rank), _random_state(ranks))
@@ -153,7 +153,7 @@ class Load:
                     once.progress, state.num_waits = state.progress, lambda: once.num_waits
                 execute(planned, described.target, executor, state.on_part, once)
                 described.constructor.finish(described.model, described.target.device)
-        take_counts(report, executor.stats, attempts, once)
+        report.take_counts(executor.stats, once)
         self._hand_over(described, planned, report)
         return described.model, described.info
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -86,6 +87,8 @@ class LoadReport(Phases):
     slow_paths: list[SlowPath] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _device_start: DeviceMemory = field(default_factory=device_memory, repr=False)
+    _retries_before: Counter[str] = field(default_factory=retries, repr=False)
+    _requests_before: Counts = field(default_factory=request_counts, repr=False)
 
     def take_plan(self, plan: LoadPlan, ds_config: Mapping[str, Any]) -> None:
         """Copy what is known from the plan: configuration, sizes, keys, slow paths, notes."""
@@ -106,6 +109,17 @@ class LoadReport(Phases):
         if recast := [target.name for target in plan.targets if target.is_recast]:
             trained = f"in {dtype}, the dtype that this ds_config trains in; an ordinary load keeps another"
             self.notes.append(f"{trained}: {listed(recast)}")
+
+    def take_counts(self, stats: ReadStats, once: ReadOnce | None) -> None:
+        """Note what was read, repeated because a file system failed for a moment, and received from other ranks."""
+        self.read_bytes, self.num_reads = stats.read_bytes, stats.num_reads
+        self.requests = request_counts().since(self._requests_before)
+        if faults := [f"{fault} ({number}x)" for fault, number in (retries() - self._retries_before).items()]:
+            self.notes.append(f"tried again after {listed(faults)}")
+        if once is not None:
+            self.received_bytes = once.received_bytes
+            if once.why_alone:
+                self.notes.append(f"no reads were shared with other ranks: {once.why_alone}")
 
     def sample_memory(self) -> None:
         """Raise the peaks to the memory in use now, where that is more."""
@@ -145,34 +159,6 @@ class LoadReport(Phases):
             "notes": "; ".join(self.notes),
         }
         return {topic: text for topic, text in rows.items() if text}
-
-
-class Attempts:
-    """What this process reads from stores, and repeats because a file system failed for a moment, from now on."""
-
-    def __init__(self) -> None:
-        self._retries, self._requests = retries(), request_counts()
-
-    @property
-    def requests(self) -> Counts:
-        """What was read from remote stores."""
-        return request_counts().since(self._requests)
-
-    @property
-    def notes(self) -> list[str]:
-        """What was repeated, for `LoadReport.notes`."""
-        faults = [f"{fault} ({number}x)" for fault, number in (retries() - self._retries).items()]
-        return [f"tried again after {listed(faults)}"] if faults else []
-
-
-def take_counts(report: LoadReport, stats: ReadStats, attempts: Attempts, once: ReadOnce | None) -> None:
-    """Note in a report what was read, repeated, and received from ranks that hold the same."""
-    report.read_bytes, report.num_reads, report.requests = stats.read_bytes, stats.num_reads, attempts.requests
-    report.notes += attempts.notes
-    if once is not None:
-        report.received_bytes = once.received_bytes
-        if once.why_alone:
-            report.notes.append(f"no reads were shared with other ranks: {once.why_alone}")
 
 
 OnLoad: TypeAlias = Callable[[LoadReport], object]

@@ -102,23 +102,6 @@ Shares: TypeAlias = "Mapping[int, Sequence[Nest]]"
 """What each rank that holds any of a copy's elements sends of it."""
 
 
-class Sharing:
-    """The shares of all copies. Those of copies alike, as layers have them, are computed once, and kept."""
-
-    def __init__(self, layouts: Mapping[str, Distribution], world_size: int) -> None:
-        self.world_size, self._layouts = world_size, layouts
-        self._shares: dict[tuple[Distribution, Nest], Shares] = {}
-
-    def of(self, copy: Copy) -> Shares:
-        """Return the shares of a copy from a parameter."""
-        assert isinstance(copy.leaf, Source)
-        layout = self._layouts[copy.leaf.name]
-        shares = self._shares.get((layout, copy.nest))
-        if shares is None:
-            shares = self._shares[layout, copy.nest] = _shares(copy.nest, layout)
-        return shares
-
-
 @dataclass(frozen=True, slots=True)
 class Messages:
     """What the ranks send for a bucket. `nbytes` are those of each rank's message.
@@ -168,16 +151,27 @@ def plan_buckets(units: Sequence[Unit], bucket_bytes: int) -> list[Bucket]:
     return [*buckets, Bucket(tuple(pending))] if pending else buckets
 
 
-def plan_messages(bucket: Bucket, sharing: Sharing) -> Messages:
-    """Return what each rank sends for a bucket. Raises PlanError unless together they send each element once."""
+def plan_messages(
+    bucket: Bucket,
+    layouts: Mapping[str, Distribution],
+    world_size: int,
+    known: dict[tuple[Distribution, Nest], Shares],
+) -> Messages:
+    """Return what each rank sends for a bucket. Raises PlanError unless together they send each element once.
+
+    `known` keeps the shares of copies: many are alike, as layers have them.
+    """
     copies: list[tuple[int, str, int, Shares]] = []
-    nbytes = [0] * sharing.world_size
+    nbytes = [0] * world_size
     for number, tensor in enumerate(bucket.sent):
         itemsize, expected, numel = tensor.dtype.itemsize, 0, 0
         for copy in tensor.copies:
             if not isinstance(copy.leaf, Source):
                 continue
-            shares = sharing.of(copy)
+            key = layouts[copy.leaf.name], copy.nest
+            if key not in known:
+                known[key] = _shares(copy.nest, key[0])
+            shares = known[key]
             copies.append((number, copy.leaf.name, itemsize, shares))
             expected += copy.nest.numel
             for rank, nests in shares.items():

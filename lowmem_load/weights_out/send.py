@@ -24,8 +24,8 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -38,13 +38,14 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.files.memory import SpareMemory, own_memory, scatter_elements, source_elements, trim_heap
 from lowmem_load.planning.expression import Held, Source
 from lowmem_load.planning.nest import Nest
+from lowmem_load.planning.regions import Distribution
 from lowmem_load.text import fingerprint
 from lowmem_load.weights_out.buckets import (
     Bucket,
     MessagePart,
     Messages,
     PlannedTensor,
-    Sharing,
+    Shares,
     Unit,
     message_lengths,
     plan_buckets,
@@ -72,14 +73,16 @@ class SendPlan:
         buckets: what is sent at a time.
         bucket_bytes: how many bytes these may have.
         tensors, rules: digests of what is sent and of how it lies.
-        sharing: what each rank sends.
+        layouts: what each rank has of each parameter.
+        shares: of copies; see `plan_messages`.
     """
 
     buckets: Sequence[Bucket]
     bucket_bytes: int
     tensors: str
     rules: str
-    sharing: Sharing
+    layouts: Mapping[str, Distribution]
+    shares: dict[tuple[Distribution, Nest], Shares] = field(default_factory=dict)
 
 
 def plan_sending(units: Sequence[Unit], shards: Sequence[RankShard], ranks: RankGroup, bucket_bytes: int) -> SendPlan:
@@ -88,9 +91,9 @@ def plan_sending(units: Sequence[Unit], shards: Sequence[RankShard], ranks: Rank
     The ranks have to agree on `tensors` and `rules`.
     """
     rules = rules_of(shards)
-    sharing = Sharing(layouts_by_rule(shards, rules, ranks.rank, ranks.world_size), ranks.world_size)
+    layouts = layouts_by_rule(shards, rules, ranks.rank, ranks.world_size)
     tensors = fingerprint(map(_unit_text, units))
-    return SendPlan(plan_buckets(units, bucket_bytes), bucket_bytes, tensors, digest_of_rules(rules), sharing)
+    return SendPlan(plan_buckets(units, bucket_bytes), bucket_bytes, tensors, digest_of_rules(rules), layouts)
 
 
 def _unit_text(unit: Unit) -> str:
@@ -178,7 +181,7 @@ class Sending:
     def _fill(self, number: int, side: SideGroup, before: _Sent | None) -> _Sent:
         """Return a bucket whose message from this rank is filled, in the memory of the one before if that is enough."""
         bucket = self.plan.buckets[number]
-        messages = plan_messages(bucket, self.plan.sharing)
+        messages = plan_messages(bucket, self.plan.layouts, self.ranks.world_size, self.plan.shares)
         lengths = message_lengths(messages.nbytes, self.plan.bucket_bytes, are_equal=side.gathers)
         exchange = Exchange(side, lengths, to=self._to, before=before.exchange if before else None)
         if exchange.mine is not None:

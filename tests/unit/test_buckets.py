@@ -24,8 +24,8 @@ from lowmem_load.planning.regions import (
 )
 from lowmem_load.weights_out.buckets import (
     Bucket,
+    Messages,
     PlannedTensor,
-    Sharing,
     Unit,
     message_lengths,
     plan_buckets,
@@ -80,16 +80,16 @@ def grids(shape: tuple[int, ...], world_size: int, dim: int, split_factor: int =
     return [grid_of(shape, [Split(dim, world_size, rank, split_factor)]) for rank in range(world_size)]
 
 
-def sharing(regions: list[dict[str, Region]], shapes: Mapping[str, tuple[int, ...]]) -> Sharing:
+def messages_of(bucket: Bucket, regions: list[dict[str, Region]], shapes: Mapping[str, tuple[int, ...]]) -> Messages:
     layouts = {name: Distribution([held[name] for held in regions], tuple(shapes[name])) for name in shapes}
-    return Sharing(layouts, len(regions))
+    return plan_messages(bucket, layouts, len(regions), {})
 
 
 def put_together(one: PlannedTensor, values: dict[str, torch.Tensor], regions: list[dict[str, Region]]) -> torch.Tensor:
     """Fills and reads the messages of all ranks."""
     result = torch.full((math.prod(one.shape),), -1, dtype=one.dtype)
     bucket = Bucket((Unit((one,)),))
-    messages = plan_messages(bucket, sharing(regions, {name: value.shape for name, value in values.items()}))
+    messages = messages_of(bucket, regions, {name: value.shape for name, value in values.items()})
     for rank, held in enumerate(regions):
         data = torch.empty(messages.nbytes[rank], dtype=torch.uint8)
         for part in messages.parts(rank):
@@ -129,9 +129,7 @@ def test_messages_are_put_together(shape: tuple[int, ...], world_size: int) -> N
 def test_wide_elements_come_first_and_are_aligned() -> None:
     sizes: list[tuple[str, torch.dtype]] = [("a", torch.uint8), ("b", torch.int64), ("c", torch.bfloat16)]
     units = tuple(Unit((planned(name, source(name, 3, dtype=dtype)),)) for name, dtype in sizes)
-    messages = plan_messages(
-        Bucket(units), sharing([dict.fromkeys("abc", FlatRange(0, 3))], dict.fromkeys("abc", (3,)))
-    )
+    messages = messages_of(Bucket(units), [dict.fromkeys("abc", FlatRange(0, 3))], dict.fromkeys("abc", (3,)))
     assert [(part.parameter, part.start) for part in messages.parts(0)] == [("b", 0), ("c", 24), ("a", 30)]
     assert messages.nbytes == [33]
 
@@ -140,13 +138,13 @@ def test_elements_that_no_rank_holds_are_an_error() -> None:
     bucket = Bucket((unit("a", 10),))
     regions: Any = [{"a": FlatRange(0, 5)}, {"a": NOTHING}]
     with pytest.raises(PlanError, match=r"a: the ranks hold 5 elements of 10; were all ranks of the model called\?"):
-        plan_messages(bucket, sharing(regions, {"a": (10,)}))
+        messages_of(bucket, regions, {"a": (10,)})
 
 
 def test_replicas_send_a_share_each() -> None:
     bucket = Bucket((unit("a", 10),))
     regions: Any = [{"a": FlatRange(0, 5)}, {"a": FlatRange(5, 10)}] * 2
-    assert plan_messages(bucket, sharing(regions, {"a": (10,)})).nbytes == [2, 2, 3, 3]
+    assert messages_of(bucket, regions, {"a": (10,)}).nbytes == [2, 2, 3, 3]
 
 
 def test_messages_are_equal_unless_that_takes_too_much() -> None:
