@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -159,16 +159,12 @@ class LazyReader:
     def now(self, expression: Expression, _: str) -> torch.Tensor:
         """Return the value of an expression on the host."""
         with self._reading():
-            values = read_whole(self.executor, expression)
-        self.count_reads()
-        return values
+            return read_whole(self.executor, expression)
 
     def fill(self, parts: Sequence[Part], on_part: Callable[[], object] = no_callback) -> Costs:
         """Fill parts; see `files/fill.py`."""
         with self._reading():
-            costs = fill(parts, self.executor, on_part)
-        self.count_reads()
-        return costs
+            return fill(parts, self.executor, on_part)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -177,10 +173,8 @@ class LazyReader:
                 self._process = os.getpid()
                 self.executor.renew_tasks(1)
             yield
-
-    def count_reads(self) -> None:
-        """Bring the report's counts of reads up to date."""
-        self.report.read_bytes, self.report.num_reads = self.executor.stats.read_bytes, self.executor.stats.num_reads
+            stats = self.executor.stats
+            self.report.read_bytes, self.report.num_reads = stats.read_bytes, stats.num_reads
 
 
 def reader_of(tensor: LazyTensor) -> LazyReader:
@@ -247,19 +241,11 @@ def was_lazy(model: nn.Module) -> bool:
 # -- parameters become ordinary --------------------------------------------------------------------------------------
 
 
-def lazy_parameters(module: nn.Module, *, recurse: bool = True) -> dict[str, LazyTensor]:
-    """Return the lazy parameters of a module and below by name, the first one of those that are one object."""
-    named = ((name, local_tensor(parameter)) for name, parameter in module.named_parameters(recurse=recurse))
-    return {name: tensor for name, tensor in named if isinstance(tensor, LazyTensor)}
-
-
-def read_parameters(module: nn.Module, *, recurse: bool = True) -> None:
+@normal_tensors()
+def read_parameters(module: nn.Module) -> None:
     """Read all lazy parameters of a module and below, file by file. They become ordinary parameters, in place."""
-    with normal_tensors():
-        _read_parameters(lazy_parameters(module, recurse=recurse))
-
-
-def _read_parameters(lazy: Mapping[str, LazyTensor]) -> None:
+    named = ((name, local_tensor(parameter)) for name, parameter in module.named_parameters())
+    lazy = {name: tensor for name, tensor in named if isinstance(tensor, LazyTensor)}
     by_reader: dict[LazyReader, dict[int, tuple[SharedValue, Part]]] = {}
     for name, tensor in lazy.items():
         value = tensor.value

@@ -326,4 +326,4 @@ def _set_rest(engine: Any, state: Zero3State, plan: ResumePlan, wanted: Wanted) 
     if plan.scheduler is not None:
         engine.lr_scheduler.load_state_dict(plan.scheduler)
     if wanted.counters:
-        state.set_counters(checkpoint.counters, checkpoint.world_size)
+        state.set_counters(checkpoint.counters, len(checkpoint.states))

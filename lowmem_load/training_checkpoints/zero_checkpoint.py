@@ -183,7 +183,6 @@ class ZeroCheckpoint:
 
     Attributes:
         folder: of the tag.
-        world_size: number of ranks that saved it.
         parameters: by name: first the trained ones in the optimizer's order, then the frozen ones.
         lacks_frozen: whether it was saved with `exclude_frozen_parameters`.
         shared: names that stand for another parameter, by name.
@@ -194,7 +193,6 @@ class ZeroCheckpoint:
     """
 
     folder: str
-    world_size: int
     parameters: Mapping[str, SavedParameter]
     lacks_frozen: bool
     shared: Mapping[str, str]
@@ -290,7 +288,6 @@ def open_checkpoint(folder: str, executor: Executor, *, with_moments: bool = Tru
         raise CheckpointError(f"{path}: its 'shared_params' are malformed")
     return ZeroCheckpoint(
         folder=folder,
-        world_size=len(optims),
         parameters={**trained, **fragments},
         lacks_frozen=frozen is None,
         shared=shared,
