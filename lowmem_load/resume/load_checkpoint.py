@@ -201,13 +201,12 @@ def make_plan(
         moments = next((tuple(sorted({*group[0].pieces} - {FP32})) for group in groups if group), ())
         state.check_groups(param_groups, frozenset(moments))
         scalars = [_scalars_of(number, group, state, param_groups) for number, group in enumerate(groups)]
-    scheduler = None
-    if wanted.scheduler and has_scheduler:
-        scheduler = checkpoint.state("lr_scheduler", rank, trusted=wanted.trusted)
-        if scheduler is None:
-            raise CheckpointError(
-                f"{checkpoint.folder}: was saved without an lr scheduler; pass load_lr_scheduler_states=False"
-            )
+    scheduler, client_state = checkpoint.python_states(rank, trusted=wanted.trusted)
+    loads_scheduler = wanted.scheduler and has_scheduler
+    if loads_scheduler and scheduler is None:
+        raise CheckpointError(
+            f"{checkpoint.folder}: was saved without an lr scheduler; pass load_lr_scheduler_states=False"
+        )
     return ResumePlan(
         checkpoint=checkpoint,
         sub_groups=[
@@ -217,8 +216,8 @@ def make_plan(
         scalars=scalars,
         moments=moments,
         frozen=[_run(saved, parameter, FP32) for parameter in state.frozen],
-        scheduler=scheduler,
-        client_state=checkpoint.client_state(rank, trusted=wanted.trusted),
+        scheduler=scheduler if loads_scheduler else None,
+        client_state=client_state,
     )
 
 

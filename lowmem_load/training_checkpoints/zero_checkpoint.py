@@ -1,7 +1,8 @@
 """Opens a ZeRO-3 checkpoint of DeepSpeed: checks its files against each other, and finds the elements of parameters.
 
 `save_checkpoint` writes torch zips on N ranks: model states and optimizer states of each. Their directories and pickles
-are read, no pickle is run (`files/inert_pickle.py`), and no weights are read.
+are read, no pickle is run (`files/inert_pickle.py`), and no weights are read. What a client or an lr scheduler has put
+into the model states is read by torch's weights-only unpickler, which does not run code of the file either.
 
 [Note: flat groups] Each of N ranks saves one flat tensor per sub-group of the optimizer, in fp32, and one for each of
 its moments. It holds the rank's partitions of the sub-group's parameters, one after the other, each padded to
@@ -21,6 +22,7 @@ and `_rigid_state_dict`; `runtime/swap_tensor/optimizer_utils.py`, `SwapTensorCo
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import re
@@ -28,12 +30,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
-from lowmem_load.files.inert_pickle import Foreign, Tensor, is_shape, plain, shown
+from lowmem_load.files.inert_pickle import Foreign, Tensor, is_shape, shown
 from lowmem_load.files.torch_zip import TorchObjects, describe_objects
 from lowmem_load.planning.expression import Expression, Shape, Source, concat, numel, reshape
 from lowmem_load.planning.load_plan import PlannedFile
@@ -72,8 +75,13 @@ STEP = "step"
 _OF_BLOCKS = ("__bnb_optimizer_quant_state__", "absmax", "qmap")
 """Beginnings of the keys under which bitsandbytes keeps states of 8 bits, which it quantizes in blocks."""
 
-_MAX_SCALAR_NUMEL = 1 << 20
-"""Most elements of a tensor in a scheduler's or the user's own state, which is read at once."""
+_MAKERS: list[Any] = [made.__reduce__()[0] for made in (np.float64(), np.zeros(0))]
+_NUMPY: list[Any] = [
+    *(np.ndarray, np.dtype),
+    *{type(np.dtype(code)) for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]},
+    *((maker, f"numpy.{core}.multiarray.{maker.__name__}") for maker in _MAKERS for core in ("core", "_core")),
+]
+"""What makes numpy's numbers and arrays, under the names of numpy 1 and 2."""
 
 
 FP32 = "fp32"
@@ -200,7 +208,6 @@ class ZeroCheckpoint:
     optimizer: Mapping[str, Any]
     states: Sequence[TorchObjects]
     files: Sequence[PlannedFile]
-    _executor: Executor = field(repr=False)
 
     @property
     def of_module(self) -> dict[str, SavedParameter]:
@@ -212,10 +219,10 @@ class ZeroCheckpoint:
     def param_groups(self) -> list[dict[str, Any]]:
         """The hyperparameters of each of the optimizer's groups."""
         groups = _base_optimizer(self.optimizer, self.folder).get("param_groups")
-        param_groups = plain(groups, f"{self.folder}: param_groups", self._reader(None))
-        if not isinstance(param_groups, list) or not all(isinstance(group, dict) for group in param_groups):
-            raise CheckpointError(f"{self.folder}: its optimizer's param_groups are no list of dicts")
-        return param_groups
+        groups = groups if isinstance(groups, list) else [None]
+        if not all(isinstance(group, dict) and all(map(_is_setting, group.values())) for group in groups):
+            raise CheckpointError(f"{self.folder}: its optimizer's param_groups are not dicts of numbers and text")
+        return [dict(group) for group in groups]
 
     @property
     def loss_scaler(self) -> tuple[str, dict[str, Any]]:
@@ -223,7 +230,7 @@ class ZeroCheckpoint:
         scaler = self.optimizer.get("loss_scaler")
         if not isinstance(scaler, Foreign) or not isinstance(scaler.state, dict):
             return "", {}
-        attributes = plain(scaler.state, f"{self.folder}: loss_scaler", self._reader(None))
+        attributes = {key: value for key, value in scaler.state.items() if _is_setting(value)}
         return scaler.name.rpartition(".")[2], attributes
 
     @property
@@ -232,34 +239,31 @@ class ZeroCheckpoint:
         tree = self.states[0].tree
         return {key: tree[key] for key in COUNTERS if type(tree.get(key)) is int}
 
-    def state(self, key: str, rank: int = 0, *, trusted: bool = False) -> Any:
-        """Return an entry of a rank's model states as Python objects; None if there is none.
+    def python_states(self, rank: int, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
+        """Return the state of the lr scheduler in a rank's model states, and the client state: all other entries.
 
-        If `trusted`, Python unpickles the file where the entry holds objects of other classes.
+        If `trusted`, Python unpickles the file where it holds objects of other classes.
         """
-        file = self.states[rank]
+        path = self.states[rank].path
         try:
-            return plain(file.tree.get(key), f"{os.path.basename(file.path)}: {key}", self._reader(file))
-        except CheckpointError as error:
+            with torch.serialization.safe_globals(_NUMPY):
+                tree = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:  # torch raises a dozen classes
             if not trusted:
                 raise CheckpointError(
-                    f"{self.folder}: {error}. If you trust whoever has saved it, pass trusted=True, which lets Python "
-                    "unpickle this file"
+                    f"{path}: its client state or scheduler holds objects that only their own code can create; nothing "
+                    "was run. If you trust whoever has saved it, pass trusted=True, which lets Python unpickle this "
+                    f"file: {error}"
                 ) from error
-        return torch.load(file.path, map_location="cpu", mmap=True, weights_only=False).get(key)
+            tree = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        client_state = {key: value for key, value in tree.items() if key not in OF_DEEPSPEED}
+        return copy.deepcopy((tree.get("lr_scheduler"), client_state))  # not mapped
 
-    def client_state(self, rank: int, *, trusted: bool) -> dict[str, Any]:
-        """Return what a rank's model states hold besides DeepSpeed's own entries. See `state`."""
-        keys = [key for key in self.states[rank].tree if key not in OF_DEEPSPEED]
-        return {key: self.state(key, rank, trusted=trusted) for key in keys}
 
-    def _reader(self, file: TorchObjects | None) -> Any:
-        def read(tensor: Tensor, where: str) -> torch.Tensor:
-            if file is None or math.prod(tensor.size) > _MAX_SCALAR_NUMEL:
-                raise CheckpointError(f"{where} is a tensor of shape {tensor.size}, expected a small value")
-            return read_whole(self._executor, file.expression(tensor, where))
-
-        return read
+def _is_setting(value: Any) -> bool:
+    """Return whether a value of a tree is a number or text, or a list of these."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(each, int | float | str | torch.dtype | None) for each in values)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------------
@@ -295,7 +299,6 @@ def open_checkpoint(folder: str, executor: Executor, *, with_moments: bool = Tru
         optimizer=zeros[0],
         states=models,
         files=files.opened,
-        _executor=executor,
     )
 
 
