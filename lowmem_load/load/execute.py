@@ -14,7 +14,6 @@ from torch import nn
 from lowmem_load.distributed.side_group import SideGroup
 from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.engines.target import Target
-from lowmem_load.errors import UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import Filling, PlannedPart, fill_planned
 from lowmem_load.files.memory import naming_shortage
@@ -65,12 +64,12 @@ def execute(
         with naming_shortage(f"parameter {part.name}, after {share(made_bytes, all_bytes)}", part.held_bytes):
             made, memory = target.make(part, parameter, filling.finish)
         made_bytes += part.held_bytes
-        _check_dtypes(part, (made, *memory))
         for number, (destination, tensor) in enumerate(zip(part.destinations, memory, strict=True)):
             if destination.fill is not None:
-                flat = tensor[: destination.fill.numel]
-                if once is None or not once.takes(position, number, flat):
-                    _start(filling, part.name, destination.fill, flat)
+                planned_part = PlannedPart(part.name, destination.fill, tensor[: destination.fill.numel])
+                filling.prove(planned_part)
+                if once is None or not once.takes(position, number, planned_part.memory):
+                    filling.start(planned_part)
         copies += _copies(part, memory)
         restores += restore_later(part, made, planned, target, filling)
         for number in uses[position]:
@@ -126,15 +125,6 @@ def _copies(part: TargetPlan, memory: Sequence[torch.Tensor]) -> Iterator[tuple[
         if destination.copied_from is not None:
             number, first = destination.copied_from
             yield memory[number].narrow(0, first, destination.region.numel), tensor[: destination.region.numel]
-
-
-def _check_dtypes(plan: TargetPlan, tensors: Sequence[torch.Tensor]) -> None:
-    dtypes = {tensor.dtype for tensor in tensors} - {plan.dtype}
-    if dtypes:
-        raise UnsupportedError(
-            f"{plan.name}: was made as {', '.join(map(str, dtypes))}, though {plan.dtype} was asked for: somebody has "
-            "replaced functions of torch that make tensors; load outside of that"
-        )
 
 
 def restore_later(
