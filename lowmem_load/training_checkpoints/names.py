@@ -43,9 +43,8 @@ _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 _OF_PEFT = "base_model.model."
 
-_OF_LORA = re.compile(r"\.(?:lora_(?:embedding_)?A|trainable_tokens_delta)(?:\.|$)")
-_ADAPTER = re.compile(r"\.lora_A\.([^.]+)\.weight$|\.(?:lora_embedding_A|trainable_tokens_delta)\.([^.]+)$")
-"""The name of an adapter of LoRA in the names of its tensors. See [Note: PEFT's names]."""
+_OF_LORA = re.compile(r"\.lora_A\.(?:([^.]+)\.)?weight$|\.(?:lora_embedding_A|trainable_tokens_delta)(?:\.([^.]+))?$")
+"""Names that each adapter of LoRA has, and in them its own, unless PEFT has left it out. See [Note: PEFT's names]."""
 
 
 class NamedWeights(NamedTuple, Generic[T]):
@@ -96,13 +95,12 @@ def weights_in(
 
 def _adapter_in(where: str, names: Collection[str], *, has_adapter_config: bool) -> str | None:
     """Return the name of the adapter in the names of a model. See `NamedWeights`."""
-    is_of_lora = any(map(_OF_LORA.search, names))
-    if not all(name.startswith(_OF_PEFT) for name in names) or not (is_of_lora or has_adapter_config):
+    adapters = {match[1] or match[2] or "" for match in map(_OF_LORA.search, names) if match}
+    if not all(name.startswith(_OF_PEFT) for name in names) or not (adapters or has_adapter_config):
         return None
-    adapters = {match[1] or match[2] for match in map(_ADAPTER.search, names) if match}
     if len(adapters) > 1:
         raise ConfigError(f"{where}: holds the adapters {listed(sorted(adapters))}; only one can be written")
-    if not is_of_lora and (inside := [name for name in names if ".base_layer." in name]):
+    if not adapters and (inside := [name for name in names if ".base_layer." in name]):
         raise UnsupportedError(
             f"{where}: {inside[0]}: holds an adapter that is not of LoRA, and its base; save the adapter with PEFT's "
             "save_pretrained"

@@ -321,6 +321,7 @@ def test_the_name_of_an_adapter_is_found(adapter: str) -> None:
     for name in ("lora_A.weight", "lora_embedding_A", "token_adapter.trainable_tokens_delta"):
         assert found(f"base_model.model.q.{name}").adapter == ""
     assert found(base).adapter is found("q.lora_A.default.weight").adapter is None
+    assert found(base, "base_model.model.q.lora_A.default").adapter is None  # of AdaLoRA
 
 
 def test_several_adapters_are_refused() -> None:
