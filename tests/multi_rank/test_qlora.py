@@ -147,7 +147,7 @@ def fail_and_compare(path: str, packed: str) -> None:
     def fail(*args: Any, **keywords: Any) -> None:
         raise MemoryError("there is no memory")
 
-    for owner, name in ((execute, "_fill"), (execute, "Exchange"), (execute.SideGroup, "broadcast")):
+    for owner, name in ((execute, "fill_planned"), (execute, "_in_parts"), (execute.SideGroup, "broadcast")):
         with pytest.MonkeyPatch.context() as patches:
             if DistributedInterface().rank == 1:
                 patches.setattr(owner, name, fail)
