@@ -83,45 +83,35 @@ def own_files(folder: str, names: Iterable[str]) -> list[str]:
     return paths
 
 
-def find_state(folder: str) -> str | None:
-    """Return the folder that has the weights: this one, or a known one in it. None if there is none."""
+def open_state(folder: str, executor: Executor) -> SavedState:
+    """Return what a folder of torch DCP or of files of ranks holds, or a known folder in it. No weights are read.
+
+    Raises:
+        CheckpointError: it is not a checkpoint, incomplete, or malformed.
+        UnsupportedError: it was saved in a form that cannot be read by ranges.
+    """
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder}: no such folder")
-    for place in (folder, os.path.join(folder, _OF_ACCELERATE)):
-        if os.path.isdir(place) and (
-            os.path.isfile(os.path.join(place, METADATA)) or rank_files(place)[1] or shard_files(place)
-        ):
-            return place
+    for place in filter(os.path.isdir, (folder, os.path.join(folder, _OF_ACCELERATE))):
+        if os.path.isfile(os.path.join(place, METADATA)):
+            return open_dcp(place, executor)
+        if rank_files(place)[1]:
+            return open_rank_files(place, executor)
+        if shard_files(place):
+            return open_shards(place, executor)
     if parts := [part for part in _MODELS_OF_VERL if os.path.isdir(os.path.join(folder, part))]:
         raise CheckpointError(f"{folder}: is verl's folder of a step; name one model in it: {listed(parts)}")
-    if any(name.endswith(".distcp") for name in os.listdir(folder)):
+    names = sorted(os.listdir(folder))
+    if any(name.endswith(".distcp") for name in names):
         raise CheckpointError(
             f"{folder}: has .distcp files and no {METADATA}: the save did not end, or the file was not copied (its "
             "name begins with a dot)"
         )
-    return None
-
-
-def open_state(folder: str, executor: Executor) -> SavedState:
-    """Return what a training checkpoint holds. No weights are read.
-
-    Raises:
-        CheckpointError: it is no checkpoint, incomplete, or malformed.
-        UnsupportedError: it was saved in a form that cannot be read by ranges.
-    """
-    place = find_state(folder)
-    if place is None:
-        raise CheckpointError(
-            f"{folder}: is no training checkpoint: it has no {METADATA} of torch DCP, no files of ranks "
-            "(model_world_size_*_rank_*.pt), no shard-*.safetensors, and no file 'latest' of DeepSpeed (if it "
-            "has tags, name one; if it is a model, name it as such, not as weights). It holds "
-            f"{listed(sorted(os.listdir(folder))) or 'nothing'}"
-        )
-    if os.path.isfile(os.path.join(place, METADATA)):
-        return open_dcp(place, executor)
-    if shard_files(place):
-        return open_shards(place, executor)
-    return open_rank_files(place, executor)
+    raise CheckpointError(
+        f"{folder}: is not a training checkpoint: it has no {METADATA} of torch DCP, no files of ranks "
+        "(model_world_size_*_rank_*.pt), no shard-*.safetensors, and no file 'latest' of DeepSpeed (if it has tags, "
+        f"name one; if it is a model, name it as such, not as weights). It holds {listed(names) or 'nothing'}"
+    )
 
 
 def open_model(folder: str, executor: Executor, *, tag: str | None = None, part: str | None = None) -> SavedModel:
