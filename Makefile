@@ -138,8 +138,7 @@ test: check $(EXTENSIONS)
 
 test-fast: export HF_HUB_OFFLINE := 1
 test-fast: $(STAMP)
-	cd $(ROOT) && $(RUN) -m pytest -q -m 'not ranks and not slow' -k 'not large_tensors' \
-	  tests/unit tests/contracts tests/conversions $(ARGS)
+	cd $(ROOT) && $(RUN) -m pytest -q -m 'not ranks and not slow' tests/unit tests/contracts tests/conversions $(ARGS)
 
 # Ranks have the simulated accelerator of tests/device instead of the CPU.
 ON_DEVICE := tests/device $(patsubst %,tests/multi_rank/test_%.py,parity modes several_models streaming after_load \

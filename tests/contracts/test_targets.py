@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lowmem_load.config.settings import read_settings
 from lowmem_load.engines.target import Layout, Replicated, Target
@@ -84,15 +83,6 @@ def layouts_of(kind: Kind, name: str, parameter: nn.Parameter, world_size: int) 
     return [kind.target(rank, world_size).layout(name, parameter) for rank in range(world_size)]
 
 
-class NothingAllocated(TorchFunctionMode):
-    """Inside, no call of torch may return a tensor that has memory."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        assert not isinstance(result, torch.Tensor) or result.is_meta, func
-        return result
-
-
 def values_of(parameter: torch.Tensor, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -137,17 +127,6 @@ def target_plan(name: str, parameter: nn.Parameter, layout: Layout) -> TargetPla
         slow_paths=(),
         fingerprint="",
     )
-
-
-def test_a_layout_is_pure(kind: Kind) -> None:
-    """The same whenever it is asked for, and nothing is allocated for it."""
-    for name, parameter in parameters(kind):
-        for rank, world_size in ((rank, size) for size in kind.worlds for rank in range(size)):
-            target = kind.target(rank, world_size)
-            with NothingAllocated():
-                first, second = target.layout(name, parameter), target.layout(name, parameter)
-            assert first == second == kind.target(rank, world_size).layout(name, parameter), name
-            assert parameter.is_meta
 
 
 def test_ranks_agree_on_what_becomes_of_a_parameter(kind: Kind) -> None:

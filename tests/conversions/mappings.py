@@ -8,7 +8,6 @@ the operations ask for. Sizes are small and odd, so that partition borders fall 
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import conversion_mapping
-from transformers import core_model_loading as loading
 from transformers.core_model_loading import (
     WeightConverter,
     WeightTransform,
@@ -88,34 +86,6 @@ def chains() -> list[Chain]:
             if isinstance(transform, WeightConverter):
                 found.setdefault(_identity(transform), Chain(transform, model_type))
     return list(found.values())
-
-
-def other_chains() -> list[Chain]:
-    """Return converters made of operations that transformers has but its mapping does not use, and of longer chains.
-
-    Users may register these; transformers itself saves with some of them.
-    """
-    experts = ("experts.*.gate.weight", "experts.*.up.weight")
-    converters = [
-        ("experts.up", "experts.*.up", [loading.SplitModulelist(0)]),
-        ("proj.weight", "linear.weight", [loading.Conv3dToLinear(3, (2, 2, 4))]),
-        ("linear.weight", "proj.weight", [loading.LinearToConv3d(3, (2, 2, 4))]),
-        ("q_proj.weight", "wq.weight", [loading.PermuteForRope(inverse=True)]),
-        ("w13.weight", "w31.weight", [loading.Interleave(0, inverse=True)]),
-        (["text.experts", "vision.experts"], list(experts), [loading.ErnieSplitAndDecoupleTextVisionExperts()]),
-        ("c_attn.weight", ["q.weight", "k.weight", "v.weight"], [loading.Transpose(0, 1), loading.Chunk(0)]),
-        ("qkv.weight", ["q.weight", "k.weight", "v.weight"], [loading.Chunk(1)]),
-        (list(experts), "experts.gate_up", [loading.MergeModulelist(0), loading.Concatenate(2)]),
-        (["experts.*.up.weight"], "experts.up", [loading.MergeModulelist(0), loading.Transpose(1, 2)]),
-    ]
-    if hasattr(loading, "VisionFuseAndPermuteForRope"):  # deprecated
-        names = ["attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight"]
-        permuted = ["q_proj", "k_proj"]
-        converters += [
-            (list(names), "attn.qkv.weight", [loading.VisionFuseAndPermuteForRope(0, permuted)]),
-            ("attn.qkv.weight", list(names), [loading.VisionUnfuseAndPermuteForRope(0, permuted)]),
-        ]
-    return [Chain(WeightConverter(*converter), "not in the mapping") for converter in converters]
 
 
 def _identity(converter: WeightConverter) -> object:
@@ -316,15 +286,6 @@ _CASES: dict[tuple[str, ...], Callable[[WeightConverter], Iterator[Case]]] = {
     ("Inkling2LoopMergeMessageQueries",): _fixed([(6, 5)], [(6, 5)]),
     ("Inkling2LoopDequantizeExperts",): _dequantized_cases,
     ("Inkling2LoopDequantizeExperts", "Interleave"): _dequantized_cases,
-    # not in the mapping
-    ("SplitModulelist",): _fixed([(5, 3, 4)]),
-    ("Conv3dToLinear",): _fixed([(5, 3, 2, 2, 4)]),
-    ("LinearToConv3d",): _fixed([(5, 48)]),
-    ("ErnieSplitAndDecoupleTextVisionExperts",): _fixed([(3, 8, 5)], [(3, 4, 5)]),
-    ("Transpose", "Chunk"): _fixed([(7, 15)]),
-    ("MergeModulelist", "Transpose"): _fixed([(5, 7)] * 4),
-    ("VisionFuseAndPermuteForRope",): _fixed([(12, 5)], [(12, 5)], [(12, 5)]),
-    ("VisionUnfuseAndPermuteForRope",): _rope_cases,
 }
 
 
@@ -375,9 +336,7 @@ def write_sources(case: Case, dtypes: Dtypes, path: Path) -> None:
     save_file(tensors, path)
 
 
-def convert(
-    converter: WeightConverter, case: Case, file: Any, load: torch.dtype | None, pool: ThreadPoolExecutor | None
-) -> dict[str, torch.Tensor]:
+def convert(converter: WeightConverter, case: Case, file: Any, load: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Return target name -> value, collecting and converting as transformers' loader does; the converter stays.
 
     Source: transformers 5.23 `core_model_loading.py`, `convert_and_load_state_dict_in_model`.
@@ -386,7 +345,7 @@ def convert(
     for key in sorted(case.shapes, key=dot_natural_key):
         renamed, pattern = converter.rename_source_key(key)
         mapping = mappings.setdefault(renamed, deepcopy(converter))
-        mapping.add_tensor(renamed, key, pattern, spawn_materialize(pool, file.get_slice(key), "cpu", load))
+        mapping.add_tensor(renamed, key, pattern, spawn_materialize(None, file.get_slice(key), "cpu", load))
     results: dict[str, torch.Tensor] = {}
     for first_target, mapping in mappings.items():
         for name, value in mapping.convert(first_target, model=case.model, config=case.config).items():
@@ -440,7 +399,6 @@ def fill_all_ranks(
     symbolic: torch.Tensor,
     expected: torch.Tensor,
     dtype: torch.dtype | None,
-    num_threads: int = 1,
     limits: ReadLimits | None = None,
 ) -> Outcome:
     """Fill the partition of every rank of every world size as a load would, and compare its bytes with `expected`.
@@ -452,7 +410,7 @@ def fill_all_ranks(
     itemsize, numel = expression.dtype.itemsize, expected.numel()
     spans = {partition_range(numel, rank, world) for world in WORLD_SIZES for rank in range(world)}
     outcome = Outcome(name)
-    with Executor(num_threads=num_threads) as executor:
+    with Executor() as executor:
         for span in sorted(spans, key=lambda span: (span.start, span.end)):
             planner, copies = Planner(limits), list(plan_copies(expression, span))
             fill = planner.plan_fill(name, expression, span)
@@ -478,16 +436,12 @@ def check(
     case: Case,
     dtypes: Dtypes,
     path: Path,
-    *,
-    pool: ThreadPoolExecutor | None = None,
-    num_threads: int = 1,
-    limits: ReadLimits | None = None,
 ) -> list[Outcome]:
     """Convert `case` for real and symbolically; compare names, shapes, dtypes, strides and every partition's bytes."""
     write_sources(case, dtypes, path)
     with safe_open(path, framework="pt") as file:
-        expected = convert(converter, case, file, dtypes.load, pool)
-    symbolic = convert(converter, case, symbolic_file(path), dtypes.load, pool)
+        expected = convert(converter, case, file, dtypes.load)
+    symbolic = convert(converter, case, symbolic_file(path), dtypes.load)
     assert list(symbolic) == list(expected)
     outcomes = []
     for name, value in expected.items():
@@ -495,5 +449,5 @@ def check(
         assert isinstance(described, SymbolicTensor)
         assert (described.shape, described.dtype) == (value.shape, value.dtype)
         assert described.stride() == value.stride()
-        outcomes.append(fill_all_ranks(name, described, value, dtypes.target, num_threads, limits))
+        outcomes.append(fill_all_ranks(name, described, value, dtypes.target))
     return outcomes

@@ -45,7 +45,7 @@ def test_all_ranks_write_what_transformers_gives(chain: Chain, tmp_path: Path) -
     for case in mappings.cases(chain.converter):
         mappings.write_sources(case, DTYPES["bf16"], source)
         with safe_open(source, "pt") as file:
-            model = mappings.convert(chain.converter, case, file, None, None)
+            model = mappings.convert(chain.converter, case, file, None)
         model = {name: value.contiguous() for name, value in model.items()}
         wanted = turn_back(chain.converter, case, model)
         symbols = {

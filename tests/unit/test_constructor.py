@@ -145,25 +145,6 @@ def test_parameters_have_no_memory_and_stay_tied() -> None:
     assert parts.norm.running_var is not None and torch.equal(parts.norm.running_var, torch.ones(3))
 
 
-def test_lists_of_the_constructor_hold_the_registered_parameters() -> None:
-    """transformers then gives the module others, and `finish` gives these to the lists."""
-    constructor = Constructor()
-    with constructor.building():
-        module, weights = nn.Module(), [nn.Parameter(torch.empty(3)), nn.Parameter(torch.ones(2), requires_grad=False)]
-        views = [weight.detach() for weight in weights]  # autograd refers to the first
-        for number, weight in enumerate(weights):
-            module.register_parameter(f"weight{number}", weight)
-        module.weights = weights
-    assert all(mine is weight and weight.is_meta for mine, weight in zip(weights, module.parameters(), strict=True))
-    assert [weight.requires_grad for weight in weights] == [True, False]
-    assert not constructor.is_known(views[0]) and torch.equal(views[1], torch.ones(2))
-    constructor.note(module)
-    module.weight0, module.weight1 = nn.Parameter(torch.full((3,), 7.0)), nn.Parameter(torch.zeros(2))
-    constructor.check("tiny", module)
-    constructor.finish(module, torch.device("cpu"))
-    assert module.weights[0] is module.weight0 and module.weights[1] is module.weight1
-
-
 def test_a_parameter_that_only_a_list_of_the_constructor_has_is_named() -> None:
     constructor = Constructor()
     with constructor.building():
@@ -312,19 +293,6 @@ def test_large_zeros_and_memory_without_values_have_no_pages_before_they_are_wri
         assert made[0].sum() == 1.0
         assert made[1].stride() == (1,)
         assert made[1].eq(2.0).all()
-
-
-def test_attributes_get_the_loaded_parameters() -> None:
-    constructor = Constructor()
-    with constructor.building():
-        holder = Holder()
-    constructor.note(holder)
-    holder.linear.weight = nn.Parameter(torch.ones(2, 2))
-    kept, good = holder.kept, holder.inner.good
-    constructor.finish(holder, torch.device("cpu"))
-    assert holder.kept is kept
-    assert kept[0] is holder.linear.weight
-    assert torch.equal(holder.inner.good[0], good[0])
 
 
 def test_attributes_on_meta_are_handed_over_or_named() -> None:

@@ -250,32 +250,6 @@ def test_scripts_give_the_values_of_an_ordinary_load(path: str, script: str) -> 
         assert {id(each) for each in kept} <= {id(each) for each in ours.parameters()}  # optimizers refer to them
 
 
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "dora": {"use_dora": True},
-    "pissa": {"init_lora_weights": "pissa"},
-    "head": {"modules_to_save": ["lm_head"]},
-    "tokens": {"trainable_token_indices": [1, 3]},
-}
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT's calls of transformers
-@pytest.mark.parametrize("kind", [*ADAPTERS, "PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig", "IA3"])
-def test_adapters_are_those_of_an_ordinary_load(path: str, kind: str) -> None:
-    import peft
-
-    made = []
-    for model in (lazily(path), ordinary(path)):
-        torch.manual_seed(1)
-        if kind in ADAPTERS:
-            config: Any = peft.LoraConfig(**{"target_modules": ["q_proj"], **ADAPTERS[kind]})
-        elif kind == "IA3":
-            config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
-        else:
-            config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
-        made.append(peft.get_peft_model(model, config))
-    assert_equal(*made)
-
-
 Action = tuple[str, int, int]
 
 

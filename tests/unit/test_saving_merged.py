@@ -1,54 +1,18 @@
 """What PEFT's code merges later, layer by layer, are the weights that it merges at once."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from lowmem_load import save_model
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.models.peft import unloaded
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but")
-
-
-class Model(nn.Module):
-    """One of each layer that a LoRA is often on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.turned, self.words = nn.Linear(77, 700), Conv1D(90, 300), nn.Embedding(500, 33)
-
-
-def adapted(dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
-    torch.manual_seed(0)
-    targets = ["linear", "turned", *([] if kwargs.get("lora_bias") else ["words"])]
-    config = LoraConfig(target_modules=targets, r=6, init_lora_weights=False, **kwargs)
-    return get_peft_model(Model().to(dtype), config)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"lora_bias": True}])
-def test_layers_are_merged_as_peft_merges_the_model(dtype: torch.dtype, kind: dict[str, Any]) -> None:
-    wanted = dict(adapted(dtype, **kind).merge_and_unload().named_parameters())
-    model = adapted(dtype, **kind)
-    modules = [(module, dict(vars(module)), dict(module._modules)) for module in model.modules()]
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    base, merges = unloaded(model)
-    names = {id(parameter): name for name, parameter in base.named_parameters()}
-    assert len(merges) == (2 if "lora_bias" in kind else 3)
-    for merge in merges:
-        values = {id(parameter): parameter.detach().clone() for parameter in (*merge.parameters, *merge.adapters())}
-        for parameter, value in zip(merge.parameters, merge.run(values), strict=True):
-            assert torch.equal(value, wanted[names[id(parameter)]]), names[id(parameter)]
-    assert modules == [(module, vars(module), module._modules) for module in model.modules()]
-    assert not any("data_ptr" in vars(parameter) for parameter in model.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_layers_that_share_a_weight_are_merged_together() -> None:

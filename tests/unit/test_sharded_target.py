@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lowmem_load.engines.mesh import is_first_replica, local_shard, shard_fully
 from lowmem_load.engines.sharded_target import Sharded, ShardedModel
-from lowmem_load.errors import CheckpointError, UnsupportedError
+from lowmem_load.errors import UnsupportedError
 from lowmem_load.models.skeleton import blocks
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
@@ -78,31 +78,6 @@ def embedding_and_head(*, tied: bool) -> nn.ModuleDict:
     if tied:
         model["head"].weight = model["embed"].weight
     return model
-
-
-def test_a_skeleton_is_tied_as_the_load_ties() -> None:
-    model = embedding_and_head(tied=False)
-    sharded = ShardedModel(model, is_skeleton=True)
-    target = Sharded(sharded, described := embedding_and_head(tied=True))
-    target.check(described)
-    assert model["head"].weight is model["embed"].weight
-    assert len(target.layout("embed.weight", described["embed"].weight).regions) == 1
-
-
-def test_two_tied_tensors_fill_both_parameters_of_a_caller() -> None:
-    sharded, described = ShardedModel(model := embedding_and_head(tied=False)), embedding_and_head(tied=True)
-    target = Sharded(sharded, described)
-    target.check(described)
-    assert model["head"].weight is not model["embed"].weight
-    assert len(target.layout("embed.weight", described["embed"].weight).regions) == 2
-
-
-def test_one_parameter_that_would_need_two_values_is_refused() -> None:
-    described = embedding_and_head(tied=False)
-    with pytest.raises(CheckpointError, match=r"embed.weight and head.weight: .* head.weight to nn.Parameter"):
-        Sharded(ShardedModel(embedding_and_head(tied=True)), described).check(described)
-    left = ShardedModel(embedding_and_head(tied=True), left=["head.weight"])
-    Sharded(left, described).check(described)  # the caller fills one of them
 
 
 @pytest.mark.parametrize("rank", [0], indirect=True)

@@ -1,6 +1,6 @@
 """From a `from_pretrained` to a described model, its plan and what is made of it: values, and what they cost."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ from lowmem_load.files.source import LocalFile
 from lowmem_load.load.describe import Described, describe
 from lowmem_load.load.execute import execute
 from lowmem_load.load.make_plan import PlannedModel, make_plan
-from lowmem_load.planning.load_plan import LoadPlan, PlannedFile, SlowPath, TargetPlan
+from lowmem_load.planning.load_plan import PlannedFile, SlowPath, TargetPlan
 from lowmem_load.planning.reads import Read
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
-from tests.described import CPU, Build, Call, X, Y, described, module, of_rank, planned, write_file
+from tests.described import CPU, Build, Call, X, Y, described, module, planned, write_file
 
 
 @pytest.fixture
@@ -181,10 +181,6 @@ def test_a_model_within_that_the_settings_do_not_fit_is_kept_whole(file: Path) -
         run(lambda tensors, _: module(weight=tensors["x"]))
 
 
-def by_name(plan: LoadPlan) -> Mapping[str, TargetPlan]:
-    return {target.name: target for target in plan.targets}
-
-
 # -- what costs more than its bytes ----------------------------------------------------------------------------------
 
 
@@ -267,29 +263,6 @@ def test_files_are_read_front_to_back(file: Path) -> None:
     ]
     assert len(reads) == 4
     assert [target.name for target in planned(file, build).targets] == ["held", "b", "cut", "a", "c"]
-
-
-def test_what_the_loader_casts_is_read_in_the_files_dtype(file: Path) -> None:
-    """float32 in the file, bf16 for the loader, float32 for the engine: nothing is lost on the way."""
-
-    def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
-        return module(
-            cast=tensors["x"].to(torch.bfloat16), computed=tensors["y"].to(torch.bfloat16).t(), as_is=tensors["z"]
-        )
-
-    found = by_name(planned(file, build, of_rank(0)))
-    assert {name: target.is_recast for name, target in found.items()} == {
-        "cast": True,
-        "computed": True,
-        "as_is": False,
-    }
-    (read,) = found["cast"].destinations[0].fill.steps
-    assert isinstance(read, Read)
-    assert read.is_direct
-    assert read.nest.casts == ()
-    (read,) = found["computed"].destinations[0].fill.steps
-    assert isinstance(read, Read)
-    assert read.nest.casts == (torch.bfloat16, torch.float32)  # rounded where an ordinary load rounds
 
 
 # -- buffers ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Operations on symbolic tensors describe what torch would compute, and read nothing until asked."""
 
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.reads import ReadLimits
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.symbolic.initialise import Initialiser
-from lowmem_load.symbolic.tensor import SymbolicTensor, Template, expression_of, make_uninitialised
+from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of, make_uninitialised
 
 aten = torch.ops.aten
 X = torch.arange(4 * 6 * 5, dtype=torch.float32).reshape(4, 6, 5)
@@ -331,20 +330,3 @@ def test_numbers_drawn_into_a_copy_keep_their_place_in_the_order(
     torch.manual_seed(5)
     torch.empty_like(X).normal_()
     assert torch.equal(read_whole(reader, expression_of(missing)), torch.empty(5).normal_())
-
-
-def test_a_template_keeps_places_and_no_tensor() -> None:
-    tensor = torch.ones(2)
-    gone = weakref.ref(tensor)
-    template = Template(([tensor, 2], {"b": tensor}))
-    del tensor
-    assert gone() is None
-    assert template.fill(["first", "second"]) == (["first", 2], {"b": "second"})
-
-
-@pytest.mark.parametrize("dim", [4, -5])
-def test_what_torch_cannot_stack_is_torchs_error(
-    pair: tuple[SymbolicTensor, SymbolicTensor, Executor], dim: int
-) -> None:
-    with pytest.raises(IndexError):
-        torch.stack(pair[:2], dim=dim)

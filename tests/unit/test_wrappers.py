@@ -43,16 +43,6 @@ def names_of(model: nn.Module) -> list[str]:
     return [named.name for named in named_tensors(model)]
 
 
-@pytest.mark.parametrize("key", WORDS)
-def test_own_modules_keep_their_names(key: str, tmp_path: Path) -> None:
-    model = nn.Sequential(Holder(key), nn.ModuleDict({key: Holder(key)}))
-    names = list(model.state_dict())
-    assert [name for slot in tensors_of(model) for name in slot.names] == sorted(names, key=names_of(model).index)
-    assert [plain_name(model, name) for name in names] == names
-    assert set(plain_modules(model)) == {name for name, _ in model.named_modules()}
-    assert saved(model, tmp_path) == {name: name for name in names}
-
-
 def saved(model: nn.Module, scratch: Path) -> dict[str, str]:
     """Return the names in the files of a save, with those of their parameters."""
     sources = {id(shard.tensor): shard.source for shard in rank_shards(model, 0, masters=False)}
@@ -64,24 +54,6 @@ def test_a_save_has_what_named_parameters_leaves_out(tmp_path: Path) -> None:
     model = blocks()
     vars(model)["named_parameters"] = lambda *_, **__: iter([("mine", model[0].weight)])
     assert set(saved(model, tmp_path)) == set(blocks().state_dict())
-
-
-def test_wrappers_are_no_part_of_names(tmp_path: Path) -> None:
-    model, plain = blocks(), list(blocks().state_dict())
-    model[1][0] = checkpoint_wrapper(compiled(checkpoint_wrapper(model[1][0])))
-    model[1] = compiled(model[1])
-    model[2] = checkpoint_wrapper(model[2])
-    assert set(names_of(model)) == {plain_name(model, name) for name in model.state_dict()} == set(plain)
-    assert {plain_name(model, name) for name, _ in model.named_parameters()} <= set(plain)
-    assert {plain_name(model, name) for name in plain} == set(plain), "names without wrappers stay"
-    assert set(saved(model, tmp_path)) == set(plain)
-    assert isinstance(plain_modules(model)["1.0"], nn.Linear)
-
-
-def test_a_wrapper_around_a_module_that_looks_alike(tmp_path: Path) -> None:
-    model, key = nn.Sequential(Holder("_checkpoint_wrapped_module")), "0._checkpoint_wrapped_module"
-    model[0] = compiled(checkpoint_wrapper(model[0]))
-    assert set(saved(model, tmp_path)) == set(names_of(model)) == {f"{key}.weight", f"{key}.bias", "0.weight"}
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
