@@ -90,20 +90,10 @@ def save_zero3(
     steps: int = 3,
     lr: float = 1e-3,
 ) -> Path:
-    """Write the files of all ranks; return the folder of the tag.
+    """Write the files of all ranks, of fp32 values by name; return the folder of the tag, beside which is `latest`.
 
-    Args:
-        folder: gets the folder of the tag, and `latest`.
-        trained: fp32 values by name.
-        world_size: ranks.
-        sub_group_size: elements of a rank.
-        frozen, buffers: values by name.
-        shared: names that stand for another.
-        moments: values by key of the optimizer's state and name; none are made if it is None.
-        client_state: further entries.
-        swapped: whether the optimizer was on nvme.
-        steps: that were made.
-        lr: of the optimizer.
+    `shared` are names that stand for another; `moments` values by key of the optimizer's state and name; if `swapped`
+    the optimizer was on nvme.
     """
     frozen, moments = frozen or {}, moments or {}
     place = folder / f"global_step{steps}"

@@ -34,13 +34,7 @@ CPU = torch.device("cpu")
 
 
 class Kind(NamedTuple):
-    """How the target of a rank of so many is made, and where that decides what becomes of a parameter.
-
-    Attributes:
-        target: makes the target from rank and number of ranks.
-        worlds: numbers of ranks.
-        modules: names of the modules that hold the parameters.
-    """
+    """How the target of a rank of so many is made, for modules that decide what becomes of a parameter."""
 
     target: Callable[[int, int], Target]
     worlds: tuple[int, ...] = (1, 2, 3, 4)
@@ -127,17 +121,6 @@ def target_plan(name: str, parameter: nn.Parameter, layout: Layout) -> TargetPla
         slow_paths=(),
         fingerprint="",
     )
-
-
-def test_ranks_agree_on_what_becomes_of_a_parameter(kind: Kind) -> None:
-    """Kind, dtype and the number of pieces are the same on all ranks."""
-    for name, parameter in parameters(kind):
-        for world_size in kind.worlds:
-            layouts = layouts_of(kind, name, parameter, world_size)
-            found = {(layout.kind, layout.dtype, len(layout.regions), layout.on_host) for layout in layouts}
-            assert len(found) == 1, name
-            assert layouts[0].kind
-            assert layouts[0].regions
 
 
 def test_every_element_is_held_as_often_as_its_kind_says(kind: Kind) -> None:

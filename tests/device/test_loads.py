@@ -15,8 +15,6 @@ from lowmem_load.engines.partition import MIN_REGISTERED_BYTES
 from lowmem_load.errors import RankError
 from lowmem_load.files.uploads import NUM_STREAMS, SLOT_BYTES
 from tests import builders
-from tests.multi_rank.test_modes import compare_modes
-from tests.multi_rank.test_parity import cases, load_all
 from tests.parity import BF16, FP32, differences
 from tests.ranks import SIMULATED, run_ranks
 
@@ -205,11 +203,3 @@ def run_out_of_memory(path: str) -> None:
 
 def test_a_rank_without_memory_fails_on_all(path: str) -> None:
     run_ranks(run_out_of_memory, path, env=SIMULATED)
-
-
-def test_parity_and_training_are_as_on_the_cpu(checkpoints: Path, minilm: Path, tmp_path: Path) -> None:
-    """Some of what `make test-device` runs; more of parity is in `test_gpu_check.py`."""
-    name, path = "bert without its head, pooler missing", str(builders.tiny_llama(checkpoints))
-    run_ranks(load_all, {name: cases(checkpoints, minilm)[name]}, timeout_s=120, env=SIMULATED)
-    modes = ["offload_param cpu pinned", "fp16"]
-    run_ranks(compare_modes, path, path, modes, str(tmp_path), timeout_s=180, env=SIMULATED)

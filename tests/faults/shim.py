@@ -46,17 +46,10 @@ class Action(IntEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens to calls of one kind; see `struct rule` in shim.c.
+    """What happens to calls of one kind; see `struct rule` in shim.c. `times` -1 is for ever.
 
-    Attributes:
-        calls: which.
-        path: part of the path of the file.
-        action: what is done to them.
-        argument: of the action.
-        skip: matching calls that pass first.
-        times: calls acted on after those; -1 for all.
-        mark: part of the path of a folder that must have been made before.
-        size: for MEMORY: the bytes asked for lie in this range.
+    `skip` matching calls pass first; `mark` is part of the path of a folder that must have been made before; `size` is
+    the range of the bytes that MEMORY asks for.
     """
 
     calls: Call

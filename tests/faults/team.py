@@ -70,16 +70,7 @@ class Zygote:
 
 
 class Team:
-    """The ranks of one process group.
-
-    Args:
-        zygote: what they are forked from.
-        world_size: how many.
-        group_timeout_s: of their process group.
-
-    Attributes:
-        warm: what these ranks have done before without a fault.
-    """
+    """The ranks of one process group, forked from a `Zygote`. `warm` has what they have done before without a fault."""
 
     def __init__(self, zygote: Zygote, world_size: int, group_timeout_s: float) -> None:
         self.world_size = world_size

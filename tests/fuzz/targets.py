@@ -61,14 +61,9 @@ class Finding(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One kind of input.
+    """One kind of input, which `run` takes: it raises whatever the package raises, or `Finding`.
 
-    Attributes:
-        run: takes an input; raises whatever the package raises, or `Finding`.
-        kind: how inputs are mutated: "json", "pickle" or "bytes".
-        words: that inputs of this kind are made of.
-        share: of the fresh inputs of a run in CI, by the time they take.
-        memory: whether the bound of memory is its own; elsewhere it is that of what the package calls.
+    `share` is that of the fresh inputs of a run in CI, by their time. Without `memory` its bound is not checked.
     """
 
     run: Callable[[bytes], object]

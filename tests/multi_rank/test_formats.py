@@ -14,39 +14,6 @@ from tests.conversions.checkpoints import write_fp8
 from tests.parity import BF16, FP32, assert_loads_alike
 from tests.ranks import run_ranks
 
-REMOTE_CODE = """
-import torch
-from transformers import PretrainedConfig, PreTrainedModel
-
-
-class OddConfig(PretrainedConfig):
-    model_type = "odd"
-
-    def __init__(self, width=9, **kwargs):
-        self.width = width
-        super().__init__(**kwargs)
-
-
-class OddModel(PreTrainedModel):
-    config_class = OddConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        steps = torch.linspace(0, 1, 3)  # values computed from tensors while the skeleton is built
-        self.rates = [step.item() for step in steps]
-        self.first = torch.nn.Linear(config.width, 7)
-        self.scale = torch.nn.Parameter(torch.ones(()))
-        self.post_init()
-
-    def _init_weights(self, module):
-        if isinstance(module, torch.nn.Linear):
-            module.weight.data.normal_()
-            module.bias.data.zero_()
-
-    def forward(self, x):
-        return self.first(x) * self.scale
-"""
-
 
 def copied(source: Path, target: Path) -> Path:
     shutil.copytree(source, target)
@@ -87,22 +54,6 @@ def with_fp8(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     return folder, {"quantization": {**write_fp8(folder), "dequantize": True}}
 
 
-def with_remote_code(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path / "remote"
-    folder.mkdir()
-    (folder / "modeling_odd.py").write_text(REMOTE_CODE)
-    auto_map = {"AutoConfig": "modeling_odd.OddConfig", "AutoModel": "modeling_odd.OddModel"}
-    config = {"model_type": "odd", "architectures": ["OddModel"], "auto_map": auto_map, "width": 9}
-    (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        "first.weight": torch.randn(7, 9, generator=generator),
-        "first.bias": torch.randn(7, generator=generator),
-    }
-    save_file({**tensors, "scale": torch.tensor(3.5)}, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder, {"trust_remote_code": True, "auto_class": "AutoModel"}
-
-
 def load_format(
     path: str, ds_config: dict[str, Any], options: dict[str, Any], slow: list[str], reads_are_exact: bool
 ) -> None:
@@ -139,7 +90,6 @@ def test_loads_as_an_ordinary_load_does(checkpoints: Path, tmp_path: Path) -> No
         (with_surplus_files, BF16, []),
         (with_mismatch, FP32, ["bert.embeddings.token_type_embeddings.weight"]),
         (with_fp8, BF16, []),
-        (with_remote_code, FP32, []),
     ]:
         folder, options = build(checkpoints, tmp_path)
         exact = build is not with_fp8  # ranks share the scale of a block that their ranges cut

@@ -29,14 +29,7 @@ asked: list[dict[str, str]] = []
 
 
 class answering:  # noqa: N801  it is used as a function
-    """A server that gives one answer to all requests; yields the URL of a file on it.
-
-    Args:
-        headers: of the answer.
-        status: of it.
-        content: its body, as it goes over the wire.
-        tls: the server is one of https, with this certificate.
-    """
+    """A server that gives one answer to all requests; yields the URL of a file on it."""
 
     def __init__(
         self,

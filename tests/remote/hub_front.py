@@ -113,11 +113,7 @@ def hub_front(
 ) -> Iterator[HubServer]:
     """A Hub whose large files come from a second host that refuses URLs which are not signed, or no longer good.
 
-    Args:
-        repositories: folders by the id of their model, "org/model".
-        valid_s: how long its URLs of large files are good.
-        secret: what they are signed with, and begin their signature with.
-        behaviour: of the Hub, values of Behaviour by name; that of the second host is set by `files.set`.
+    `behaviour` is that of the Hub; that of the second host is set by `files.set`. Signatures begin with `secret`.
     """
     at_files = {"check_signature": True, "refuse_authorization": True, "secret": secret, "valid_s": valid_s}
     files = RangeServer(repositories, **at_files)

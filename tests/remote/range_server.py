@@ -1,13 +1,8 @@
 """An HTTP server of folders by byte ranges, as fast as sendfile, that counts what it does and fails as it is told.
 
-In a thread of the test:
-
-    with range_server(folder, error_503=0.01) as server:
-        load(f"{server.url}/model.safetensors")
-        assert server.stats()["faults"]["error_503"] > 0
-
-In a process of its own, for benchmarks: `in_own_process(folder)`. With folders by name it is S3 and GCS enough for
-obstore to read and list, each folder a bucket, whatever the signature: an endpoint that fails as no real one does.
+`range_server(folder, error_503=0.01)` serves from a thread of the test, `in_own_process(folder)` from a process of its
+own. With folders by name it is S3 and GCS enough for obstore to read and list, each folder a bucket, whatever the
+signature: an endpoint that fails as no real one does.
 
 Its control paths, which neither fail nor count: GET `/_stats` (`?asked` lists every request too), POST `/_reset`
 (counts to 0), POST `/_set` with JSON of what changes of Behaviour.

@@ -99,10 +99,6 @@ def test_without_a_configuration_names_stay(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "made").iterdir()} == {"model.safetensors"}
 
 
-class Mine:
-    """A user's own class."""
-
-
 def broken(how: str, place: Path) -> None:
     model = place / "zero_pp_rank_1_mp_rank_00_model_states.pt"
     optim = place / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"

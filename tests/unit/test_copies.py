@@ -181,30 +181,6 @@ def test_parts_without_elements_are_passed_over() -> None:
     assert torch.equal(execute(found, data, span, torch.int64), torch.cat([data["a"], data["b"]], 1).reshape(-1))
 
 
-@st.composite
-def _with_repeats(draw: st.DrawFn) -> ex.Expression:
-    """An expression of which some dims may be repeated, and then regrouped and reordered with the others."""
-    node, _ = draw(expressions())
-    repeats = draw(st.lists(st.integers(1, 3), max_size=2))
-    node = ex.expand(ex.reshape(node, (*node.shape, *(1 for _ in repeats))), (*node.shape, *repeats))
-    node = ex.permute(node, draw(st.permutations(range(len(node.shape)))))
-    divisors = [n for n in range(1, ex.numel(node) + 1) if ex.numel(node) % n == 0]
-    rows = draw(st.sampled_from(divisors))
-    return ex.permute(ex.reshape(node, (rows, ex.numel(node) // rows)), draw(st.permutations(range(2))))
-
-
-@settings(max_examples=300, deadline=None)
-@given(_with_repeats(), st.integers(1, 3))
-def test_loops_do_not_interleave(node: ex.Expression, world_size: int) -> None:
-    """What the note of that name says, seen in the leaves. What cuts take from it is asserted where they are made."""
-    for rank in range(world_size):
-        for copy in copies_of(node, partition_range(ex.numel(node), rank, world_size)):
-            reach = 0
-            for stride, size in sorted((axis.source, axis.size) for axis in copy.nest.axes if axis.source):
-                assert stride > reach
-                reach += stride * (size - 1)
-
-
 @pytest.mark.parametrize(
     ("shape", "other", "most"),
     [

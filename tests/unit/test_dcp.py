@@ -288,31 +288,6 @@ def test_the_part_that_is_the_model_is_found() -> None:
         weights_in("x", {("optimizer", "w"): 1}, None)
 
 
-def test_an_optimizer_s_state_is_known_by_the_parameters_beside_it() -> None:
-    names = (
-        "w",
-        "state.w.exp_avg",
-        "optimizer.state.exp_avg.w",
-        "param_groups.w.lr",
-        "state.v.exp_avg",
-        "state.w.w",
-        "param_groups.w.weight",
-    )
-    weights = found(*names)
-    assert [*weights.model] == ["w", "state.v.exp_avg", "state.w.w", "param_groups.w.weight"]
-    assert weights.left_out == ("state.w.exp_avg", "optimizer.state.exp_avg.w", "param_groups.w.lr")
-    assert weights_in("x", {("w",): 1, ("optim", "w"): 3}, None).model == {"w": 1}
-
-
-@pytest.mark.parametrize("word", ["scaler", "state", "loader", "progress", "trainer", "scheduler", "optim", "rng"])
-def test_weights_that_sound_like_a_training_are_kept(word: str) -> None:
-    names = (f"{word}.weight", "w", f"encoder.{word}.weight", f"model.{word}_proj.weight")
-    assert [*found(*names).model] == [*names]
-    nested = {("model", name): 0 for name in names} | {(word, "x"): 1}
-    weights = weights_in("x", nested, None)
-    assert ([*weights.model], weights.left_out) == ([*names], (f"{word}.x",))
-
-
 @pytest.mark.parametrize("adapter", ["default", "model", "policy", "q", "lora_A", "weight", "base_layer"])
 def test_the_name_of_an_adapter_is_found(adapter: str) -> None:
     base = "base_model.model.q.base_layer.weight"

@@ -59,13 +59,6 @@ def read(
     return destination, executor
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_run_is_read_once_and_nothing_else(file: Path, num_threads: int) -> None:
-    values, reader = read(leaf(file), FlatRange(100, 333), num_threads)
-    assert torch.equal(values, VALUES.reshape(-1)[100:333])
-    assert (reader.stats.read_bytes, reader.stats.num_reads) == (233 * 4, 1)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     dims=st.permutations([0, 1, 2]),

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers.core_model_loading as loading
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -96,18 +95,6 @@ def symbolic(path: Path) -> SymbolicFile:
         return SymbolicFile(Safetensors().describe(source), read_nothing)
     finally:
         source.close()
-
-
-def test_a_symbolic_file_says_what_safe_open_says(path: Path) -> None:
-    with symbolic(path) as ours, safe_open(path, "pt") as theirs:
-        assert sorted(ours.keys()) == sorted(theirs.keys()) == ["count", "x"]
-        assert ours.metadata() == theirs.metadata() == {"format": "pt"}
-        for name in ("x", "count"):
-            found, expected = ours.get_slice(name), theirs.get_slice(name)
-            assert (found.get_shape(), found.get_dtype()) == (expected.get_shape(), expected.get_dtype())
-        tensor = ours.get_tensor("x")
-        assert isinstance(tensor, SymbolicTensor)
-        assert (tensor.shape, tensor.dtype) == (X.shape, X.dtype)
 
 
 # -- symbolic values as data of real parameters ----------------------------------------------------------------------

@@ -20,7 +20,6 @@ from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import FlatRange
 
 NUM_FILES = 1500
-CHANGED = r"a: was replaced or written to after its header was read; load again"
 
 
 @pytest.fixture

@@ -131,26 +131,6 @@ def test_a_bitmap_in_windows_agrees_with_counting(case: tuple[list[Nest], int], 
         check_against_counting(*case)
 
 
-@pytest.mark.parametrize(
-    ("copies", "message"),
-    [
-        ([run(0, 4), run(5, 5)], r"w: elements \[4, 5\) are not covered"),
-        ([run(0, 6), run(5, 5)], r"w: elements \[5, 6\) are covered twice"),
-        ([run(0, 9)], r"elements \[9, 10\) are not covered"),
-        ([], r"elements \[0, 10\) are not covered"),
-        ([run(0, 11)], r"a copy writes \[0, 11\) of 10 elements"),
-        ([run(-1, 11)], r"a copy writes \[-1, 10\) of 10 elements"),
-        ([nest(0, (5,), (2,))], r"elements \[1, 2\) are not covered"),
-        ([nest(0, (5,), (2,)), run(1, 5)], r"elements \[2, 3\) are covered twice"),
-        ([nest(0, (5, 2), (1, 1))], "loops of a copy interleave"),
-        ([nest(0, (10, 2), (1, 0))], "loops of a copy interleave"),
-    ],
-)
-def test_holes_and_overlaps_are_named(copies: list[Nest], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        prove_coverage("w", copies, 10)
-
-
 def test_copies_of_nothing_write_nothing() -> None:
     prove_coverage("w", [nest(3, (0, 2), (2, 1)), run(0, 4), run(20, 0)], 4)
     prove_coverage("w", [], 0)

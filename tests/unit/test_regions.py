@@ -1,7 +1,6 @@
 """What ranks hold: ranges and grids against counting one by one, cuts against torch's own, rules for all ranks."""
 
 import math
-from dataclasses import replace
 
 import torch
 from hypothesis import assume, given, settings
@@ -13,14 +12,12 @@ from benchmarks import weights_plan
 from lowmem_load.engines.mesh import CUTS_AS_HERE
 from lowmem_load.planning.regions import (
     NOTHING,
-    Cuts,
     Distribution,
     FlatRange,
     Grid,
     Mesh,
     OnFirst,
     Partitions,
-    Region,
     Split,
     bounding_range,
     flat_ranges,
@@ -110,25 +107,6 @@ def test_partitions_of_all_ranks() -> None:
     # 7 elements on 3 ranks: 3, 3 and 1.
     assert Partitions(7).regions(3) == [FlatRange(0, 3), FlatRange(3, 6), FlatRange(6, 7)]
     assert OnFirst(7).regions(3) == [FlatRange(0, 7), NOTHING, NOTHING]
-
-
-def test_cuts_of_all_ranks() -> None:
-    """A mesh of 2 x 2 whose ranks are not in order, and a rank that is not in it."""
-    mesh = Mesh((3, 1, 0, 2), (2, 2))
-    columns, rows = Split(1, 2, 0), Split(0, 2, 0)
-
-    def held(*splits: Split) -> Region:
-        return grid_of((4, 6), splits)
-
-    found = Cuts((4, 6), mesh, (((1,), columns),)).regions(5)
-    # Ranks 3 and 1 are one group, whose first is 1.
-    assert found[1] == found[0] == held(columns) and found[3] == found[2] == held(replace(columns, index=1))
-    assert found[4] == Grid((((0, 0),),)) and not found[4].numel
-    both = Cuts((4, 6), mesh, (((0,), rows), ((1,), columns))).regions(4)
-    assert both[0] == held(rows, columns)
-    assert both[3] == held(replace(rows, index=1), replace(columns, index=1))
-    flat = Cuts((4, 6), mesh, (((0, 1), Split(0, 4, 0)),)).regions(4)
-    assert flat == [held(Split(0, 4, index)) for index in range(4)]
 
 
 def test_dims_of_a_mesh_along_which_ranks_lie() -> None:

@@ -77,17 +77,6 @@ def test_what_is_no_file_is_refused(make: Callable[[str], str], message: str, tm
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_the_system_may_return_less_than_was_asked_for(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted, or beyond 2 GiB: here it gives 7 bytes at a time."""
-
-    def some(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return ordinary(descriptor, [buffers[0][:7]], offset)
-
-    ordinary = os.preadv
-    monkeypatch.setattr(os, "preadv", some)
-    assert read(LocalFile(file), 5, 130) == DATA[5:135]
-
-
 def test_a_large_read_from_a_disk_begins_with_two_small_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = DATA * (OPENING_BYTES // 64)  # four times so much
     (tmp_path / "large").write_bytes(data)

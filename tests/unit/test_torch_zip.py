@@ -3,7 +3,6 @@
 import io
 import tracemalloc
 import zipfile
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +82,6 @@ def test_views_with_gaps_are_computed_from_their_span(tmp_path: Path) -> None:
         (region,) = node.inputs
         spans.append(region.shape)
     assert spans == [(5 * 8 + 3,), (4 * 8 + 8,), (1,), (8,)]
-
-
-def test_what_modules_save(tmp_path: Path) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    state = module.state_dict()
-    assert isinstance(state, OrderedDict)
-    assert state._metadata
-    check_round_trip(tmp_path, state)
-    parameters = dict(module.named_parameters())
-    parameters["0.weight"].mark = {"anything": [1, 2.5, None, True, (1, 2, 3, 4)]}
-    check_round_trip(tmp_path, parameters)
 
 
 def test_tied_weights_are_one_expression(tmp_path: Path) -> None:
