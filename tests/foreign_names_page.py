@@ -11,7 +11,7 @@ HEAD = """# Foreign names
 
 lowmem_load replaces these functions and attributes of other packages during a load or save, or from `install()` on, and
 then puts them back. Before it replaces anything, it checks that they exist. Where a release lacks a *required* one, it
-raises `IncompatibleVersionError`; for any other it warns, and the table says what is lost. "Until 4.57": the last
+raises `IncompatibleVersionError`; for any other it warns, and the table says what is lost. "Until 5.12": the last
 release that has it. Written by `python -m tests.foreign_names_page` from `lowmem_load/foreign_names.py`.
 """
 

@@ -91,8 +91,8 @@ def install(
 ) -> None:
     """From now on, load models straight into ZeRO-3 partitions or FSDP2 shards, wherever one of them is active.
 
-    ZeRO-3 is active after `TrainingArguments(deepspeed=...)`, `Accelerator(deepspeed_plugin=...)`, `accelerate launch`
-    or an `HfDeepSpeedConfig` in a variable, if that names stage 3. FSDP2 is active where accelerate or a
+    ZeRO-3 is active after `TrainingArguments(deepspeed=...)`, `Accelerator()` under `accelerate launch` or with a
+    `deepspeed_plugin`, or an `HfDeepSpeedConfig` in a variable, if that names stage 3. FSDP2 is active where accelerate or a
     `DistributedConfig` asks for it; `from_pretrained` then returns a lazy model, as it does for diffusers' models under
     ZeRO-3. All other loads stay as they are. Calling this again does nothing.
 
