@@ -116,12 +116,10 @@ class Way(NamedTuple):
     """How the values of a sharded model are loaded.
 
     `run` has a function do the load, as a call that is described, and returns a model with the values.
-    `set_extra_states` sets the extra states of the sharded model; without it those of the loaded one are handed over.
     """
 
     settings: Settings
     run: Callable[[Callable[[Call], LoadedModel]], Any]
-    set_extra_states: Callable[[nn.Module], None] | None = None
 
 
 class IntoModule:
@@ -168,7 +166,7 @@ class IntoModule:
             return Way(checked.settings, checked.run)
         call = self._module_call(stand_in_for(self.model, model_class.plain_class), is_stand_in=True)
         settings = stage_3(torch.float32, world_size)
-        return Way(settings, lambda load: loader.run_load(load, call)[0], call.set_extra_states)
+        return Way(settings, lambda load: loader.run_load(load, call)[0])
 
     def partitions(self, ranks: RankGroup) -> ModuleCall | BuiltModelCall:
         """Return the call that fills the model itself. Collective: the ranks agree."""
@@ -253,27 +251,23 @@ def _fill_shards(
         way = into.shards(ranks, ranks.world_size)
         loaded = way.run(Load(way.settings, ranks, sharded.make_target, options))
         with ranks.step("filling buffers"), torch.no_grad():
-            report = _hand_over(sharded, loaded, way.set_extra_states)
+            report = _hand_over(sharded, loaded)
     setattr(model, REPORT_ATTRIBUTE, report)
     return report
 
 
-def _hand_over(
-    sharded: ShardedModel, loaded: nn.Module, set_extra_states: Callable[[nn.Module], None] | None
-) -> LoadReport:
+def _hand_over(sharded: ShardedModel, loaded: nn.Module) -> LoadReport:
     """Give a sharded model all that a load leaves beside parameters; return the report. Local."""
     model = sharded.model
     report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
     of_loaded, modules, device = plain_modules(loaded), plain_modules(model), _device_of(model)
-    if set_extra_states is not None:
-        set_extra_states(model)
     sharded.fill_buffers(loaded)
     for one, other in zip(transformers_models(loaded), transformers_models(model), strict=True):
         hand_over(one, other)
     packed_format(loaded).hand_over(loaded, modules)
     hand_over_attributes(of_loaded, modules, device)
-    if set_extra_states is None:
-        hand_over_extra_states(of_loaded, modules, device, report.loading_info["missing_keys"])
+    without = {*report.loading_info["missing_keys"], *sharded.left}
+    hand_over_extra_states(of_loaded, modules, device, without)
     return report
 
 
@@ -298,8 +292,6 @@ def _fill_partitions(
         try:
             call = into.partitions(ranks)
             loader.run_load(make_load(ranks, settings, options), call)
-            with ranks.step("setting extra states"):
-                call.set_extra_states(model)
         except BaseException:
             for named in before:
                 named.tensors[named.key] = named.tensor

@@ -32,13 +32,7 @@ from lowmem_load.models.wrappers import (
 )
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.symbolic.attributes import (
-    EXTRA_STATE,
-    hand_over_attributes,
-    hand_over_extra_states,
-    tensor_attributes,
-)
-from lowmem_load.symbolic.attributes import tensors_in as attribute_tensors
+from lowmem_load.symbolic.attributes import EXTRA_STATE, hand_over_attributes, hand_over_extra_states
 from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.initialise import CPU
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -99,7 +93,6 @@ class ModuleCall(Call):
         self._model, self._rename, self._build = model, rename, build
         self._strict, self._leave = strict, set(leave)
         self._is_stand_in = is_stand_in
-        self._extra_states: dict[str, torch.Tensor] = {}
 
     def run(self) -> NoReturn:
         """See `Call`."""
@@ -119,7 +112,7 @@ class ModuleCall(Call):
         children = {name.partition(".")[0] for slot in slots for name in slot.names}
         tensors, left_out = renamed(weights, self._rename, children)
         _run_code_of_torch(model, tensors)
-        states, absent = self._take_extra_states(model, tensors, context)
+        states, absent = self._set_extra_states(model, tensors, context)
         left, others = self._split(model, slots, states)
         found, problems = _match(others, tensors, self.name)
         used = {name for slot in others for name in slot.keys if name in tensors}
@@ -139,38 +132,23 @@ class ModuleCall(Call):
         info = {"missing_keys": set(), "unexpected_keys": unexpected | left_out, "mismatched_keys": []}
         return model, info
 
-    def _take_extra_states(
+    def _set_extra_states(
         self, model: nn.Module, tensors: dict[str, torch.Tensor], context: Context
     ) -> tuple[set[str], set[str]]:
-        """Read what modules get by `set_extra_state`, out of the tensors. Return its names, and those in no file."""
+        """Give modules their extra states out of the tensors. Return the names of these, and those in no file."""
         names: set[str] = set()
         absent: set[str] = set()
         for prefix, module in named_modules(model):
-            name = f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE
             if type(module).set_extra_state is nn.Module.set_extra_state:
                 continue
-            names.add(name)
+            names.add(name := f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE)
             if name not in tensors:
                 absent |= {name} - self._leave
             elif name not in self._leave:
                 tensor = tensors.pop(name)
                 assert isinstance(tensor, SymbolicTensor)
-                self._extra_states[prefix] = context.read_now(tensor.expression, "set_extra_state")
-                context.constructor.filled_later.append(module)
+                module.set_extra_state(context.read_now(tensor.expression, "set_extra_state"))
         return names, absent
-
-    def set_extra_states(self, model: nn.Module) -> None:
-        """Call `set_extra_state` of the modules whose state the files have. After the load, for the caller's module."""
-        modules = plain_modules(model) if self._extra_states else {}
-        for name, value in self._extra_states.items():
-            modules[name].set_extra_state(value)
-            for module, attribute, _ in tensor_attributes(modules[name]):
-                if module is modules[name] and any(
-                    tensor.is_meta for tensor in attribute_tensors(vars(module)[attribute])
-                ):
-                    raise UnsupportedError(
-                        f"{name}: its set_extra_state gives {attribute} no value; set it before the load"
-                    )
 
     def _split(
         self, model: nn.Module, slots: list[ModuleTensor], states: Collection[str]
@@ -326,7 +304,6 @@ class BuiltModelCall(loader.TransformersCall):
             )
         super().__init__(ordinary, cls, (name,), kwargs)
         self._model, self._left = model, left
-        self._hand_over_states: Callable[[nn.Module], object] = lambda _: None
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
@@ -337,15 +314,8 @@ class BuiltModelCall(loader.TransformersCall):
         self._put(described)
         hand_over(described, self._model)
         hand_over_attributes(plain_modules(described), plain_modules(self._model), CPU)
-        missing = info["missing_keys"]
-        self._hand_over_states = lambda model: hand_over_extra_states(
-            plain_modules(described), plain_modules(model), CPU, missing
-        )
+        hand_over_extra_states(plain_modules(described), plain_modules(self._model), CPU, info["missing_keys"])
         return self._model, info
-
-    def set_extra_states(self, model: nn.Module) -> None:
-        """See `ModuleCall`."""
-        self._hand_over_states(model)
 
     def _put(self, described: nn.Module) -> None:
         """Give the caller's model the tensors of the described one, with its ties, and the flags that it had."""

@@ -55,12 +55,12 @@ def hand_over_extra_states(
     loaded: Mapping[str, nn.Module],
     modules: Mapping[str, nn.Module],
     device: torch.device,
-    missing: Collection[str],
+    without: Collection[str],
 ) -> None:
-    """Give modules the extra states of the loaded ones of the same names, but for those that no file had."""
+    """Give modules the extra states of the loaded ones of the same names, but for those that are not loaded."""
     for name, module in loaded.items():
         has_state = type(module).get_extra_state is not nn.Module.get_extra_state and name in modules
-        if has_state and (f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE) not in missing:
+        if has_state and (f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE) not in without:
             state = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), module.get_extra_state())
             modules[name].set_extra_state(state)
 

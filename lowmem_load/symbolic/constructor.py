@@ -77,7 +77,6 @@ class Constructor:
         self._depth = 0
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.frozen: set[str] = set()  # names of parameters
-        self.filled_later: list[nn.Module] = []  # whose tensor attributes get their values after the load
         self._parameters: dict[int, tuple[nn.Parameter, nn.Module, str]] = {}  # by id: those in attributes, and a place
 
     @property
@@ -150,7 +149,7 @@ class Constructor:
         """Raise UnsupportedError, which names the buffers and tensor attributes of a described model without values."""
         unfilled = {name_: buffer for name_, buffer in model.named_buffers() if not self._is_filled(buffer)}
         for module, attribute, full_name in tensor_attributes(model):
-            for tensor in tensors_in(vars(module)[attribute]) if module not in self.filled_later else ():
+            for tensor in tensors_in(vars(module)[attribute]):
                 is_loaded = id(tensor) in self._parameters or is_computed_in_forward(module, attribute)
                 if not (is_loaded or self._is_filled(tensor)):
                     unfilled[full_name] = tensor

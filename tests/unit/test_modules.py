@@ -68,7 +68,6 @@ def load(path: Path, model: nn.Module | None = None, **how: Any) -> nn.Module:
         described = describe(call, stage_3(torch.float32, 1), whole, executor, holds_values=True)
         check_described(described)
         execute(make_plan(described, 0), described.target, executor)
-    call.set_extra_states(model)
     return model
 
 
