@@ -77,15 +77,15 @@ class Zero3(Target):
         """See `Target`. Under hpZ the second region is the secondary partition, which the ranks of a node share."""
         if not is_below(name, self._modules):
             return self._outside.layout(name, parameter)
-        numel, stored, num_ranks = parameter.numel(), parameter.dtype, self._settings.world_size
+        numel, stored = parameter.numel(), parameter.dtype
         world_size, secondary_size = self._world_size, self._settings.secondary_size
         regions, numels = [partition_range(numel, self._rank, world_size)], [partition_numel(numel, world_size)]
-        holders = [range(self._rank, num_ranks, world_size)]
+        holders = [range(self._rank, self._rank + 1)]
         if secondary_size:
             region, size = secondary_range(numel, self._rank, world_size, secondary_size)
             regions.append(region)
             numels.append(size)
-            holders.append(range(self._rank % secondary_size, num_ranks, secondary_size))
+            holders.append(range(self._rank % secondary_size, world_size, secondary_size))
         dtype = self._settings.dtype if stored.is_floating_point else stored
         on_host = self.device.type == "cpu" or self._settings.offload_device != "none"
         return Layout(KIND, dtype, tuple(regions), tuple(numels), on_host, holders=holders)

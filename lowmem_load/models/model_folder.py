@@ -84,10 +84,6 @@ def what_is_there(name: str, subfolder: str, error: Exception) -> str:
         )
     text = f"{shown}: {error_text(error, MAX_QUOTED).replace(name, origin(name))} It holds {listed(files)}"
     states = [file for file in files if is_training_state(file)]
-    if foreign := [file for file in files if file.endswith(_FOREIGN_ENDS) and file not in states]:
-        how = "the script or library that wrote it, and safetensors' save_file"
-        how = _CONVERT_GGUF.format(foreign[0]) if foreign[0].endswith(".gguf") else how
-        return f"{text}; convert {foreign[0]} once by {how}"
     if states:
         text += f", of which {listed(states, 3)} are the state of a training run; name the folder of the model"
     if any(file.endswith("_model_states.pt") for file in states):
@@ -106,12 +102,6 @@ _TRAINING_STATE = re.compile(
 """Files of a training run next to the weights."""
 
 
-_FOREIGN_ENDS = (".gguf", ".h5", ".ckpt.index", ".msgpack", ".pth", ".pt")
-"""Ends of names of files with weights that cannot be streamed."""
-
-_CONVERT_GGUF = 'model_class.from_pretrained(folder, gguf_file="{}").save_pretrained(new_folder)'
-
-
 def is_training_state(file: str) -> bool:
     """Return whether a file of this name has the state of a training run, and no weights."""
     return _TRAINING_STATE.fullmatch(file) is not None
@@ -120,8 +110,10 @@ def is_training_state(file: str) -> bool:
 def refuse_gguf(name: str, kwargs: Mapping[str, Any]) -> None:
     """Raise for a file in a format which every rank would have to load in full."""
     if file := kwargs.get("gguf_file"):
-        convert = _CONVERT_GGUF.format(file)
-        raise UnsupportedError(f"{name}: gguf_file cannot be streamed; convert once, without lowmem_load, by {convert}")
+        raise UnsupportedError(
+            f"{name}: gguf_file cannot be streamed; convert it once, without lowmem_load, by "
+            f'model_class.from_pretrained(folder, gguf_file="{file}").save_pretrained(new_folder)'
+        )
 
 
 # -- where a name is found: Hub ids and URLs ---------------------------------------------------------------------------
