@@ -24,6 +24,8 @@ from lowmem_load.config.settings import Partition, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import RankError, UnsupportedError
 from lowmem_load.foreign_names import ForeignName
+from lowmem_load.integrations import accelerate
+from lowmem_load.integrations import diffusion as diffusers
 from lowmem_load.integrations.imports import after_import
 from lowmem_load.load.load import Options, leave_to_stock
 from lowmem_load.load.report import OnLoad
@@ -123,8 +125,13 @@ def install(
         return
     options = Options(is_lenient=not strict, on_load=on_load, stream=stream, share_reads=share_reads)
     with contextlib.ExitStack() as stack:
-        for load, is_wanted in _loads(options):
-            stack.enter_context(loader.intercepted(load, is_wanted, everywhere=True))
+        for load, is_wanted in (  # the last is asked first
+            (_load_by_active_config, _is_for_zero3),
+            (_load_sharded, _is_sharded),
+            (accelerate.load_lazily, accelerate.is_for_fsdp2),
+        ):
+            with_options = functools.partial(load, options=options)
+            stack.enter_context(loader.intercepted(with_options, is_wanted, everywhere=True))
         for names, handlers in _hooks(options, saves=saves):
             stack.enter_context(_replaced_once_imported(names, handlers))
         _installed.append(stack.pop_all())
@@ -137,15 +144,6 @@ def uninstall() -> None:
 
 
 # -- loads of transformers models --------------------------------------------------------------------------------------
-
-
-def _loads(options: Options) -> Iterator[tuple[loader.Load, Callable[[Mapping[str, Any]], bool]]]:
-    """Yield what loads in place of `from_pretrained`, and whether it does, given keywords; the last is asked first."""
-    from lowmem_load.integrations import accelerate
-
-    yield functools.partial(_load_by_active_config, options=options), _is_for_zero3
-    yield functools.partial(_load_sharded, options=options), _is_sharded
-    yield functools.partial(accelerate.load_lazily, options=options), accelerate.is_for_fsdp2
 
 
 def _load_by_active_config(call: Call, *, options: Options) -> tuple[nn.Module, dict[str, Any]]:
@@ -192,9 +190,6 @@ _SAVES = (
 
 def _hooks(options: Options, *, saves: bool) -> Iterator[tuple[Sequence[ForeignName], Callable[[], Handlers]]]:
     """Yield names, and what returns their handlers once their module is imported."""
-    from lowmem_load.integrations import accelerate
-    from lowmem_load.integrations import diffusion as diffusers
-
     yield tuple(accelerate.HANDLERS), lambda: accelerate.HANDLERS
     yield diffusers.NAMES, lambda: diffusers.handlers(options)
     yield [foreign_names.LLAMAFACTORY_LOAD], lambda: _late("llamafactory").load_handlers(options)

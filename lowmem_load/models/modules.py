@@ -308,7 +308,8 @@ class BuiltModelCall(loader.TransformersCall):
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
         # Wrappers give other names to modules of the caller's model, so what no file has is kept whole until the plan.
-        described, info = super().describe(replace(context, keeps_of=lambda _: _keep_all))
+        whole = replace(context, keeps_of=lambda _: lambda parameter: FlatRange(0, parameter.numel()))
+        described, info = super().describe(whole)
         if getattr(described, "hf_quantizer", None) is not None:
             raise UnsupportedError(f"{self.name}: load_into fills no quantized model under ZeRO-3; call load_model")
         self._put(described)
@@ -339,10 +340,6 @@ class BuiltModelCall(loader.TransformersCall):
             "Build that from the configuration of the checkpoint, and name in leave= what you have added to it, and "
             "fill yourself",
         )
-
-
-def _keep_all(parameter: torch.Tensor) -> FlatRange:
-    return FlatRange(0, parameter.numel())
 
 
 # -- modules that are described in the place of others -----------------------------------------------------------------
