@@ -33,7 +33,7 @@ from lowmem_load.files.format import CheckpointFile, CheckpointFormat
 from lowmem_load.files.index import check_files, check_index
 from lowmem_load.files.safetensors import CODES, Safetensors
 from lowmem_load.files.stand_ins import origin
-from lowmem_load.foreign_names import TORCH, ForeignName, check_release
+from lowmem_load.foreign_names import TORCH, TRANSFORMERS, ForeignName, check_release
 from lowmem_load.models.active import constructors, inside_load, is_loading, load_lock, ordinary_path, quiet
 from lowmem_load.models.model_class import json_values
 from lowmem_load.models.model_folder import (
@@ -57,6 +57,7 @@ from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
 T = TypeVar("T")
 
 check_release(TORCH)
+check_release(TRANSFORMERS)
 
 PLACED_BY_STOCK = ("device_map", "quantization_config", "gguf_file")
 """Keywords of loads that transformers itself does under stages 0 to 2."""
