@@ -110,12 +110,8 @@ def switch_on() -> None:
     # These are what `run` is for: PYTHONWARNINGS=ignore must not hide them.
     warnings.simplefilter("default", NotStreamedWarning)
     warnings.simplefilter("error" if STRICT in keywords else "default", LoadOrderWarning)
-    _print_on_rank_0("on: models for ZeRO-3 or FSDP2 go straight into their shards")
-
-
-def _print_on_rank_0(text: str) -> None:
     if next((os.environ[name] for name in RANKS if os.environ.get(name)), "0") == "0":
-        _print(text)
+        _print("on: models for ZeRO-3 or FSDP2 go straight into their shards")
 
 
 def _print_summary(report: LoadReport) -> None:

@@ -199,12 +199,36 @@ class SymbolicTensor(torch.Tensor):
     @classmethod
     def run_now(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation that cannot wait."""
-        return _run_now(func, args, kwargs)
+        read_now = _symbolic(args, kwargs)[0].read_now
+        inputs, run = _on_values(func, args, kwargs)
+        result = run([read_now(part, str(func)) for part in inputs])
+        if func._schema.is_mutable:  # it has written into memory of the caller
+            return result
+        origin = f"the result of {func}, which ran while the model was described"
+
+        def marked(value: torch.Tensor) -> SymbolicTensor:
+            return SymbolicTensor(hold(value, origin), read_now, value.to("meta"))
+
+        return tree_map_only(torch.Tensor, marked, result)
 
     @classmethod
     def compute(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> Any:
         """Return the result of an operation that needs whole tensors: another symbolic tensor, where that can wait."""
-        return _compute(func, args, kwargs, metas)
+        results = tree_leaves(metas)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws or not all(isinstance(result, torch.Tensor) for result in results):
+            return cls.run_now(func, args, kwargs)
+        inputs, run = _on_values(func, args, kwargs)
+
+        def node(position: int, meta: torch.Tensor) -> SymbolicTensor:
+            def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
+                result: torch.Tensor = tree_leaves(run(values))[position]
+                return result
+
+            expression = Computed(str(func), compute, inputs, tuple(meta.shape), meta.dtype)
+            return _make_result(expression, (args, kwargs), meta)
+
+        return Template(metas).fill([node(position, meta) for position, meta in enumerate(results)])
 
 
 SymbolicTensor.family = SymbolicTensor
@@ -335,7 +359,7 @@ def _are_nested(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     targets = written_arguments(func, args, kwargs)
     if targets and not _symbolic(targets):
-        return _run_now(func, args, kwargs)
+        return SymbolicTensor.run_now(func, args, kwargs)
     if not writes_first_alone(func) or not isinstance(args[0], SymbolicTensor):
         raise UnsupportedError(
             f"{func} writes into weights that are still being loaded, in a way that lowmem_load does not know; load "
@@ -388,20 +412,6 @@ def _on_values(
     return tuple(tensor.expression for tensor in tensors), run
 
 
-def _run_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    read_now = _symbolic(args, kwargs)[0].read_now
-    inputs, run = _on_values(func, args, kwargs)
-    result = run([read_now(part, str(func)) for part in inputs])
-    if func._schema.is_mutable:  # it has written into memory of the caller
-        return result
-    origin = f"the result of {func}, which ran while the model was described"
-
-    def marked(value: torch.Tensor) -> SymbolicTensor:
-        return SymbolicTensor(hold(value, origin), read_now, value.to("meta"))
-
-    return tree_map_only(torch.Tensor, marked, result)
-
-
 def with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """Return `value` with the strides that the caller saw, on which as_strided and its like depend."""
     if value.stride() == strides:
@@ -410,23 +420,6 @@ def with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     distinct = value[tuple(slice(None) if stride else slice(1) for stride in strides)]
     made = torch.empty_strided(distinct.shape, strides, dtype=value.dtype, device=value.device)
     return made.copy_(distinct).expand(value.shape)
-
-
-def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> Any:
-    results = tree_leaves(metas)
-    draws = torch.Tag.nondeterministic_seeded in func.tags
-    if draws or not all(isinstance(result, torch.Tensor) for result in results):
-        return _run_now(func, args, kwargs)
-    inputs, run = _on_values(func, args, kwargs)
-
-    def node(position: int, meta: torch.Tensor) -> SymbolicTensor:
-        def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
-            result: torch.Tensor = tree_leaves(run(values))[position]
-            return result
-
-        return _make_result(Computed(str(func), compute, inputs, tuple(meta.shape), meta.dtype), (args, kwargs), meta)
-
-    return Template(metas).fill([node(position, meta) for position, meta in enumerate(results)])
 
 
 # -- calls of aten operations: the expression that each gives, and their arguments without the tensors -----------------
