@@ -93,9 +93,9 @@ def install(
     """From now on, load models straight into ZeRO-3 partitions or FSDP2 shards, wherever one of them is active.
 
     ZeRO-3 is active after `TrainingArguments(deepspeed=...)`, `Accelerator()` under `accelerate launch` or with a
-    `deepspeed_plugin`, or an `HfDeepSpeedConfig` in a variable, if that names stage 3. FSDP2 is active where accelerate or a
-    `DistributedConfig` asks for it; `from_pretrained` then returns a lazy model, as it does for diffusers' models under
-    ZeRO-3. All other loads stay as they are. Calling this again does nothing.
+    `deepspeed_plugin`, or an `HfDeepSpeedConfig` in a variable, if that names stage 3. FSDP2 is active where accelerate
+    or a `DistributedConfig` asks for it; `from_pretrained` then returns a lazy model, as it does for diffusers' models
+    under ZeRO-3. All other loads stay as they are. Calling this again does nothing.
 
     If lowmem_load cannot load a model (in 8 bits, for example), the default loader does, and every rank emits a
     `NotStreamedWarning` with the reason. All ranks decide this together, before they allocate or read anything; for a
