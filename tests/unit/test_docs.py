@@ -115,9 +115,8 @@ def test_every_page_is_in_the_contents_once() -> None:
 
 def test_every_error_has_a_remedy() -> None:
     section = _text(ROOT / "docs" / "howto" / "troubleshooting.md").split("\n## By error class\n")[1].split("\n## ")[0]
-    remedies = dict(re.findall(r"^\| `(\w+)` .*\|\s*(\S[^|]*?)\s*\|$", section, re.MULTILINE))
-    assert remedies.keys() == _errors()
-    assert all(remedies.values())
+    rows = re.findall(r"^\| (`\w+`[^(|]*).*\|\s*\S[^|]*\|$", section, re.MULTILINE)  # what stands before its bases
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == _errors()
 
 
 def test_every_variable_of_the_environment_is_in_the_table() -> None:
