@@ -35,6 +35,9 @@ BLOCK_BYTES = 4096
 MIN_BLOCKS, MAX_BLOCKS = 3, 64
 """Fewest and most blocks of a file."""
 
+NUM_THREADS = 4
+"""Files that are sampled at a time."""
+
 MAX_BLOCKS_IN_ALL = 2048
 """Most blocks of a checkpoint, unless `MIN_BLOCKS` of each file are more: a few milliseconds from the page cache."""
 
@@ -125,13 +128,7 @@ def identify_files(files: Sequence[PlannedFile]) -> str:
 
 
 def agree_on_bytes(
-    ranks: RankGroup,
-    name: str,
-    files: Sequence[PlannedFile],
-    *,
-    sources: OpenSources,
-    ids: Sequence[str],
-    num_threads: int,
+    ranks: RankGroup, name: str, files: Sequence[PlannedFile], sources: OpenSources, ids: Sequence[str]
 ) -> None:
     """Raise CheckpointError on all ranks if a sample of their files differs; see [Note: the sample].
 
@@ -155,7 +152,7 @@ def agree_on_bytes(
 
     with ranks.step("comparing the files of the ranks", name=name, progress=progress) as step:
         if any(alike[0] == ranks.rank for alike in ranks_by_id.values()):
-            digests = sample_digests(ordered, ids[0], sources, on_block, num_threads=num_threads)
+            digests = sample_digests(ordered, ids[0], sources, on_block)
             step.payload = [(file.path, digest) for file, digest in zip(ordered, digests, strict=True)]
     check_same([(alike, step.payloads[alike[0]]) for alike in ranks_by_id.values()])
 
@@ -196,8 +193,6 @@ def sample_digests(
     seed: str,
     sources: OpenSources,
     on_block: Callable[[], object] = no_callback,
-    *,
-    num_threads: int,
 ) -> list[str]:
     """Return a digest of the sampled blocks of each file.
 
@@ -213,5 +208,5 @@ def sample_digests(
             return hasher.hexdigest()
 
     sources.expect(files)
-    with ThreadPoolExecutor(num_threads, "lowmem_load-sample") as pool:
+    with ThreadPoolExecutor(NUM_THREADS, "lowmem_load-sample") as pool:
         return list(pool.map(digest, files, sample_offsets(files, seed)))

@@ -23,7 +23,6 @@ from lowmem_load.files.source import OpenSources
 from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.load.execute import in_batches, reading
 from lowmem_load.load.lazy import LazyReader, leave, reader_of, was_lazy
-from lowmem_load.load.load import MAX_THREADS
 from lowmem_load.phases import computing
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children, leaves
 from lowmem_load.planning.load_plan import in_common_order
@@ -58,63 +57,54 @@ def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: to
         CheckpointError: the state dict lacks a name, or the ranks hold different weights.
         RankError: another rank failed.
     """
-    ranks = RankGroup(None)
+    ranks, name_of_model = RankGroup(None), type(model).__name__
     with ranks.session("filling the sharded model"), torch.no_grad():
         allocate_shards(model, device)
         shards = model.state_dict()
-        changed = _find_changed(model, shards, state, ranks)
-        unchanged = {name: state[name] for name in sorted(shards.keys() - changed)}
-        _compare(type(model).__name__, unchanged, ranks)
+        with ranks.step("looking at the state dict"):
+            if missing := sorted(shards.keys() - state.keys()):
+                raise CheckpointError(f"the state dict that the sharded model is filled from lacks {listed(missing)}")
+        unchanged = _find_unchanged(name_of_model, {name: state[name] for name in shards}, ranks)
         parts: dict[LazyReader, dict[int, Part]] = {}
         for name, tensor in unchanged.items():
-            assert isinstance(tensor, LazyTensor)  # `_is_of_files`
             region, memory = local_shard(name, shards[name], needs_memory=True)
             part = Part(name, tensor.expression, region, memory)
             parts.setdefault(reader_of(tensor), {}).setdefault(memory.data_ptr() or id(memory), part)
-        _read(type(model).__name__, {reader: list(own.values()) for reader, own in parts.items()}, ranks)
-        _send({name: shards[name] for name in sorted(changed)}, state, ranks)
+        _read(name_of_model, {reader: list(own.values()) for reader, own in parts.items()}, ranks)
+        _send({name: shards[name] for name in sorted(shards.keys() - unchanged.keys())}, state, ranks)
     leave(model)
 
 
-def _find_changed(
-    model: nn.Module, shards: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], ranks: RankGroup
-) -> set[str]:
-    """Return the names of what some rank does not hold as the files have it. Collective."""
+def _find_unchanged(name: str, tensors: Mapping[Any, torch.Tensor], ranks: RankGroup) -> dict[Any, LazyTensor]:
+    """Return those of the tensors, in order of their keys, that all ranks have as the files have them. Collective.
+
+    Raise CheckpointError on all ranks unless these are the same tensors of equal files.
+    """
     with ranks.step("finding what was changed") as step:
-        if missing := sorted(shards.keys() - state.keys()):
-            raise CheckpointError(f"the state dict that the sharded model is filled from lacks {listed(missing)}")
-        others = [name for name in shards if not _is_of_files(state[name])]
-        step.payload = others, [name for name in others if state[name].is_meta]
+        lazy = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, LazyTensor)}
+        own = {key: tensor for key, tensor in lazy.items() if _is_of_files(tensor)}
+        step.payload = [*own], [key for key, tensor in tensors.items() if key not in own and tensor.is_meta]
     if empty := step.payloads[0][1]:
         raise UnsupportedError(
-            f"{type(model).__name__}: {listed(empty)} have no values: they are on the meta device on rank 0; make "
-            "them on the CPU"
+            f"{name}: {listed(empty)} have no values: they are on the meta device on rank 0; make them on the CPU"
         )
     # What one rank has changed, all take from rank 0: ranks that differ in the way would wait for each other.
-    return {name for names, _ in step.payloads for name in names}
-
-
-def _compare(name: str, unchanged: Mapping[str, torch.Tensor], ranks: RankGroup) -> None:
-    """Raise CheckpointError on all ranks unless they read the same tensors of equal files. Collective."""
-    found = dict.fromkeys(
-        leaf.files
-        for tensor in unchanged.values()
-        for leaf in leaves(tensor.expression)  # type: ignore[attr-defined]  # `_is_of_files`
-        if isinstance(leaf, Source)
-    )
-    sources: list[OpenSources] = list(found)
+    unchanged = {key: own[key] for key in sorted(set(own).intersection(*(keys for keys, _ in step.payloads)))}
+    parts = (leaf for tensor in unchanged.values() for leaf in leaves(tensor.expression))
+    sources: list[OpenSources] = [*dict.fromkeys(leaf.files for leaf in parts if isinstance(leaf, Source))]
     with ranks.step("comparing the weights") as step:
         lines = (f"{key} {line}" for key, tensor in unchanged.items() for line in _lines(tensor))
         files = [
             f"{place} {file.nbytes} {file.digest}"
-            for place, own in enumerate(sources)
-            for file in in_common_order(own.files.values())
+            for place, opened in enumerate(sources)
+            for file in in_common_order(opened.files.values())
         ]
         step.digest = {"weights that are not read yet": fingerprint(lines), "files": fingerprint(files)}
-        step.payload = [identify_files(list(own.files.values())) for own in sources]
-    for place, own in enumerate(sources):
+        step.payload = [identify_files(list(opened.files.values())) for opened in sources]
+    for place, opened in enumerate(sources):
         ids = [of_rank[place] for of_rank in step.payloads]
-        agree_on_bytes(ranks, name, list(own.files.values()), sources=own, ids=ids, num_threads=MAX_THREADS)
+        agree_on_bytes(ranks, name, list(opened.files.values()), opened, ids)
+    return unchanged
 
 
 def fill_partitions(partitioner: Partitioner, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -131,31 +121,29 @@ def fill_partitions(partitioner: Partitioner, parameters: Sequence[nn.Parameter]
     ranks = RankGroup(partitioner.group)
     lazy = {number: local for number, local in enumerate(parameters) if isinstance(local, LazyTensor)}
     with ranks.session("partitioning the model"), torch.no_grad():
-        with ranks.step("finding what was changed") as step:
-            step.payload = [number for number in lazy if partitioner.takes(lazy[number]) and _is_of_files(lazy[number])]
-        taken = sorted(set(step.payloads[0]).intersection(*step.payloads))
-        _compare("the model", {str(number): lazy[number] for number in taken}, ranks)
+        takable = {number: parameter for number, parameter in lazy.items() if partitioner.takes(parameter)}
+        taken = _find_unchanged("the model", takable, ranks)
         parts: dict[LazyReader, list[Part]] = {}
 
         def read() -> None:
             _read("the model", parts, ranks)
             parts.clear()
 
-        for number in taken:
+        for parameter in taken.values():
             if partitioner.swapping is not None and partitioner.swapping.is_swap_due:
                 read()
                 partitioner.swapping.swap_out()
-            parameter, reader = lazy[number], reader_of(lazy[number])
+            reader = reader_of(parameter)  # which a lazy tensor alone has
             parts.setdefault(reader, []).extend(_partition(partitioner, parameter))
         read()
         if partitioner.swapping is not None:
             partitioner.swapping.finish()
         with ranks.step("reading what was changed"):
-            for number in lazy.keys() - set(taken):
+            for number in lazy.keys() - taken.keys():
                 _make_ordinary(lazy[number], has_values=ranks.rank == 0)
     if partitioner.module is not None:
         leave(partitioner.module)
-    return [parameter for number, parameter in enumerate(parameters) if number not in set(taken)]
+    return [parameter for number, parameter in enumerate(parameters) if number not in taken]
 
 
 def _partition(partitioner: Partitioner, parameter: Any) -> list[Part]:
@@ -227,9 +215,9 @@ def _send(shards: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor],
                 memory.copy_(part_of(values, grid))
 
 
-def _is_of_files(tensor: torch.Tensor) -> bool:
+def _is_of_files(tensor: LazyTensor) -> bool:
     """Return whether a tensor is what a load has described, elements perhaps moved or cast since."""
-    if not isinstance(tensor, LazyTensor) or not is_unread(tensor):
+    if not is_unread(tensor):
         return False
     known, nodes = reader_of(tensor).leaves, [tensor.expression]
     while nodes:
@@ -242,9 +230,8 @@ def _is_of_files(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _lines(tensor: torch.Tensor) -> Iterator[str]:
+def _lines(tensor: LazyTensor) -> Iterator[str]:
     """Yield a line for each step from files to a tensor. Ranks that differ here would give it other values."""
-    assert isinstance(tensor, LazyTensor)
     nodes: list[Expression] = [tensor.expression]
     while nodes:
         node = nodes.pop()

@@ -143,8 +143,7 @@ class Load:
                 check_room(name, agreed.payloads, ConfigError)
             report.take_plan(planned.plan, described.settings.ds_config)
             with report.phase("compare"):
-                sources, threads = executor.sources, executor.num_threads
-                agree_on_bytes(ranks, name, described.files, sources=sources, ids=file_ids, num_threads=threads)
+                agree_on_bytes(ranks, name, described.files, executor.sources, file_ids)
             reading_step = reading(ranks, name, [executor], report.needed_bytes, [report], bar="Loading partitions")
             with reading_step as state, report.phase("read"):
                 combine_companions(planned, executor, ranks, state.progress)

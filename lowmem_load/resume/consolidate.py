@@ -132,8 +132,7 @@ def _open(ranks: RankGroup, folder: str, executor: Executor, tag: str | None, pa
         step.digest = {"checkpoint": fingerprint(read)}
         step.payload = identify_files(saved.files)
     if ranks.world_size > 1:  # of equal names, sizes and shapes are two saves of one run, too
-        num_threads, sources = executor.num_threads, executor.sources
-        agree_on_bytes(ranks, saved.folder, saved.files, sources=sources, ids=step.payloads, num_threads=num_threads)
+        agree_on_bytes(ranks, saved.folder, saved.files, executor.sources, step.payloads)
     return saved
 
 

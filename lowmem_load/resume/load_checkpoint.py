@@ -158,8 +158,7 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
         if folder is None:
             return None, {}
         # Of equal names, sizes and shapes are two saves of one run, too.
-        sources, num_threads = executor.sources, executor.num_threads
-        agree_on_bytes(ranks, folder, checkpoint.files, sources=sources, ids=step.payloads, num_threads=num_threads)
+        agree_on_bytes(ranks, folder, checkpoint.files, executor.sources, step.payloads)
         mark_unusable(engine)
         _fill(ranks, plan, state, executor, name)
         with ranks.step("setting scalars, scheduler and counters", name=name):

@@ -77,7 +77,7 @@ def test_a_file_that_changes_is_another_view_and_is_refused(tmp_path: Path) -> N
         contextlib.closing(OpenSources(LocalFile)) as sources,
         pytest.raises(CheckpointError, match="first/a: was replaced or written to"),
     ):
-        sample_digests(files, "seed", sources, num_threads=1)
+        sample_digests(files, "seed", sources)
 
 
 # -- samples of files --------------------------------------------------------------------------------------------------
