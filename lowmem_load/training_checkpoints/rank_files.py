@@ -16,11 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.files.executor import Executor
-from lowmem_load.files.fill import read_whole
 from lowmem_load.files.inert_pickle import WRAPPER, Foreign, Tensor, is_shape
 from lowmem_load.files.torch_zip import TorchObjects, describe_objects
 from lowmem_load.planning.expression import Shape, slice_dim
@@ -31,6 +28,7 @@ from lowmem_load.training_checkpoints.saved_state import (
     SavedState,
     Tile,
     TiledTensor,
+    are_equal,
     assemble,
     check_written_together,
 )
@@ -39,9 +37,6 @@ _NAMES = {
     "FSDP's files of verl": re.compile(r"model_world_size_(?P<count>\d+)_rank_(?P<rank>\d+)\.pt"),
     "FSDP's files of accelerate": re.compile(r"pytorch_model_fsdp_0_rank(?P<rank>\d+)\.bin"),
 }
-
-MAX_COMPARED_NBYTES = 64 << 20
-"""Bytes of a replica that is read to be compared, where its file has no checksum of it."""
 
 _SHARDED_TENSORS = "torch.distributed._shard"
 """Package of the sharded tensors that FSDP1 makes without a mesh."""
@@ -179,23 +174,16 @@ def _check_replicas(name: str, shards: Sequence[_Shard], executor: Executor) -> 
         if first is shard or not math.prod(shard.local.size):
             continue
         checksums = {replica.file.checksum(replica.local) for replica in (first, shard)}
-        state = "has other values than"
         if None in checksums:
-            if math.prod(shard.local.size) * shard.local.dtype.itemsize > MAX_COMPARED_NBYTES:
-                state = "cannot be compared with"
-            elif _are_equal(first, shard, name, executor):
-                continue
-        elif len(checksums) == 1:
-            continue
-        raise CheckpointError(
-            f"{shard.file.path}: {name} {state} the same part in {os.path.basename(first.file.path)}: the files do not "
-            "say what each rank has of it"
-        )
-
-
-def _are_equal(one: _Shard, other: _Shard, name: str, executor: Executor) -> bool:
-    values = [read_whole(executor, shard.file.expression(shard.local, name)) for shard in (one, other)]
-    return torch.equal(*(whole.reshape(-1).view(torch.uint8) for whole in values))
+            one, other = (TiledTensor(replica.file.expression(replica.local, name)) for replica in (first, shard))
+            is_same = are_equal(name, one, other, executor)
+        else:
+            is_same = len(checksums) == 1
+        if not is_same:
+            raise CheckpointError(
+                f"{shard.file.path}: {name} has other values than the same part in "
+                f"{os.path.basename(first.file.path)}: the files do not say what each rank has of it"
+            )
 
 
 def _whole(folder: str, name: str, shards: Sequence[_Shard], executor: Executor) -> TiledTensor:

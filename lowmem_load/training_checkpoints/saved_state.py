@@ -14,14 +14,19 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from lowmem_load.errors import CheckpointError
+from lowmem_load.files.fill import Part, fill
 from lowmem_load.planning.expression import Concat, Expression, Shape, concat, numel, reshape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.regions import FlatRange
+
+if TYPE_CHECKING:
+    from lowmem_load.files.executor import Executor
+    from lowmem_load.training_checkpoints.open_model import Values
 
 SLACK_S = 1.0
 """Clocks of servers, and file systems that keep whole seconds."""
@@ -30,6 +35,9 @@ PATIENCE_S = 10.0
 """Ranks write at the same time. One may be this much later than all others, or as long as it takes to copy its file."""
 
 COPIED_BYTES_PER_S = 25e6
+
+COMPARED_BYTES = 16 << 20
+"""Bytes of each of two tensors that are in memory while they are compared."""
 
 
 class Tile(NamedTuple):
@@ -148,6 +156,21 @@ def _cut(what: str, tiles: Sequence[Tile], start: Shape, sizes: Shape, dim: int)
     if end != start[dim] + sizes[dim]:
         raise CheckpointError(f"{what}: indices {end} to {start[dim] + sizes[dim]} of dim {dim} are in no chunk")
     return groups
+
+
+def are_equal(name: str, one: Values, other: Values, executor: Executor) -> bool:
+    """Return whether two tensors of a checkpoint have the same bytes, which are read chunk by chunk."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    step = COMPARED_BYTES // one.dtype.itemsize
+    for start in range(0, one.numel, step):
+        elements = FlatRange(start, min(start + step, one.numel))
+        chunks = [torch.empty(elements.numel, dtype=one.dtype, device="cpu") for _ in range(2)]
+        values = zip((one, other), chunks, strict=True)
+        fill([Part(name, *tensor.part(elements), chunk) for tensor, chunk in values], executor)
+        if not torch.equal(*(chunk.view(torch.uint8) for chunk in chunks)):
+            return False
+    return True
 
 
 # -- whether one save has written the files ----------------------------------------------------------------------------
