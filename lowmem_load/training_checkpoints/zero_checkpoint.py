@@ -250,10 +250,11 @@ class ZeroCheckpoint:
                 tree = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:  # torch raises a dozen classes
             if not trusted:
+                told = re.search(r"WeightsUnpickler error: (.*)", str(error))  # the rest is advice to callers of torch
                 raise CheckpointError(
                     f"{path}: its client state or scheduler holds objects that only their own code can create; nothing "
-                    "was run. If you trust whoever has saved it, pass trusted=True, which lets Python unpickle this "
-                    f"file: {error}"
+                    f"was run: {told[1] if told else error}. If you trust whoever has saved it, pass trusted=True, "
+                    "which lets Python unpickle this file"
                 ) from error
             tree = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
         client_state = {key: value for key, value in tree.items() if key not in OF_DEEPSPEED}
