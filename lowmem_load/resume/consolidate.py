@@ -29,7 +29,7 @@ from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.adapter_config import ADAPTER_CONFIG, adapter_config
 from lowmem_load.training_checkpoints.open_model import SavedModel, Values, open_model, own_files
-from lowmem_load.training_checkpoints.saved_state import are_equal
+from lowmem_load.training_checkpoints.saved_state import TiledTensor, are_equal
 from lowmem_load.training_checkpoints.zero_checkpoint import differences_of
 from lowmem_load.weights_out.rank_shards import MemoryPiece
 from lowmem_load.weights_out.weights import Weights, used_sources
@@ -305,7 +305,8 @@ def _check_ties(
         if name not in tensors:
             continue
         other = first.setdefault(id(parameter), name)
-        if tensors[name] is not tensors[other] and not are_equal(name, tensors[other], tensors[name], executor):
+        values = [TiledTensor(tensors[each].whole) for each in (other, name)]
+        if tensors[name] is not tensors[other] and not are_equal(name, values[0], values[1], executor):
             raise CheckpointError(
                 f"{other} and {name} are two parameters in the checkpoint, and one in a {type(model).__name__} as "
                 f"config {config} says: set tie_word_embeddings in it to false, or pass {saver.NO_CONFIG}"

@@ -14,19 +14,16 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from lowmem_load.errors import CheckpointError
+from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import Part, fill
 from lowmem_load.planning.expression import Concat, Expression, Shape, concat, numel, reshape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.regions import FlatRange
-
-if TYPE_CHECKING:
-    from lowmem_load.files.executor import Executor
-    from lowmem_load.training_checkpoints.open_model import Values
 
 SLACK_S = 1.0
 """Clocks of servers, and file systems that keep whole seconds."""
@@ -158,7 +155,7 @@ def _cut(what: str, tiles: Sequence[Tile], start: Shape, sizes: Shape, dim: int)
     return groups
 
 
-def are_equal(name: str, one: Values, other: Values, executor: Executor) -> bool:
+def are_equal(name: str, one: TiledTensor, other: TiledTensor, executor: Executor) -> bool:
     """Return whether two tensors of a checkpoint have the same bytes, which are read chunk by chunk."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
