@@ -24,8 +24,6 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
 
 from tests import parity
 from tests.model_digest import differing
@@ -108,7 +106,6 @@ def _build(model_type: str, path: Path) -> dict[str, Any]:
             other = other_class(model_type, cls)
             return {
                 "classes": [cls] if other is None else [cls, other],
-                "converters": sum(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(model)),
                 "problems": problems,
             }
     return {"error": problems[0], "problems": problems}

@@ -209,14 +209,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--saves", action="store_true", help="save what was streamed, and load that ordinarily")
     parser.add_argument("--once", action="store_true", help="only the class that was saved of each type")
     parser.add_argument("--out", type=Path, help="JSON file of all results")
-    parser.add_argument("--converted", action="store_true", help="only types whose weights transformers converts")
     parser.add_argument("--root", type=Path, default=CACHE, help="where the checkpoints are kept")
     options = parser.parse_args(arguments)
     types = options.types or model_types()
     started = time.monotonic()
     built = build(types, options.root)
-    if options.converted:
-        built = {name: info for name, info in built.items() if info.get("converters") or "error" in info}
     unbuilt = {name: info["error"] for name, info in built.items() if "error" in info}
     print(f"\n{len(types)} model types, {len(built) - len(unbuilt)} built in {time.monotonic() - started:.0f} s")
     report: dict[str, Any] = {"types": len(types), "built": len(built) - len(unbuilt), "unbuilt": unbuilt, "runs": {}}
