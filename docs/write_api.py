@@ -35,7 +35,7 @@ CHAPTERS = {
     ),
     "Errors and warnings": (
         *("LowMemLoadError", "ConfigError", "CheckpointError", "UnsupportedError", "RankError"),
-        *("LoadOrderWarning", "NotStreamedWarning"),
+        *("LoadOrderWarning", "FallbackWarning"),
     ),
 }
 """What the page has, in its order: public names, and classes that users get but do not import, with their modules."""

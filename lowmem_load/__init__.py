@@ -13,9 +13,9 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.distributed.process_group import DistributedInterface as DistributedInterface
     from lowmem_load.errors import CheckpointError as CheckpointError
     from lowmem_load.errors import ConfigError as ConfigError
+    from lowmem_load.errors import FallbackWarning as FallbackWarning
     from lowmem_load.errors import LoadOrderWarning as LoadOrderWarning
     from lowmem_load.errors import LowMemLoadError as LowMemLoadError
-    from lowmem_load.errors import NotStreamedWarning as NotStreamedWarning
     from lowmem_load.errors import RankError as RankError
     from lowmem_load.errors import UnsupportedError as UnsupportedError
     from lowmem_load.integrations.install import install as install
@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
 _HOMES = {
     "errors": (
         *("CheckpointError", "ConfigError", "LoadOrderWarning", "LowMemLoadError"),
-        *("NotStreamedWarning", "RankError", "UnsupportedError"),
+        *("FallbackWarning", "RankError", "UnsupportedError"),
     ),
     "load.load_into": ("load_into",),
     "load.load_model": ("load_model", "load_report"),
@@ -58,6 +58,9 @@ _HOMES = {
     "weights_out.push_weights": ("WeightSource", "push_weights"),
     "weights_out.save": ("save_model",),
 }
+_RENAMED = {"NotStreamedWarning": "FallbackWarning"}
+"""Names of 0.3, which go in 0.5."""
+
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 if not TYPE_CHECKING:
@@ -70,6 +73,11 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("lowmem-load")
+    if name in _RENAMED:
+        import warnings
+
+        name, old = _RENAMED[name], name
+        warnings.warn(f"lowmem_load.{old} is called {name} now", DeprecationWarning, stacklevel=2)
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)

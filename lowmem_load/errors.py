@@ -68,7 +68,7 @@ class LoadOrderWarning(UserWarning):
     """
 
 
-class NotStreamedWarning(UserWarning):
+class FallbackWarning(UserWarning):
     """Under `install`, the default loader loads a model that lowmem_load cannot load, or a framework lacks a function.
 
     `install(strict=True)` raises an error instead of falling back to the default loader.

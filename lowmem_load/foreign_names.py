@@ -118,7 +118,7 @@ def warn_of_newer(supported: Releases) -> None:
     if not is_release_between(package, "0", newest):
         logger.warning(
             "%s %s is newer than what lowmem_load was tested with (%s). The names that lowmem_load uses are checked, "
-            "not what they mean: compare the first losses with stock's",
+            "not what they mean: compare the first losses with those of a run without it",
             package,
             installed_release(package),
             supported,
@@ -231,7 +231,7 @@ UNPACK_INT4 = _compressors("compressed_tensors.compressors.pack_quantized.base",
 # -- saves; the last three under `install`, where engines train --------------------------------------------------------
 
 _peft = functools.partial(ForeignName, PEFT, "peft.peft_model")
-_STOCK = "is stock's: it gathers the weights, if the ds_config allows it"
+_GATHERS = "gathers the weights, if the ds_config allows it"
 _EMPTY = "save_pretrained writes partitioned parameters as empty tensors; call lowmem_load.save_model"
 
 WRITE_WEIGHTS = _modeling("safe_save_file")
@@ -244,7 +244,7 @@ SAVE_GENERATION_CONFIG = _transformers(
 )
 MODEL_SAVE = _modeling("PreTrainedModel.save_pretrained", _EMPTY)
 ADAPTER_SAVE = _peft("PeftModel.save_pretrained", _EMPTY)
-TRAINER_SAVE = _transformers("transformers.trainer", "Trainer.save_model", f"Trainer.save_model {_STOCK}")
+TRAINER_SAVE = _transformers("transformers.trainer", "Trainer.save_model", f"Trainer.save_model {_GATHERS}")
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ _state = functools.partial(ForeignName, ACCELERATE, "accelerate.state")
 _BROADCASTS = "rank 0 reads all weights of FSDP2 models with cpu_ram_efficient_loading, and broadcasts them"
 _READS_WHOLE = "every rank reads an FSDP2 model whole if its optimizer is made before Accelerator.prepare"
 _TIES = "accelerate ties what a configuration ties, also where the files have two tensors"
-_UNNOTICED = "FSDP2 goes unnoticed where an Accelerator asks for it and no variable does: stock loads these models"
+_UNNOTICED = "FSDP2 goes unnoticed where an Accelerator asks for it and no variable does: accelerate loads these models"
 
 ACCELERATE_FILL = _fsdp_utils("fsdp2_load_full_state_dict", _BROADCASTS)
 AXOLOTL_FILL = _axolotl("fsdp2_load_full_state_dict", _BROADCASTS)
@@ -275,7 +275,7 @@ PREPARE_FSDP2 = _accelerator("Accelerator._prepare_fsdp2", _READS_WHOLE)
 PREPARE_MODEL = (_fsdp_utils("fsdp2_prepare_model", _TIES), _accelerator("fsdp2_prepare_model", _TIES))
 SHARED_STATE = _state("AcceleratorState._shared_state", _UNNOTICED)
 """Looked at, and not replaced."""
-GET_STATE_DICT = _accelerator("Accelerator.get_state_dict", f"Accelerator.get_state_dict {_STOCK}")
+GET_STATE_DICT = _accelerator("Accelerator.get_state_dict", f"Accelerator.get_state_dict {_GATHERS}")
 
 # -- diffusers ---------------------------------------------------------------------------------------------------------
 

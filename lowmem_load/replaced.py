@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch.compiler import is_compiling
 
-from lowmem_load.errors import NotStreamedWarning, outside_level
+from lowmem_load.errors import FallbackWarning, outside_level
 from lowmem_load.foreign_names import (
     ForeignName,
     Releases,
@@ -159,8 +159,8 @@ def warn_of_missing(names: Iterable[ForeignName]) -> None:
 
 
 def warn_of_loss(text: str) -> None:
-    """Warn the caller of this package that something stays stock's."""
-    warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())
+    """Warn the caller of this package that something stays as it is without it."""
+    warnings.warn(text, FallbackWarning, stacklevel=outside_level())
 
 
 def is_there(name: ForeignName) -> bool:

@@ -202,7 +202,7 @@ def for_loading(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
     Batch sizes become 1 per rank. "optimizer", "scheduler" and every "auto" that `resolve_auto` cannot resolve are
     dropped, as DeepSpeed does; one inside a list stays, and `resolve_auto` names it. So bf16.enabled and fp16.enabled
-    read as false unless Trainer or accelerate has filled them in before the load, as with stock ZeRO-3.
+    read as false unless Trainer or accelerate has filled them in before the load, as in DeepSpeed's own ZeRO-3 loading.
     """
     without = (*_BATCH_KEYS, *_TRAINING_LOOP_SECTIONS)
     kept = {key: value for key, value in plain_copy(ds_config).items() if key not in without}

@@ -181,7 +181,7 @@ def _read_directory(source: ByteSource) -> dict[str, _Entry]:
     head = read_bytes(source, 0, 512)
     if head.startswith(b"\x80") or head[257:262] == b"ustar":  # a pickle, or a tar
         raise CheckpointError(
-            f"{path}: is in an old torch format (before torch 1.6, not a zip), which cannot be streamed; {_CONVERT}"
+            f"{path}: is in an old torch format (before 1.6, not a zip), which lowmem_load cannot read; {_CONVERT}"
         )
     if not head.startswith(b"PK\x03\x04"):
         raise CheckpointError(f"{path}: is not a torch file: it does not begin as a zip does")

@@ -1,7 +1,7 @@
 """accelerate: models that are lazy until FSDP2 shards or ZeRO-3 partitions them.
 
 FSDP2:
-In stock every rank builds the whole model, in fp32 if it trains in mixed precision, before it is sharded. With
+By default every rank builds the whole model, in fp32 if it trains in mixed precision, before it is sharded. With
 `cpu_ram_efficient_loading` rank 0 then broadcasts it, tensor by tensor. Of a lazy model `fully_shard` reads slices by
 itself, and `fsdp2_load_full_state_dict` has each rank read its shards, all together.
 
@@ -25,7 +25,7 @@ from lowmem_load.distributed import environment
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.engines.target import Target
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.load.load import Options, find, is_to_be_found, leave_to_stock, make_executor, why_stock
+from lowmem_load.load.load import Options, fall_back, fallback_reason, find, is_to_be_found, make_executor
 from lowmem_load.load.report import LoadReport
 from lowmem_load.models.active import active_zero3_config, draws_no_missing
 from lowmem_load.models.loader import SHARDS, Call
@@ -54,8 +54,8 @@ def load_lazily(call: Call, *, options: Options) -> tuple[nn.Module, dict[str, A
     executor, report = make_executor(call, on_node), LoadReport(call.name, ranks.rank, ranks.world_size)
     try:
         model, info = describe_lazily(call, executor, report, make_target=_lazy_target, on_load=options.on_load)
-    except Exception as error:  # noqa: BLE001  it is raised again unless stock may work
-        reason = why_stock(error, call, options)
+    except Exception as error:  # noqa: BLE001  it is raised again unless the default loader may work
+        reason = fallback_reason(error, call, options)
     else:
         if draws_no_missing():
             torch.set_rng_state(state)
@@ -65,7 +65,7 @@ def load_lazily(call: Call, *, options: Options) -> tuple[nn.Module, dict[str, A
         return rename_loaded((model, info))
     if device_map is not None:
         call.kwargs["device_map"] = device_map
-    return leave_to_stock(call, "stock FSDP2", reason, state)
+    return fall_back(call, "accelerate", reason, state)
 
 
 def is_for_fsdp2(kwargs: Mapping[str, Any]) -> bool:
@@ -154,7 +154,7 @@ def _prepare_model(ordinary: Any, accelerator: Any, model: nn.Module) -> Any:
 
 
 def _partition(ordinary: Callable[..., None], init: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Have each rank read its partitions of what is still as in the files; all else is partitioned as in stock.
+    """Have each rank read its partitions of what is still as in the files; all else is partitioned as by default.
 
     Also of models that are ordinary on this rank: they may be lazy on others.
     """

@@ -1,6 +1,6 @@
 """diffusers under `install`: its models are lazy until DeepSpeed or accelerate's FSDP2 takes them.
 
-diffusers knows no ZeRO-3: its stock models are whole until `deepspeed.initialize`, and scripts change them before that.
+diffusers knows no ZeRO-3: its models are whole until `deepspeed.initialize`, and scripts change them before that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowmem_load import foreign_names
-from lowmem_load.errors import NotStreamedWarning, UnsupportedError, outside_level
+from lowmem_load.errors import FallbackWarning, UnsupportedError, outside_level
 from lowmem_load.integrations.accelerate import load_lazily, may_be_lazy, uses_fsdp2
 from lowmem_load.load.load import Options
 from lowmem_load.models import diffusion
@@ -54,10 +54,10 @@ def _load_pipeline(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs
 def _load_single_file(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
     if _is_wanted(cls, kwargs):
         text = (
-            f"{cls.__name__}.from_single_file: not streamed, but left to diffusers, which loads a whole model on each "
+            f"{cls.__name__}.from_single_file: lowmem_load cannot load this, so diffusers does, a whole model on each "
             "rank; save it once by save_pretrained, and load that folder"
         )
-        warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())
+        warnings.warn(text, FallbackWarning, stacklevel=outside_level())
     return ordinary(cls, *args, **kwargs)
 
 

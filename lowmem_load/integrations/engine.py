@@ -16,7 +16,7 @@ from lowmem_load.engines.hooks import asked_first, is_shell
 from lowmem_load.engines.parameters import is_partitioned
 from lowmem_load.errors import ConfigError, LoadOrderWarning, outside_level
 from lowmem_load.load.load import REPORT_ATTRIBUTE
-from lowmem_load.load.load_model import why_left_to_stock
+from lowmem_load.load.load_model import fallback_of
 from lowmem_load.models.active import transformers_models
 from lowmem_load.replaced import Handlers
 from lowmem_load.resume.load_checkpoint import load_checkpoint
@@ -48,7 +48,7 @@ def _ds_config_of(arguments: Mapping[str, Any]) -> Any:
 
 
 def _cast_adapters(model: nn.Module, settings: Settings) -> None:
-    """Cast what was added to a streamed model of 4-bit weights: stock's engine does, where nothing is partitioned."""
+    """Cast what was added to a loaded model of 4-bit weights: DeepSpeed's engine does, where nothing is partitioned."""
     reports = [getattr(inner, REPORT_ATTRIBUTE, None) for inner in transformers_models(model)]
     is_packed = any(report is not None and report.num_quantized for report in reports)
     if not is_packed or settings.dtype is torch.float32:
@@ -62,7 +62,7 @@ def _check_load_order(model: nn.Module) -> None:
     """Warn for each transformers model that `deepspeed.initialize` partitions only now."""
     for inner in transformers_models(model):  # with any partition, it was loaded under ZeRO-3, and added to since
         parameters = list(inner.parameters())
-        if parameters and not any(map(is_partitioned, parameters)) and not why_left_to_stock(inner):
+        if parameters and not any(map(is_partitioned, parameters)) and not fallback_of(inner):
             mib = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / 2**20
             warnings.warn(
                 f"{type(inner).__name__}: every rank holds {mib:.1f} MiB of it whole, and ZeRO-3 partitions it only "

@@ -1,7 +1,7 @@
 """streaming() and install(): lowmem_load inside code that calls `from_pretrained` by itself, for a block or a script.
 
-`streaming` goes by a ds_config of its own, and raises for what cannot be streamed. `install` follows the configuration
-that is active in transformers and accelerate, and leaves to stock what cannot be streamed. It also hooks into
+`streaming` goes by a ds_config of its own, and raises for what it cannot load. `install` follows the configuration
+that is active in transformers and accelerate, and lets the default loader do what it cannot. It also hooks into
 `deepspeed.initialize`, saves, and `engine.load_checkpoint`, once a program imports what is replaced there.
 """
 
@@ -27,7 +27,7 @@ from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations import accelerate
 from lowmem_load.integrations import diffusion as diffusers
 from lowmem_load.integrations.imports import after_import
-from lowmem_load.load.load import Options, leave_to_stock
+from lowmem_load.load.load import Options, fall_back
 from lowmem_load.load.report import OnLoad
 from lowmem_load.load.request import make_load
 from lowmem_load.models import diffusion, loader
@@ -47,8 +47,10 @@ def streaming(
 ) -> Iterator[None]:
     """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
 
-    Under stages 0 to 2 models keep the dtype that the caller asked for; under stage 3 the ds_config decides, as with
-    stock ZeRO-3. Other threads load in the ordinary way. On exit everything is as before. Collective: all ranks.
+    Under stages 0 to 2 models keep the dtype that the caller asked for; under stage 3 the ds_config decides, as in
+    DeepSpeed's own loading. Other threads load in the ordinary way. On exit everything is as before.
+
+    Collective: all ranks.
 
     Args:
         ds_config: as for `load_model`.
@@ -98,7 +100,7 @@ def install(
     under ZeRO-3. All other loads stay as they are. Calling this again does nothing.
 
     If lowmem_load cannot load a model (in 8 bits, for example), the default loader does, and every rank emits a
-    `NotStreamedWarning` with the reason. All ranks decide this together, before they allocate or read anything; for a
+    `FallbackWarning` with the reason. All ranks decide this together, before they allocate or read anything; for a
     lazy model each rank decides by itself. If a framework lacks a function that is patched, every rank emits one such
     warning, which says what stays as it is without lowmem_load.
 
@@ -173,7 +175,7 @@ def _load_sharded(call: loader.TransformersCall, *, options: Options) -> tuple[n
         if not options.is_lenient:
             raise
         reason = str(error)
-    return leave_to_stock(call, "transformers", reason, random_state)
+    return fall_back(call, "transformers", reason, random_state)
 
 
 def _is_sharded(kwargs: Mapping[str, Any]) -> bool:
@@ -206,7 +208,7 @@ def _late(module: str) -> Any:
 
 
 def _save(name: ForeignName, ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # What DeepSpeed has not partitioned, stock can save. The handlers need DeepSpeed: 70 MiB, and seconds of imports.
+    # What DeepSpeed has not partitioned, others can save. The handlers need DeepSpeed: 70 MiB, and seconds of imports.
     if "deepspeed" not in sys.modules:
         return ordinary(*args, **kwargs)
     return _late("saves").HANDLERS[name](ordinary, *args, **kwargs)

@@ -135,7 +135,7 @@ def _values_of(argument: Any, where: str) -> tuple[dict[str, Any], Path | None]:
 
 
 def _in_own_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values under the names of `ModelArguments`. Refuse what LLaMA-Factory has, and cannot be streamed."""
+    """Return values under the names of `ModelArguments`. Refuse what LLaMA-Factory has, and lowmem_load has not."""
     values = {_ALIASES.get(key, key): value for key, value in values.items()}
     model_class = values.pop("model_class", "llm")
     if "quant_config" in values or model_class not in ("llm", "other"):
@@ -205,7 +205,7 @@ class ModelEngine:
     Raises:
         ConfigError: an argument or the ds_config cannot be used; a freeze pattern matches no parameter.
         CheckpointError: the model or its processor exists but cannot be loaded.
-        UnsupportedError: the model cannot be streamed, or cannot checkpoint activations as asked.
+        UnsupportedError: lowmem_load cannot load the model, or cannot checkpoint activations as asked.
         RankError: another rank failed; every rank raises the same error. (Unusable arguments stop only their own rank,
             since there is no process group yet.)
     """

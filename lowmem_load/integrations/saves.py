@@ -60,7 +60,7 @@ NOTED_SAVES: ContextVar[list[WantedSave] | None] = ContextVar("lowmem_load_noted
 """The calls of `save_pretrained` in the `Trainer.save_model` that is running, which saves them itself."""
 
 IN_STOCK: ContextVar[bool] = ContextVar("lowmem_load_in_stock", default=False)
-"""Whether a stock save of Trainer is running. It asks accelerate for the state, and copes if it gets none."""
+"""Whether a save of Trainer's own is running. It asks accelerate for the state, and copes if it gets none."""
 
 
 def save_pretrained(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,7 @@ def save_trained(ordinary: Callable[..., None], trainer: Any, *args: Any, **kwar
     reason, saves = step.payloads[0]
     if reason:
         if ranks.rank == 0:
-            warnings.warn(f"Trainer.save_model is left to stock ZeRO-3: {reason}", stacklevel=4)
+            warnings.warn(f"Trainer.save_model gathers the weights, as without lowmem_load: {reason}", stacklevel=4)
         with holding(IN_STOCK, True):
             run()
         return
@@ -135,7 +135,7 @@ def save_trained(ordinary: Callable[..., None], trainer: Any, *args: Any, **kwar
 
 
 def _note_saves(run: Callable[[], None], model: nn.Module, engine: Any, state: Any) -> tuple[str, list[Any]]:
-    """Return the folders and keywords of the saves that `run` asks for; or why they are left to stock, and none."""
+    """Return the folders and keywords of the saves that `run` asks for; or why Trainer has to gather, and none."""
     wanted: list[WantedSave] = []
     try:
         with consolidates_to(engine, state), holding(NOTED_SAVES, wanted):
@@ -169,7 +169,7 @@ def is_saved_by_itself(model: nn.Module) -> bool:
 
 
 def get_state_dict(ordinary: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return a placeholder for `save_pretrained` where stock `Accelerator.get_state_dict` refuses.
+    """Return a placeholder for `save_pretrained` where `Accelerator.get_state_dict` refuses.
 
     `model` has accelerate's name for it: callers may pass it by that.
     """

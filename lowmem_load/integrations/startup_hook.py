@@ -90,7 +90,7 @@ def switch_on() -> None:
     """Call `install`. Rank 0 prints that, and a summary at the end of each load."""
     import warnings
 
-    from lowmem_load.errors import LoadOrderWarning, LowMemLoadError, NotStreamedWarning
+    from lowmem_load.errors import FallbackWarning, LoadOrderWarning, LowMemLoadError
 
     text = os.environ.get(SWITCH, ON)
     keywords: dict[str, Any] = {} if text == ON else dict.fromkeys(text.split(","), True)
@@ -108,7 +108,7 @@ def switch_on() -> None:
             f"To go on without it, start the job without `lowmem-load run`, or with {SWITCH}={OFF}"
         ) from error
     # These are what `run` is for: PYTHONWARNINGS=ignore must not hide them.
-    warnings.simplefilter("default", NotStreamedWarning)
+    warnings.simplefilter("default", FallbackWarning)
     warnings.simplefilter("error" if STRICT in keywords else "default", LoadOrderWarning)
     if next((os.environ[name] for name in RANKS if os.environ.get(name)), "0") == "0":
         _print("on: models for ZeRO-3 or FSDP2 go straight into their shards")

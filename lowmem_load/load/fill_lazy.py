@@ -1,7 +1,7 @@
 """Fills the parts that ranks hold of a model that was lazy: shards on the meta device, and ZeRO-3 partitions.
 
 What comes from files unchanged, or moved and cast, each rank reads for itself: the elements of its part. What a script
-has made or changed comes from rank 0, as in stock.
+has made or changed comes from rank 0, as by default.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BATCH_BYTES = 64 << 20
 def are_lazy(model: nn.Module) -> bool:
     """Return whether each rank of the default process group has a lazy model to fill, whatever it has read. Collective.
 
-    Programs may give weights to one rank alone, which stock then sends them from.
+    Programs may give weights to one rank alone, from which the default loader then sends them.
     """
     with RankGroup(None).step("looking for lazy weights", name=type(model).__name__) as step:
         step.payload = was_lazy(model)

@@ -21,10 +21,10 @@ from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.engines.zero3_target import TargetMaker, Zero3, refuse_other_zero_init, zero_init_disabled
 from lowmem_load.errors import (
     ConfigError,
+    FallbackWarning,
     LowMemLoadError,
     MemoryShortageError,
     ModelBuildError,
-    NotStreamedWarning,
     UnsupportedError,
     error_text,
     listed,
@@ -59,8 +59,8 @@ MAX_THREADS = 4
 REPORT_ATTRIBUTE = "lowmem_load_report"
 """Attribute of a model: its `LoadReport`."""
 
-LEFT_ATTRIBUTE = "lowmem_load_left_to_stock"
-"""Attribute of a model that was left to stock: to which, and why, as text."""
+FALLBACK_ATTRIBUTE = "lowmem_load_fallback"
+"""Attribute of a model that another loader has loaded: which one, and why, as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Options:
     stream: bool = False
     weights: str | None = None
     share_reads: ShareReads = "auto"
-    is_lenient: bool = False  # transformers does what cannot be streamed, with a warning; see [Note: left to stock]
+    is_lenient: bool = False  # the default loader does what this one cannot, with a warning; see [Note: fallback]
     on_load: OnLoad | None = None  # called with the report of each load
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class Options:
 class Load:
     """Loads models by one set of settings on one group of ranks.
 
-    [Note: left to stock] Describing and planning show whether a load can be streamed. If it cannot, on all ranks alike,
+    [Note: fallback] Describing and planning show whether a model can be loaded here. If it cannot, on all ranks alike,
     nothing has been allocated or read, and the random state is put back. So transformers can start the load afresh.
     """
 
@@ -100,9 +100,9 @@ class Load:
             random_state = torch.get_rng_state()
             try:
                 return rename_loaded(self._load(call) or call.run())
-            except _NotStreamedError as error:
+            except _FallbackError as error:
                 reason = str(error)
-            return leave_to_stock(call, "stock ZeRO-3", reason, random_state)
+            return fall_back(call, "the default ZeRO-3 loader", reason, random_state)
 
     def _load(self, call: Call) -> tuple[nn.Module, dict[str, Any]] | None:
         """Run the stages of a load. Return the model and the loading info; None if transformers loads it.
@@ -124,7 +124,7 @@ class Load:
                     described = self._describe(call, executor)
                     agreed.digest = _compared(described)
                 # A step of its own. Otherwise a failure here would stop a rank that still describes, before it finds
-                # out by itself that the load must be left to stock.
+                # out by itself that the default loader has to do it.
                 with ranks.step("planning", name=name, progress=computing()) as agreed, report.phase("plan"):
                     planned = self._plan(described, around)
                     shared, message_bytes = None, 0
@@ -160,8 +160,8 @@ class Load:
         """Raise for a call that nobody can run; return what kind of load it is, on all ranks alike."""
         refuse_device_map(call, self.settings)
         if not is_left_alone(call, self.settings):
-            else_ = ", or else left to stock" if self.options.is_lenient else ""
-            return {"as kind of load": f"a streamed load{else_}"}
+            else_ = ", or else by the default loader" if self.options.is_lenient else ""
+            return {"as kind of load": f"a load by lowmem_load{else_}"}
         if is_stand_in(call.path):
             raise UnsupportedError(
                 f"{call.name}: transformers itself reads the files of this load, which a remote store has; download "
@@ -194,11 +194,11 @@ class Load:
 
     @contextlib.contextmanager
     def _streamable(self, call: Call) -> Iterator[None]:
-        """Have an error after which stock may work leave the load to stock, if it is lenient."""
+        """Have an error after which the default loader may work lead to it, if the load is lenient."""
         try:
             yield
         except Exception as error:
-            raise _NotStreamedError(why_stock(error, call, self.options)) from error
+            raise _FallbackError(fallback_reason(error, call, self.options)) from error
 
     def _describe(self, call: Call, executor: Executor) -> Described:
         weights, is_quiet = self.options.weights, self.ranks.rank != 0
@@ -232,7 +232,7 @@ class Load:
 
 
 def is_to_be_found(call: Call, options: Options) -> bool:
-    """Return whether a call names a URL, or a model on the Hub that is streamed."""
+    """Return whether a call names a URL, or a model on the Hub that is not to be downloaded."""
     return is_url(call.path) or (options.stream and not os.path.exists(call.path))
 
 
@@ -248,10 +248,10 @@ def make_executor(call: Call, num_ranks: int) -> Executor:
     return Executor(num_threads=min(MAX_THREADS, cores(num_ranks)))
 
 
-def why_stock(error: Exception, call: Call, options: Options) -> str:
-    """Return why a load is left to stock, given an error of all ranks; raise the error if it is not.
+def fallback_reason(error: Exception, call: Call, options: Options) -> str:
+    """Return why the default loader has to do a load, given an error of all ranks; raise the error if it must not.
 
-    It is if the error is about streaming, not about files, the ds_config or other ranks.
+    It has to if the error is about what this loader supports, not about files, the ds_config or other ranks.
     """
     # Errors of other classes come from transformers or the model, which may not be ready for symbolic tensors.
     may_work = isinstance(error, UnsupportedError | ModelBuildError) or not isinstance(error, LowMemLoadError | OSError)
@@ -260,18 +260,18 @@ def why_stock(error: Exception, call: Call, options: Options) -> str:
     return error_text(error, model_folder.MAX_QUOTED)
 
 
-def leave_to_stock(call: Call, stock: str, reason: str, random_state: torch.Tensor) -> tuple[nn.Module, dict[str, Any]]:
-    """Run a call as without lowmem_load, with a warning. See [Note: left to stock]."""
+def fall_back(call: Call, loader: str, reason: str, random_state: torch.Tensor) -> tuple[nn.Module, dict[str, Any]]:
+    """Run a call as without lowmem_load, with a warning. See [Note: fallback]."""
     torch.set_rng_state(random_state)
-    text = f"{call.name}: not streamed, but left to {stock}: {reason}"
-    warnings.warn(text, NotStreamedWarning, stacklevel=outside_level())
+    text = f"{call.name}: lowmem_load cannot load this, so {loader} does: {reason}"
+    warnings.warn(text, FallbackWarning, stacklevel=outside_level())
     model, info = call.run()
-    setattr(model, LEFT_ATTRIBUTE, f"{stock}: {reason}")
+    setattr(model, FALLBACK_ATTRIBUTE, f"{loader} has loaded it: {reason}")
     return model, info
 
 
-class _NotStreamedError(Exception):
-    """Carries the reason out of a load that is left to stock."""
+class _FallbackError(Exception):
+    """Carries the reason out of a load that the default loader has to do."""
 
 
 def _random_state(ranks: RankGroup) -> str:

@@ -12,7 +12,7 @@ from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError
-from lowmem_load.load.load import LEFT_ATTRIBUTE, REPORT_ATTRIBUTE, Options
+from lowmem_load.load.load import FALLBACK_ATTRIBUTE, REPORT_ATTRIBUTE, Options
 from lowmem_load.load.report import LoadReport
 from lowmem_load.load.request import Request, agree_on_request, make_load, name_text, weights_folder
 from lowmem_load.models.active import load_lock
@@ -63,7 +63,7 @@ def load_model(
     Raises:
         ConfigError: ds_config, dtype or auto_class cannot be used.
         CheckpointError: the folder or its files cannot be used.
-        UnsupportedError: the combination cannot be streamed.
+        UnsupportedError: lowmem_load cannot load this combination.
         RankError: another rank failed; all ranks raise it.
     """
     folder = weights_folder(weights)
@@ -97,18 +97,18 @@ def load_report(model: Any) -> LoadReport:
     Raises:
         ValueError: lowmem_load did not load this model.
     """
-    report, reason = getattr(model, REPORT_ATTRIBUTE, None), why_left_to_stock(model)
+    report, reason = getattr(model, REPORT_ATTRIBUTE, None), fallback_of(model)
     if not isinstance(report, LoadReport):
         raise ValueError(  # noqa: TRY004  the model has the right type, the wrong history
             f"{type(model).__name__} was not loaded by lowmem_load, so there is no report of its load"
-            + (f": it was left to {reason}" if reason else "")
+            + (f": {reason}" if reason else "")
         )
     return report
 
 
-def why_left_to_stock(model: Any) -> str:
-    """Return to which stock `install` left the load of a model, and why; "" if it did not."""
-    return str(getattr(model, LEFT_ATTRIBUTE, ""))
+def fallback_of(model: Any) -> str:
+    """Return which loader has loaded a model in place of lowmem_load, and why; "" if none has."""
+    return str(getattr(model, FALLBACK_ATTRIBUTE, ""))
 
 
 def _is_sharding(target: Any) -> bool:

@@ -55,7 +55,7 @@ def plan(
     Raises:
         ConfigError: an argument cannot be used.
         CheckpointError: the folder or its files cannot be used.
-        UnsupportedError: a combination that cannot be streamed.
+        UnsupportedError: a combination that lowmem_load cannot load.
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")

@@ -79,7 +79,7 @@ class DiffusersCall(Call):
                     raise CheckpointError(f"{self.name}: {error_text(error, MAX_QUOTED)}") from error
                 raise
         if getattr(model, "hf_quantizer", None) is not None:
-            raise UnsupportedError(f"{self.name}: quantized weights of diffusers cannot be streamed")
+            raise UnsupportedError(f"{self.name}: lowmem_load cannot load quantized weights of diffusers")
         if empty := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
             if not self.kwargs.get("low_cpu_mem_usage", True):
                 raise UnsupportedError(

@@ -111,7 +111,7 @@ def refuse_gguf(name: str, kwargs: Mapping[str, Any]) -> None:
     """Raise for a file in a format which every rank would have to load in full."""
     if file := kwargs.get("gguf_file"):
         raise UnsupportedError(
-            f"{name}: gguf_file cannot be streamed; convert it once, without lowmem_load, by "
+            f"{name}: lowmem_load cannot read gguf_file; convert it once, without lowmem_load, by "
             f'model_class.from_pretrained(folder, gguf_file="{file}").save_pretrained(new_folder)'
         )
 

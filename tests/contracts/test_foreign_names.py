@@ -63,7 +63,7 @@ def test_names_are_once_in_the_table() -> None:
     assert len({str(name) for name in TABLE}) == len(TABLE)
 
 
-@pytest.mark.filterwarnings("error::lowmem_load.NotStreamedWarning")
+@pytest.mark.filterwarnings("error::lowmem_load.FallbackWarning")
 @pytest.mark.parametrize(
     "package", ["transformers", "torch", "deepspeed", "accelerate", "peft", "bitsandbytes", "diffusers"]
 )

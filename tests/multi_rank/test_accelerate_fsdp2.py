@@ -21,7 +21,7 @@ from packaging.version import Version
 from torch import nn
 
 import lowmem_load
-from lowmem_load import CheckpointError, NotStreamedWarning, RankError, UnsupportedError
+from lowmem_load import CheckpointError, FallbackWarning, RankError, UnsupportedError
 from lowmem_load.engines.mesh import local_tensor
 from lowmem_load.models.active import inside_load
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread
@@ -177,7 +177,7 @@ def compare(path: str, kinds: list[str]) -> None:
     start()
     sys.modules["axolotl.train"] = types.ModuleType("axolotl.train")
     sys.modules["axolotl.train"].materialize_trainable_meta_params = give_memory  # type: ignore[attr-defined]
-    warnings.simplefilter("error", NotStreamedWarning)
+    warnings.simplefilter("error", FallbackWarning)
     cases = [(kind, efficient) for kind in kinds for efficient in (True, False) if efficient or kind in NOT_EFFICIENT]
     for kind, efficient in cases:
         gc.collect()  # accelerate's functions stay replaced on a rank for as long as it has a lazy model

@@ -183,7 +183,7 @@ def load_all(path: str) -> None:
         assert kept.is_zero3()
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error", lowmem_load.NotStreamedWarning)
+        warnings.simplefilter("error", lowmem_load.FallbackWarning)
         for model in models():
             check(model, right)
             check_flags(model)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_load import NotStreamedWarning, UnsupportedError, install
+from lowmem_load import FallbackWarning, UnsupportedError, install
 from lowmem_load.integrations.install import uninstall
 from lowmem_load.load.plan_model import plan_sharded
 from tests.model_digest import differing, whole_tensors
@@ -92,12 +92,12 @@ def assert_own_save(model: Any, reference: Any, folder: Path) -> None:
         model.save_pretrained(folder / "ours", safe_serialization=False)
 
 
-def assert_left_to_stock(path: Path) -> None:
+def assert_falls_back(path: Path) -> None:
     """Assert that there is a warning of loads that diffusers does by itself; here they fail then."""
     flux, bnb = diffusers.FluxTransformer2DModel, diffusers.BitsAndBytesConfig(load_in_8bit=True)
-    with pytest.warns(NotStreamedWarning, match="from_single_file: not streamed"), pytest.raises(Exception):  # noqa: B017, PT011
+    with pytest.warns(FallbackWarning, match="from_single_file: lowmem_load cannot"), pytest.raises(Exception):  # noqa: B017, PT011
         flux.from_single_file(str(path / "diffusion_pytorch_model.safetensors"))
-    with pytest.warns(NotStreamedWarning, match="quantization_config"), pytest.raises(Exception):  # noqa: B017, PT011
+    with pytest.warns(FallbackWarning, match="quantization_config"), pytest.raises(Exception):  # noqa: B017, PT011
         flux.from_pretrained(path, quantization_config=bnb)
 
 
@@ -215,7 +215,7 @@ def load_in_script(folder: Path) -> None:
     assert load_report(model).read_bytes < 0.55 * all_bytes
     assert not differing(model, whole)
     assert_own_save(model, whole, folder / "zero3")
-    assert_left_to_stock(folder / "FluxTransformer2DModel")
+    assert_falls_back(folder / "FluxTransformer2DModel")
     deepspeed.initialize(model=with_lora, config=BF16)
     del alive
     uninstall()

@@ -170,7 +170,7 @@ def compare_prepared(path: str, packed: str) -> None:
         return peft.get_peft_model(model, lora)
 
     start()
-    warnings.simplefilter("error", lowmem_load.NotStreamedWarning)
+    warnings.simplefilter("error", lowmem_load.FallbackWarning)
     loads = [
         (path, {"quantization_config": quantization("nf4", double=True)}),
         (path, {"quantization_config": quantization("fp4", double=False)}),

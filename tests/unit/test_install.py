@@ -18,8 +18,8 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 from lowmem_load import (
     DistributedInterface,
+    FallbackWarning,
     LoadOrderWarning,
-    NotStreamedWarning,
     UnsupportedError,
     install,
     streaming,
@@ -103,9 +103,9 @@ def test_a_sharded_load_that_cannot_be_streamed_is_left_to_transformers(
         with pytest.raises(UnsupportedError, match="its memory is its own"):
             Unfillable.from_pretrained(llama, distributed_config=sharding)
         return
-    with pytest.warns(NotStreamedWarning, match="left to transformers: its memory is its own") as caught:
+    with pytest.warns(FallbackWarning, match="so transformers does: its memory is its own") as caught:
         model = Unfillable.from_pretrained(llama, distributed_config=sharding)
-    assert [warning.filename for warning in caught if warning.category is NotStreamedWarning] == [__file__]
+    assert [warning.filename for warning in caught if warning.category is FallbackWarning] == [__file__]
     uninstall()
     expected = LlamaForCausalLM.from_pretrained(llama).state_dict()
     assert all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items())

@@ -72,7 +72,7 @@ def test_a_plain_process_imports_only_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_an_ordinary_call_gets_what_was_taken_out_for_describing() -> None:
-    """A load that is left to stock under accelerate's FSDP2, which is described without `device_map`."""
+    """A load that the default loader does under accelerate's FSDP2, which is described without `device_map`."""
     call = TransformersCall(
         lambda *_, **kwargs: (nn.Linear(1, 1), kwargs), nn.Linear, ("folder",), {"device_map": "meta"}
     )

@@ -54,7 +54,7 @@ def test_a_name_that_is_meant_as_a_folder_never_reaches_the_hub(
 
 def test_a_format_of_which_every_rank_holds_all_is_refused(checkpoints: Path) -> None:
     refuse_gguf("model", {"gguf_file": None})
-    with pytest.raises(UnsupportedError, match=r'gguf_file cannot be streamed; .*gguf_file="x-q4.gguf"'):
+    with pytest.raises(UnsupportedError, match=r'cannot read gguf_file; .*gguf_file="x-q4.gguf"'):
         plan(builders.tiny_llama(checkpoints), Z3, rank=0, world_size=2, gguf_file="x-q4.gguf")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.errors import IncompatibleVersionError, NotStreamedWarning
+from lowmem_load.errors import FallbackWarning, IncompatibleVersionError
 from lowmem_load.foreign_names import ForeignName, Releases
 from lowmem_load.replaced import replaced
 
@@ -168,7 +168,7 @@ def test_what_an_optional_name_is_missing_for_is_said(module: Any) -> None:
     names = [theirs("base", loss="all is slow"), theirs("missing", loss="all is slow"), theirs("Base.method", loss="b")]
     expected = r"^torch \S+ lacks theirs.missing, so all is slow. lowmem_load was tested with torch 2.0.0 to 1000.1"
     block = replaced(dict.fromkeys(names, other))
-    with pytest.warns(NotStreamedWarning, match=expected) as seen:
+    with pytest.warns(FallbackWarning, match=expected) as seen:
         block.__enter__()
     assert module.base() == "base", "it is of no use alone"
     assert Base().method() == "other than base"
@@ -180,7 +180,7 @@ def test_a_call_that_does_not_fit_an_optional_handler_is_left_to_the_function(mo
     module.base = lambda first, step=0: f"base {first} {step}"
     with replaced({theirs("base", loss="all is slow"): lambda ordinary, first: f"other than {ordinary(first)}"}):
         assert module.base("a") == module.base(first="a") == "other than base a 0"
-        with pytest.warns(NotStreamedWarning, match=r"^theirs.base of torch \S+ is called .*step.*, so all is slow"):
+        with pytest.warns(FallbackWarning, match=r"^theirs.base of torch \S+ is called .*step.*, so all is slow"):
             assert module.base("a", step=3) == "base a 3"
 
 
