@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import mmap
 import re
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +61,10 @@ from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamSt
 with contextlib.suppress(ImportError):  # since 0.19 DeepSpeedConfig imports it, in the first load
     import deepspeed.module_inject.auto_ep_config
 
+
+MIN_REGISTERED_BYTES = 1 << 20
+"""From this size on, memory is mapped and registered with the device. torch rounds a pinned block up to a power of two,
+and never gives it back."""
 
 # Modules of DeepSpeed that keep buffers in fp32 and read expert_parallel.
 KEEPS_FP32 = "deepspeed.runtime.keep_in_fp32"
@@ -260,15 +266,41 @@ def _as_partition(memory: torch.Tensor, final_location: OffloadDeviceEnum | None
 
 
 def new_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return flat page-locked memory, uninitialized; ordinary memory if the accelerator is the CPU.
-
-    torch rounds a pinned block up to a power of two. DeepSpeed's own backend, which it takes with
-    DS_PIN_MEMORY_BACKEND=native, does not.
-    """
+    """Return flat page-locked memory, uninitialised; ordinary memory if the accelerator is the CPU."""
     accelerator = get_accelerator()
-    if hasattr(accelerator, "pin_empty"):  # which older releases lack
+    nbytes = numel * dtype.itemsize
+    if nbytes >= MIN_REGISTERED_BYTES and accelerator.device_name() != "cpu":
+        registered = _registered(accelerator, nbytes)
+        if registered is not None:
+            return registered.view(dtype)
+    if hasattr(accelerator, "pin_empty"):  # which older releases lack, like register_host_memory
         return accelerator.pin_empty(numel, dtype=dtype)
     return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=accelerator.device_name() != "cpu")
+
+
+def _registered(accelerator: Any, nbytes: int) -> torch.Tensor | None:
+    """Return bytes that are registered with the device until their last view is gone; None if it registers none."""
+    if not hasattr(accelerator, "register_host_memory"):
+        return None
+    # Pages of their own, since a page is registered once, at the start of a storage, where torch looks for pinned ones.
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    whole_pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        is_registered = accelerator.register_host_memory(memory.data_ptr(), whole_pages)
+    except RuntimeError:  # CUDA's raises where others return False
+        is_registered = False
+    if not is_registered:
+        return None
+    device, address = accelerator.current_device(), memory.data_ptr()
+    weakref.finalize(memory.untyped_storage(), _unregister, accelerator, device, address).atexit = False
+    return memory
+
+
+def _unregister(accelerator: Any, device: int, address: int) -> None:
+    with contextlib.suppress(RuntimeError):  # an error of earlier work on the device, which its caller gets as well
+        accelerator.synchronize(device)  # copies may still read it
+    accelerator.unregister_host_memory(address)
 
 
 # -- what the installed release lacks, most of which it would ignore without a word ----------------------------------

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowmem_load.engines.partition import MIN_REGISTERED_BYTES
 from lowmem_load.errors import RankError
 from lowmem_load.files.uploads import NUM_STREAMS, SLOT_BYTES
 from tests import builders
@@ -142,13 +144,24 @@ def test_all_entry_points_work_under_a_default_device_and_compile_nothing(
 
 
 def load_to_pinned_memory(path: str) -> None:
+    from tests.device.simulated import counters, reset
+
     offload = {"offload_param": {"device": "cpu", "pin_memory": True}}
     model = loaded(path, {**BF16, "zero_optimization": {"stage": 3, **offload}})
     counted = copies()
     sizes = [parameter.ds_tensor.nbytes for parameter in model.parameters()]
+    large = [size for size in sizes if size >= MIN_REGISTERED_BYTES]
+    assert 0 < len(large) < len(sizes)
     assert all(parameter.ds_tensor.is_pinned() for parameter in model.parameters())
-    assert counted["pinned memory asked for"] - sum(sizes) == 4 * SLOT_BYTES, "the ring, for the buffers"
+    rounded = sum(large) + len(large) * mmap.PAGESIZE
+    assert sum(large) <= counted["host memory registered"] <= rounded, "once, and not as a power of two"
+    ring_bytes = counted["pinned memory asked for"] - sum(sizes) + sum(large)
+    assert ring_bytes == 4 * SLOT_BYTES, "the ring, for the buffers"
     assert differences(model, ordinary(path, torch.bfloat16)) == []
+    reset()
+    del model
+    gc.collect()
+    assert counters()["host memory given back"][0] == len(large)
 
 
 def test_pinned_partitions_are_made_once(path: str) -> None:
@@ -163,6 +176,7 @@ def free_pinned_memory_too_early(path: str) -> bool:
     model = loaded(path, {**BF16, "zero_optimization": {"stage": 3, **offload}})
     partition = model.lm_head.weight.ds_tensor
     kept, there = partition.clone(), torch.empty(partition.numel(), dtype=partition.dtype, device="sim")
+    assert partition.nbytes >= MIN_REGISTERED_BYTES
     torch.accelerator.synchronize()
     set_speed(partition.nbytes / 0.5e9)  # half a second
     there.copy_(partition, non_blocking=True)
