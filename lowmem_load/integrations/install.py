@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from types import ModuleType
@@ -22,7 +23,7 @@ from torch import nn
 from lowmem_load import foreign_names
 from lowmem_load.config.settings import Partition, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.errors import RankError, UnsupportedError
+from lowmem_load.errors import LoadOrderWarning, RankError, UnsupportedError, outside_level
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations import accelerate
 from lowmem_load.integrations import diffusion as diffusers
@@ -31,7 +32,7 @@ from lowmem_load.load.load import Options, fall_back
 from lowmem_load.load.report import OnLoad
 from lowmem_load.load.request import make_load
 from lowmem_load.models import diffusion, loader
-from lowmem_load.models.active import active_zero3_config, deepspeed_config, load_lock
+from lowmem_load.models.active import active_zero3_config, deepspeed_config, load_lock, note_load, was_dropped
 from lowmem_load.models.loader import SHARDS, Call
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.replaced import Handlers, replaced, usable_names, warn_of_loss, warn_of_missing
@@ -105,7 +106,7 @@ def install(
     warning, which says what stays as it is without lowmem_load.
 
     Every rank emits a `LoadOrderWarning` if `deepspeed.initialize` under stage 3 gets a transformers model without
-    partitions, such as one that was loaded after its `HfDeepSpeedConfig` had been dropped.
+    partitions, or if a model loads after an `HfDeepSpeedConfig` was dropped that served no load.
     `warnings.simplefilter("error", LoadOrderWarning)` turns the warning into an error. A model for
     `lowmem_load.initialize(partition=...)` may have no partitions, and causes no warning.
 
@@ -160,6 +161,15 @@ def _load_by_active_config(call: Call, *, options: Options) -> tuple[nn.Module, 
 
 
 def _is_for_zero3(_: Mapping[str, Any]) -> bool:
+    if was_dropped():
+        text = (
+            "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded whole on every rank, not "
+            "into ZeRO-3 partitions; transformers holds the object weakly: keep it in a variable for as long as models "
+            "are loaded. If the load is meant to be an ordinary one, call "
+            "transformers.integrations.unset_hf_deepspeed_config() before it"
+        )
+        warnings.warn(text, LoadOrderWarning, stacklevel=outside_level())
+    note_load()
     return active_zero3_config() is not None
 
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -33,6 +34,30 @@ def active_zero3_config() -> Mapping[str, Any] | None:
         return None
     config: Mapping[str, Any] = alive.config
     return config
+
+
+_served: list[Any] = []
+"""transformers' weak reference to the last configuration that was active when a model was loaded."""
+
+
+def note_load() -> None:
+    """Remember that the active configuration, if there is one, has served a load."""
+    reference = _user_reference()
+    if reference is not None and reference() is not None:
+        _served[:] = [reference]
+
+
+def was_dropped() -> bool:
+    """Return whether the last `HfDeepSpeedConfig` died before it served a load."""
+    reference = _user_reference()
+    return reference is not None and reference not in _served and hf_deepspeed._hf_deepspeed_config_weak_ref() is None
+
+
+def _user_reference() -> Any:
+    """Return the weak reference to the last `HfDeepSpeedConfig` that the user made; None if there is none."""
+    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
+    reference = None if reference is None else inspect.unwrap(reference)
+    return reference if isinstance(reference, weakref.ReferenceType) else None
 
 
 @contextlib.contextmanager

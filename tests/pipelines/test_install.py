@@ -34,7 +34,7 @@ def order_warnings(call: Callable[[], Any]) -> tuple[Any, list[str]]:
 def follow(path: str) -> None:
     import deepspeed
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     import lowmem_load
     from lowmem_load.engines.parameters import is_partitioned
@@ -78,7 +78,14 @@ def follow(path: str) -> None:
     gc.collect()
     dropped, messages = order_warnings(load)
     assert partitioned(dropped) == {False}
-    assert messages == []
+    assert messages == [], "it served a load before"
+    HfDeepSpeedConfig(FP32)
+    gc.collect()
+    _, messages = order_warnings(load)
+    assert len(messages) == 1
+    assert "keep it in a variable" in messages[0]
+    unset_hf_deepspeed_config()
+    assert order_warnings(load)[1] == []
 
     def initialize(model: Any, config: dict[str, Any]) -> list[str]:
         engine, messages = order_warnings(lambda: deepspeed.initialize(model=model, config=config)[0])
@@ -90,7 +97,7 @@ def follow(path: str) -> None:
     messages = initialize(dropped, FP32)
     assert len(messages) == 1
     assert "every rank holds 0.1 MiB of it whole" in messages[0]
-    assert "keep it in a variable, then call from_pretrained" in messages[0]
+    assert "then call from_pretrained" in messages[0]
     _, messages = order_warnings(
         lambda: lowmem_load.initialize(load(), FP32, partition="model", optimizer=torch.optim.AdamW)
     )

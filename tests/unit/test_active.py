@@ -21,6 +21,7 @@ from lowmem_load.models.active import (
     ordinary_path,
     show_ds_config,
     transformers_models,
+    was_dropped,
 )
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
@@ -38,9 +39,16 @@ def no_config() -> Iterator[None]:
 def test_one_of_zero_3_is_active_while_it_is_kept() -> None:
     kept = HfDeepSpeedConfig(ZERO_3)
     assert active_zero3_config() is kept.config
+    assert not was_dropped()
     del kept
     gc.collect()
     assert active_zero3_config() is None
+    assert was_dropped()
+    kept = HfDeepSpeedConfig(ZERO_3)
+    unset_hf_deepspeed_config()
+    del kept
+    gc.collect()
+    assert not was_dropped()
 
 
 def test_the_last_one_counts() -> None:
