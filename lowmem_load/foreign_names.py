@@ -231,7 +231,7 @@ UNPACK_INT4 = _compressors("compressed_tensors.compressors.pack_quantized.base",
 # -- saves; the last three under `install`, where engines train --------------------------------------------------------
 
 _peft = functools.partial(ForeignName, PEFT, "peft.peft_model")
-_GATHERS = "gathers the weights, if the ds_config allows it"
+_DEFAULT_SAVE = "gathers the weights, if the ds_config allows it"
 _EMPTY = "save_pretrained writes partitioned parameters as empty tensors; call lowmem_load.save_model"
 
 WRITE_WEIGHTS = _modeling("safe_save_file")
@@ -244,7 +244,7 @@ SAVE_GENERATION_CONFIG = _transformers(
 )
 MODEL_SAVE = _modeling("PreTrainedModel.save_pretrained", _EMPTY)
 ADAPTER_SAVE = _peft("PeftModel.save_pretrained", _EMPTY)
-TRAINER_SAVE = _transformers("transformers.trainer", "Trainer.save_model", f"Trainer.save_model {_GATHERS}")
+TRAINER_SAVE = _transformers("transformers.trainer", "Trainer.save_model", f"Trainer.save_model {_DEFAULT_SAVE}")
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ PREPARE_FSDP2 = _accelerator("Accelerator._prepare_fsdp2", _READS_WHOLE)
 PREPARE_MODEL = (_fsdp_utils("fsdp2_prepare_model", _TIES), _accelerator("fsdp2_prepare_model", _TIES))
 SHARED_STATE = _state("AcceleratorState._shared_state", _UNNOTICED)
 """Looked at, and not replaced."""
-GET_STATE_DICT = _accelerator("Accelerator.get_state_dict", f"Accelerator.get_state_dict {_GATHERS}")
+GET_STATE_DICT = _accelerator("Accelerator.get_state_dict", f"Accelerator.get_state_dict {_DEFAULT_SAVE}")
 
 # -- diffusers ---------------------------------------------------------------------------------------------------------
 
