@@ -83,6 +83,8 @@ _NUMPY: list[Any] = [
 ]
 """What makes numpy's numbers and arrays, under the names of numpy 1 and 2."""
 
+_CODES = {code: np.dtype(code) for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")}
+"""Dtypes of numpy's numbers as pickles spell them, without the order of bytes: files of other machines are refused."""
 
 FP32 = "fp32"
 """Key of a parameter's values, beside the keys of the moments. Values of frozen parameters may have 16 bits."""
@@ -219,10 +221,13 @@ class ZeroCheckpoint:
     def param_groups(self) -> list[dict[str, Any]]:
         """The hyperparameters of each of the optimizer's groups."""
         groups = _base_optimizer(self.optimizer, self.folder).get("param_groups")
-        groups = groups if isinstance(groups, list) else [None]
-        if not all(isinstance(group, dict) and all(map(_is_setting, group.values())) for group in groups):
+        groups = (
+            groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else [{"": ...}]
+        )
+        found = [{key: _setting(value) for key, value in group.items()} for group in groups]
+        if not all(_is_setting(value) for group in found for value in group.values()):
             raise CheckpointError(f"{self.folder}: its optimizer's param_groups are not dicts of numbers and text")
-        return [dict(group) for group in groups]
+        return found
 
     @property
     def loss_scaler(self) -> tuple[str, dict[str, Any]]:
@@ -259,6 +264,23 @@ class ZeroCheckpoint:
             tree = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
         client_state = {key: value for key, value in tree.items() if key not in OF_DEEPSPEED}
         return copy.deepcopy((tree.get("lr_scheduler"), client_state))  # not mapped
+
+
+def _setting(value: Any) -> Any:
+    """Return a number of numpy, which functions of schedulers often return, as one of Python; other values as they are.
+
+    Protocol 2 of pickle, which torch.save uses, writes its bytes as text.
+    """
+    match value:
+        case Foreign(
+            name="numpy.core.multiarray.scalar" | "numpy._core.multiarray.scalar",
+            arguments=(
+                Foreign(name="numpy.dtype", arguments=(str(code), *_)),
+                Foreign(name="_codecs.encode", arguments=(str(text), "latin1")),
+            ),
+        ) if code in _CODES and len(text) == _CODES[code].itemsize:
+            return np.frombuffer(text.encode("latin1", "replace"), _CODES[code]).item()
+    return value
 
 
 def _is_setting(value: Any) -> bool:
