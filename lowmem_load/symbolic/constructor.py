@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -32,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 from lowmem_load.errors import UnsupportedError, listed
 from lowmem_load.files.format import CheckpointFile, CheckpointFormat
+from lowmem_load.files.memory import map_memory
 from lowmem_load.files.source import ByteSource
 from lowmem_load.planning.expression import Computed
 from lowmem_load.planning.regions import FlatRange
@@ -345,8 +345,7 @@ def _is_special(tensor: torch.Tensor) -> bool:
 
 def _make_zeros_apart(meta: torch.Tensor) -> torch.Tensor:
     """Return zeros of a meta tensor's shape, strides and dtype in memory of their own: see `APART_BYTES`."""
-    nbytes = meta.untyped_storage().nbytes()
-    flat = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    flat = map_memory(meta.untyped_storage().nbytes())
     return flat.view(meta.dtype).as_strided(meta.shape, meta.stride())
 
 
