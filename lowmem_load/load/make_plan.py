@@ -130,9 +130,7 @@ def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, l
     leaves = ex.leaves(expression)
     # Ranks agree on the whole expression; below, a rank may drop a cast of the loader for its own dtype.
     digest = fingerprint([_line(parameter, leaves), f"{layout.dtype} {layout.kind} {len(layout.regions)}"])
-    if (
-        is_recast and isinstance(expression, ex.Cast) and not layout.keeps_casts
-    ):  # the loader's own: DeepSpeed casts once
+    if is_recast and isinstance(expression, ex.Cast) and not layout.keeps_casts:  # the loader's: DeepSpeed casts once
         expression = expression.part
     stored = ex.cast(expression, layout.dtype)
     destinations = tuple(_destinations(planner, name, stored, layout))
