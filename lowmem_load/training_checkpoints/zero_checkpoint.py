@@ -220,12 +220,10 @@ class ZeroCheckpoint:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The hyperparameters of each of the optimizer's groups."""
-        groups = _base_optimizer(self.optimizer, self.folder).get("param_groups")
-        groups = (
-            groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else [{"": ...}]
-        )
-        found = [{key: _setting(value) for key, value in group.items()} for group in groups]
-        if not all(_is_setting(value) for group in found for value in group.values()):
+        groups: Any = _base_optimizer(self.optimizer, self.folder).get("param_groups")
+        is_list = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+        found = [{key: _setting(value) for key, value in group.items()} for group in groups] if is_list else []
+        if not is_list or not all(_is_setting(value) for group in found for value in group.values()):
             raise CheckpointError(f"{self.folder}: its optimizer's param_groups are not dicts of numbers and text")
         return found
 
