@@ -165,11 +165,13 @@ def _watched() -> Iterator[None]:
     if not _Watch.installed:
         sys.addaudithook(_audit)
         _Watch.installed = True
+    # A module that is imported late would be compiled into a file.
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     _Watch.active, _Watch.seen = True, None
     try:
         yield
     finally:
-        _Watch.active = False
+        _Watch.active, sys.dont_write_bytecode = False, before
         if _Watch.seen:
             raise Finding(_Watch.seen)
 
