@@ -100,6 +100,12 @@ def add_lora(model: nn.Module) -> nn.Module:
     return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
 
+def newest(folder: Path) -> Path:
+    """Return the last checkpoint that is complete: DCP writes its .metadata at the end."""
+    saved = [metadata.parent for metadata in folder.glob("step-*/.metadata")]
+    return max(saved, key=lambda each: int(each.name.partition("-")[2]))
+
+
 def main(argv: Sequence[str] | None = None) -> list[float]:
     """Train and save; return the loss of each step of this run."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -120,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     if options.resume:  # into a loaded model: buffers such as rotary frequencies are in no checkpoint
         state: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         state["step"] = 0
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=newest(folder))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         first_step = state["step"]
 
@@ -136,7 +142,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         losses.append(loss.item())
         if (step + 1) % options.save_steps == 0:
             state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-            dcp.save({**state, "step": step + 1}, checkpoint_id=folder)
+            # A folder for each save: a job that is killed while it saves still has the one before.
+            dcp.save({**state, "step": step + 1}, checkpoint_id=folder / f"step-{step + 1}")
 
     lowmem_load.save_model(model, Path(options.output, "final"))  # one Hugging Face folder
     return report(losses, model)
