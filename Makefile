@@ -69,8 +69,9 @@ help:
 
 setup: $(STAMP) $(EXTENSIONS)
 
-# Python compiles what it imports; pip would compile everything, which takes minutes.
+# Python compiles what it imports, once; pip would compile everything, which takes minutes.
 INSTALL := pip install --quiet --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
 # torch comes first and alone: this exact pin resolves to a CPU build where one is offered, and the second command then
 # keeps it. Asked for together with the rest, a CUDA build of several GB may win.
