@@ -7,6 +7,7 @@ function that takes a bucket.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -35,7 +36,8 @@ def push_weights(engine_or_model: nn.Module, client: Any, **keywords: Any) -> No
             an object with TRL's `update_named_params(metadata, named_params)` or `update_named_param(name, weights)`,
             such as its `VLLMClient`; or with SGLang's `update_weights_from_tensor(named_tensors, flush_cache=)`, such
             as its `Engine`. An object's `reset_prefix_cache()` or `flush_cache()` is called at the end, if it has one.
-            None on ranks that take no weights. If one rank has a client, the weights are sent to it alone, else to all.
+            Its calls return when they have ended; a coroutine is an error. None on ranks that take no weights. If one
+            rank has a client, the weights are sent to it alone, else to all.
         **keywords: bucket_bytes, dtype, names and merge_adapters, as for `iter_weights`.
 
     Collective: all ranks that hold the model.
@@ -66,7 +68,7 @@ def push_weights(engine_or_model: nn.Module, client: Any, **keywords: Any) -> No
 def _reset_cache(client: Any) -> None:
     reset = next((name for name in _RESETS if hasattr(client, name)), None)
     if reset is not None:
-        answer = getattr(client, reset)()
+        answer = _finished(getattr(client, reset)())
         if answer is False or getattr(answer, "success", True) is False:  # vLLM's and SGLang's
             raise ConfigError(
                 f"push_weights: client: {reset} failed, so what was computed with the old weights is used on; end all "
@@ -113,19 +115,29 @@ def hand_over(client: Any, sending: Sending, buckets: Iterator[Tensors]) -> None
         for _ in buckets:
             pass
     elif method == _OF_TRL:
-        client.update_named_params(metadata_of(sending), name_tensor_pairs(buckets))
+        _finished(client.update_named_params(metadata_of(sending), name_tensor_pairs(buckets)))
     elif method == _OF_OLD_TRL:
         for name, tensor in name_tensor_pairs(buckets):
-            client.update_named_param(name, tensor)
+            _finished(client.update_named_param(name, tensor))
             del tensor
     elif method == _OF_SGLANG:
         for bucket in buckets:
-            answer = client.update_weights_from_tensor(bucket, flush_cache=False)
+            answer = _finished(client.update_weights_from_tensor(bucket, flush_cache=False))
             if isinstance(answer, tuple) and not answer[0]:  # whether it succeeded, and a message
                 raise ConfigError(f"push_weights: client: {_OF_SGLANG} says: {answer[1]}")
     else:
         for bucket in buckets:
-            client(bucket)
+            _finished(client(bucket))
+
+
+def _finished(answer: Any) -> Any:
+    """Return what a client has answered, unless it has yet to do what it was asked for."""
+    if inspect.isawaitable(answer):
+        raise ConfigError(
+            f"push_weights: client: a call returned a {type(answer).__name__}, which nothing awaits, so its work may "
+            "never be done; pass a client whose calls return when they have ended, such as a function with asyncio.run"
+        )
+    return answer
 
 
 def metadata_of(sending: Sending) -> list[tuple[str, str, list[int]]]:

@@ -232,12 +232,19 @@ class Sending:
 
 @contextlib.contextmanager
 def delivery(sending: Sending) -> Iterator[Iterator[Tensors]]:
-    """Yield the buckets, all of which the block has to take. Collective: all ranks raise if one rank's block raises."""
+    """Yield the buckets, all of which the block has to take. Collective: all ranks raise if one rank's block raises.
+
+    A bucket is taken when the next one is asked for, or when its list has been emptied.
+    """
     buckets, failures = sending.buckets(), list[Exception]()
+    latest: Tensors = []
 
     def noted() -> Iterator[Tensors]:
+        nonlocal latest
         try:
-            yield from buckets
+            for bucket in itertools.chain(first, buckets):
+                latest = bucket
+                yield bucket
         except Exception as failure:
             failures.append(failure)
             raise
@@ -246,9 +253,10 @@ def delivery(sending: Sending) -> Iterator[Iterator[Tensors]]:
     with sending.ranks.step("handing out the weights"):
         # The first one is asked for here: an error before a generator has begun would not reach the other ranks.
         first = [bucket for bucket in (next(buckets, None),) if bucket is not None]
+        wanted = noted()
         try:
-            yield itertools.chain(first, noted())
-            if not failures and next(buckets, None) is not None:
+            yield wanted
+            if not failures and (latest or next(wanted, None) is not None):
                 raise ConfigError("the client did not take all of the weights")
         except BaseException as caught:
             if not failures:

@@ -46,6 +46,8 @@ class Taker:
         """Take all, or some."""
         if self.fails_after == 0:
             raise ConnectionError("the server is gone")
+        if self.takes == 0:
+            return
         for (name, dtype, shape), (given, tensor) in zip(metadata, named_params, strict=self.takes is None):
             assert (name, dtype, shape) == (given, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
             self.found[name] = tensor
@@ -119,6 +121,20 @@ class OfSglang:
         return SimpleNamespace(success=self.num_resets == 1)
 
 
+class Late:
+    """A client whose work begins when somebody awaits it; `name` is the method, "" the call itself."""
+
+    def __init__(self, name: str) -> None:
+        setattr(self, name or "function", self.coroutine)
+
+    async def coroutine(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Return what the function does, if it is to be called."""
+        return self.function(*args) if hasattr(self, "function") else None
+
+
 def iter_weights_of(model: Any, bucket_bytes: int) -> list[tuple[str, torch.Tensor]]:
     return [pair for bucket in iter_weights(model, bucket_bytes=bucket_bytes) for pair in bucket]
 
@@ -144,6 +160,11 @@ def push_all(path: str) -> None:
             push_weights(model, client if rank == 1 else None, bucket_bytes=some)
         assert (caught.value.__cause__ is not None) == (rank == 1)
         assert not client.num_resets
+    for takes in (0, 1, len(wanted) - 1):
+        for in_buckets in ({}, {"bucket_bytes": some}):
+            with pytest.raises(RankError, match=r"rank 1: .*did not take all of the weights"):
+                push_weights(model, Taker(takes=takes) if rank == 1 else None, **in_buckets)
+    push_weights(model, Taker(takes=len(wanted)) if rank == 1 else None)  # it does not ask for more
     client = Taker(fails_at_the_end=True)
     with pytest.raises(RankError, match=r"handing out the weights failed .*\n.*rank 1: .*the server says 500"):
         push_weights(model, client if rank == 1 else None, bucket_bytes=some)
@@ -153,6 +174,9 @@ def push_all(path: str) -> None:
             push_weights(model, clients.get(rank), bucket_bytes=some)
     with pytest.raises(RankError, match=r"rank 2: .*update_weights_from_tensor says: no such name"):
         push_weights(model, OfSglang((False, "no such name")) if rank == 2 else None, bucket_bytes=some)
+    for method in ("update_named_params", "update_named_param", "update_weights_from_tensor", "", "flush_cache"):
+        with pytest.raises(RankError, match=r"rank 2: .*a call returned a coroutine, which nothing awaits"):
+            push_weights(model, Late(method) if rank == 2 else None, bucket_bytes=some)
     busy = OfSglang()
     busy.num_resets = 1
     with pytest.raises(RankError, match=r"resetting the cache failed .*\n.*rank 2: .*flush_cache failed"):
@@ -351,6 +375,10 @@ def sync_as_trl(paths: dict[str, str]) -> None:
         broken = generation_of(model, rank, is_gone=True, **kind)
         with pytest.raises(RankError, match="rank 0: ConnectionError: refused"):
             broken.sync_weights()
+        hasty = generation_of(model, rank, **kind)
+        hasty.vllm_client = Taker(takes=3)
+        with pytest.raises(RankError, match=r"rank 0: .*did not take all of the weights"):
+            hasty.sync_weights()
         deepspeed.zero.GatheredParameters = stock_gather
         from lowmem_load.integrations.install import uninstall
 
