@@ -15,6 +15,7 @@ from torch import nn
 from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.engines.engine import PartitionedPart, optimizer_over, scheduler_class, whole_state_dict
+from lowmem_load.engines.engine_states import mark_unusable, mark_usable
 from lowmem_load.engines.zero3_target import mark
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.partial.replicated import (
@@ -69,10 +70,11 @@ class PartialEngine(Wrapper):
         with distributed.step("broadcasting the replicated part"):
             replicated.broadcast()
         trained = {name: p for name, p in replicated.parameters.items() if p.requires_grad}
+        groups = dict.fromkeys(trained, 0)
         if split is not None:
-            in_optimizer = {id(p) for group in split.optimizer.param_groups for p in group["params"]}
-            trained = {name: p for name, p in trained.items() if id(p) in in_optimizer}
-        replicated.train(trained, device)
+            groups = split.groups_of(self.module)
+            trained = {name: p for name, p in trained.items() if name in groups}
+        replicated.train(trained, groups, device)
         if trained and split is not None:
             replicated.optimizer = split.derive({id(p): replicated.masters[name] for name, p in trained.items()})
         elif trained:
@@ -234,6 +236,7 @@ class PartialEngine(Wrapper):
             load_module_only=load_module_only,
             trusted=trusted,
         )
+        mark_unusable(self.zero3)
         with distributed.step("loading", name=load_dir):
             self._replicated.load(state, optimizer=load_optimizer_states)
             if load_optimizer_states:
@@ -241,6 +244,7 @@ class PartialEngine(Wrapper):
                     group.update(options)
             if load_lr_scheduler_states and not load_module_only and None not in (self.lr_scheduler, state["schedule"]):
                 self.lr_scheduler.load_state_dict(state["schedule"])
+        mark_usable(self.zero3)
         return path, client_state
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:

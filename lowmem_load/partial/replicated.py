@@ -56,6 +56,7 @@ class ReplicatedPart:
         self.buffers = {name: b for name, b in model.named_buffers() if id(b) not in chosen_buffers}
         self.optimizer: torch.optim.Optimizer | None = None
         self.masters: dict[str, nn.Parameter] = {}  # what the optimizer updates, by name of the parameter
+        self.groups: Mapping[str, int] = {}  # numbers of the groups of what is trained, in the optimizer's order
         self._model = model
         self._slots: dict[str, _Slot] = {}
         self._hooks: list[Any] = []
@@ -77,12 +78,13 @@ class ReplicatedPart:
             comm.broadcast(values.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
             tensor.detach().copy_(values)
 
-    def train(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
-        """Take over the gradients of these parameters, which are distinct and on `device`."""
+    def train(self, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, int], device: torch.device) -> None:
+        """Take over the gradients of these parameters, which are distinct and on `device`; see `groups`."""
         wrong = [f"{name} ({p.dtype})" for name, p in parameters.items() if p.dtype not in _DTYPES]
         if wrong:
             raise ConfigError(f"{listed(wrong)}: replicated parameters are trained in float32, bfloat16 or float16")
         numels = [parameter.numel() for parameter in parameters.values()]
+        self.groups = groups
         self._flat = torch.zeros(sum(numels) + len(numels), device=device)
         self._gradients, self._counts = torch.split(self._flat, [sum(numels), len(numels)])
         for (name, p), piece in zip(parameters.items(), torch.split(self._gradients, numels), strict=True):
@@ -145,6 +147,7 @@ class ReplicatedPart:
         return {
             "masters": {name: master.detach() for name, master in self.masters.items()},
             "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
+            "groups": dict(self.groups),
         }
 
     def state(self, *, exclude_frozen: bool) -> dict[str, Any]:
@@ -179,6 +182,17 @@ class ReplicatedPart:
         different = sorted(set(state["whole"]["masters"]) ^ set(self._slots))
         if different:
             raise ConfigError(f"the checkpoint's replicated part trains other parameters: {listed(different)}")
+        if "groups" not in state["whole"] and list(state["whole"]["masters"]) != list(self.masters):
+            raise ConfigError(
+                "the checkpoint's optimizer does not name its parameters, as lowmem_load 0.3 saved it, and the order "
+                "of the model's parameters has changed since; pass load_optimizer_states=False"
+            )
+        for name, number in self._saved_groups(state).items():
+            if name in self.groups and self.groups[name] != number:
+                raise ConfigError(
+                    f"{name}: is in group {self.groups[name]} of the optimizer, and was in group {number} when the "
+                    "checkpoint was saved; give the optimizer the same groups, or pass load_optimizer_states=False"
+                )
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any], *, optimizer: bool) -> None:
@@ -192,8 +206,21 @@ class ReplicatedPart:
         if optimizer:
             self._publish()
             if self.optimizer is not None and state["whole"]["optimizer"] is not None:
-                self.optimizer.load_state_dict(state["whole"]["optimizer"])
+                self.optimizer.load_state_dict(self._in_own_order(state))
             self.clear()
+
+    def _saved_groups(self, state: Mapping[str, Any]) -> Mapping[str, int]:
+        """Return `groups` of a checkpoint. lowmem_load 0.3 saved none: its optimizers are loaded by position."""
+        groups: Mapping[str, int] = state["whole"].get("groups", self.groups)
+        return groups
+
+    def _in_own_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the saved state of the optimizer, which numbers the parameters in its order, in this one's order."""
+        saved = (name for name in self._saved_groups(state) if name in self.masters)
+        own = {name: number for number, name in enumerate(name for name in self.groups if name in self.masters)}
+        numbers = {number: own[name] for number, name in enumerate(saved)}
+        optimizer = state["whole"]["optimizer"]
+        return {**optimizer, "state": {numbers.get(key, key): value for key, value in optimizer["state"].items()}}
 
     def _persistent(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the tensors that checkpoints hold, by kind and name."""
@@ -301,6 +328,12 @@ class SplitOptimizer:
             )
         self.optimizer = optimizer
         self._derived: list[tuple[torch.optim.Optimizer, list[int]]] = []
+
+    def groups_of(self, model: nn.Module) -> dict[str, int]:
+        """Return the number of the group of each parameter of a model that is in one, by name, in their order."""
+        names = {id(p): name for name, p in model.named_parameters()}
+        groups = enumerate(self.optimizer.param_groups)
+        return {names[id(p)]: number for number, group in groups for p in group["params"] if id(p) in names}
 
     def derive(self, stands_for: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer | None:
         """Return an optimizer over tensors that stand for parameters, given by their ids; None if it holds none."""

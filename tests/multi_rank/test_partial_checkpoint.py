@@ -94,6 +94,57 @@ def test_resume_gives_the_same_losses_and_weights(checkpoints: Path, tmp_path: P
     run_ranks(resume, str(path), str(tmp_path), timeout_s=300)
 
 
+def other_order(model: nn.Module) -> list[dict[str, Any]]:
+    """The groups of `two_rates`, each with its parameters the other way round."""
+    return [{**group, "params": group["params"][::-1]} for group in two_rates(model)]
+
+
+def other_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The groups of `two_rates`, but one parameter of each part has moved."""
+    encoders, no_decay, decay = two_rates(model)
+    no_decay["params"] += [encoders["params"].pop(), decay["params"].pop()]
+    return [encoders, no_decay, decay]
+
+
+def resume_with_another_optimizer(path: str, folder: str) -> None:
+    """Rank function: the order of parameters in the optimizer does not matter, their groups do."""
+    engine = make_engine(path, CONFIG, groups=two_rates, schedule=halving)
+    train(engine, 0, 3)
+    engine.save_checkpoint(folder)
+    losses = train(engine, 3, 6)
+    engine.destroy()
+    engine = make_engine(path, CONFIG, groups=other_order, schedule=halving)
+    engine.load_checkpoint(folder)
+    assert train(engine, 3, 6) == losses
+    engine.destroy()
+    engine = make_engine(path, CONFIG, groups=other_groups, schedule=halving)
+    before = engine.consolidated_state_dict()
+    with pytest.raises(ConfigError, match=r"is in group 1 of the optimizer, and was in group [02] when"):
+        engine.load_checkpoint(folder)
+    assert_same_state(before, engine.consolidated_state_dict())
+    assert all(np.isfinite(train(engine, 0, 1)))
+    engine.destroy()
+
+    def refuse(_: Any) -> None:
+        if engine.zero3.global_rank:
+            raise OSError("of this rank alone")
+
+    engine = make_engine(path, CONFIG, groups=two_rates, schedule=halving)
+    engine.lr_scheduler.load_state_dict = refuse
+    with pytest.raises(RankError, match=r"rank 1: OSError: of this rank alone"):
+        engine.load_checkpoint(folder)
+    with pytest.raises(ConfigError, match="was loaded into this engine halfway"):
+        train(engine, 3, 4)
+    del engine.lr_scheduler.load_state_dict
+    engine.load_checkpoint(folder)
+    assert train(engine, 3, 6) == losses
+
+
+def test_resume_with_another_order_or_other_groups(checkpoints: Path, tmp_path: Path) -> None:
+    path = builders.tiny_llama(checkpoints, torch.float32)
+    run_ranks(resume_with_another_optimizer, str(path), str(tmp_path), timeout_s=200)
+
+
 def load_broken(path: str, folder: str) -> None:
     """Rank function: what is said of a folder without a checkpoint, and of one without the whole part."""
     from lowmem_load.training_checkpoints.zero_checkpoint import REPLICATED_FILE

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("lone_process")
 
 def part_of(model: nn.Module) -> ReplicatedPart:
     part = ReplicatedPart(model, {})
-    part.train(part.parameters, torch.device("cpu"))
+    part.train(part.parameters, dict.fromkeys(part.parameters, 0), torch.device("cpu"))
     return part
 
 
@@ -68,9 +68,40 @@ def test_state_goes_into_another_part() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other_model.parameters(), strict=True))
     with pytest.raises(ConfigError, match="has 1 parameter groups, this one 2"):
         other.check(state, strict=True, num_groups=2)
+    del state["whole"]["groups"]  # as lowmem_load 0.3 saved it
+    other.check(state, strict=True, num_groups=1)
+    masters = state["whole"]["masters"]
+    state["whole"]["masters"] = dict(reversed(masters.items()))
+    with pytest.raises(ConfigError, match="order of the model's parameters has changed"):
+        other.check(state, strict=True, num_groups=1)
     state["whole"]["masters"].pop("b.bias")
     with pytest.raises(ConfigError, match=r"other parameters: b\.bias"):
         other.check(state, strict=True, num_groups=1)
+
+
+def test_moments_go_by_name_and_groups_stay() -> None:
+    def part_with(*groups: tuple[str, ...]) -> ReplicatedPart:
+        model = two_layers()
+        part = ReplicatedPart(model, {})
+        split = SplitOptimizer(torch.optim.SGD([{"params": [part.parameters[n] for n in names]} for names in groups]))
+        part.train(part.parameters, split.groups_of(model), torch.device("cpu"))
+        part.optimizer = split.derive({id(p): p for p in part.masters.values()})
+        return part
+
+    saved = part_with(("a.weight", "b.weight"), ("a.bias", "b.bias"))
+    for number, master in enumerate(saved.masters.values()):
+        saved.optimizer.state[master]["momentum_buffer"] = torch.full_like(master, number)  # type: ignore[union-attr]
+    state = {**copy.deepcopy(saved.state(exclude_frozen=False)), "groups": [{}, {}]}
+    other = part_with(("b.weight", "a.weight"), ("b.bias", "a.bias"))
+    other.check(state, strict=True, num_groups=2)
+    other.load(state, optimizer=True)
+    for name in other.masters:
+        moments = [part.optimizer.state[part.masters[name]]["momentum_buffer"] for part in (saved, other)]  # type: ignore[union-attr]
+        assert torch.equal(*moments), name
+    other = part_with(("a.weight",), ("a.bias", "b.bias", "b.weight"))
+    with pytest.raises(ConfigError, match=r"b\.weight: is in group 1 of the optimizer, and was in group 0"):
+        other.check(state, strict=True, num_groups=2)
+    other.check(state, strict=True, num_groups=None)
 
 
 def test_dtypes_are_checked() -> None:
