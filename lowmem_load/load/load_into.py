@@ -44,7 +44,7 @@ from lowmem_load.models.model_folder import find_folder, hub_keywords, rename_lo
 from lowmem_load.models.modules import Build, BuiltModelCall, ModuleCall, Rename, stand_in_for
 from lowmem_load.models.quantizers import packed_format
 from lowmem_load.models.skeleton import FILE_KEYWORDS, blocks, filled_by, hand_over, is_kept_on_host, refuse_parted
-from lowmem_load.models.wrappers import named_tensors, plain_modules, plain_name
+from lowmem_load.models.wrappers import extra_states, named_tensors, plain_modules, plain_name
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
 from lowmem_load.symbolic.constructor import Constructor
@@ -142,6 +142,8 @@ class IntoModule:
     ) -> None:
         self._name, self._kwargs, self._dtype, self._auto_class = name_text(name), kwargs, dtype, auto_class
         self._of_names = {"rename": rename, **of_names}
+        if isinstance(leave, str):
+            raise ConfigError(f"leave: {leave!r} is one name; pass a collection of names, such as [{leave!r}]")
         self.model, self.left = module, set(leave)
         self.is_by_names = rename is not None or not transformers_models(module)
         if self.is_by_names:
@@ -219,19 +221,27 @@ def _transformers_model(model: nn.Module) -> nn.Module:
 
 
 def _left(model: nn.Module, plain: nn.Module, leave: Collection[str]) -> set[str]:
-    """Return which tensors of the transformers model the caller fills. Raise unless he fills all that is beside it."""
+    """Return which parts of the transformers model the caller fills. Raise unless he fills all that is beside it."""
     prefix = next(name for name, module in plain_modules(model).items() if module is plain)
-    inside = {id(named.tensor) for named in named_tensors(plain)}
-    named = {named.name: id(named.tensor) in inside for named in named_tensors(model)}
+    inner, outer = _parts(plain), _parts(model)
+    known = {**inner, **outer}  # a name may be one of either model
     left = {plain_name(model, name) for name in leave}
-    if lost := sorted(name for name, is_inside in named.items() if not is_inside and name not in left):
+    if unknown := sorted(left - known.keys()):
+        raise ConfigError(f"leave: the module has no parameter or buffer {listed(unknown)}")
+    inside = {id(part) for part in inner.values()}
+    tensors = {name: part for name, part in outer.items() if isinstance(part, torch.Tensor)}
+    if lost := sorted(name for name, tensor in tensors.items() if id(tensor) not in inside and name not in left):
         raise ConfigError(
             f"{type(model).__name__}: this load fills the {type(plain).__name__} at {prefix!r}, and not {listed(lost)} "
             "beside it; fill these yourself and name them in leave, or call load_into for that model alone"
         )
-    # A name may be one of either model.
-    inner = {name.removeprefix(f"{prefix}.") if prefix else name for name in left if named.get(name, False)}
-    return inner | (left - named.keys())
+    parts_left = {id(known[name]) for name in left}
+    return {name for name, part in inner.items() if id(part) in parts_left}
+
+
+def _parts(model: nn.Module) -> dict[str, torch.Tensor | nn.Module]:
+    """Return the parameters and buffers, and the modules that take an extra state, by the names of these in files."""
+    return {**{named.name: named.tensor for named in named_tensors(model)}, **extra_states(model)}
 
 
 # -- loads -------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from lowmem_load.models.model_folder import FILE_KEYWORDS, files_of
 from lowmem_load.models.skeleton import hand_over
 from lowmem_load.models.wrappers import (
     copied,
+    extra_states,
     named_modules,
     named_tensors,
     plain_modules,
@@ -32,7 +33,7 @@ from lowmem_load.models.wrappers import (
 )
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.symbolic.attributes import EXTRA_STATE, hand_over_attributes, hand_over_extra_states
+from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
 from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.initialise import CPU
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -134,21 +135,17 @@ class ModuleCall(Call):
 
     def _set_extra_states(
         self, model: nn.Module, tensors: dict[str, torch.Tensor], context: Context
-    ) -> tuple[set[str], set[str]]:
+    ) -> tuple[Collection[str], set[str]]:
         """Give modules their extra states out of the tensors. Return the names of these, and those in no file."""
-        names: set[str] = set()
-        absent: set[str] = set()
-        for prefix, module in named_modules(model):
-            if type(module).set_extra_state is nn.Module.set_extra_state:
-                continue
-            names.add(name := f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE)
+        states, absent = extra_states(model), set[str]()
+        for name, module in states.items():
             if name not in tensors:
                 absent |= {name} - self._leave
             elif name not in self._leave:
                 tensor = tensors.pop(name)
                 assert isinstance(tensor, SymbolicTensor)
                 module.set_extra_state(context.read_now(tensor.expression, "set_extra_state"))
-        return names, absent
+        return states.keys(), absent
 
     def _split(
         self, model: nn.Module, slots: list[ModuleTensor], states: Collection[str]

@@ -15,6 +15,7 @@ from torch import nn
 
 from lowmem_load.errors import CheckpointError, listed
 from lowmem_load.planning.proof import prove_names
+from lowmem_load.symbolic.attributes import EXTRA_STATE
 
 _WRAPPERS = {
     "_orig_mod": ("torch._dynamo", "OptimizedModule"),
@@ -66,6 +67,15 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def plain_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules by their plain names: what is wrapped, not its wrapper."""
     return dict(named_modules(model))
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that take an extra state, by the names that checkpoints give these."""
+    return {
+        f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE: module
+        for name, module in named_modules(model)
+        if type(module).set_extra_state is not nn.Module.set_extra_state
+    }
 
 
 Path: TypeAlias = tuple[tuple[str, bool], ...]

@@ -340,6 +340,8 @@ def fill_beside_others(path: str) -> None:
             ConfigError, match=f"VisionLanguage: .* LlamaForCausalLM at 'llm', and not {lost} beside it"
         ):
             load_into(model, path, leave=leave)
+    with pytest.raises(ConfigError, match=r"leave: .* lm_head"):
+        load_into(model, path, leave=[*beside, "lm_head.weigth"])
     assert all(bool((tensor.to_local() == 7).all()) for tensor in model.parameters()), "nothing is filled"
 
     head = "lm_head.weight"
