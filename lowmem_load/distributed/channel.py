@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 BEAT_S = 1.0  # seconds between heartbeats
 POLL_S, POLL_GROWTH = 0.001, 1.05  # seconds before a waiting rank looks, for each 16 ranks; how later pauses grow
 NOTICE_S = 30.0  # that a rank waits before it says for whom; before each further line it waits twice as long
+KEPT = 64  # last verdicts that stay: a rank in a loop that others have left may come to one much later
 FAREWELL_S = 2.0  # seconds that the leader waits for who has to read its last verdict: the store may end with it
 MAX_SHOWN = 4  # absent ranks of which a line says what they do
 
@@ -56,7 +57,7 @@ class Group:
     members: tuple[int, ...]  # as ranks in the world
     number: int = 0  # of the next step
     num_loops: int = 0
-    read: list[str] = field(default_factory=list)  # of the leader: keys of verdicts, until all members have read them
+    read: list[str] = field(default_factory=list)  # of the leader: keys of verdicts that it needs no more
 
     @property
     def key(self) -> str:
@@ -243,8 +244,8 @@ class StoreChannel:
         if not place.entry.title:
             verdict = self._decide(place.key, Verdict([(self.rank, place.entry.error or "")]))
         elif len(entries) == len(place.group.members):
-            while read:  # all have read them before they came here
-                self._store.delete_key(read.pop())
+            while len(read) > KEPT:
+                self._store.delete_key(read.pop(0))
             verdict = self._decide(place.key, peers.verdict_on(entries, place.title))
         else:
             verdict = peek(self._store, place.key)

@@ -268,7 +268,7 @@ class DistributedInterface(RankGroup):
         env_set = environment.set_missing({"LOCAL_RANK": local_rank})
         try:
             choose_device()
-        except ConfigError as error:
+        except BaseException as error:  # also of a driver: the others must hear of it
             environment.unset(env_set)
             self.abort("DistributedInterface", error)
             raise

@@ -61,6 +61,7 @@ class SideGroup:
         self._limit = timedelta(seconds=self._limits.gone_s)
         self._is_own = not self.gathers and not ranks.is_fake
         self._group: Any = None if self._is_own else ranks.group or default_group()
+        self._store: Any = None  # in which the members of an own group have found each other
         self.num_waits = 0
         self._works: list[Any] = []  # of torch, that have begun
         self._waits: list[tuple[Callable[[], bool], Callable[[], Any]]] = []  # whether one is over; what it came to
@@ -80,8 +81,8 @@ class SideGroup:
             self._group = made.result()
 
     def _of_gloo(self, name: str) -> Any:
-        store = dist.PrefixStore(f"lowmem_load/side/{name}", default_store())  # type: ignore[attr-defined]
-        return dist.ProcessGroupGloo(store, self.place, len(self._members), self._limit)
+        self._store = dist.PrefixStore(f"lowmem_load/side/{name}", default_store())  # type: ignore[attr-defined]
+        return dist.ProcessGroupGloo(self._store, self.place, len(self._members), self._limit)
 
     def broadcast(self, memory: torch.Tensor, place: int) -> None:
         """Begin to send contiguous memory from the member at `place` to the same memory of all others."""
@@ -153,6 +154,9 @@ class SideGroup:
         with contextlib.suppress(Exception):
             self._wait(check)
         self._works, self._waits, self._group = [], [], None
+        if (store := self._store) is not None:  # all have connected, or raise at the end of that step
+            # Source: torch 2.13 ProcessGroupGloo.cpp and gloo's rendezvous/context.cc, which leave the key there.
+            _in_thread("lowmem_load-forget", lambda: store.delete_key(f"0/{self.place}"))
 
     def _wait(self, check: Callable[[], None]) -> None:
         works, group, self._works = self._works, self._group, []

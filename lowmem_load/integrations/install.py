@@ -22,7 +22,9 @@ from torch import nn
 
 from lowmem_load import foreign_names
 from lowmem_load.config.settings import Partition, read_settings
+from lowmem_load.distributed.environment import has_group
 from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import LoadOrderWarning, RankError, UnsupportedError, outside_level
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations import accelerate
@@ -178,8 +180,10 @@ def _load_sharded(call: loader.TransformersCall, *, options: Options) -> tuple[n
     from lowmem_load.load.load_into import shards_filled
 
     random_state = torch.get_rng_state()
+    # An error of one rank, such as a folder that it lacks, is one of all. Without a group, transformers makes one.
+    session = RankGroup(None).session(f"the load of {call.name}") if has_group() else contextlib.nullcontext()
     try:
-        with shards_filled(call.path, call.kwargs, options):
+        with session, shards_filled(call.path, call.kwargs, options):
             return call.run()
     except UnsupportedError as error:  # on all ranks: what one alone raises is a RankError
         if not options.is_lenient:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -50,6 +51,7 @@ def push_weights(engine_or_model: nn.Module, client: Any, **keywords: Any) -> No
     ranks = ranks_of(unwrapped(engine_or_model))
     with ranks.step("finding who takes the weights") as step:
         step.payload = True if client is not None else None
+        arguments = Arguments(to="all", **keywords)
         if client is not None and not callable(client) and _method_of(client) is None:
             raise ConfigError(
                 f"push_weights: client: a {type(client).__name__} is no function and has none of {', '.join(_METHODS)}"
@@ -58,7 +60,7 @@ def push_weights(engine_or_model: nn.Module, client: Any, **keywords: Any) -> No
     if not takers:
         raise ConfigError("push_weights: client: no rank has one")
     to: int | Literal["all"] = takers[0] if len(takers) == 1 else "all"
-    sending = plan_weights(engine_or_model, Arguments(to=to, **keywords))
+    sending = plan_weights(engine_or_model, replace(arguments, to=to))
     with delivery(sending) as buckets:
         hand_over(client, sending, buckets)
     with ranks.step("resetting the cache"):

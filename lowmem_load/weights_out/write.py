@@ -108,9 +108,8 @@ def write(
     `describe` gets an empty folder of this rank's own, to which it writes all files that have no weights. `arguments`
     have to be equal on all ranks. `title` says what is done, in errors.
     """
-    report = SaveReport(os.fspath(folder), rank=ranks.rank, world_size=ranks.world_size)
     with ranks.session(title), tempfile.TemporaryDirectory(prefix="lowmem_load-") as made:
-        scratch = Path(made)
+        scratch, report = Path(made), SaveReport(os.fspath(folder), rank=ranks.rank, world_size=ranks.world_size)
         with ranks.step("planning the save", name=report.folder) as step, report.phase("plan"):
             target = folders.find_target(report.folder)
             weights = describe(scratch)

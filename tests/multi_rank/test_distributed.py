@@ -84,6 +84,29 @@ def test_one_group_for_all_packages(maker: str) -> None:
     run_ranks(_adopt, maker)
 
 
+def _adopt_without_a_device() -> None:
+    """Rank function: a driver's error of rank 1 is one of rank 0's next step, too."""
+    import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
+
+    def fail(_: int) -> None:
+        raise RuntimeError("out of memory")
+
+    dist.init_process_group("gloo")
+    is_failing = dist.get_rank() == 1
+    began_s = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if is_failing:
+            patch.setattr(get_accelerator(), "set_device", fail)
+        with pytest.raises(RuntimeError if is_failing else RankError, match="out of memory"):
+            _step()  # which makes an interface first
+    assert time.monotonic() - began_s < 10, "rank 0 does not wait for rank 1"
+
+
+def test_a_device_that_fails_on_one_rank_is_an_error_of_all() -> None:
+    run_ranks(_adopt_without_a_device)
+
+
 def _adopt_two_hosts() -> tuple[int, int]:
     import socket
 

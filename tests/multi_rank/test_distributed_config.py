@@ -1,15 +1,26 @@
 """Models that transformers shards by a `DistributedConfig`, or FSDP2 over a mesh: as after a plain load."""
 
 import inspect
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 import lowmem_load
-from lowmem_load import ConfigError, UnsupportedError, install, load_model, load_report, plan
+from lowmem_load import (
+    CheckpointError,
+    ConfigError,
+    RankError,
+    UnsupportedError,
+    install,
+    load_model,
+    load_report,
+    plan,
+)
 from lowmem_load.integrations.install import uninstall
 from tests import builders
 from tests.model_digest import differing
@@ -131,6 +142,14 @@ def load_installed(path: str) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(path)
     assert differing(model, reference) == []
     assert seen == [load_report(model)]
+    lowmem_load.install()
+    began_s = time.monotonic()
+    with pytest.raises(RankError if dist.get_rank() else CheckpointError, match="absent"):
+        transformers.MixtralForCausalLM.from_pretrained(
+            path if dist.get_rank() else f"{path}/absent", distributed_config=DistributedConfig(fsdp_size=2)
+        )
+    assert time.monotonic() - began_s < 10, "no rank waits for rank 0"
+    lowmem_load.integrations.install.uninstall()
 
 
 def test_install_takes_sharded_loads(checkpoints: Path) -> None:

@@ -198,6 +198,10 @@ def push_all(path: str) -> None:
         push_weights(model, None)
     with pytest.raises(RankError, match=r"rank 0: ConfigError: push_weights: client: a object is no function"):
         push_weights(model, object() if rank == 0 else None)
+    began_s = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 0: TypeError: .*bucket_byte"):
+        push_weights(model, print, **({} if rank else {"bucket_byte": 1}))
+    assert time.monotonic() - began_s < 10, "no rank waits for rank 0"
     push_weights(model, (final := Taker()), bucket_bytes=1)
     assert_equal(final.found, wanted, "at the end")
 

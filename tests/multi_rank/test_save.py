@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -243,6 +244,10 @@ def fail_together(path: str, out: str) -> None:
     folders.PROBE = ".lowmem_load_probe"
     with pytest.raises(RankError, match=r"rank 1: holds max_shard_size '31KB', where rank\(s\) 0 hold '30KB'"):
         save_model(model, target, max_shard_size=f"{30 + rank}KB")
+    began_s = time.monotonic()
+    with pytest.raises(RankError if rank == 0 else TypeError, match="NoneType"):
+        save_model(model, target if rank == 0 else None)  # type: ignore[arg-type]
+    assert time.monotonic() - began_s < 10, "rank 0 does not wait for rank 1"
     with pytest.raises(ConfigError, match="state_dict: not among the keywords"):
         save_model(model, target, state_dict={})
     for dtype in (torch.int8, torch.float8_e4m3fn, "float32"):
