@@ -27,7 +27,9 @@ from lowmem_load.errors import (
     ConfigError,
     LowMemLoadError,
     ModelBuildError,
+    UnsupportedError,
     error_text,
+    listed,
 )
 from lowmem_load.files.format import CheckpointFile, CheckpointFormat
 from lowmem_load.files.index import check_files, check_index
@@ -47,10 +49,11 @@ from lowmem_load.models.model_folder import (
 )
 from lowmem_load.models.quantizers import described_quantizers
 from lowmem_load.models.wrappers import refuse_differences
+from lowmem_load.planning.expression import Computed, leaves
 from lowmem_load.replaced import Handler, Handlers, replaced
 from lowmem_load.symbolic.attributes import EXTRA_STATE
 from lowmem_load.symbolic.constructor import META, Constructor, Context
-from lowmem_load.symbolic.initialise import ReadNow
+from lowmem_load.symbolic.initialise import UNINITIALISED, ReadNow
 from lowmem_load.symbolic.lazy import assigned_data_is_real
 from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
 
@@ -203,7 +206,7 @@ class TransformersCall(Call):
             files_explained(self.path, subfolder),
         ):
             try:
-                return self._run(kwargs) if context.weights is None else self._run_on(context.weights, kwargs)
+                model, info = self._run(kwargs) if context.weights is None else self._run_on(context.weights, kwargs)
             except RuntimeError as error:
                 # Source: transformers 5.24 `loading_report.py`.
                 if re.search("ignore_mismatched_sizes|size mismatch for ", str(error)) is None:
@@ -213,6 +216,26 @@ class TransformersCall(Call):
                     f"{self._cls.__name__}; transformers' report above names them. Correct config.json, or pass "
                     "ignore_mismatched_sizes=True to leave them out"
                 ) from error
+        if self._from_config is not None:
+            _refuse_unset(model)
+        return model, info
+
+
+def _refuse_unset(model: nn.Module) -> None:
+    """Raise for a model of no files in which `_init_weights` leaves parameters alone: a constructor makes no values."""
+    if unset := [
+        name
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, SymbolicTensor)
+        and any(
+            isinstance(leaf, Computed) and leaf.operation == UNINITIALISED
+            for leaf in leaves(parameter.initialised or parameter.expression)
+        )
+    ]:
+        raise UnsupportedError(
+            f"from_config: _init_weights of {type(model).__name__} sets no value for {listed(unset)}, and lowmem_load "
+            "does not keep those of the constructor. Set them in _init_weights, or build the model without lowmem_load"
+        )
 
 
 def _load_adapter(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:

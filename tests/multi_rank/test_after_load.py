@@ -106,3 +106,36 @@ def from_config() -> list[float]:
 def test_from_config_is_random_partitioned_and_equal_on_all_ranks() -> None:
     first, second = run_ranks(from_config, timeout_s=120)
     assert first == second
+
+
+def build_from_own_constructor() -> None:
+    """Rank function: a parameter that `_init_weights` does not know keeps the constructor's value, or is an error."""
+    import deepspeed
+    from transformers import LlamaConfig, PreTrainedModel
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from lowmem_load import DistributedInterface, FallbackWarning, UnsupportedError, install, streaming
+
+    class Scaled(PreTrainedModel):
+        config_class = LlamaConfig
+
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.linear = torch.nn.Linear(4, 4)
+            self.gamma = torch.nn.Parameter(torch.full((4,), 0.5))
+            self.post_init()
+
+    DistributedInterface()
+    with pytest.raises(UnsupportedError, match="_init_weights of Scaled sets no value for gamma, "), streaming(FP32):
+        Scaled._from_config(LlamaConfig())
+    config = HfDeepSpeedConfig(FP32)
+    install()
+    with pytest.warns(FallbackWarning, match="_init_weights of Scaled"):
+        model = Scaled._from_config(LlamaConfig())
+    with deepspeed.zero.GatheredParameters([model.gamma]):
+        assert model.gamma.tolist() == [0.5] * 4
+    del config
+
+
+def test_from_config_keeps_what_a_constructor_sets() -> None:
+    run_ranks(build_from_own_constructor)
