@@ -63,16 +63,18 @@ class ShardedModel:
             names = [name for name in group if name in self.parameters]
             for name in names:
                 if self.is_skeleton and self.parameters[name] is not self.parameters[names[0]]:
-                    # Nothing reads into the memory of the second one, which goes with it.
-                    del self._shards[id(self.parameters[name])]
+                    # Nothing reads into the memory of the second one, which goes with it. A module that is in several
+                    # places has the parameter under several names.
+                    self._shards.pop(id(self.parameters[name]), None)
                     owner, _, last = name.rpartition(".")
                     setattr(self.model.get_submodule(owner), last, self.parameters[names[0]])
                     self.parameters[name] = self.parameters[names[0]]
                 other = users.setdefault(id(self.parameters[name]), name)
                 if other not in names:
                     raise CheckpointError(
-                        f"{other} and {name}: the model has one parameter for both, but their tensors in the files "
-                        "differ, and an ordinary load keeps both. Give each a parameter before you shard the model: "
+                        f"{other} and {name}: the model has one parameter for both, but an ordinary load gives each "
+                        "its own: their tensors in the files differ, or the class does not declare the tie in "
+                        "_tied_weights_keys. Give each a parameter before you shard the model: "
                         f"set tie_word_embeddings=False in its configuration, or {name} to "
                         "nn.Parameter(torch.empty_like(...)); load_model with the mesh does so by itself"
                     )

@@ -52,6 +52,8 @@ def filled_by(fill: Fill) -> Iterator[None]:
                 # The skeleton shards the modules that it is given, so the other model gets its own.
                 keywords.update(tree_map_only(nn.Module, copy.deepcopy, named))
             ordinary(model, config, *args, **kwargs)
+            if type(model) is cls:
+                untie(model)
 
         return [*ordinary(cls, *args, **kwargs), replaced({foreign_names.MODEL_INIT.of(cls): init})]
 
@@ -90,6 +92,17 @@ def filled_by(fill: Fill) -> Iterator[None]:
         building.enter_context(replaced(building_handlers(Constructor())))
         building.enter_context(replaced({foreign_names.GET_INIT_CONTEXT: init_contexts}))
         yield
+
+
+def untie(skeleton: nn.Module) -> None:
+    """Give each place of a parameter one of its own. Which of them are one after all, the load of the model says."""
+    seen: set[int] = set()
+    for module in skeleton.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in seen:
+                made = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
+                setattr(module, name, made)
+            seen.add(id(parameter))
 
 
 def ties_kept() -> contextlib.AbstractContextManager[None]:

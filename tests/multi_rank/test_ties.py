@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 
 import lowmem_load
 from lowmem_load import CheckpointError, load_into, load_model, load_report, plan, save_model
+from lowmem_load.load.plan_model import plan_sharded
 from lowmem_load.symbolic.lazy import is_unread
 from tests import builders
 from tests.model_digest import differing
@@ -124,3 +126,87 @@ def prepare_all(paths: dict[str, str], folder: str) -> None:
 def test_what_accelerate_ties_by_the_config_stays_apart(checkpoints: Path, tmp_path: Path, name: str) -> None:
     path = getattr(builders, f"tiny_{name}")(checkpoints)
     run_ranks(prepare_all, {name: str(path)}, str(tmp_path), env=ENVIRONMENT, timeout_s=300)
+
+
+# -- parameters that a constructor shares ------------------------------------------------------------------------------
+
+
+class Shared(transformers.PreTrainedModel):
+    """One embedding in two places, both of which the class ties to a third."""
+
+    config_class = transformers.LlamaConfig
+    _tied_weights_keys = {"enc.embed.weight": "shared.weight", "dec.embed.weight": "shared.weight"}  # noqa: RUF012
+    files = ("shared.weight",)
+
+    def __init__(self, config: transformers.LlamaConfig) -> None:
+        super().__init__(config)
+        self.shared, embed = nn.Embedding(8, 8), nn.Embedding(8, 8)
+        self.enc, self.dec = nn.ModuleDict({"embed": embed}), nn.ModuleDict({"embed": embed})
+        self.post_init()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.dec["embed"](tokens)
+        return embedded @ self.shared.weight.T
+
+
+class Undeclared(transformers.PreTrainedModel):
+    """One parameter in two places, which the class does not say: an ordinary load gives each place its own."""
+
+    config_class = transformers.LlamaConfig
+    files: tuple[str, ...] = ("a.weight", "b.weight")
+
+    def __init__(self, config: transformers.LlamaConfig) -> None:
+        super().__init__(config)
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.b.weight = self.a.weight
+        self.post_init()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.b(self.a.weight[tokens])
+        return hidden
+
+
+class OneFile(Undeclared):
+    """The files have one of both: the other is drawn."""
+
+    files = ("a.weight",)
+
+
+SHARING: tuple[type, ...] = (Shared, Undeclared, OneFile)
+
+
+def sharing_folder(cls: type, folder: str) -> str:
+    path = Path(folder, cls.__name__)
+    config = transformers.LlamaConfig(hidden_size=8, num_attention_heads=2, vocab_size=8, tie_word_embeddings=True)
+    config.save_pretrained(path)
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(8, 8) for name in cls.files}  # type: ignore[attr-defined]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
+
+
+def load_sharing(folder: str) -> list[int]:
+    """Rank function: over a mesh as in an ordinary load; a forward, too. Returns what the loads have read."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, tokens, costs = init_device_mesh("cpu", (start(),)), torch.arange(8), []
+    for cls in SHARING:
+        path = f"{folder}/{cls.__name__}"
+        torch.manual_seed(torch.distributed.get_rank() or 7)  # rank 0's counts
+        model = load_model(path, mesh, auto_class=cls, dtype=torch.float32)
+        torch.manual_seed(7)
+        reference = cls.from_pretrained(path, dtype=torch.float32)  # type: ignore[attr-defined]
+        assert differing(model, reference) == [], cls
+        assert len(list(model.parameters())) == len(list(reference.parameters())), cls
+        torch.testing.assert_close(model(tokens), reference(tokens))
+        costs.append(load_report(model).read_bytes)
+    return costs
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_constructor_shares_is_as_after_an_ordinary_load(tmp_path: Path) -> None:
+    paths = {sharing_folder(cls, str(tmp_path)): cls for cls in SHARING}
+    for rank, costs in enumerate(run_ranks(load_sharing, str(tmp_path), timeout_s=120)):
+        for (path, cls), cost in zip(paths.items(), costs, strict=True):
+            planned = plan_sharded(path, (2,), rank=rank, world_size=2, auto_class=cls, dtype=torch.float32)
+            assert planned.costs.read_bytes == cost, cls
