@@ -149,9 +149,9 @@ def local_shard(name: str, tensor: torch.Tensor, *, needs_memory: bool) -> tuple
             )
     if local.is_meta and needs_memory:
         raise UnsupportedError(f"{name}: has no memory (meta device); call model.to_empty(device=...) first")
-    if not local.is_contiguous():
+    if needs_memory and not local.is_contiguous():
         raise UnsupportedError(f"{name}: its memory is not contiguous; set its data to data.contiguous()")
-    return grid, local.view(-1)
+    return grid, local.reshape(-1)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

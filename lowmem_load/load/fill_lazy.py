@@ -166,7 +166,10 @@ def _make_ordinary(parameter: LazyTensor, *, has_values: bool) -> None:
 
 
 def allocate_shards(model: nn.Module, device: torch.device) -> None:
-    """Do what `to_empty` does, keep ties (it makes several parameters of a tied one), and name a shortage of memory."""
+    """Do what `to_empty` does, and name a shortage of memory.
+
+    It makes several parameters of a tied one, and keeps the strides of a buffer, whose values come in order.
+    """
     first: dict[int, str] = {}
     ties = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -178,6 +181,10 @@ def allocate_shards(model: nn.Module, device: torch.device) -> None:
     for name, origin in ties:
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, model.get_parameter(origin))
+    for name, buffer in list(model.named_buffers()):
+        if local_tensor(buffer) is buffer and not buffer.is_contiguous():
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
 def _read(name: str, parts: Mapping[LazyReader, list[Part]], ranks: RankGroup) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lowmem_load import UnsupportedError, plan
+from lowmem_load.load.plan_model import plan_sharded
 from tests.parity import FP32
 from tests.ranks import run_ranks
 
@@ -71,6 +72,7 @@ class TableForCausalLM(PreTrainedModel):
         self.register_buffer("mean", torch.full((dim,), 0.5))  # the files lack it
         self.register_buffer("steps", torch.zeros(dim))  # the files have it
         self.register_buffer("filled", torch.empty(dim), persistent=False)
+        self.register_buffer("turned", torch.arange(6.0).view(2, 3).t(), persistent=False)  # not contiguous
         self.head = nn.Linear(dim, config.vocab_size, bias=False)
         self.score = nn.Linear(dim, 2)  # the files lack it: it is drawn
         self.hidden = [self.score.weight]
@@ -219,7 +221,7 @@ def load_on_meshes(path: str) -> None:
     model = AutoModelForCausalLM.from_config(config, **REMOTE)
     for module in model.modules():  # as if it had been built on meta, which the items of this one forbid
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to("meta"))
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="meta"))
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(parameter.to("meta")))
     model.scale, model.angles[0].mask = model.scale.to("meta"), model.angles[0].mask.to("meta")
@@ -240,6 +242,7 @@ def test_values_of_the_constructor_are_there_under_zero(checkpoint: str) -> None
 
 def test_values_of_the_constructor_are_there_on_meshes(checkpoint: str) -> None:
     run_ranks(load_on_meshes, checkpoint, timeout_s=180)
+    assert plan_sharded(checkpoint, (2,), rank=1, world_size=2, auto_class=AUTO, **REMOTE).buffers
 
 
 @pytest.mark.parametrize(
