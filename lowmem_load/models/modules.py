@@ -168,18 +168,25 @@ class ModuleCall(Call):
                 built = self._build()
             computed = {named.name: named.tensor for named in named_tensors(built) if not named.is_parameter}
             hand_over_attributes(plain_modules(built), plain_modules(model), CPU)
-        lost = []
-        for slot in bare:
-            value = next((computed[name] for name in slot.names if name in computed), slot.tensor)
-            if not context.constructor.is_known(value):
-                lost.append(slot.names[0])
-            slot.put(value)
+        values = [next((computed[name] for name in slot.names if name in computed), slot.tensor) for slot in bare]
+        others = [
+            f"{slot.names[0]} {tuple(value.shape)} instead of {tuple(slot.tensor.shape)}"
+            for slot, value in zip(bare, values, strict=True)
+            if value.shape != slot.tensor.shape
+        ]
+        if others:
+            raise ConfigError(f"build: makes buffers of other shapes than the module has: {', '.join(others)}")
+        lost = [
+            slot.names[0] for slot, value in zip(bare, values, strict=True) if not context.constructor.is_known(value)
+        ]
         if lost:
             raise UnsupportedError(
                 f"{type(model).__name__}: no file has the buffers {', '.join(lost)}, and their values are not known. "
                 "Pass build=, a function that builds the module: it computes them. Or fill them yourself, and name "
                 "them in leave="
             )
+        for slot, value in zip(bare, values, strict=True):
+            slot.put(value.to(slot.tensor.dtype))
 
 
 def tensors_of(model: nn.Module) -> list[ModuleTensor]:

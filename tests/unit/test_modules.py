@@ -355,6 +355,17 @@ def test_buffers_of_no_file_are_computed_or_refused_by_name(tmp_path: Path) -> N
     with pytest.raises(UnsupportedError, match=r"Net: no file has the buffers table, and their values are not known"):
         load(folder, model)
     assert_equal(load(folder, on_meta().to("meta"), build=Net), expected)
+    model = load(folder, on_meta().to(torch.bfloat16).to("meta"), build=Net)
+    assert model.table.dtype == torch.bfloat16
+    assert torch.equal(model.table, expected.table.bfloat16())
+
+    def build() -> nn.Module:
+        built = Net()
+        built.table = torch.arange(7.0)
+        return built
+
+    with pytest.raises(ConfigError, match=r"build: .* table \(7,\) instead of \(6,\)"):
+        load(folder, on_meta().to("meta"), build=build)
 
 
 def test_code_that_load_state_dict_would_run_is_named(tmp_path: Path) -> None:
