@@ -41,7 +41,14 @@ from lowmem_load.models import diffusion, loader, model_class, model_folder
 from lowmem_load.models.active import load_lock, ordinary_path, outermost, transformers_models
 from lowmem_load.models.loader import Call
 from lowmem_load.models.model_folder import find_folder, hub_keywords, rename_loaded
-from lowmem_load.models.modules import Build, BuiltModelCall, ModuleCall, Rename, stand_in_for
+from lowmem_load.models.modules import (
+    Build,
+    BuiltModelCall,
+    ModuleCall,
+    Rename,
+    as_before_if_it_fails,
+    stand_in_for,
+)
 from lowmem_load.models.quantizers import packed_format
 from lowmem_load.models.skeleton import FILE_KEYWORDS, blocks, filled_by, hand_over, is_kept_on_host, refuse_parted
 from lowmem_load.models.wrappers import extra_states, named_tensors, plain_modules, plain_name
@@ -299,13 +306,9 @@ def _fill_partitions(
             step.digest = settings.compared
             into = make_into()
         model, before = into.model, named_tensors(into.model)
-        try:
+        with as_before_if_it_fails(model):
             call = into.partitions(ranks)
             loader.run_load(make_load(ranks, settings, options), call)
-        except BaseException:
-            for named in before:
-                named.tensors[named.key] = named.tensor
-            raise
         for named in before:
             made = named.tensors[named.key]
             for attribute, value in vars(named.tensor).items():  # such as marks for an optimizer

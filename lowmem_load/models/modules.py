@@ -5,9 +5,10 @@ The described module is the caller's, or one like it that stands for its shards:
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -113,12 +114,13 @@ class ModuleCall(Call):
         children = {name.partition(".")[0] for slot in slots for name in slot.names}
         tensors, left_out = renamed(weights, self._rename, children)
         _run_code_of_torch(model, tensors)
-        states, absent = self._set_extra_states(model, tensors, context)
+        states = extra_states(model)
+        of_files = {name: tensors.pop(name) for name in states if name in tensors and name not in self._leave}
         left, others = self._split(model, slots, states)
         found, problems = _match(others, tensors, self.name)
         used = {name for slot in others for name in slot.keys if name in tensors}
         unexpected = tensors.keys() - used - {name for slot in left for name in slot.names} - self._leave
-        problems["missing"] += absent
+        problems["missing"] += states.keys() - of_files.keys() - self._leave
         refuse_differences(
             f"{self.name}: its tensors are not those of {type(model).__name__}",
             {**problems, "unexpected": unexpected if self._strict else ()},
@@ -126,26 +128,15 @@ class ModuleCall(Call):
             "and pass strict=False to pass over tensors that the module does not have",
         )
         self._compute_buffers(model, others, context)
+        for name, tensor in of_files.items():
+            assert isinstance(tensor, SymbolicTensor)
+            states[name].set_extra_state(context.read_now(tensor.expression, "set_extra_state"))
         for slot, tensor in found:
             slot.put(tensor.to(slot.tensor.dtype))
         for slot in left if self._is_stand_in else ():
             slot.put(None)
         info = {"missing_keys": set(), "unexpected_keys": unexpected | left_out, "mismatched_keys": []}
         return model, info
-
-    def _set_extra_states(
-        self, model: nn.Module, tensors: dict[str, torch.Tensor], context: Context
-    ) -> tuple[Collection[str], set[str]]:
-        """Give modules their extra states out of the tensors. Return the names of these, and those in no file."""
-        states, absent = extra_states(model), set[str]()
-        for name, module in states.items():
-            if name not in tensors:
-                absent |= {name} - self._leave
-            elif name not in self._leave:
-                tensor = tensors.pop(name)
-                assert isinstance(tensor, SymbolicTensor)
-                module.set_extra_state(context.read_now(tensor.expression, "set_extra_state"))
-        return states.keys(), absent
 
     def _split(
         self, model: nn.Module, slots: list[ModuleTensor], states: Collection[str]
@@ -344,6 +335,20 @@ class BuiltModelCall(loader.TransformersCall):
             "Build that from the configuration of the checkpoint, and name in leave= what you have added to it, and "
             "fill yourself",
         )
+
+
+@contextlib.contextmanager
+def as_before_if_it_fails(model: nn.Module) -> Iterator[None]:
+    """Inside, an error leaves what modules refer to as it was: tensors, attributes, and what is in their dicts."""
+    dicts = [own for module in model.modules() for own in (vars(module), *vars(module).values())]
+    before = [(own, dict(own)) for own in dicts if isinstance(own, dict)]
+    try:
+        yield
+    except BaseException:
+        for own, items in before:
+            own.clear()
+            own.update(items)
+        raise
 
 
 # -- modules that are described in the place of others -----------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import os
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lowmem_load import CheckpointError, RankError, iter_weights, load_into, load_report, save_model
+from lowmem_load.load.execute import execute
 from tests.model_digest import differing
 from tests.ranks import run_ranks
 from tests.unit.test_modules import Net, state
@@ -115,6 +118,24 @@ def fill_all(folder: str) -> None:
     with pytest.raises(RankError, match=r"rank 1: .* missing: inner\.1\.running_mean"):
         load_into(model, folder, Z3, build=Wide, rename=rename, strict=False)
     dist.barrier()
+    before_it = attributes(model)
+
+    def failing(*args: Any, **kwargs: Any) -> None:  # once partitions are made and filled
+        execute(*args, **kwargs)
+        if rank:
+            raise OSError(5, "EIO")
+
+    with patch("lowmem_load.load.load.execute", failing), pytest.raises(RankError, match=r"rank 1: .*EIO"):
+        load_into(model, folder, Z3, build=Wide)
+    after_it = attributes(model)
+    assert [key for key, _ in after_it] == [key for key, _ in before_it]
+    assert all(one is other for (_, one), (_, other) in zip(before_it, after_it, strict=True))
+
+
+def attributes(model: nn.Module) -> list[tuple[Any, Any]]:
+    """All that modules and their dicts refer to."""
+    dicts = [own for module in model.modules() for own in (vars(module), *vars(module).values())]
+    return [item for own in dicts if isinstance(own, dict) for item in own.items()]
 
 
 def test_values_are_those_of_the_plain_load(tmp_path: Path) -> None:

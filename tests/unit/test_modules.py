@@ -331,6 +331,10 @@ def test_extra_state_that_is_absent_unknown_or_left(tmp_path: Path) -> None:
     folder = in_one_file(tmp_path, Extra().state_dict())
     with pytest.raises(CheckpointError, match=r"unexpected: _extra_state\. "):
         load(folder, nn.Linear(2, 2))
+    folder, model = in_one_file(tmp_path, {"_extra_state": torch.zeros(2)}), Extra()
+    with pytest.raises(CheckpointError, match=r"missing: bias, weight\. "):
+        load(folder, model)
+    assert torch.equal(model.amax, torch.ones(2)), "was set before the names were compared"
 
 
 # -- what no file has --------------------------------------------------------------------------------------------------
