@@ -87,9 +87,15 @@ class Storage:
     numel: int
 
 
+TENSOR, PARAMETER = "torch.Tensor", "torch.nn.parameter.Parameter"
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A view of a storage. Offset and strides are in elements of `dtype`; `attributes` are those set by users."""
+    """A view of a storage. Offset and strides are in elements of `dtype`; `attributes` are those set by users.
+
+    `kind` is the name of its class.
+    """
 
     storage: Storage
     dtype: torch.dtype
@@ -97,6 +103,8 @@ class Tensor:
     size: Shape
     strides: Shape
     attributes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    requires_grad: bool = field(default=False, compare=False, repr=False)
+    kind: str = field(default=TENSOR, compare=False, repr=False)
 
 
 class Items(dict[Any, Any]):
@@ -110,7 +118,9 @@ class Items(dict[Any, Any]):
 
 
 class OrderedNames(Items):
-    """Stands for `collections.OrderedDict`, which takes more memory."""
+    """Stands for `collections.OrderedDict`, which takes more memory. A module's state dict has `attributes`."""
+
+    attributes: Mapping[Any, Any] | None = None
 
 
 def objects(
@@ -162,31 +172,42 @@ def _shape(value: Any) -> Shape:
 
 
 def _tensor(
-    dtype: Any, storage: Any, offset: Any, size: Any, strides: Any, grad: Any, hooks: Any, metadata: Any = None
-) -> Any:
+    dtype: Any, storage: Any, offset: Any, size: Any, strides: Any, grad: Any, _hooks: Any, metadata: Any = None
+) -> Tensor:
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype) or not _is_size(offset):
         raise TypeError("a tensor without storage, dtype or offset")
     if metadata:
         raise ValueError("a tensor is saved as lazily conjugated or negated; call resolve_conj().resolve_neg() on it")
     if len(_shape(size)) != len(_shape(strides)):
         raise ValueError(f"a tensor has {len(size)} sizes and {len(strides)} strides")
-    return _parameter(Tensor(storage, dtype, offset, size, strides), grad, hooks)
+    return Tensor(storage, dtype, offset, size, strides, requires_grad=_checked(grad))
 
 
-def _parameter(tensor: Any, grad: Any, _hooks: Any) -> Any:
+def _checked(grad: Any) -> bool:
     if not isinstance(grad, bool):
         raise TypeError("a tensor whose requires_grad is neither true nor false")
-    return tensor
+    return grad
+
+
+def _parameter(tensor: Any, grad: Any, _hooks: Any, state: Any = None) -> Any:
+    grad = _checked(grad)
+    return _of_kind(replace(tensor, requires_grad=grad), PARAMETER, state) if isinstance(tensor, Tensor) else tensor
+
+
+def _of_kind(tensor: Tensor, kind: str, state: Any) -> Tensor:
+    """Return a tensor of a class, with the attributes that its state sets."""
+    if not isinstance(state, dict | None):
+        return replace(tensor, kind=f"{kind} with slots")
+    return replace(tensor, kind=kind, attributes=state or {})
 
 
 _CALLS: Mapping[str, Callable[..., Any]] = {
     "collections.OrderedDict": lambda: OrderedNames(),  # noqa: PLW0108  (which takes arguments)
     "torch.Size": _shape,
-    "torch.device": lambda _kind, _index=None: None,  # the device of the saved tensor does not matter
     "torch._utils._rebuild_tensor_v2": lambda *arguments: _tensor(arguments[0].dtype, *arguments),
     "torch._utils._rebuild_tensor_v3": lambda *arguments: _tensor(arguments[6], *arguments[:6], *arguments[7:]),
     "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": lambda tensor, grad, hooks, _state: _parameter(tensor, grad, hooks),
+    "torch._utils._rebuild_parameter_with_state": _parameter,
 }
 """Functions that describe tensors. None takes many arguments: a short pickle can pass one long tuple many times."""
 
@@ -202,11 +223,11 @@ def _call(function: Any, arguments: Any) -> Any:
         return _CALLS[function.name](*arguments)
     if function.name != "torch._tensor._rebuild_from_type_v2":
         return Foreign(function.name, arguments)
-    rebuild, _, arguments, state = arguments  # a tensor with attributes set by users, or a DTensor
+    rebuild, kind, arguments, state = arguments  # a tensor with attributes set by users, or a DTensor
     if rebuild.name == WRAPPER:
         return Foreign(WRAPPER, arguments, state)
     made = _CALLS[rebuild.name](*arguments)
-    return replace(made, attributes=state) if isinstance(made, Tensor) and isinstance(state, dict) else made
+    return _of_kind(made, kind.name, state) if isinstance(made, Tensor) else made
 
 
 def _storage(kind: Any, storage: Any, key: Any, _device: Any, numel: Any) -> Storage:
@@ -256,7 +277,9 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (as torch.package does)
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Foreign):
             target.state = self._compact[target.name](state) if target.name in self._compact else state
-        elif not (isinstance(target, OrderedNames) and isinstance(state, dict)):  # the versions of its modules
+        elif isinstance(target, OrderedNames) and isinstance(state, dict):
+            target.attributes = state
+        else:
             raise TypeError(f"BUILD changes a {type(target).__name__}")
 
     dispatch[pickle.EMPTY_DICT[0]] = load_dict

@@ -110,6 +110,11 @@ class LocalFile:
         with _translate_errors(self.path):
             return _version(self._call(os.fstat, self._descriptor))
 
+    @property
+    def path_of_open(self) -> str:
+        """A path by which this process opens this file, even after another one was renamed over it."""
+        return f"/proc/self/fd/{self._descriptor}"
+
     def read_into(self, offset: int, memory: memoryview) -> None:
         """See `ByteSource`."""
         opens_until = offset + 2 * OPENING_BYTES * self._is_on_disk

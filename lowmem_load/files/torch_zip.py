@@ -100,6 +100,12 @@ class TorchObjects:
         is_whole = entry is not None and entry.nbytes == math.prod(tensor.size) * tensor.dtype.itemsize
         return (entry.checksum or None) if entry is not None and is_whole else None  # 0: it was not computed
 
+    def storage(self, tensor: Tensor, name: str) -> Source:
+        """Return all bytes of the storage in which a tensor lies. See `expression`, which checks that it does."""
+        self.expression(tensor, name)
+        entry = self.entries[f"{self.prefix}/data/{tensor.storage.key}"]
+        return Source(self.path, name, entry.start, (entry.nbytes,), torch.uint8)
+
     def expression(self, tensor: Tensor, name: str) -> Expression:
         """Return a tensor of the tree, `name` in messages: the bytes that it spans in its storage, permuted."""
         path, entry = self.path, self.entries.get(f"{self.prefix}/data/{tensor.storage.key}")

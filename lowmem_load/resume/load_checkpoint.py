@@ -152,7 +152,8 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
             if folder is not None:
                 checkpoint = open_checkpoint(folder, executor, with_moments=wanted.optimizer)
                 own_rank = ranks.rank if len(checkpoint.states) == ranks.world_size else 0
-                plan = make_plan(checkpoint, state, wanted, own_rank, has_scheduler=engine.lr_scheduler is not None)
+                has_scheduler = engine.lr_scheduler is not None
+                plan = make_plan(checkpoint, state, wanted, own_rank, executor, has_scheduler=has_scheduler)
                 step.digest = _compared(checkpoint, state, wanted)
                 step.payload = identify_files(checkpoint.files)
         if folder is None:
@@ -183,11 +184,11 @@ def _compared(checkpoint: ZeroCheckpoint, state: Zero3State, wanted: Wanted) -> 
 
 
 def make_plan(
-    checkpoint: ZeroCheckpoint, state: Zero3State, wanted: Wanted, rank: int, *, has_scheduler: bool
+    checkpoint: ZeroCheckpoint, state: Zero3State, wanted: Wanted, rank: int, executor: Executor, *, has_scheduler: bool
 ) -> ResumePlan:
     """Return what a rank reads, and check the checkpoint against the engine.
 
-    The client state and the scheduler are those of `rank`.
+    The client state and the scheduler are those of `rank`; the executor reads tensors in them.
     """
     trained = [parameter for group in state.sub_groups for parameter in group]
     saved = _match(checkpoint, [*trained, *state.frozen], state, wanted)
@@ -200,7 +201,7 @@ def make_plan(
         moments = next((tuple(sorted({*group[0].pieces} - {FP32})) for group in groups if group), ())
         state.check_groups(param_groups, frozenset(moments))
         scalars = [_scalars_of(number, group, state, param_groups) for number, group in enumerate(groups)]
-    scheduler, client_state = checkpoint.python_states(rank, trusted=wanted.trusted)
+    scheduler, client_state = checkpoint.python_states(rank, executor, trusted=wanted.trusted)
     loads_scheduler = wanted.scheduler and has_scheduler
     if loads_scheduler and scheduler is None:
         raise CheckpointError(

@@ -2,7 +2,7 @@
 
 `save_checkpoint` writes torch zips on N ranks: model states and optimizer states of each. Their directories and pickles
 are read, no pickle is run (`files/inert_pickle.py`), and no weights are read. What a client or an lr scheduler has put
-into the model states is read by torch's weights-only unpickler, which does not run code of the file either.
+into the model states is made of what was read so (`plain_values.py`).
 
 [Note: flat groups] Each of N ranks saves one flat tensor per sub-group of the optimizer, in fp32, and one for each of
 its moments. It holds the rank's partitions of the sub-group's parameters, one after the other, each padded to
@@ -30,17 +30,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
 from lowmem_load.files.inert_pickle import Foreign, Tensor, is_shape, shown
+from lowmem_load.files.source import LocalFile
 from lowmem_load.files.torch_zip import TorchObjects, describe_objects
 from lowmem_load.planning.expression import Expression, Shape, Source, concat, numel, reshape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.regions import FlatRange, partition_numel
+from lowmem_load.training_checkpoints.plain_values import NeedsCodeError, PlainValues, numpy_number
 
 REPLICATED_FILE = "lowmem_load_whole_states.pt"
 """A file in the folder of the tag, next to DeepSpeed's. Its name must not change, or older checkpoints do not load."""
@@ -74,17 +75,6 @@ STEP = "step"
 
 _OF_BLOCKS = ("__bnb_optimizer_quant_state__", "absmax", "qmap")
 """Beginnings of the keys under which bitsandbytes keeps states of 8 bits, which it quantizes in blocks."""
-
-_MAKERS: list[Any] = [made.__reduce__()[0] for made in (np.float64(), np.zeros(0))]
-_NUMPY: list[Any] = [
-    *(np.ndarray, np.dtype),
-    *{type(np.dtype(code)) for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]},
-    *((maker, f"numpy.{core}.multiarray.{maker.__name__}") for maker in _MAKERS for core in ("core", "_core")),
-]
-"""What makes numpy's numbers and arrays, under the names of numpy 1 and 2."""
-
-_CODES = {code: np.dtype(code) for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")}
-"""Dtypes of numpy's numbers as pickles spell them, without the order of bytes: files of other machines are refused."""
 
 FP32 = "fp32"
 """Key of a parameter's values, beside the keys of the moments. Values of frozen parameters may have 16 bits."""
@@ -242,43 +232,37 @@ class ZeroCheckpoint:
         tree = self.states[0].tree
         return {key: tree[key] for key in COUNTERS if type(tree.get(key)) is int}
 
-    def python_states(self, rank: int, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
+    def python_states(self, rank: int, executor: Executor, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
         """Return the state of the lr scheduler in a rank's model states, and the client state: all other entries.
 
-        If `trusted`, Python unpickles the file where it holds objects of other classes.
+        The executor reads tensors. If `trusted`, Python unpickles the file where it holds objects of other classes.
         """
-        path = self.states[rank].path
+        file = self.states[rank]
+        values = PlainValues(file, executor)
         try:
-            with torch.serialization.safe_globals(_NUMPY):
-                tree = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:  # torch raises a dozen classes
+            return values.value(file.tree.get("lr_scheduler")), values.value(_client_state(file.tree))
+        except NeedsCodeError as error:
             if not trusted:
-                told = re.search(r"WeightsUnpickler error: (.*)", str(error))  # the rest is advice to callers of torch
                 raise CheckpointError(
-                    f"{path}: its client state or scheduler holds objects that only their own code can create; nothing "
-                    f"was run: {told[1] if told else error}. If you trust whoever has saved it, pass trusted=True, "
-                    "which lets Python unpickle this file"
+                    f"{file.path}: its client state or scheduler holds objects that only their own code can create; "
+                    f"nothing was run: {error}. If you trust whoever has saved it, pass trusted=True, which lets "
+                    "Python unpickle this file"
                 ) from error
-            tree = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        client_state = {key: value for key, value in tree.items() if key not in OF_DEEPSPEED}
-        return copy.deepcopy((tree.get("lr_scheduler"), client_state))  # not mapped
+        with executor.sources.reading(file.path) as source:
+            if not isinstance(source, LocalFile):
+                raise UnsupportedError(f"{file.path}: can be unpickled only on a disk; copy it there")
+            tree = torch.load(source.path_of_open, map_location="cpu", mmap=True, weights_only=False)
+            return copy.deepcopy((tree.get("lr_scheduler"), _client_state(tree)))  # not mapped
+
+
+def _client_state(tree: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in tree.items() if key not in OF_DEEPSPEED}
 
 
 def _setting(value: Any) -> Any:
-    """Return a number of numpy, which functions of schedulers often return, as one of Python; other values as they are.
-
-    Protocol 2 of pickle, which torch.save uses, writes its bytes as text.
-    """
-    match value:
-        case Foreign(
-            name="numpy.core.multiarray.scalar" | "numpy._core.multiarray.scalar",
-            arguments=(
-                Foreign(name="numpy.dtype", arguments=(str(code), *_)),
-                Foreign(name="_codecs.encode", arguments=(str(text), "latin1")),
-            ),
-        ) if code in _CODES and len(text) == _CODES[code].itemsize:
-            return np.frombuffer(text.encode("latin1", "replace"), _CODES[code]).item()
-    return value
+    """Return a value, and one of Python for a number of numpy, which functions of schedulers often return."""
+    number = numpy_number(value)
+    return value if number is None else number.item()
 
 
 def _is_setting(value: Any) -> bool:

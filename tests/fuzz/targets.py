@@ -40,6 +40,7 @@ from lowmem_load.files.safetensors import METADATA, PREFIX_NBYTES, Safetensors, 
 from lowmem_load.files.torch_zip import TorchObjects, TorchZip, state_dict
 from lowmem_load.planning.expression import Computed, Source, leaves, numel
 from lowmem_load.training_checkpoints.dcp import read_metadata
+from lowmem_load.training_checkpoints.plain_values import NeedsCodeError, PlainValues
 from lowmem_load.training_checkpoints.rank_files import put_together
 from lowmem_load.training_checkpoints.saved_state import Tile, assemble
 from tests.fuzz.mutate import mutated
@@ -309,6 +310,29 @@ def objects(data: bytes) -> None:
     inert_pickle.objects(data, "x.pt")
 
 
+def client_state(data: bytes) -> None:
+    """The `data.pkl` of model states, all of it a client's. Its tensors lie in three floats of a file."""
+    tree = inert_pickle.objects(data, "x.pt")
+    storages = {f"x/data/{key}": SimpleNamespace(start=0, nbytes=12) for key in range(3)}
+    file = TorchObjects("x.pt", len(data), "", "", tree, "x", storages)
+    with Executor(open_source=lambda _path: Memory(bytes(12))) as executor:
+        try:
+            values = [PlainValues(file, executor).value(tree)]
+        except NeedsCodeError:
+            return
+    seen: set[int] = set()
+    for value in values:  # which grows
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            values += [*value, *value.values()]
+        elif isinstance(value, list | tuple | set):
+            values += value
+        elif type(value).__module__ not in ("builtins", "numpy", "numpy.dtypes", "torch", "torch.nn.parameter"):
+            raise Finding(f"{type(value)} was made")
+
+
 def dcp_metadata(data: bytes) -> None:
     """The `.metadata` of a torch DCP checkpoint, with chunks that lie where it says."""
     for tensor in read_metadata(Memory(data))[0].values():
@@ -445,6 +469,17 @@ _OBJECTS = (
     *(b"ctorch._tensor\n_rebuild_from_type_v2\n", b"X\x02\x00\x00\x00f8", b"X\x01\x00\x00\x00<"),
 )
 
+_OF_CLIENTS = (
+    *(
+        b"cbuiltins\nset\n",
+        b"cbuiltins\nbytearray\n",
+        b"cbuiltins\ncomplex\n",
+        b"ctorch\ndevice\n",
+        b"cnumpy\nndarray\n",
+    ),
+    *(b"(K\x03X\x01\x00\x00\x00<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb", b"X\x04\x00\x00\x00cuda"),
+)
+
 _OF_DCP = (
     *(
         b"\x8c\x05model",
@@ -473,6 +508,7 @@ TARGETS: dict[str, Target] = {
     ),
     "pickle": Target(pickled, "pickle", _PICKLE, 2.0),
     "objects": Target(objects, "pickle", (*_PICKLE, *_OBJECTS), 0.5),
+    "client_state": Target(client_state, "pickle", (*_PICKLE, *_OBJECTS, *_OF_CLIENTS)),
     "dcp_metadata": Target(dcp_metadata, "pickle", (*_PICKLE, *_OBJECTS, *_OF_DCP)),
     "rank_file": Target(rank_file, "pickle", (*_PICKLE, *_OBJECTS, *_OF_DCP)),
     "ds_config": Target(ds_config, "json", (*_JSON, *_quoted(_ZERO_KEYS)), 2.0),

@@ -1,0 +1,222 @@
+"""Makes Python's values of a part of a pickle's tree: what a client or an lr scheduler has put into a checkpoint.
+
+The pickle is untrusted, and nothing that it names is called: each object that is made is of a class in this module, and
+what it is made of is checked first. Memory is bounded by the bytes of the file, because a short pickle can have many
+sets of one long list. An object stays one object: containers, and tensors with one storage, are shared as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from lowmem_load.files.executor import Executor
+from lowmem_load.files.fill import read_whole
+from lowmem_load.files.inert_pickle import (
+    PARAMETER,
+    TENSOR,
+    Foreign,
+    Global,
+    OrderedNames,
+    Tensor,
+    is_key,
+    is_shape,
+    shown,
+)
+from lowmem_load.files.torch_zip import TorchObjects
+
+MAX_DEPTH = 100
+"""Containers within each other. One that contains itself has more."""
+
+MADE_BYTES_PER_BYTE, FREE_BYTES = 16, 4 << 20
+"""Bound on the memory of what is made, besides elements of tensors, by the bytes of the file."""
+
+_OVERHEAD = 600
+"""Bytes that an object takes besides its items, and its place among those that were made."""
+
+_CODES = {code: np.dtype(code) for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")}
+_CODES |= {code: np.dtype(code) for code in ("c8", "c16")}
+"""Dtypes of numpy's numbers as pickles spell them."""
+
+
+class NeedsCodeError(Exception):
+    """An object that only code of other packages can create."""
+
+
+class PlainValues:
+    """Makes values of the tree of one file: numbers, text, containers, tensors and devices of torch, arrays of numpy.
+
+    `torch.Size` becomes a tuple. The executor reads the elements of tensors.
+    """
+
+    def __init__(self, file: TorchObjects, executor: Executor) -> None:
+        self._file, self._executor = file, executor
+        self._room = FREE_BYTES + MADE_BYTES_PER_BYTE * file.nbytes
+        self._made: dict[int, Any] = {}  # by id of the object in the tree
+        self._storages: dict[int, torch.Tensor] = {}  # all bytes, by the first one's place in the file
+
+    def value(self, saved: Any, depth: int = 0) -> Any:
+        """Return the value of a part of the tree.
+
+        Raises:
+            NeedsCodeError: it is or has an object that only its own code can create.
+            CheckpointError: the file lacks the elements of a tensor.
+        """
+        if isinstance(saved, str | int | float | torch.dtype | None):
+            return saved
+        if id(saved) not in self._made:
+            if depth == MAX_DEPTH:
+                raise NeedsCodeError(f"containers more than {MAX_DEPTH} deep, or in themselves")
+            self._take(sys.getsizeof(saved) + _OVERHEAD)
+            self._made[id(saved)] = self._make(saved, depth + 1)
+        return self._made[id(saved)]
+
+    def _take(self, nbytes: int) -> None:
+        self._room -= nbytes
+        if self._room < 0:
+            raise NeedsCodeError(f"more objects than {self._file.nbytes} bytes explain")
+
+    def _make(self, saved: Any, depth: int) -> Any:
+        match saved:
+            case OrderedNames():
+                ordered = OrderedDict(self._items(saved, depth))
+                if saved.attributes is not None and saved.attributes.keys() != {"_metadata"}:
+                    raise NeedsCodeError("an OrderedDict with attributes")
+                vars(ordered).update(self.value(saved.attributes, depth) or {})
+                return ordered
+            case dict():
+                return self._items(saved, depth)
+            case list():
+                return [self.value(item, depth) for item in saved]
+            case tuple():
+                return tuple([self.value(item, depth) for item in saved])
+            case Tensor():
+                return self._tensor(saved)
+            case Foreign(state=None) if make := _CALLS.get(saved.name.replace("__builtin__.", "builtins.")):
+                arguments = [self.value(argument, depth) for argument in saved.arguments]
+                self._take(sum(map(sys.getsizeof, arguments)))  # also the time that it takes
+                try:
+                    made = make(*arguments)
+                except (TypeError, ValueError, RuntimeError) as error:
+                    raise NeedsCodeError(f"{saved.name:.200}: {error!s:.200}") from error
+                self._take(sys.getsizeof(made))
+                return made
+        for made in (numpy_number(saved), _numpy_dtype(saved), self._array(saved, depth)):
+            if made is not None:
+                return made
+        raise NeedsCodeError(saved.name[:200] if isinstance(saved, Foreign | Global) else shown(saved))
+
+    def _items(self, saved: Mapping[Any, Any], depth: int) -> dict[Any, Any]:
+        return {_key(self.value(key, depth)): self.value(item, depth) for key, item in saved.items()}
+
+    def _array(self, saved: Any, depth: int) -> np.ndarray[Any, Any] | None:
+        """Return an array of numpy that has numbers; None if the object is none."""
+        match saved:
+            case Foreign(
+                name="numpy.core.multiarray._reconstruct" | "numpy._core.multiarray._reconstruct",
+                arguments=(Global(name="numpy.ndarray"), *_),
+                state=(1, tuple(shape), dtype, bool(is_fortran), Foreign() as stored),
+            ) if is_shape(shape) and (of := _numpy_dtype(dtype)) is not None:
+                content = self.value(stored, depth)
+                if isinstance(content, bytes) and len(content) == math.prod(shape) * of.itemsize:
+                    self._take(len(content))
+                    with contextlib.suppress(ValueError):  # more dims than this numpy has, or sizes beside a 0
+                        return np.ndarray(shape, of, content, order="F" if is_fortran else "C").copy("K")
+        return None
+
+    def _tensor(self, saved: Tensor) -> torch.Tensor:
+        if saved.kind not in (TENSOR, PARAMETER) or saved.attributes:
+            raise NeedsCodeError(f"a {saved.kind:.200} with attributes, or of a class of its own")
+        storage = self._file.storage(saved, "of the client state")
+        if storage.start not in self._storages:
+            self._storages[storage.start] = read_whole(self._executor, storage)
+        content = self._storages[storage.start].untyped_storage()
+        values = torch.empty(0, dtype=saved.dtype).set_(content, saved.offset, saved.size, saved.strides)
+        if saved.requires_grad and not (saved.dtype.is_floating_point or saved.dtype.is_complex):
+            raise NeedsCodeError(f"a tensor of {saved.dtype} with a gradient")
+        if saved.kind == PARAMETER:
+            return torch.nn.Parameter(values, saved.requires_grad)
+        return values.requires_grad_(saved.requires_grad)
+
+
+def _numpy_dtype(saved: Any) -> np.dtype[Any] | None:
+    """Return a dtype of numpy, of numbers in this machine's order of bytes; None if the object is none."""
+    match saved:
+        case Foreign(name="numpy.dtype", arguments=(str(code), *_), state=(3, "<" | "|", None, None, None, -1, -1, 0)):
+            return _CODES.get(code)
+    return None
+
+
+def numpy_number(saved: Any) -> Any:
+    """Return a number of numpy; None if an object of the tree is none."""
+    match saved:
+        case Foreign(
+            name="numpy.core.multiarray.scalar" | "numpy._core.multiarray.scalar",
+            arguments=(dtype, Foreign(name="_codecs.encode", arguments=(str(text), "latin1"))),
+        ) if (of := _numpy_dtype(dtype)) is not None and len(text) == of.itemsize:
+            return np.frombuffer(text.encode("latin1", "replace"), of)[0]
+    return None
+
+
+def _key(value: Any) -> Any:
+    """Return what may be hashed: other values may take for ever, or overflow the stack."""
+    if not is_key(value) and not isinstance(value, float | bytes | np.bool_ | np.integer | np.floating | None):
+        raise NeedsCodeError(f"{shown(value)} as a key, or in a set")
+    return value
+
+
+# -- functions that pickles call, with checked arguments --------------------------------------------------------------
+
+
+def _bytes(text: object = "", encoding: object = "latin1") -> bytes:
+    if not isinstance(text, str) or encoding != "latin1":
+        raise TypeError("expected text and latin1")
+    return text.encode("latin1")
+
+
+def _bytearray(content: object = b"") -> bytearray:
+    if not isinstance(content, bytes):
+        raise TypeError("expected bytes")
+    return bytearray(content)
+
+
+def _set(items: object) -> set[Any]:
+    if not isinstance(items, list):
+        raise TypeError("expected a list")
+    return set(map(_key, items))
+
+
+def _counter(counts: object) -> Counter[Any]:
+    if not isinstance(counts, dict):
+        raise TypeError("expected a dict")
+    return Counter(counts)
+
+
+def _complex(real: object, imaginary: object) -> complex:
+    if not isinstance(real, float) or not isinstance(imaginary, float):
+        raise TypeError("expected two numbers")
+    return complex(real, imaginary)
+
+
+def _device(kind: object, index: object = None) -> torch.device:
+    if not isinstance(kind, str) or not isinstance(index, int | None):
+        raise TypeError("expected text and a number")
+    return torch.device(kind) if index is None else torch.device(kind, index)
+
+
+_CALLS: Mapping[str, Callable[..., Any]] = {
+    "builtins.bytes": _bytes,
+    "_codecs.encode": _bytes,
+    "builtins.bytearray": _bytearray,
+    "builtins.set": _set,
+    "collections.Counter": _counter,
+    "builtins.complex": _complex,
+    "torch.device": _device,
+}
