@@ -7,7 +7,9 @@ reading thread or, on their way to a device, through the pinned slots of `upload
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -42,11 +44,63 @@ one ran between each two parameters, loading 1.5 billion parameters would take 1
 
 Task = Callable[[], None]
 
-LEAVE_S = 0.5
-"""Seconds to wait for requests to a remote store when a load fails: a server may not answer for longer."""
+LEAVE_S = 2.0
+"""Seconds to wait for reads at work when their load fails, and when their memory is filled again; see `refuse_left`."""
 
 MIN_DEVICE_THREADS = 2
 """Fewest threads that read for a device. Most of the time they wait, for storage or for a copy to the device."""
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """A task that a thread is at, the memory that it may write into, and the file that it reads."""
+
+    tasks: Tasks
+    memory: torch.Tensor | None
+    path: str = ""
+
+    def go_on(self, path: str = "") -> None:
+        """Note what is read next. Raises CheckpointError if the load has failed: then nothing more is to be read."""
+        self.path = path
+        if self.tasks.is_closed:
+            raise CheckpointError(f"{path or 'a task'}: was left because the load has failed")
+
+
+_of_thread = threading.local()
+"""Its `work` is that of this thread, if it has any."""
+
+_left: set[Tasks] = set()
+"""Tasks of failed loads, of which some have not ended."""
+
+os.register_at_fork(after_in_child=_left.clear)  # a child has no threads that could write into its memory
+
+
+def refuse_left(name: str, memory: torch.Tensor | None = None) -> None:
+    """Raise CheckpointError if a read that a failed load has left may yet write into some memory; None: into any.
+
+    A read whose storage does not answer cannot be ended. So a load that fails leaves it after `LEAVE_S`. Memory that it
+    may write into is not filled again until it has ended, for which this waits as long.
+    """
+    give_up_s = time.monotonic() + LEAVE_S
+    while left := [work for tasks in list(_left) for work in tasks.running() if _may_write(work, memory)]:
+        if time.monotonic() > give_up_s:
+            raise CheckpointError(
+                f"{name}: cannot be filled, because a load that has failed is still reading {left[0].path} into its "
+                "memory, whose storage does not answer; load again once it does, or in a new process"
+            )
+        time.sleep(CHECK_S)
+
+
+def _may_write(work: Work, memory: torch.Tensor | None) -> bool:
+    if memory is None or work.memory is None:
+        return memory is None
+    (device, first, end), (other, begin, stop) = span(work.memory), span(memory)
+    return device == other and first < stop and begin < end
+
+
+def span(memory: torch.Tensor) -> tuple[str, int, int]:
+    """Return the device of contiguous memory, its first byte there, and the end of its bytes."""
+    return str(memory.device), memory.data_ptr(), memory.data_ptr() + memory.nbytes
 
 
 class Tasks:
@@ -60,6 +114,8 @@ class Tasks:
         self._num_given = 0  # tasks that threads have, and have not ended
         self._num_enough = 0  # the calling thread goes on when only so many of them are left
         self._failed: Future[None] | None = None
+        self._running: set[Work] = set()
+        self.is_closed = False  # no further task begins, and those that run end at their next part of a file
         if num_threads > 1:
             self.have_threads(num_threads)
 
@@ -68,23 +124,26 @@ class Tasks:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(num_threads, "lowmem_load-read")
 
-    def run(self, task: Task) -> None:
-        """Run a task now or later; `finish` waits for it. Raises what an earlier task raised, once it is known."""
+    def run(self, task: Task, memory: torch.Tensor | None = None) -> None:
+        """Run a task now or later; `finish` waits for it. Raises what an earlier task raised, once it is known.
+
+        `memory` is what the task writes into, if that outlives it.
+        """
         if self._pool is not None:
-            self.submit(task)
+            self.submit(task, memory)
             return
         self._delayed.append(task)
         if len(self._delayed) >= MAX_DELAYED:
             self._run_delayed()
 
-    def submit(self, task: Task) -> Future[None]:
+    def submit(self, task: Task, memory: torch.Tensor | None = None) -> Future[None]:
         """Leave a task to a thread, of which there must be some. Raises as `run`."""
         assert self._pool is not None
         if self._num_given >= MAX_WAITING or self._failed is not None:
             self._wait(MAX_WAITING // 2)  # for several, so that the calling thread, too, gets much done at a time
         with self._changed:
             self._num_given += 1
-        future = self._pool.submit(task)
+        future = self._pool.submit(self._work, task, Work(self, memory))
         future.add_done_callback(self._note)
         return future
 
@@ -93,14 +152,38 @@ class Tasks:
         self._run_delayed()
         self._wait(0)
 
-    def close(self, patience_s: float | None = None) -> None:
-        """End the threads. Tasks that have not begun are dropped; those that take longer than `patience_s` are left."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=patience_s is None, cancel_futures=True)
-            if patience_s is not None:  # an interrupt of `submit` may have left a count of a task that never was
-                with self._changed:
-                    self._num_enough = 0
-                    self._changed.wait_for(lambda: not self._num_given, patience_s)
+    def close(self) -> None:
+        """End the threads. Tasks that have not begun are dropped; those that go on for `LEAVE_S` are left."""
+        if self._pool is None:
+            return
+        with self._changed:
+            self.is_closed = True
+            _left.add(self)  # before the wait, which may be interrupted
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._changed:
+            has_ended = self._changed.wait_for(lambda: not self._running, LEAVE_S)
+        if has_ended:
+            _left.discard(self)
+            self._pool.shutdown()
+
+    def running(self) -> list[Work]:
+        """Return what threads are at."""
+        return list(self._running)
+
+    def _work(self, task: Task, work: Work) -> None:
+        with self._changed:
+            work.go_on()
+            self._running.add(work)
+        _of_thread.work = work
+        try:
+            task()
+        finally:
+            del _of_thread.work
+            with self._changed:
+                self._running.discard(work)
+                if self.is_closed and not self._running:
+                    _left.discard(self)
+                    self._changed.notify_all()
 
     def _run_delayed(self) -> None:
         tasks, self._delayed = self._delayed, []
@@ -138,6 +221,8 @@ class ReadStats:
 class Executor:
     """Fills memory as plans say. A context manager: leaving it waits for all reads, and closes the files.
 
+    After an error it waits for those at work alone, and only for `LEAVE_S`: see `refuse_left`.
+
     Memory: for each reading thread a buffer as large as the plan's largest staged read (two to four times that if
     values are cast more than once), and what the plan states as its largest temporary.
 
@@ -162,14 +247,11 @@ class Executor:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """A block of reads. If it raises, what it has begun is left to itself, and later reads are as if it never was.
-
-        Tasks that have not begun are dropped. Those at work write into memory that nobody uses.
-        """
+        """A block of reads. If it raises, what it has begun ends, and later reads are as if it never was."""
         try:
             yield
         except BaseException:
-            self.tasks.close(patience_s=0)
+            self._end_tasks()
             self.renew_tasks(self.num_threads)
             raise
 
@@ -189,11 +271,14 @@ class Executor:
             if error is None:
                 self.finish()
         finally:
-            self.tasks.close(LEAVE_S if error is not None and self.sources.are_remote else None)
-            if self._uploads is not None:
-                with contextlib.suppress(RuntimeError):  # of the device: the load has failed already
-                    self._uploads.finish()  # copies may still use the memory; after `finish` there are none
+            self._end_tasks()
             self.sources.close()
+
+    def _end_tasks(self) -> None:
+        self.tasks.close()
+        if self._uploads is not None:
+            with contextlib.suppress(RuntimeError):  # of the device: the load has failed already
+                self._uploads.finish()  # copies may still use the memory; after `finish` there are none
 
     def fill(
         self,
@@ -208,13 +293,13 @@ class Executor:
         if destination.is_cpu and any(isinstance(step, Apply) for step in fill.steps):
             self.tasks.have_threads(1)  # see [Note: another heap]
         for task in self._tasks_of(fill.steps, destination, Constants(tensors, constants.functions)):
-            self.tasks.run(partial(_naming, name, task) if name else task)
+            self.tasks.run(partial(_naming, name, task) if name else task, destination)
 
     def fill_parts(self, parts: Iterable[tuple[Fill, torch.Tensor]], constants: Constants) -> list[Future[None]]:
         """Start to fill parts of memory by steps that need no values, in threads; return what ends as they do."""
         self.tasks.have_threads(1)
-        tasks = (task for fill, memory in parts for task in self._tasks_of(fill.steps, memory, constants))
-        return [self.tasks.submit(task) for task in tasks]
+        tasks = ((task, memory) for fill, memory in parts for task in self._tasks_of(fill.steps, memory, constants))
+        return [self.tasks.submit(task, memory) for task, memory in tasks]
 
     def order_after_copies(self) -> None:
         """Have this thread's stream wait for the copies to the device that have been begun."""
@@ -226,7 +311,7 @@ class Executor:
         casts = () if values.dtype == destination.dtype else (destination.dtype,)  # a cast takes memory of the device
         nest = Nest(0, 0, (Axis(values.numel(), 1, 1),), casts)
         for task in move_tasks(nest, values.detach().contiguous().view(-1), self._put_into(destination)):
-            self.tasks.run(task)
+            self.tasks.run(task, destination)
 
     def read_range(
         self,
@@ -239,13 +324,18 @@ class Executor:
     ) -> None:
         """Fill host memory with the bytes of a file from `start` on. Raises as `finish`, naming `what`."""
         self.stats.path, content = path, memory.view(torch.uint8).numpy().data
+        work: Work | None = getattr(_of_thread, "work", None)
         try:
+            if work is not None:
+                work.go_on(path)
             with (sources or self.sources).reading(path) as source:
                 for done in range(0, content.nbytes, PART_BYTES):
                     part = content[done : done + PART_BYTES]
                     if needed_bytes:
                         make_pages(part)
                     source.read_into(start + done, part)
+                    if work is not None:
+                        work.go_on(path)  # before what was read moves on
                     with self._lock:
                         self.stats.read_bytes += part.nbytes
         except CheckpointError as error:

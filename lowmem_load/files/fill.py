@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from lowmem_load.errors import PlanError
-from lowmem_load.files.executor import Executor
+from lowmem_load.files.executor import Executor, refuse_left, span
 from lowmem_load.phases import no_callback
 from lowmem_load.planning.expression import Expression, Source, cast, leaves, numel
 from lowmem_load.planning.load_plan import Costs, Value, reading_order
@@ -100,7 +100,10 @@ class Filling:
         self._taken: list[tuple[str, int, int, str]] = []  # device, first and last byte, name; sorted, none overlap
 
     def prove(self, part: PlannedPart) -> None:
-        """Raise PlanError unless the memory has the size and dtype of the fill, and no other part has any of it."""
+        """Raise PlanError unless the memory has the size and dtype of the fill, and no other part has any of it.
+
+        Raises CheckpointError if a load that has failed may yet write into it.
+        """
         name, planned, memory = part
         if (memory.numel(), memory.dtype) != (planned.numel, planned.dtype) or not memory.is_contiguous():
             raise PlanError(
@@ -109,13 +112,14 @@ class Filling:
             )
         if not memory.nbytes:
             return
-        span = str(memory.device), memory.data_ptr(), memory.data_ptr() + memory.nbytes, name
-        place = bisect.bisect(self._taken, span)
+        refuse_left(name, memory)
+        taken = *span(memory), name
+        place = bisect.bisect(self._taken, taken)
         beside = self._taken[max(0, place - 1) : place + 1]
-        for one, other in itertools.pairwise(sorted([*beside, span])):
+        for one, other in itertools.pairwise(sorted([*beside, taken])):
             if one[0] == other[0] and other[1] < one[2]:
                 raise PlanError(f"{one[3]} and {other[3]}: would be filled into the same memory")
-        self._taken.insert(place, span)
+        self._taken.insert(place, taken)
 
     def start(self, part: PlannedPart) -> None:
         """Start to fill a part that is proved."""

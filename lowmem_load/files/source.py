@@ -252,11 +252,6 @@ class OpenSources:
         self._versions: dict[str, str] = {}
         self._entries: dict[str, _Entry] = {}
 
-    @property
-    def are_remote(self) -> bool:
-        """Whether some of them are in remote stores."""
-        return any(getattr(entry.source, "is_remote", False) for entry in list(self._entries.values()))
-
     def expect(self, files: Iterable[PlannedFile]) -> None:
         """Refuse files that have another version than was planned against. Raises CheckpointError if one had before."""
         for file in files:

@@ -14,7 +14,7 @@ from torch import nn
 from lowmem_load.distributed.side_group import SideGroup
 from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.engines.target import Target
-from lowmem_load.files.executor import Executor
+from lowmem_load.files.executor import Executor, refuse_left
 from lowmem_load.files.fill import Filling, PlannedPart, fill_planned
 from lowmem_load.files.memory import naming_shortage
 from lowmem_load.load.make_plan import PlannedModel
@@ -124,6 +124,7 @@ def _copies(part: TargetPlan, memory: Sequence[torch.Tensor]) -> Iterator[tuple[
     for destination, tensor in zip(part.destinations, memory, strict=True):
         if destination.copied_from is not None:
             number, first = destination.copied_from
+            refuse_left(part.name, tensor)
             yield memory[number].narrow(0, first, destination.region.numel), tensor[: destination.region.numel]
 
 

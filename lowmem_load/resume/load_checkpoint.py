@@ -13,7 +13,7 @@ import torch
 from lowmem_load.distributed.environment import cores
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
-from lowmem_load.files.executor import Executor
+from lowmem_load.files.executor import Executor, refuse_left
 from lowmem_load.files.fill import Part, fill, read_whole
 from lowmem_load.files.memory import naming_shortage
 from lowmem_load.load.checks import agree_on_bytes, identify_files
@@ -146,6 +146,7 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
     ranks = ranks_of(engine)
     with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, cores(1))) as executor:
         with ranks.step("opening the checkpoint", name=name) as step:
+            refuse_left(name)  # buffers of a swapper come to hold other parts of the engine
             state = Zero3State(engine)
             folder = find_folder(name, wanted.tag)
             step.digest = {"files": "none: there is no file 'latest'"}

@@ -372,5 +372,5 @@ def _cases() -> Iterator[Case]:
     for fault in (FAILURE, INTERRUPT_ANYWHERE, DEATHS[0], HANG):
         yield from at(fault, BROADCASTING, job="changed")
         yield from at(fault, BROADCASTING, job="pack")
-    for fault in (READ_FAULTS[1], INTERRUPT_ANYWHERE, DEATHS[0]):
+    for fault in (READ_FAULTS[1], INTERRUPT_ANYWHERE, DEATHS[0], HANG):
         yield from at(fault, FILLING, job="resume")

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,9 +12,11 @@ import torch
 
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.distributed.steps import RankGroup
-from lowmem_load.errors import PlanError, TruncatedFileError
-from lowmem_load.files.executor import Executor
+from lowmem_load.errors import CheckpointError, PlanError, TruncatedFileError
+from lowmem_load.files import executor as executor_module
+from lowmem_load.files.executor import Executor, refuse_left
 from lowmem_load.files.fill import Part, fill
+from lowmem_load.files.source import LocalFile
 from lowmem_load.load.execute import reading
 from lowmem_load.phases import Progress, no_callback
 from lowmem_load.planning import expression as ex
@@ -64,6 +68,99 @@ def test_an_error_of_a_file_names_what_is_filled(leaf: ex.Source, num_threads: i
         pytest.raises(TruncatedFileError, match=r"'stored' was read.*, which fills 'model\.w'"),
     ):
         fill([part(leaf, torch.zeros(40), "model.w")], executor)
+
+
+# -- reads that a failed load leaves ----------------------------------------------------------------------------------
+
+
+class Late(LocalFile):
+    """A file whose bytes come when the storage answers; the system keeps it open until then."""
+
+    begun, answers, num_reads = threading.Event(), threading.Event(), 0
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        with open(self.path, "rb") as file:
+            Late.num_reads += 1
+            self.begun.set()
+            self.answers.wait(30)
+            os.preadv(file.fileno(), [memory], offset)
+
+
+@pytest.fixture(autouse=True)
+def _answers() -> Iterator[None]:
+    Late.begun.clear()
+    Late.answers.clear()
+    Late.num_reads = 0
+    yield
+    Late.answers.set()
+
+
+def fail() -> None:
+    Late.begun.wait(10)
+    raise RuntimeError("another rank has failed")
+
+
+def leave_reading(leaf: ex.Source, memory: torch.Tensor) -> None:
+    """Fail while a file is read that does not answer, as another rank that fails would have it."""
+    began_s = time.monotonic()
+    with (
+        pytest.raises(RuntimeError, match="another rank"),
+        Executor(num_threads=2, open_source=Late) as executor,
+    ):
+        fill([part(leaf, memory)], executor, fail)
+    assert time.monotonic() - began_s < 5
+
+
+def replace_values(leaf: ex.Source) -> None:
+    """Write other values over the file, by a new one: the read under way gets the old ones."""
+    new = f"{leaf.path}.new"
+    (VALUES + 100).numpy().tofile(new)
+    os.replace(new, leaf.path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["direct", "staged"])
+def test_memory_is_not_filled_while_a_read_of_a_failed_load_may_write_into_it(
+    leaf: ex.Source, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_module, "LEAVE_S", 0.2)
+    whole = torch.zeros(40, dtype=dtype)
+    leave_reading(leaf, whole[:20])
+    replace_values(leaf)
+    with Executor(num_threads=2) as executor:
+        refused = pytest.raises(CheckpointError, match=r"w: cannot be filled.* is still reading .*data into its memory")
+        with refused:
+            fill([part(leaf, whole[10:30])], executor)
+        with pytest.raises(CheckpointError, match="engine: cannot be filled"):
+            refuse_left("engine")  # whatever is to be filled
+        fill([part(leaf, whole[20:])], executor)
+        assert torch.equal(whole, torch.cat([torch.zeros(20), VALUES[10:30] + 100]).to(dtype))
+        Late.answers.set()
+        fill([part(leaf, whole[:20])], executor)  # once that read has ended
+    assert torch.equal(whole, torch.cat([VALUES[10:30], VALUES[10:30]]).to(dtype) + 100)
+
+
+def test_a_failed_load_waits_for_the_reads_of_storage_that_answers(leaf: ex.Source) -> None:
+    whole, timer = torch.zeros(20), threading.Timer(0.3, Late.answers.set)
+    timer.start()
+    leave_reading(leaf, whole)
+    assert not executor_module._left
+    with Executor() as executor:
+        replace_values(leaf)
+        fill([part(leaf, whole)], executor)
+    assert torch.equal(whole, VALUES[10:30] + 100)
+    timer.join()
+
+
+def test_a_read_of_a_failed_load_ends_with_the_part_that_it_is_at(
+    leaf: ex.Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a tensor of GBs would be read to its end for nobody, and its memory could not be filled meanwhile."""
+    monkeypatch.setattr(executor_module, "LEAVE_S", 0.2)
+    monkeypatch.setattr(executor_module, "PART_BYTES", 16)
+    leave_reading(leaf, torch.zeros(40))
+    Late.answers.set()
+    refuse_left("nothing is left")
+    assert Late.num_reads == 1
 
 
 def test_the_step_around_it_tells_how_far_it_is(leaf: ex.Source, monkeypatch: pytest.MonkeyPatch) -> None:
