@@ -22,7 +22,7 @@ from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.files.format import NESTS, CheckpointFile, refuse_git_lfs_pointer
 from lowmem_load.files.inert_pickle import Tensor, objects
 from lowmem_load.files.source import ByteSource, read_bytes
-from lowmem_load.planning.expression import Computed, Expression, Shape, Source, permute
+from lowmem_load.planning.expression import Computed, Expression, Source, are_nested, merged_dims, strided
 
 MAX_PICKLE_NBYTES = 32 << 20
 """Bytes of `data.pkl`. A tensor takes about 200, so this is 150,000 tensors. More would cost gigabytes of memory."""
@@ -54,7 +54,7 @@ class TorchZip:
 
     def read(self, pickled: bytes, path: str) -> dict[str, Tensor]:
         """Return the tensors of `data.pkl` by name."""
-        return state_dict(pickled, path)
+        return tensors_of(objects(pickled, path, only_tensors=True), path)
 
 
 class NestedTorchZip(TorchZip):
@@ -107,7 +107,7 @@ class TorchObjects:
         return Source(self.path, name, entry.start, (entry.nbytes,), torch.uint8)
 
     def expression(self, tensor: Tensor, name: str) -> Expression:
-        """Return a tensor of the tree, `name` in messages: the bytes that it spans in its storage, permuted."""
+        """Return a tensor of the tree, `name` in messages: a view of the bytes that it spans in its storage."""
         path, entry = self.path, self.entries.get(f"{self.prefix}/data/{tensor.storage.key}")
         storage, size, itemsize = tensor.storage, tensor.size, tensor.dtype.itemsize
         storage_nbytes = storage.numel * storage.dtype.itemsize
@@ -124,17 +124,21 @@ class TorchObjects:
                 f"{path}: tensor {name!r} ends at element {tensor.offset + span} of data/{storage.key}, "
                 f"which has {storage_nbytes // itemsize}"
             )
-        start = entry.start + tensor.offset * itemsize
-        order = _dense_order(size, tensor.strides)
-        if order is None:
-            region = Source(path, name, start, (span,), tensor.dtype)
+        stored = Source(path, name, entry.start + tensor.offset * itemsize, (span,), tensor.dtype)
+        if not span or merged_dims(size, tensor.strides) in ([], [(span, 1)]):
+            return replace(stored, shape=size)
+        if are_nested(size, tensor.strides):
+            return strided(stored, 0, tensor.strides, size)
+        if math.prod(size) * itemsize > storage_nbytes:  # each rank would compute them all
+            raise CheckpointError(
+                f"{path}: tensor {name!r} of shape {size} and strides {tensor.strides} has its elements several times, "
+                f"and more of them than data/{storage.key}; save it again as {name}.clone()"
+            )
 
-            def strided(values: Sequence[torch.Tensor]) -> torch.Tensor:
-                return values[0].as_strided(size, tensor.strides).contiguous()
+        def view(values: Sequence[torch.Tensor]) -> torch.Tensor:
+            return values[0].as_strided(size, tensor.strides).contiguous()
 
-            return Computed("as_strided", strided, (region,), size, tensor.dtype)
-        stored = Source(path, name, start, tuple(size[dim] for dim in order), tensor.dtype)
-        return permute(stored, sorted(range(len(size)), key=lambda place: order[place]))
+        return Computed("as_strided", view, (stored,), size, tensor.dtype)
 
 
 def describe_objects(source: ByteSource, read: Callable[[bytes, str], Any] = objects) -> TorchObjects:
@@ -258,27 +262,6 @@ def _read_entry(source: ByteSource, entry: _Entry | None, max_nbytes: int) -> by
     return read_bytes(source, entry.start, entry.nbytes)
 
 
-def _dense_order(size: Shape, strides: Shape) -> list[int] | None:
-    """Return the dims from outermost to innermost if the elements are contiguous in some order, else None."""
-    if 0 in size:
-        return list(range(len(size)))
-    wide = [dim for dim, n in enumerate(size) if n > 1]
-    order = sorted(wide, key=lambda dim: strides[dim], reverse=True)
-    stride = 1
-    for dim in reversed(order):
-        if strides[dim] != stride:
-            return None
-        stride *= size[dim]
-    if order == wide:
-        return list(range(len(size)))
-    return [dim for dim in range(len(size)) if size[dim] == 1] + order
-
-
-def state_dict(pickled: bytes, path: str) -> dict[str, Tensor]:
-    """Return the tensors of a pickled state dict by name."""
-    return tensors_of(objects(pickled, path, only_tensors=True), path)
-
-
 def tensors_of(tensors: Any, path: str) -> dict[str, Tensor]:
     """Return a pickled tree if it is a state dict: tensors by name."""
     if not isinstance(tensors, dict):
@@ -330,7 +313,7 @@ class ZippedTensors:
             if head.startswith(known):
                 return replace(values, path=source.path, name=name, start=start + len(known))
         try:
-            zipped = describe_objects(window)
+            zipped = describe_objects(window).shifted(start)
             if not isinstance(zipped.tree, Tensor):
                 raise CheckpointError(f"{source.path}: holds no tensor")
             expression = zipped.expression(zipped.tree, name)
@@ -339,8 +322,6 @@ class ZippedTensors:
                 f"{source.path}: no tensor {name} in the {nbytes} bytes from byte {start} on, where .metadata says it "
                 f"is: another save may have written the file ({error})"
             ) from error
-        if not isinstance(expression, Source):
-            return zipped.shifted(start).expression(zipped.tree, name)
-        if expression.start <= HEAD_NBYTES:
-            self._known.setdefault(nbytes, []).append((head[: expression.start], expression))
-        return replace(expression, start=start + expression.start)
+        if isinstance(expression, Source) and expression.start - start <= HEAD_NBYTES:
+            self._known.setdefault(nbytes, []).append((head[: expression.start - start], expression))
+        return expression

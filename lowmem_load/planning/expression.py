@@ -213,6 +213,17 @@ def merged_dims(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int,
     return dims
 
 
+def are_nested(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether dims do not run into each other, unless they repeat. See [Note: loops do not interleave]."""
+    reach = 0
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if stride and size > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (size - 1)
+    return True
+
+
 def strided(part: Expression, start: int, strides: Sequence[int], shape: Sequence[int]) -> Expression:
     """Return elements of `part` under strides: itself, if these are all in order. See `Strided`."""
     if isinstance(part, Strided) and part.dims in ([], [(numel(part), 1)]):

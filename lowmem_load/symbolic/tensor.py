@@ -21,6 +21,7 @@ from lowmem_load.planning.expression import (
     Elementwise,
     Expression,
     Held,
+    are_nested,
     cast,
     concat,
     expand,
@@ -332,7 +333,7 @@ def _viewed(value: SharedValue, views: Sequence[_View]) -> Expression:
     if all(view.meta.dtype == expression.dtype and not (view.meta.is_conj() or view.meta.is_neg()) for view in views):
         # The dims of the value in the order in which they lie in memory.
         in_memory = permute(expression, sorted(range(len(strides)), key=lambda dim: -strides[dim]))
-        if _are_nested(meta.shape, meta.stride()):
+        if are_nested(meta.shape, meta.stride()):
             return strided(in_memory, int(meta.storage_offset()), meta.stride(), meta.shape)
 
     def compute(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -342,18 +343,6 @@ def _viewed(value: SharedValue, views: Sequence[_View]) -> Expression:
         return real
 
     return Computed(str(views[-1].func), compute, (expression,), tuple(meta.shape), meta.dtype)
-
-
-def _are_nested(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether dims do not run into each other, unless they repeat. See [Note: loops do not interleave]."""
-    reach = 0
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(strides, shape, strict=True) if stride and size > 1
-    ):
-        if stride <= reach:
-            return False
-        reach += stride * (size - 1)
-    return True
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

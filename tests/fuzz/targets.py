@@ -37,7 +37,7 @@ from lowmem_load.files import inert_pickle
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.index import base_of_adapter, check_index
 from lowmem_load.files.safetensors import METADATA, PREFIX_NBYTES, Safetensors, parse_header
-from lowmem_load.files.torch_zip import TorchObjects, TorchZip, state_dict
+from lowmem_load.files.torch_zip import TorchObjects, TorchZip
 from lowmem_load.planning.expression import Computed, Source, leaves, numel
 from lowmem_load.training_checkpoints.dcp import read_metadata
 from lowmem_load.training_checkpoints.plain_values import NeedsCodeError, PlainValues
@@ -301,6 +301,8 @@ def torch_zip(data: bytes) -> None:
     found = TorchZip().describe(source)
     for name in found.names:
         for leaf in leaves(found.expression(name)):
+            if isinstance(leaf, Computed) and numel(leaf) * leaf.dtype.itemsize > len(data):
+                raise Finding(f"{name!r:.80} is computed as {numel(leaf)} elements, more than the file has")
             for region in leaf.inputs if isinstance(leaf, Computed) else (leaf,):
                 _check_inside(region, source)
 
@@ -356,7 +358,7 @@ def rank_file(data: bytes) -> None:
 
 def pickled(data: bytes) -> None:
     """The `data.pkl` in a `pytorch_model.bin`. What we take, torch's weights-only loader finds the same tensors in."""
-    found = state_dict(data, "x.bin")
+    found = TorchZip().read(data, "x.bin")
     unpickler = Unpickler(io.BytesIO(data), encoding="utf-8")
     unpickler.persistent_load = _meta_storage
     with _warnings_off():

@@ -12,11 +12,12 @@ import torch
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.files import torch_zip
 from lowmem_load.files.executor import Executor
-from lowmem_load.files.fill import read_whole
+from lowmem_load.files.fill import Part, fill, read_whole
 from lowmem_load.files.inert_pickle import Tensor
 from lowmem_load.files.source import LocalFile
 from lowmem_load.files.torch_zip import TorchZip
 from lowmem_load.planning.expression import Computed, Expression, Source, leaves
+from lowmem_load.planning.regions import FlatRange
 from tests.pickles import FIRST, STORAGE, with_tensor
 
 
@@ -67,21 +68,38 @@ def test_dense_views_read_only_their_bytes(tmp_path: Path) -> None:
     assert read_bytes == sum(tensor.nbytes for tensor in state.values())
 
 
-def test_views_with_gaps_are_computed_from_their_span(tmp_path: Path) -> None:
+def test_views_with_gaps_are_read_by_ranges(tmp_path: Path) -> None:
     base = torch.randn(6, 8)
     state = {
         "columns": base[:, 2:5],
         "steps": base[::2],
         "expanded": base[0, :1].expand(4),
-        "windows": base[0].unfold(0, 3, 1),
+        "all": base[:1].expand(3, 8)[:, ::3].t(),
     }
     found = check_round_trip(tmp_path, state)
-    spans = []
-    for node in found.values():
-        assert isinstance(node, Computed)
-        (region,) = node.inputs
-        spans.append(region.shape)
-    assert spans == [(5 * 8 + 3,), (4 * 8 + 8,), (1,), (8,)]
+    assert not any(isinstance(leaf, Computed) for node in found.values() for leaf in leaves(node))
+
+
+def test_views_whose_rows_overlap_are_computed_from_their_span(tmp_path: Path) -> None:
+    (node,) = check_round_trip(tmp_path, {"windows": torch.randn(6, 8)[0].unfold(0, 3, 1)}).values()
+    assert isinstance(node, Computed)
+    assert [part.shape for part in node.inputs] == [(8,)]
+
+
+def test_a_repeated_element_is_read_by_ranges(tmp_path: Path) -> None:
+    """A file of 2 KB held a tensor of 1 GiB, of which each rank computed all."""
+    (node,) = read_torch_zip(saved(tmp_path, {"w": torch.ones(1).expand(1 << 40)})).values()
+    memory = torch.zeros(1024)
+    with Executor() as executor:
+        costs = fill([Part("w", node, FlatRange(1 << 30, (1 << 30) + 1024), memory)], executor)
+    assert memory.all()
+    assert costs.largest_temporary_bytes == 0
+
+
+def test_overlapping_rows_with_more_elements_than_their_storage_are_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"windows": torch.randn(1000).unfold(0, 500, 1)})
+    with pytest.raises(CheckpointError, match=r"'windows' of shape \(501, 500\).* more of them than data/0"):
+        read_torch_zip(path)
 
 
 def test_tied_weights_are_one_expression(tmp_path: Path) -> None:
