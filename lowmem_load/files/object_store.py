@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse, IncompleteRead
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.error import HTTPError
@@ -28,7 +28,7 @@ import huggingface_hub
 from huggingface_hub.utils import build_hf_headers
 
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.files.remote_file import is_http, plain_url, without_secrets
+from lowmem_load.files.remote_file import HEAD_BYTES, is_http, plain_url, without_secrets
 
 T = TypeVar("T")
 
@@ -46,6 +46,9 @@ PART_BYTES = 1 << 20
 
 MAX_LIST_NBYTES = 16 << 20
 """Most bytes of a list of files."""
+
+LIST_S = 60.0
+"""Seconds in which a list of files has to come: a server that sends a byte now and then would never end."""
 
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
 """Environment variables that name another server than the provider's."""
@@ -258,7 +261,7 @@ def read_list(folder: str, file: str) -> bytes | None:
         with urlopen(request, timeout=TIMEOUT_S, context=ssl.create_default_context(cafile=_own_roots())) as response:
             if urlsplit(response.geturl()).scheme != parts.scheme == "https":
                 raise _redirect_error(name)
-            return bytes(response.read(MAX_LIST_NBYTES + 1))
+            return _body(response, name)
 
     try:
         content = _repeated(read)
@@ -269,9 +272,22 @@ def read_list(folder: str, file: str) -> bytes | None:
         raise _status_error(name, error.code) from None
     except (OSError, HTTPException) as error:
         raise _status_error(name, 0, without_secrets(f"{type(error).__name__}: {error}")) from None
-    if len(content) > MAX_LIST_NBYTES:
-        raise CheckpointError(f"{name}: has more than {MAX_LIST_NBYTES} bytes, which is no list of files")
     return content
+
+
+def _body(response: HTTPResponse, name: str) -> bytes:
+    """Return what a server sends. CheckpointError: it is too much, or comes too slowly."""
+    content, missing, give_up_s = bytearray(), response.length, time.monotonic() + LIST_S
+    while missing != 0 and (part := response.read1(HEAD_BYTES if missing is None else min(missing, HEAD_BYTES))):
+        content += part
+        missing = None if missing is None else missing - len(part)
+        if len(content) > MAX_LIST_NBYTES:
+            raise CheckpointError(f"{name}: has more than {MAX_LIST_NBYTES} bytes, which is no list of files")
+        if time.monotonic() > give_up_s:
+            raise CheckpointError(f"{name}: only {len(content)} bytes of this list of files came in {LIST_S:g} s")
+    if missing:
+        raise IncompleteRead(bytes(content), missing)
+    return bytes(content)
 
 
 def _repeated(request: Callable[[], T]) -> T:

@@ -15,14 +15,14 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.files.remote_file import HEAD_BYTES, Check, RemoteFile, map_in_threads, plain_url
+from lowmem_load.files.remote_file import CHECK_S, HEAD_BYTES, Check, RemoteFile, map_in_threads, plain_url
 from lowmem_load.files.source import ByteSource, LocalFile, read_bytes
 from lowmem_load.text import fingerprint
 
@@ -163,7 +163,7 @@ def lay_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, tokeni
     entries = {file: {field: getattr(item, field) for field in ENTRY} for file, item in large.items()}
     manifest = json.dumps({"origin": origin, "files": entries}, indent=1)
     sizes = {file: item.nbytes if file in small else _head_nbytes(file, item) for file, item in listing.items()}
-    with FileLock(f"{place}.lock"):
+    with _locked(f"{place}.lock", check):
         is_whole = all(_is_there(os.path.join(folder, file), nbytes) for file, nbytes in sizes.items())
         if not is_whole or not os.path.isfile(os.path.join(place, MANIFEST)):
             _remove(place)  # a cleaner of old files may have been at work
@@ -173,6 +173,21 @@ def lay_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, tokeni
 
             _fill_folder(folder, listing, content, check, manifest)
     return folder
+
+
+@contextlib.contextmanager
+def _locked(path: str, check: Check) -> Iterator[None]:
+    """Have a lock of this user's processes. While one of them has it, `check` is called, and may raise."""
+    lock = FileLock(path)
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=CHECK_S)
+        except Timeout:
+            check()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _remove(folder: str) -> None:

@@ -1,10 +1,13 @@
 """Files in object stores and on HTTP servers, beyond test_remote_objects.py: lists, URLs, redirects, proxies, TLS."""
 
+import contextlib
 import os
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 
 from lowmem_load.errors import CheckpointError, ConfigError
+from lowmem_load.files import object_store
 from lowmem_load.files.object_store import RemoteObject, aws_settings, list_files, read_list
 from lowmem_load.files.remote_checkpoint import folder_of_url
 from lowmem_load.files.remote_file import RemoteFile
@@ -207,6 +211,37 @@ def test_only_servers_that_the_environment_trusts_are_read_and_not_by_http(
         for read in (lambda: read_bytes(at(url), 0, 8), lambda: read_list(url, "")):
             with pytest.raises(CheckpointError, match="redirects from https to what is not https"):
                 read()
+
+
+@pytest.mark.parametrize("length", ["Content-Length: 100", "Transfer-Encoding: chunked"])
+def test_a_list_that_comes_too_slowly_is_an_error(length: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "LIST_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(4096)
+                connection.sendall(f"HTTP/1.1 200 OK\r\n{length}\r\n\r\n".encode())
+                for _ in range(100):
+                    connection.sendall(b"x" if "100" in length else b"1\r\nx\r\n")
+                    time.sleep(0.1)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with pytest.raises(CheckpointError, match=r"SHA256SUMS: only \d bytes of this list of files came in 0[.]3 s"):
+            read_list(f"http://127.0.0.1:{server.getsockname()[1]}/m", "SHA256SUMS")
+        thread.join(15)
+
+
+def test_a_list_that_ends_early_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the files that it would have named next would be missing without an error."""
+    monkeypatch.setattr(object_store, "DELAYS_S", ())
+    with (
+        answering({"Content-Length": "100", "Connection": "close"}, content=b"12345678") as url,
+        pytest.raises(CheckpointError, match=r"IncompleteRead.8 bytes read, 92 more"),
+    ):
+        read_list(url, "")
 
 
 # -- the Hub -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Folders that stand for checkpoints in remote stores: what is looked up, fetched and refused."""
 
+import fcntl
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import save_file
 
 from lowmem_load.errors import CheckpointError, HeaderError
@@ -169,6 +171,28 @@ def test_another_version_has_another_folder(server: RangeServer, checkpoint: Pat
     with pytest.raises(CheckpointError, match="was replaced after its header was read"):
         read_bytes(open_file(os.path.join(before, "model-0.safetensors")), HEAD_BYTES, 8)
     read_bytes(open_file(os.path.join(after, "model-0.safetensors")), HEAD_BYTES, 8)
+
+
+def test_waiting_for_a_process_that_fills_the_folder_can_be_ended(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a rank would wait for it although another one has failed."""
+
+    def held(path: str) -> FileLock:
+        holder = os.open(path, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        holders.append(holder)
+        return FileLock(path)
+
+    def check() -> None:
+        raise CheckpointError("another rank has failed")
+
+    holders: list[int] = []
+    monkeypatch.setattr(stand_ins, "FileLock", held)
+    listing = {"model.safetensors": RemoteObject("http://h/m", "model.safetensors", 5, '"1"')}
+    with pytest.raises(CheckpointError, match="another rank has failed"):
+        stand_ins.lay_out("http://h/m", listing, lambda *_: b"", check)
+    os.close(holders[0])
 
 
 def test_a_subfolder_is_looked_into_on_request(server: RangeServer, checkpoint: Path) -> None:
