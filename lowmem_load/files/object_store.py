@@ -85,7 +85,7 @@ class RemoteObject:
     """
 
     url: str
-    """Of the folder, or of the file itself on the Hub; without credentials."""
+    """Of the folder, or of the file itself on the Hub; without credentials, also those of HF_ENDPOINT."""
     key: str
     """Path in the folder; "" on the Hub."""
     nbytes: int
@@ -134,15 +134,17 @@ class RemoteObject:
         self._location = location
 
     def _fetch_at(self, location: str, offset: int, memory: memoryview) -> None:
-        is_redirect = urlsplit(location).netloc != urlsplit(self.name).netloc
+        is_redirect = urlsplit(plain_url(location)).netloc != urlsplit(self.name).netloc
         headers = {} if is_redirect else build_hf_headers(token=self.secret)
+        location = location if is_redirect else _with_endpoint_login(location)
         folder, _, key = urlsplit(location).path.rpartition("/")
         store = open_store(urlsplit(location)._replace(path=folder).geturl(), headers)
         _get(self.name, store, unquote(key), offset, memory, {})
 
     def _look_up(self) -> str:
         def ask() -> str:
-            return str(huggingface_hub.get_hf_file_metadata(self.name, token=self.secret).location)
+            url = _with_endpoint_login(self.name)
+            return str(huggingface_hub.get_hf_file_metadata(url, token=self.secret).location)
 
         try:
             location = _repeated(ask)
@@ -153,6 +155,13 @@ class RemoteObject:
         if urlsplit(location).scheme != urlsplit(self.name).scheme == "https":
             raise _redirect_error(self.name)
         return location
+
+
+def _with_endpoint_login(url: str) -> str:
+    """Return a URL of the Hub with the login that HF_ENDPOINT has, if it names the same server with one."""
+    endpoint, parts = urlsplit(huggingface_hub.constants.ENDPOINT), urlsplit(url)
+    is_same = (parts.scheme, parts.netloc) == (endpoint.scheme, endpoint.netloc.rpartition("@")[2])
+    return parts._replace(netloc=endpoint.netloc).geturl() if is_same else url
 
 
 def _get(name: str, store: Any, key: str, offset: int, memory: memoryview, condition: Mapping[str, Any]) -> str:

@@ -126,7 +126,7 @@ def folder_of_model(
     for sibling in info.siblings:
         file = str(sibling.rfilename)
         if posixpath.dirname(file) in ("", subfolder.strip("/")):
-            url = huggingface_hub.hf_hub_url(name, file, revision=commit)
+            url = plain_url(huggingface_hub.hf_hub_url(name, file, revision=commit))  # HF_ENDPOINT may have a login
             version = f"{commit} {sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id}"
             files[file] = RemoteObject(url, "", int(sibling.size or 0), version, on_hub=True, secret=token)
 
@@ -149,8 +149,9 @@ def _model_info(name: str, revision: str | None, token: str | bool | None) -> An
     except HFValidationError as error:
         raise CheckpointError(f"{name}: neither a folder nor a Hub id: {error}") from error
     except HfHubHTTPError as error:
-        raise CheckpointError(f"{name}: no such folder, and the Hub says: {error}") from error
-    except Exception as error:  # of httpx or requests, depending on huggingface_hub
+        raise CheckpointError(f"{name}: no such folder, and the Hub says: {without_secrets(str(error))}") from None
+    except Exception as error:  # noqa: BLE001  of httpx or requests, depending on huggingface_hub
         raise CheckpointError(
-            f"{name}: no such folder, and the Hub at {huggingface_hub.constants.ENDPOINT} cannot be reached: {error}"
-        ) from error
+            f"{name}: no such folder, and the Hub at {plain_url(huggingface_hub.constants.ENDPOINT)} cannot be "
+            f"reached: {without_secrets(str(error))}"
+        ) from None  # the errors themselves quote URLs with logins

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -436,3 +437,28 @@ def test_nothing_that_is_kept_has_secrets(
         assert_no_secrets(str(path), path.read_bytes().decode(errors="replace") if path.is_file() else "")
     assert_no_secrets(caplog.text, open_file(os.path.join(folder, "model-0.safetensors")).path)
     assert server.stats()["authorized"] > 0
+
+
+def test_a_login_of_hf_endpoint_is_used_and_neither_kept_nor_quoted(
+    checkpoint: Path, temporary: Path, tmp_path: Path
+) -> None:
+    def endpoint(url: str) -> str:
+        return url.replace("http://", "http://user-name:pass%2Fword@")
+
+    with hub_front({"org/model": checkpoint}) as hub, pointed_at(endpoint(hub.url), str(tmp_path / "cache")):
+        folder, _ = folder_of_model("org/model")
+        before = hub.stats()["authorized"]
+        item = open_file(os.path.join(folder, "model-0.safetensors"))
+        assert read_bytes(item, HEAD_BYTES, 8) == (checkpoint / item.path[-19:]).read_bytes()[HEAD_BYTES:][:8]
+        assert hub.stats()["authorized"] > before > 0
+        with pytest.raises(CheckpointError, match="and the Hub says: 404") as missing:
+            folder_of_model("org/missing")
+    with pointed_at(endpoint("http://127.0.0.1:9"), str(tmp_path / "cache")):
+        with pytest.raises(CheckpointError, match=r"the Hub at http://127[.]0[.]0[.]1:9 cannot be reached") as gone:
+            folder_of_model("org/model")
+        with pytest.raises(CheckpointError, match="cannot be read: ") as unread:
+            read_bytes(open_file(os.path.join(folder, "model-0.safetensors")), HEAD_BYTES, 8)
+    for path in temporary.rglob("*"):
+        assert_no_secrets(str(path), path.read_bytes().decode(errors="replace") if path.is_file() else "")
+    texts = ["".join(traceback.format_exception(error.value)) for error in (missing, gone, unread)]
+    assert_no_secrets(repr(item), *texts)
