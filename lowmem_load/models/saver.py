@@ -31,6 +31,7 @@ from lowmem_load.models.model_class import model_class, model_config, plain_clas
 from lowmem_load.planning.expression import Expression, Source, cast, numel
 from lowmem_load.replaced import Handler, replaced
 from lowmem_load.symbolic.tensor import SymbolicTensor
+from lowmem_load.training_checkpoints.open_model import own_files
 
 OURS = (
     "state_dict",
@@ -223,7 +224,7 @@ def model_of(config: str | os.PathLike[str]) -> transformers.PreTrainedModel:
     with torch.device("meta"):
         model: transformers.PreTrainedModel = kind(values)
     model.tie_weights()
-    if os.path.isfile(os.path.join(config, "generation_config.json")):
+    if own_files(os.fspath(config), ["generation_config.json"]):
         model.generation_config = transformers.GenerationConfig.from_pretrained(os.fspath(config))
     return model
 

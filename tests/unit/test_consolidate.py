@@ -213,7 +213,10 @@ def test_no_file_from_outside_of_the_checkpoint_is_taken(llama: PreTrainedModel,
     with pytest.raises(CheckpointError, match=r"tokenizer.json: is a link to a file outside of its folder"):
         consolidate(checkpoint, tmp_path / "other")
     assert not (tmp_path / "other").exists()
-    (checkpoint / "tokenizer.json").unlink()
+    (checkpoint / "tokenizer.json").rename(checkpoint / "generation_config.json")
+    with pytest.raises(CheckpointError, match=r"generation_config.json: is a link to a file outside of its folder"):
+        consolidate(checkpoint, tmp_path / "other")
+    (checkpoint / "generation_config.json").unlink()
     (checkpoint / "tokenizer-7.json").write_text("own")
     (checkpoint / "tokenizer.json").symlink_to("tokenizer-7.json")
     consolidate(checkpoint, tmp_path / "other")
