@@ -54,10 +54,9 @@ def rank_files(folder: str) -> tuple[str, list[str]]:
         counts = {int(match["count"]) for match in matches if "count" in pattern.groupindex}
         by_rank = {int(match["rank"]): match[0] for match in matches}
         count = max(counts, default=max(by_rank) + 1)
-        missing = [rank for rank in range(count) if rank not in by_rank]
         if len(counts) > 1 or len(matches) != len(by_rank):
             raise CheckpointError(f"{folder}: holds files of several jobs; remove those of all but one")
-        if missing or len(by_rank) > count:
+        if len(by_rank) != count or max(by_rank) >= count:  # names may have any number
             raise CheckpointError(
                 f"{folder}: has files of ranks {listed(list(map(str, sorted(by_rank))))} of {count}; copy the files of "
                 "all ranks to one folder"

@@ -165,8 +165,12 @@ def test_parts_in_safetensors_files(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=text):
             values_in(shards(tmp_path / name, wrong))
     (tmp_path / "right" / "shard-00001-model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="lacks the shards 1 of 2"):
+    with pytest.raises(CheckpointError, match="lacks shard 1 of 2 or more"):
         values_in(tmp_path / "right")
+    (tmp_path / "forged").mkdir()
+    (tmp_path / "forged" / "shard-99999999999-a.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="lacks shard 1 of 99999999999 or more"):
+        values_in(tmp_path / "forged")
     with pytest.raises(ConfigError, match="a missing last one would not be noticed: name the model by config"):
         consolidate(shards(tmp_path / "plain", places), tmp_path / "made")
 
@@ -198,6 +202,11 @@ def test_files_that_are_not_one_save_are_named(tmp_path: Path) -> None:
     rank_file(tmp_path / "one", 0, {"a": torch.ones(3)})
     with pytest.raises(CheckpointError, match="has files of ranks 0 of 2; copy"):
         values_in(tmp_path / "one")
+    for name in ("model_world_size_99999999999_rank_0.pt", "pytorch_model_fsdp_0_rank99999999999.bin"):
+        (tmp_path / name[:9]).mkdir()
+        (tmp_path / name[:9] / name).write_bytes(b"")  # a list of all ranks would take all memory
+        with pytest.raises(CheckpointError, match=r"has files of ranks \d+ of \d{11,12}; copy"):
+            values_in(tmp_path / name[:9])
     for count in (1, 2):
         rank_file(tmp_path / "two", 0, {"a": torch.ones(3)}, count)
     with pytest.raises(CheckpointError, match="holds files of several jobs"):
