@@ -196,15 +196,21 @@ def _whole(folder: str, name: str, shards: Sequence[_Shard], executor: Executor)
     _check_replicas(name, shards, executor)
     # A mesh dim has as many ranks as places occur along it.
     sizes = [max(along) + 1 for along in zip(*(shard.places for shard in shards), strict=True)]
-    return assemble(f"{folder}: {name}", shape, (tile for shard in shards for tile in _tiles(name, shard, sizes)))
+    tiles = (tile for shard in shards for tile in _tiles(name, shard, sizes, len(shards)))
+    return assemble(f"{folder}: {name}", shape, tiles)
 
 
-def _tiles(name: str, shard: _Shard, mesh: Sequence[int]) -> Iterator[Tile]:
+def _tiles(name: str, shard: _Shard, mesh: Sequence[int], num_ranks: int) -> Iterator[Tile]:
     splits = [
         split
         for placement, num_chunks, index in zip(shard.placements, mesh, shard.places, strict=True)
         for split in _split(shard, name, placement, num_chunks, index)
     ]
+    if (factor := max((split.split_factor for split in splits), default=1)) > num_ranks:
+        raise CheckpointError(
+            f"{shard.file.path}: {name}: its placements cut it into {factor} groups, one for each rank of another dim "
+            f"of the mesh, and the mesh has only {num_ranks} ranks"
+        )
     grid = grid_of(shard.shape, splits)
     if grid.sizes != shard.local.size and grid.numel + shard.local.storage.numel:
         raise CheckpointError(
@@ -214,6 +220,10 @@ def _tiles(name: str, shard: _Shard, mesh: Sequence[int]) -> Iterator[Tile]:
     if not grid.numel:
         return
     local = shard.file.expression(shard.local, name)
+    if (
+        math.prod(map(len, grid.runs)) > shard.local.storage.numel
+    ):  # each piece has an element of its own, unless forged
+        raise CheckpointError(f"{shard.file.path}: {name}: has fewer elements than pieces")
     for starts, first, sizes in grid.boxes():
         values = local
         for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):

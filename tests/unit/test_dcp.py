@@ -21,8 +21,11 @@ from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
+from lowmem_load.files.inert_pickle import Foreign, Storage, Tensor
+from lowmem_load.files.torch_zip import TorchObjects, _Entry
 from lowmem_load.training_checkpoints.names import NamedWeights, weights_in, without_wrappers
 from lowmem_load.training_checkpoints.open_model import open_state
+from lowmem_load.training_checkpoints.rank_files import _Shard, _tiles
 
 TENSORS = {
     "a.weight": torch.arange(35.0).view(7, 5),
@@ -196,6 +199,24 @@ def test_what_all_ranks_have_is_compared(has_checksums: bool, tmp_path: Path) ->
         torch.serialization.set_crc32_options(before)
     with pytest.raises(CheckpointError, match=r"rank_1\.pt: model\.a has other values than the same part in .*rank_0"):
         values_in(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("num_dims", "size", "factor", "text"),
+    [
+        (1, 1 << 40, 1 << 39, r"cut it into 549755813888 groups, .* only 2 ranks"),
+        (30, 4, 2, "has fewer elements than pieces"),
+    ],
+)
+def test_a_forged_cut_does_not_make_as_many_pieces_as_it_says(num_dims: int, size: int, factor: int, text: str) -> None:
+    """One element is stored, which a stride of 0 repeats."""
+    file = TorchObjects("f.pt", 4, "", "", None, "x", {"x/data/0": _Entry(0, 4, 0)})
+    storage, zeros = Storage("0", torch.float32, 1), (0,) * num_dims
+    local = Tensor(storage, torch.float32, 0, (size // 2,) * num_dims, zeros)
+    states = [{"dim": dim, "split_factor": factor} for dim in range(num_dims)]
+    cuts = tuple(Foreign("torch.distributed.tensor.placement_types._StridedShard", (), state) for state in states)
+    with pytest.raises(CheckpointError, match=text):
+        list(_tiles("w", _Shard(file, local, (size,) * num_dims, cuts, zeros), [2] * num_dims, 2))
 
 
 def test_files_that_are_not_one_save_are_named(tmp_path: Path) -> None:
