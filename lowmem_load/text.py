@@ -58,6 +58,14 @@ def fingerprint(lines: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
+def key_of(value: object) -> bytes:
+    """Return a key for numbers and text, for dicts that untrusted files fill.
+
+    The hashes of tuples of numbers can be made equal, and then a dict compares each key with all others.
+    """
+    return hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
 def spell_ranks(ranks: Sequence[int]) -> str:
     """Return ascending ranks with runs shortened: [0, 1, 2, 5] is `0-2, 5`."""
     runs: list[tuple[int, int]] = []

@@ -1,5 +1,6 @@
 """Pickles made by hand: calls of any function, and tensors whose views lie."""
 
+import functools
 import io
 import zipfile
 from typing import Any
@@ -40,3 +41,23 @@ REST = b"\x89ccollections\nOrderedDict\n)RtR"
 def with_tensor(view: bytes, storage: bytes = STORAGE) -> bytes:
     """Returns a pickled {"a": tensor}; `view` is the opcodes of its offset, sizes and strides."""
     return assembled(NAMED + REBUILD + b"(" + storage + view + REST + b"s")
+
+
+def colliding(count: int, *before: int) -> list[tuple[int, ...]]:
+    """Returns tuples of integers that have one hash, after equal first ones: the last of each is solved for."""
+    prime_1, prime_2, prime_5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
+
+    def step(lane: int, value: int) -> int:
+        lane = (lane + value * prime_2) % (1 << 64)
+        return ((lane << 31 | lane >> 33) * prime_1) % (1 << 64)
+
+    start = functools.reduce(step, before, prime_5)
+    found: list[tuple[int, ...]] = []
+    first = 0
+    while len(found) < count:
+        first += 1
+        last = -step(start, first) * pow(prime_2, -1, 1 << 64) % (1 << 64)
+        if last < 1 << 60:
+            found.append((*before, first, last))
+    assert len(set(map(hash, found))) == 1
+    return found

@@ -20,6 +20,7 @@ from lowmem_load.errors import HeaderError, TruncatedFileError, UnsupportedError
 from lowmem_load.files.format import CheckpointFile, refuse_git_lfs_pointer
 from lowmem_load.files.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Source
+from lowmem_load.text import key_of
 
 PREFIX_NBYTES = 8
 METADATA, FIELDS = "__metadata__", {"dtype", "shape", "data_offsets"}
@@ -241,12 +242,12 @@ class Safetensors:
 
 def _expressions(path: str, entries: Mapping[str, TensorEntry]) -> Callable[[str], Source]:
     """Return a function from names to sources. It shares equal shapes: there may be a hundred thousand tensors."""
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    shapes: dict[bytes, tuple[int, ...]] = {}
     sources: dict[str, Source | str] = {}
     for name, entry in entries.items():
         try:
             shape = entry.shape
-            sources[name] = Source(path, name, entry.start, shapes.setdefault(shape, shape), entry.dtype)
+            sources[name] = Source(path, name, entry.start, shapes.setdefault(key_of(shape), shape), entry.dtype)
         except UnsupportedError as error:  # only a model that uses this tensor fails
             sources[name] = str(error)
 

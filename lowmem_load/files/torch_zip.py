@@ -23,6 +23,7 @@ from lowmem_load.files.format import NESTS, CheckpointFile, refuse_git_lfs_point
 from lowmem_load.files.inert_pickle import Tensor, objects
 from lowmem_load.files.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Computed, Expression, Source, are_nested, merged_dims, strided
+from lowmem_load.text import key_of
 
 MAX_PICKLE_NBYTES = 32 << 20
 """Bytes of `data.pkl`. A tensor takes about 200, so this is 150,000 tensors. More would cost gigabytes of memory."""
@@ -43,10 +44,10 @@ class TorchZip:
     def describe(self, source: ByteSource) -> CheckpointFile:
         """See `CheckpointFormat`. Equal views of one storage, such as tied weights, give the same expression object."""
         file = describe_objects(source, self.read)
-        expressions: dict[str, Expression] = {}  # keyed by text: a hostile file can give all tensors one hash
+        expressions: dict[bytes, Expression] = {}
         named: dict[str, Expression] = {}
         for name, tensor in file.tree.items():
-            view = repr(tensor)
+            view = key_of(tensor)
             if view not in expressions:
                 expressions[view] = file.expression(tensor, name)
             named[name] = expressions[view]

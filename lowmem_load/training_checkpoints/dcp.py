@@ -26,7 +26,7 @@ from lowmem_load.files.torch_zip import ZippedTensors
 from lowmem_load.planning.expression import Shape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.proof import prove_names
-from lowmem_load.text import fingerprint
+from lowmem_load.text import fingerprint, key_of
 from lowmem_load.training_checkpoints.saved_state import SavedState, Tile, assemble, check_written_before
 
 METADATA = ".metadata"
@@ -39,7 +39,7 @@ MAX_KEYS = 16
 
 _PACKAGE = "torch.distributed.checkpoint"
 
-_Places: TypeAlias = "Mapping[tuple[str, Shape | None], tuple[str, int, int]]"
+_Places: TypeAlias = "Mapping[tuple[str, bytes], tuple[str, int, int]]"
 """File, first byte and number of bytes of each chunk, by name and first index."""
 
 
@@ -181,10 +181,11 @@ def _storage_state(state: Any) -> tuple[str, int, int, bool]:
 
 
 def _places(path: str, storage_data: Mapping[Any, Any]) -> _Places:
-    places: dict[tuple[str, Shape | None], tuple[str, int, int]] = {}
+    places: dict[tuple[str, bytes], tuple[str, int, int]] = {}
     for index, info in storage_data.items():
         name, offset = index.state
-        if index.state in places:
+        key = name, key_of(offset)
+        if key in places:
             raise CheckpointError(f"{path}: has two places for the chunk of {name:.80} at {offset}")
         file, start, nbytes, is_transformed = info.state
         if not isinstance(file, str) or not file or "/" in file or "\\" in file or file in (".", ".."):
@@ -198,7 +199,7 @@ def _places(path: str, storage_data: Mapping[Any, Any]) -> _Places:
                 f"{path}: {name:.80} was saved with transform_descriptors (compressed or encrypted), which cannot be "
                 "read by ranges; save it again with a FileSystemWriter without extensions"
             )
-        places[index.state] = file, start, nbytes
+        places[key] = file, start, nbytes
     return places
 
 
@@ -225,9 +226,9 @@ def _tensor(
         offsets, sizes = chunk.state
         if not is_shape(offsets) or not is_shape(sizes) or not len(offsets) == len(sizes) == len(shape):
             raise TypeError(f"{reprlib.repr(name)} has a chunk without place or size in shape {shape}")
-        if (name, offsets) not in places:
+        if (place := places.get((name, key_of(offsets)))) is None:
             raise CheckpointError(f"{path}: {name}: no file has the chunk at {offsets} of shape {sizes}")
-        file, start, nbytes = places[name, offsets]
+        file, start, nbytes = place
         if math.prod(sizes) * dtype.itemsize > nbytes:
             raise CheckpointError(
                 f"{path}: {name}: the chunk at {offsets} of shape {sizes} has {nbytes} bytes in {file}, too few for it"

@@ -24,6 +24,7 @@ from lowmem_load.files.fill import Part, fill
 from lowmem_load.planning.expression import Concat, Expression, Shape, concat, numel, reshape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.regions import FlatRange
+from lowmem_load.text import key_of
 
 SLACK_S = 1.0
 """Clocks of servers, and file systems that keep whole seconds."""
@@ -102,9 +103,9 @@ def assemble(what: str, shape: Shape, tiles: Iterable[Tile]) -> TiledTensor:
     Raises:
         CheckpointError: tiles leave a part empty or overlap; `what` names the tensor in the message.
     """
-    by_place: dict[tuple[Shape, Shape], Tile] = {}
+    by_place: dict[bytes, Tile] = {}
     for tile in tiles:
-        by_place.setdefault((tile.offsets, tile.values.shape), tile)
+        by_place.setdefault(key_of((tile.offsets, tile.values.shape)), tile)
     filled = [tile for tile in by_place.values() if numel(tile.values)] or list(by_place.values())[:1]
     if not filled:
         raise CheckpointError(f"{what}: no chunk of it was saved")

@@ -1,6 +1,7 @@
 """saved_state.py: blocks make up the tensor that they were cut from, or it is said which part is missing."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lowmem_load.files.fill import read_whole
 from lowmem_load.planning.expression import hold
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.training_checkpoints.saved_state import Tile, assemble
+from tests.pickles import colliding
 
 
 def cut(tensor: torch.Tensor, offsets: tuple[int, ...], rng: random.Random, depth: int) -> list[Tile]:
@@ -71,3 +73,12 @@ def test_what_is_missing_is_named(tiles: list[Tile], text: str) -> None:
 def test_tensors_without_dims_and_without_elements() -> None:
     assert values_of(assemble("x", (), [tile((), ())]).whole).shape == ()
     assert values_of(assemble("x", (0, 3), [tile((0, 0), (0, 3))]).whole).shape == (0, 3)
+
+
+def test_places_with_equal_hashes_take_no_longer() -> None:
+    values = hold(torch.zeros(1, 1))
+    tiles = [Tile(place, values) for place in colliding(12_000)]
+    began_s = time.process_time()
+    with pytest.raises(CheckpointError, match="are in no chunk"):
+        assemble("x", (1 << 60, 1 << 60), tiles)
+    assert time.process_time() - began_s < 1.0

@@ -18,7 +18,7 @@ from lowmem_load.files.source import LocalFile
 from lowmem_load.files.torch_zip import TorchZip
 from lowmem_load.planning.expression import Computed, Expression, Source, leaves
 from lowmem_load.planning.regions import FlatRange
-from tests.pickles import FIRST, STORAGE, with_tensor
+from tests.pickles import FIRST, STORAGE, colliding, with_tensor
 
 
 def read_torch_zip(path: str) -> dict[str, Expression]:
@@ -254,22 +254,6 @@ def test_other_formats_say_how_to_convert(tmp_path: Path) -> None:
     Path(old).write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(CheckpointError, match="git lfs pull"):
         read_torch_zip(old)
-
-
-def colliding(count: int) -> list[tuple[int, int]]:
-    """Returns pairs of integers whose tuples have one hash: the second of each is solved for."""
-    prime_1, prime_2, prime_5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
-    found: list[tuple[int, int]] = []
-    first = 0
-    while len(found) < count:
-        first += 1
-        lane = (prime_5 + first * prime_2) % (1 << 64)
-        lane = ((lane << 31 | lane >> 33) * prime_1) % (1 << 64)
-        second = -lane * pow(prime_2, -1, 1 << 64) % (1 << 64)
-        if second < 1 << 60:
-            found.append((first, second))
-    assert len({hash(pair) for pair in found}) == 1
-    return found
 
 
 def test_views_with_equal_hashes_take_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
