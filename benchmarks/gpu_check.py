@@ -197,7 +197,7 @@ def run(tiny: dict[str, str], is_simulated: bool) -> dict[str, str]:
         from tests.device.simulated import install
 
         install()
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     checks = Checks(tiny, DistributedInterface())
     checks.parity()

@@ -97,10 +97,10 @@ def load_stock(job: Job) -> Loaded:
 
 
 def load_lowmem(job: Job) -> Loaded:
-    from lowmem_load import load_model, load_report
+    from lowmem_load import get_load_report, load_model
 
     model = load_model(str(job.path), job.ds_config, dtype=DTYPES[job.dtype])
-    report = load_report(model)
+    report = get_load_report(model)
     return Loaded(
         model=model,
         phases_s=dict(report.seconds),

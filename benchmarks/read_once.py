@@ -50,7 +50,8 @@ def make_checkpoint(folder: Path, num_layers: int) -> int:
 
 def load(url: str, share: str) -> dict[str, Any]:
     """Load in this rank; return what it took."""
-    from lowmem_load import DistributedInterface, load_model, load_report
+    from lowmem_load import get_load_report, load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     ranks = DistributedInterface()
     ranks.barrier()
@@ -58,7 +59,7 @@ def load(url: str, share: str) -> dict[str, Any]:
     config = {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
     model = load_model(url, config, share_reads=share)
     ranks.barrier()
-    report, seconds = load_report(model), time.perf_counter() - start
+    report, seconds = get_load_report(model), time.perf_counter() - start
     check = [
         float(value.detach().float().sum()) for value in list(model.parameters())[:: len(list(model.parameters())) // 4]
     ]

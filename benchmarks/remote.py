@@ -83,7 +83,8 @@ def run_rank(spec: dict[str, Any]) -> dict[str, Any]:
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from lowmem_load import DistributedInterface, load_model, load_report
+    from lowmem_load import get_load_report, load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     ranks, host = DistributedInterface(), spec["url"].partition("//")[2].strip("/")
     ranks.barrier()
@@ -101,7 +102,7 @@ def run_rank(spec: dict[str, Any]) -> dict[str, Any]:
                 if os.environ["LOCAL_RANK"] == "0":
                     download(spec["url"], spec["files"], Path(name))
                 ranks.barrier()
-            report = load_report(load_model(name, zero3_config("bf16")))
+            report = get_load_report(load_model(name, zero3_config("bf16")))
             reading = report.seconds["read"]
             held, requests = report.partition_bytes, report.requests.num_requests
         ranks.barrier()

@@ -44,8 +44,9 @@ def make_engine(world_size: int, params: float, is_universal: bool) -> Any:
     import deepspeed
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers.integrations import HfDeepSpeedConfig
 
-    from lowmem_load import DistributedInterface, streaming
+    from lowmem_load.distributed.process_group import DistributedInterface
     from tests.multi_rank.test_resume import ADAM, BF16, SAMPLES, WARMUP
 
     hidden = max(64, int((params / (LAYERS * 12 + 8)) ** 0.5) // 64 * 64)
@@ -55,8 +56,9 @@ def make_engine(world_size: int, params: float, is_universal: bool) -> Any:
     ds_config = {"zero_optimization": {"stage": 3, "sub_group_size": 10_000_000}, **micro, **ADAM, **BF16, **WARMUP}
     DistributedInterface()
     torch.manual_seed(0)
-    with streaming(ds_config):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    alive = HfDeepSpeedConfig(ds_config)  # from_config makes partitions while it is there
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    del alive
     return deepspeed.initialize(model=model, config={**ds_config, **(UNIVERSAL if is_universal else {})})[0]
 
 

@@ -70,13 +70,13 @@ class Row(NamedTuple):
     world_size: int
     sizes: str = ""  # of the DistributedConfig, "fsdp=128 tp=8"; "" for ZeRO-3
 
-    def target(self) -> Any:
+    def target(self) -> dict[str, Any]:
         if not self.sizes:
-            return DS_CONFIG
+            return {"ds_config": DS_CONFIG}
         from transformers.distributed import DistributedConfig
 
         sizes = {name: int(size) for name, _, size in (each.partition("=") for each in self.sizes.split())}
-        return DistributedConfig(**{f"{name}_size": size for name, size in sizes.items()})
+        return {"distributed_config": DistributedConfig(**{f"{name}_size": size for name, size in sizes.items()})}
 
 
 ROWS = (
@@ -146,7 +146,7 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
     elapsed, time.perf_counter = time.perf_counter, time.process_time  # phases are measured by it
     with PeakMemory() as sampler:
         if is_loaded:
-            seconds = dict(lowmem_load.load_report(lowmem_load.load_model(folder, DS_CONFIG, **keywords)).seconds)
+            seconds = dict(lowmem_load.get_load_report(lowmem_load.load_model(folder, DS_CONFIG, **keywords)).seconds)
         else:
             start, ordinary, seconds = time.perf_counter(), plan_model.make_plan, {}
 
@@ -157,7 +157,7 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
                 return made
 
             plan_model.make_plan = timed
-            plan = lowmem_load.plan(folder, row.target(), rank=row.rank, world_size=row.world_size, **keywords)
+            plan = lowmem_load.plan(folder, rank=row.rank, world_size=row.world_size, **row.target(), **keywords)
     time.perf_counter = elapsed
     if is_loaded:
         plan = lowmem_load.plan(folder, DS_CONFIG, rank=row.rank, world_size=row.world_size, **keywords)

@@ -124,7 +124,8 @@ def load(way: str, path: str, config_folder: str) -> dict[str, Any]:
     import transformers
     from transformers.integrations import HfDeepSpeedConfig
 
-    from lowmem_load import DistributedInterface, load_model, load_report
+    from lowmem_load import get_load_report, load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     ranks = DistributedInterface()
     config = transformers.AutoConfig.from_pretrained(config_folder)
@@ -136,7 +137,7 @@ def load(way: str, path: str, config_folder: str) -> dict[str, Any]:
         cls.from_pretrained(path)
         del kept
         return {"seconds": time.perf_counter() - start}
-    report = load_report(load_model(path, zero3_config("bf16"), auto_class=cls))
+    report = get_load_report(load_model(path, zero3_config("bf16"), auto_class=cls))
     figures = {name: getattr(report, name) for name in ("read_bytes", "num_reads", "needed_bytes")}
     return {"seconds": time.perf_counter() - start, **figures}
 

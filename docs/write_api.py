@@ -20,18 +20,18 @@ HEAD = """\
 Generated from the docstrings by `docs/write_api.py`. `help(lowmem_load.load_model)` shows the same.
 """
 CHAPTERS = {
-    "Load": ("load_model", "load_into", "lazy", "streaming", "local_folder", "load_report", "LoadReport"),
+    "Load": ("load_model", "load_into", "lazy", "local_folder", "get_load_report", "LoadReport"),
     "Plan": ("plan", "planning.load_plan.LoadPlan"),
     "Existing scripts": ("install",),
     "Save": ("save_model", "weights_out.write.SaveReport"),
     "Weights for an inference engine": ("iter_weights", "push_weights", "WeightSource"),
     "Training checkpoints": ("load_checkpoint", "consolidate"),
-    "ZeRO-3 on part of a model": ("initialize", "partial_zero3", "partial.partial_engine.PartialEngine"),
-    "Pipelines in LLaMA-Factory's style": (
-        "ModelEngine",
+    "ZeRO-3 on part of a model": ("initialize_partial", "partial_zero3", "partial.partial_engine.PartialEngine"),
+    "Pipelines in LLaMA-Factory's style: `lowmem_load.llamafactory`": (
+        "integrations.llamafactory.ModelEngine",
         "integrations.llamafactory.ModelArguments",
         "integrations.llamafactory.DistConfig",
-        "DistributedInterface",
+        "distributed.process_group.DistributedInterface",
     ),
     "Errors and warnings": (
         *("LowMemLoadError", "ConfigError", "CheckpointError", "UnsupportedError", "RankError"),

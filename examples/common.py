@@ -76,12 +76,12 @@ def fsdp2_config() -> dict[str, Any] | None:
 
 def report(losses: list[float], model: Any) -> list[float]:
     """Print, on rank 0, the losses and how the model was loaded; return the losses."""
-    from lowmem_load import load_report
+    from lowmem_load import get_load_report
 
     if int(os.environ.get("RANK", "0")) == 0:
         print("losses:", " ".join(f"{loss:.6f}" for loss in losses))
         try:
-            print(load_report(model))
+            print(get_load_report(model))
         except ValueError as error:  # --stock
             print(error)
     return losses

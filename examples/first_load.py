@@ -8,7 +8,7 @@ import sys
 import deepspeed
 import torch
 
-from lowmem_load import load_model, load_report, save_model
+from lowmem_load import get_load_report, load_model, save_model
 
 path, out = sys.argv[1:]
 ds_config = {
@@ -17,7 +17,7 @@ ds_config = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
 }
 model = load_model(path, ds_config).train()  # it comes back in eval mode, as from from_pretrained
-report = load_report(model)
+report = get_load_report(model)
 if report.rank == 0:
     print(report)
 

@@ -59,7 +59,7 @@ def load_adapted(name: str, mesh: DeviceMesh, device: str, adapt: Callable[[nn.M
     base.to("meta").tie_weights()  # `to` unties
     parallelize(base, mesh)
     model.to_empty(device=device)
-    lowmem_load.load_into(model, name, leave=adapters)
+    lowmem_load.load_into(model, name, skip=adapters)
     with torch.no_grad():
         for key, parameter in base.named_parameters():
             if key in adapters:

@@ -26,7 +26,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from lowmem_load import DistributedInterface, initialize, load_model, load_report
+from lowmem_load import get_load_report, initialize_partial, load_model
+from lowmem_load.llamafactory import DistributedInterface
 
 MIB = float(1 << 20)
 NUM_CLASSES, NUM_MELS, NUM_FRAMES, IMAGE_SIZE, VOCABULARY = 10, 16, 32, 32, 4000
@@ -113,12 +114,12 @@ def main() -> None:
     llm = load_model(f"{folder}/llm", ds_config)
     picture = load_model(f"{folder}/picture", ds_config, partition=())
     sound = load_model(f"{folder}/sound", ds_config, auto_class="ASTModel", partition=())
-    torch.manual_seed(0)  # initialize gives all ranks rank 0's projectors in any case
+    torch.manual_seed(0)  # initialize_partial gives all ranks rank 0's projectors in any case
     model = Model(llm, picture, sound).train()
-    engine = initialize(model, ds_config)
+    engine = initialize_partial(model, ds_config)
 
-    report = load_report(llm)
-    whole = sum(load_report(encoder).whole_bytes for encoder in (picture, sound))
+    report = get_load_report(llm)
+    whole = sum(get_load_report(encoder).whole_bytes for encoder in (picture, sound))
     line = (
         f"rank {ranks.rank}: language model {report.partition_bytes / MIB:.1f} MiB of "
         f"{report.partition_bytes * report.world_size / MIB:.1f}, encoders {whole / MIB:.1f} MiB whole"
@@ -142,7 +143,7 @@ def main() -> None:
                 print(f"step {step:3}: {', '.join(printing.payloads)}; gradient norm {norm:.3f}")
     engine.save_checkpoint(f"{folder}/trained")
     engine.destroy()
-    resumed = initialize(model, ds_config)
+    resumed = initialize_partial(model, ds_config)
     resumed.load_checkpoint(f"{folder}/trained")
     if ranks.rank == 0:
         print(f"saved, and resumed after step {resumed.global_steps}")

@@ -19,7 +19,8 @@ import deepspeed
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lowmem_load import DistributedInterface, load_model, load_report, streaming
+from lowmem_load import get_load_report, load_model
+from lowmem_load.llamafactory import DistributedInterface
 
 PROMPT_LENGTH, RESPONSE_LENGTH, BATCH_SIZE = 8, 8, 4
 KL_WEIGHT = 0.05
@@ -47,7 +48,7 @@ def train(path: str, steps: int) -> dict[str, list[float]]:
     reward = load_model(path, REWARD, auto_class="AutoModelForSequenceClassification", num_labels=1)
     if ranks.rank == 0:
         for name, model in {"actor": actor, "critic": critic, "reference": reference, "reward": reward}.items():
-            print(f"{name}: {load_report(model)}")
+            print(f"{name}: {get_load_report(model)}")
     actor_engine, *_ = deepspeed.initialize(model=actor, config=TRAINED)
     critic_engine, *_ = deepspeed.initialize(model=critic, config=TRAINED)
     reference_engine, *_ = deepspeed.initialize(model=reference, config=REFERENCE)
@@ -84,7 +85,7 @@ def train(path: str, steps: int) -> dict[str, list[float]]:
 def respond(engine: Any, prompts: torch.Tensor) -> torch.Tensor:
     """Return the prompts with the actor's responses, (batch, prompt + response length)."""
     engine.eval()
-    with torch.no_grad(), streaming(TRAINED):  # generate keeps the ranks in step when it sees ZeRO-3
+    with torch.no_grad():
         tokens: torch.Tensor = engine.module.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),

@@ -10,7 +10,6 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
 
     __version__: str
 
-    from lowmem_load.distributed.process_group import DistributedInterface as DistributedInterface
     from lowmem_load.errors import CheckpointError as CheckpointError
     from lowmem_load.errors import ConfigError as ConfigError
     from lowmem_load.errors import FallbackWarning as FallbackWarning
@@ -19,16 +18,14 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.errors import RankError as RankError
     from lowmem_load.errors import UnsupportedError as UnsupportedError
     from lowmem_load.integrations.install import install as install
-    from lowmem_load.integrations.install import streaming as streaming
-    from lowmem_load.integrations.llamafactory import ModelEngine as ModelEngine
     from lowmem_load.load.lazy import lazy as lazy
     from lowmem_load.load.load_into import load_into as load_into
+    from lowmem_load.load.load_model import get_load_report as get_load_report
     from lowmem_load.load.load_model import load_model as load_model
-    from lowmem_load.load.load_model import load_report as load_report
     from lowmem_load.load.plan_model import plan as plan
     from lowmem_load.load.report import LoadReport as LoadReport
     from lowmem_load.models.model_folder import local_folder as local_folder
-    from lowmem_load.partial.initialize import initialize as initialize
+    from lowmem_load.partial.initialize import initialize_partial as initialize_partial
     from lowmem_load.partial.initialize import partial_zero3 as partial_zero3
     from lowmem_load.resume.consolidate import consolidate as consolidate
     from lowmem_load.resume.load_checkpoint import load_checkpoint as load_checkpoint
@@ -43,13 +40,11 @@ _HOMES = {
         *("FallbackWarning", "RankError", "UnsupportedError"),
     ),
     "load.load_into": ("load_into",),
-    "load.load_model": ("load_model", "load_report"),
+    "load.load_model": ("get_load_report", "load_model"),
     "load.plan_model": ("plan",),
     "load.lazy": ("lazy",),
-    "partial.initialize": ("initialize", "partial_zero3"),
-    "integrations.install": ("install", "streaming"),
-    "integrations.llamafactory": ("ModelEngine",),
-    "distributed.process_group": ("DistributedInterface",),
+    "partial.initialize": ("initialize_partial", "partial_zero3"),
+    "integrations.install": ("install",),
     "models.model_folder": ("local_folder",),
     "load.report": ("LoadReport",),
     "resume.consolidate": ("consolidate",),
@@ -58,9 +53,6 @@ _HOMES = {
     "weights_out.push_weights": ("WeightSource", "push_weights"),
     "weights_out.save": ("save_model",),
 }
-_RENAMED = {"NotStreamedWarning": "FallbackWarning"}
-"""Names of 0.3, which go in 0.5."""
-
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 if not TYPE_CHECKING:
@@ -73,13 +65,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("lowmem-load")
-    if name in _RENAMED:
-        import warnings
-
-        name, old = _RENAMED[name], name
-        warnings.warn(f"lowmem_load.{old} is called {name} now", DeprecationWarning, stacklevel=2)
     if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module(f"{__name__}.renamed").old_name(name)
     value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value

@@ -100,7 +100,7 @@ def error_text(error: BaseException, max_chars: int) -> str:
 def outside_level() -> int:
     """Return the `stacklevel` of a warning that names the first caller outside of lowmem_load and transformers."""
     level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("lowmem_load.", "transformers.")):
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(("lowmem_load.", "transformers.")):
         level, frame = level + 1, frame.f_back
     return level
 

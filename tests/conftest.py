@@ -42,7 +42,7 @@ def minilm() -> Path:
 @pytest.fixture
 def lone_process() -> Iterator[Any]:
     """A process group of one, which is returned."""
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     interface = DistributedInterface()
     yield interface

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from lowmem_load import LoadReport, load_model, load_report
+from lowmem_load import LoadReport, get_load_report, load_model
 
 BF16 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 FP32 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
@@ -57,7 +57,7 @@ def assert_loads_alike(
     cls = getattr(transformers, auto_class or transformers.AutoConfig.from_pretrained(path).architectures[0])
     torch.manual_seed(0)
     reference, info = cls.from_pretrained(path, dtype=dtype, output_loading_info=True, **kwargs)
-    report = load_report(model)
+    report = get_load_report(model)
     case = f"{cls.__name__} from {path}"
     assert differences(model, reference) == [], case
     for kind, keys in report.loading_info.items():

@@ -12,7 +12,7 @@ import deepspeed
 import torch
 from data_engine import DataEngine
 
-from lowmem_load import DistributedInterface
+from lowmem_load.llamafactory import DistributedInterface
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import yaml
 from data_engine import DataEngine
 from sft_trainer import SFTTrainer, TrainingArguments
 
-from lowmem_load import DistributedInterface, ModelEngine, load_report
+from lowmem_load import get_load_report
+from lowmem_load.llamafactory import DistributedInterface, ModelEngine
 
 
 def read_config(argv: Sequence[str]) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     trainer.save_model()
     if distributed.rank == 0:
         print("losses:", " ".join(f"{loss:.6f}" for loss in losses))
-        print(load_report(engine.model))
+        print(get_load_report(engine.model))
     return losses
 
 

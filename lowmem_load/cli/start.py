@@ -248,10 +248,13 @@ def run(
             "--strict", help="Fail instead of falling back to the default loader, or if a model is loaded too early."
         ),
     ] = False,
-    stream: Annotated[
+    no_download: Annotated[
         bool,
-        typer.Option("--stream", help="Read models from the Hub by ranges, without downloading them to its cache."),
+        typer.Option(
+            "--no-download", help="Read models from the Hub by ranges, without downloading them to its cache."
+        ),
     ] = False,
+    stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
 ) -> None:
     """Start a launcher or a script with lowmem_load switched on, in all processes that it starts.
 
@@ -263,9 +266,11 @@ def run(
     lowmem-load run -- torchrun --nproc-per-node 8 train.py
     lowmem-load run -- accelerate launch --config_file fsdp2.yaml train.py
     """
+    if stream:
+        typer.echo("lowmem-load run: --stream is deprecated, and goes in 0.5: use --no-download", err=True)
     # Replace this process, so that signals and the exit code are the command's own.
     try:
-        os.execvpe(command[0], command, switched_on(os.environ, strict=strict, stream=stream))
+        os.execvpe(command[0], command, switched_on(os.environ, strict=strict, download=not (no_download or stream)))
     except OSError as error:
         is_missing = isinstance(error, FileNotFoundError)
         typer.echo(f"lowmem-load run: {command[0]}: {error.strerror}", err=True)

@@ -98,7 +98,7 @@ class ShardedModel:
             refuse_differences(
                 f"{type(described).__name__}: the model and its checkpoint do not match",
                 problems,
-                "Build the model from the configuration of the checkpoint. Name what you have added to it in `leave`, "
+                "Build the model from the configuration of the checkpoint. Name what you have added to it in `skip`, "
                 "and fill that yourself",
             )
 

@@ -1,8 +1,8 @@
-"""streaming() and install(): lowmem_load inside code that calls `from_pretrained` by itself, for a block or a script.
+"""install(): lowmem_load inside code that calls `from_pretrained` by itself, for a block or a script.
 
-`streaming` goes by a ds_config of its own, and raises for what it cannot load. `install` follows the configuration
-that is active in transformers and accelerate, and lets the default loader do what it cannot. It also hooks into
-`deepspeed.initialize`, saves, and `engine.load_checkpoint`, once a program imports what is replaced there.
+It follows the configuration that is active in transformers and accelerate, and lets the default loader do what it
+cannot. It also hooks into `deepspeed.initialize`, saves, and `engine.load_checkpoint`, once a program imports what is
+replaced there. `streaming` of 0.3 goes by a ds_config of its own, in one thread, and is strict.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from lowmem_load.models import diffusion, loader
 from lowmem_load.models.active import active_zero3_config, deepspeed_config, load_lock, note_load, was_dropped
 from lowmem_load.models.loader import SHARDS, Call
 from lowmem_load.planning.replicas import ShareReads
+from lowmem_load.renamed import renamed_keywords
 from lowmem_load.replaced import Handlers, replaced, usable_names, warn_of_loss, warn_of_missing
 
 
@@ -87,20 +88,21 @@ def streaming(
 _installed: list[contextlib.ExitStack] = []  # what to undo: at most one
 
 
+@renamed_keywords(stream="not download")
 def install(
     *,
     strict: bool = False,
     saves: bool = True,
     on_load: OnLoad | None = None,
-    stream: bool = False,
+    download: bool = True,
     share_reads: ShareReads = "auto",
-) -> None:
+) -> contextlib.ExitStack:
     """From now on, load models straight into ZeRO-3 partitions or FSDP2 shards, wherever one of them is active.
 
     ZeRO-3 is active after `TrainingArguments(deepspeed=...)`, `Accelerator()` under `accelerate launch` or with a
     `deepspeed_plugin`, or an `HfDeepSpeedConfig` in a variable, if that names stage 3. FSDP2 is active where accelerate
     or a `DistributedConfig` asks for it; `from_pretrained` then returns a lazy model, as it does for diffusers' models
-    under ZeRO-3. All other loads stay as they are. Calling this again does nothing.
+    under ZeRO-3. All other loads stay as they are.
 
     If lowmem_load cannot load a model (in 8 bits, for example), the default loader does, and every rank emits a
     `FallbackWarning` with the reason. All ranks decide this together, before they allocate or read anything; for a
@@ -110,7 +112,7 @@ def install(
     Every rank emits a `LoadOrderWarning` if `deepspeed.initialize` under stage 3 gets a transformers model without
     partitions, or if a model loads after an `HfDeepSpeedConfig` was dropped that served no load.
     `warnings.simplefilter("error", LoadOrderWarning)` turns the warning into an error. A model for
-    `lowmem_load.initialize(partition=...)` may have no partitions, and causes no warning.
+    `initialize_partial(partition=...)` may have no partitions, and causes no warning.
 
     `engine.load_checkpoint`, and so `Trainer.train(resume_from_checkpoint=...)`, also takes a ZeRO-3 checkpoint that
     another number of ranks saved, as `lowmem_load.load_checkpoint` does. DeepSpeed itself refuses that.
@@ -123,12 +125,16 @@ def install(
             same files under ZeRO-3 without gathering, and let `save_pretrained` refuse to write empty parameters; see
             docs/howto/saving.md. stage3_gather_16bit_weights_on_model_save is not needed. False leaves saving alone.
         on_load: called on every rank with the `LoadReport` of each load, at its end.
-        stream: as for `load_model`. URLs are taken as names in any case.
+        download: as for `load_model`. URLs are taken as names in any case.
         share_reads: as for `load_model`.
+
+    Returns:
+        A context manager: after `with install():`, or its `close()`, all is as before. While lowmem_load is installed,
+        another call changes nothing, and neither does the end of what it returns.
     """
     if _installed:
-        return
-    options = Options(is_lenient=not strict, on_load=on_load, stream=stream, share_reads=share_reads)
+        return contextlib.ExitStack()
+    options = Options(is_lenient=not strict, on_load=on_load, stream=not download, share_reads=share_reads)
     with contextlib.ExitStack() as stack:
         for load, is_wanted in (  # the last is asked first
             (_load_by_active_config, _is_for_zero3),
@@ -139,13 +145,15 @@ def install(
             stack.enter_context(loader.intercepted(with_options, is_wanted, everywhere=True))
         for names, handlers in _hooks(options, saves=saves):
             stack.enter_context(_replaced_once_imported(names, handlers))
+        stack.callback(_installed.clear)
         _installed.append(stack.pop_all())
+    return _installed[0]
 
 
 def uninstall() -> None:
-    """Undo `install`: all loads are ordinary again. Does nothing if nothing is installed. For tests; not public."""
-    while _installed:
-        _installed.pop().close()
+    """Undo `install`, whoever called it. Does nothing if nothing is installed. For tests; not public."""
+    for handle in tuple(_installed):
+        handle.close()
 
 
 # -- loads of transformers models --------------------------------------------------------------------------------------

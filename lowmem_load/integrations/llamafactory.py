@@ -92,7 +92,7 @@ class DistConfig:
     def __post_init__(self) -> None:
         if self.name != "deepspeed":
             raise ConfigError(
-                f"DistConfig.name: expected 'deepspeed', got {self.name!r}; for FSDP2 call load_model with a DeviceMesh"
+                f"DistConfig.name: expected 'deepspeed', got {self.name!r}; for FSDP2 call load_model with mesh="
             )
 
 
@@ -198,7 +198,7 @@ class ModelEngine:
             transformers sees it inside `deepspeed_visible`.
         processor: of AutoProcessor or AutoTokenizer; None if the checkpoint has none.
         model_config: `model.config`.
-        model: the model; `lowmem_load.load_report(model)` says how it was loaded.
+        model: the model; `lowmem_load.get_load_report(model)` says how it was loaded.
 
     Collective: all ranks.
 

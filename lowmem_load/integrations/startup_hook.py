@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from lowmem_load.load.report import LoadReport
 
 SWITCH = "LOWMEM_LOAD_INSTALL"
-"""The variable: OFF, ON, or STRICT and STREAM with a comma for `install` with these keywords."""
+"""The variable: OFF, ON, or STRICT and NO_DOWNLOAD with a comma, for `install(strict=True, download=False)`."""
 
-OFF, ON, STRICT, STREAM = "0", "1", "strict", "stream"
+OFF, ON, STRICT, NO_DOWNLOAD, STREAM = "0", "1", "strict", "no-download", "stream"  # the last as in 0.3
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "on_pythonpath")
 """The entry of PYTHONPATH."""
@@ -43,12 +43,12 @@ RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables in which launchers give a process its rank. The first one set counts."""
 
 
-def switched_on(environment: Mapping[str, str], *, strict: bool = False, stream: bool = False) -> dict[str, str]:
+def switched_on(environment: Mapping[str, str], *, strict: bool = False, download: bool = True) -> dict[str, str]:
     """Return a copy of an environment with lowmem_load switched on. Other entries of PYTHONPATH keep their order."""
     before = environment.get("PYTHONPATH", "")
     # Not [""]: an empty entry means the current folder.
     others = [entry for entry in before.split(os.pathsep) if entry != FOLDER] if before else []
-    keywords = ",".join([STRICT] * strict + [STREAM] * stream) or ON
+    keywords = ",".join([STRICT] * strict + [NO_DOWNLOAD] * (not download)) or ON
     return {**environment, SWITCH: keywords, "PYTHONPATH": os.pathsep.join([FOLDER, *others])}
 
 
@@ -93,11 +93,14 @@ def switch_on() -> None:
     from lowmem_load.errors import FallbackWarning, LoadOrderWarning, LowMemLoadError
 
     text = os.environ.get(SWITCH, ON)
-    keywords: dict[str, Any] = {} if text == ON else dict.fromkeys(text.split(","), True)
-    if not keywords.keys() <= {STRICT, STREAM}:
-        raise LowMemLoadError(
-            f"{SWITCH} is {text!r}; expected {ON}, {STRICT}, {STREAM}, or {OFF} to leave lowmem_load off"
-        )
+    known = {ON: {}, STRICT: {"strict": True}, NO_DOWNLOAD: {"download": False}, STREAM: {"stream": True}}
+    keywords: dict[str, Any] = {}
+    for word in text.split(","):
+        if word not in known:
+            raise LowMemLoadError(
+                f"{SWITCH} is {text!r}; expected {ON}, {STRICT}, {NO_DOWNLOAD}, or {OFF} to leave lowmem_load off"
+            )
+        keywords |= known[word]
     try:
         from lowmem_load.integrations.install import install
 
@@ -109,7 +112,7 @@ def switch_on() -> None:
         ) from error
     # These are what `run` is for: PYTHONWARNINGS=ignore must not hide them.
     warnings.simplefilter("default", FallbackWarning)
-    warnings.simplefilter("error" if STRICT in keywords else "default", LoadOrderWarning)
+    warnings.simplefilter("error" if keywords.get("strict") else "default", LoadOrderWarning)
     if next((os.environ[name] for name in RANKS if os.environ.get(name)), "0") == "0":
         _print("on: models for ZeRO-3 or FSDP2 go straight into their shards")
 

@@ -69,9 +69,9 @@ def _planned(model: Any, mode: str) -> Sending | None:
     if all(group_of(parameter) is None for parameter in model.parameters()):
         return None
     is_peft = hasattr(model, "merge_adapter")  # TRL merges adapters, too
-    to: Any = "all" if mode == "colocate" else 0
+    dst: Any = "all" if mode == "colocate" else 0
     try:
-        arguments = Arguments(bucket_bytes=BUCKET_BYTES, to=to, dtype=None, names=None, merge_adapters=is_peft)
+        arguments = Arguments(bucket_bytes=BUCKET_BYTES, dst=dst, dtype=None, names=None, merge_adapters=is_peft)
         return plan_weights(model, arguments)
     except UnsupportedError as error:  # on all ranks alike
         warnings.warn(f"TRL gathers the weights for vLLM, as they cannot be sent in buckets: {error}", stacklevel=2)

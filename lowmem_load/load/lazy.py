@@ -37,6 +37,7 @@ from lowmem_load.phases import no_callback
 from lowmem_load.planning.expression import Expression, Source, leaves, substituted
 from lowmem_load.planning.load_plan import Costs
 from lowmem_load.planning.regions import FlatRange
+from lowmem_load.renamed import renamed_keywords
 from lowmem_load.symbolic.initialise import SharedValue
 from lowmem_load.symbolic.lazy import (
     KEEPING,
@@ -59,11 +60,12 @@ _ENDS: weakref.WeakKeyDictionary[nn.Module, Callable[[], object]] = weakref.Weak
 """What is called once the parameters of a model are ordinary. A copy of the model has none."""
 
 
+@renamed_keywords(stream="not download")
 def lazy(
     name: str | os.PathLike[str],
     *,
     auto_class: str | type | None = None,
-    stream: bool = False,
+    download: bool = True,
     **from_pretrained_kwargs: Any,
 ) -> Any:
     """Return a model on the CPU that costs its module objects. Weights are read when somebody looks at them.
@@ -90,7 +92,7 @@ def lazy(
         UnsupportedError: the weights stay quantized, other than by bitsandbytes in 4 bits.
     """
     refuse_placing(from_pretrained_kwargs, "lazy: remove {}; place, shard or quantize the model that lazy() returns")
-    where, kwargs = find_folder(name_text(name), from_pretrained_kwargs, stream=stream)
+    where, kwargs = find_folder(name_text(name), from_pretrained_kwargs, stream=not download)
     model_folder.check_name(where, kwargs.get("subfolder", ""))
     cls = diffusion.model_class(where, auto_class, kwargs)
     if cls is None:

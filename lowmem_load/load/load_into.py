@@ -50,14 +50,24 @@ from lowmem_load.models.modules import (
     stand_in_for,
 )
 from lowmem_load.models.quantizers import packed_format
-from lowmem_load.models.skeleton import FILE_KEYWORDS, blocks, filled_by, hand_over, is_kept_on_host, refuse_parted
+from lowmem_load.models.skeleton import (
+    FILE_KEYWORDS,
+    blocks,
+    filled_by,
+    hand_over,
+    is_distributed_config,
+    is_kept_on_host,
+    refuse_parted,
+)
 from lowmem_load.models.wrappers import extra_states, named_tensors, plain_modules, plain_name
 from lowmem_load.planning.replicas import ShareReads
+from lowmem_load.renamed import renamed_keywords
 from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
 from lowmem_load.symbolic.constructor import Constructor
 from lowmem_load.symbolic.initialise import CPU
 
 
+@renamed_keywords(leave="skip", stream="not download", weights="weights_from")
 def load_into(
     model: nn.Module,
     name: str | os.PathLike[str],
@@ -65,14 +75,14 @@ def load_into(
     *,
     rename: Rename | None = None,
     strict: bool = True,
-    leave: Collection[str] = (),
+    skip: Collection[str] = (),
     build: Build | None = None,
     partition: Partition | None = None,
     dtype: str | torch.dtype | None = None,
     auto_class: str | type | None = None,
-    stream: bool = False,
+    download: bool = True,
     share_reads: ShareReads = "auto",
-    weights: str | os.PathLike[str] | None = None,
+    weights_from: str | os.PathLike[str] | None = None,
     **from_pretrained_kwargs: Any,
 ) -> LoadReport:
     """Fill a module from a checkpoint: each rank reads what its shards or partitions hold.
@@ -81,7 +91,7 @@ def load_into(
     given it memory by `to_empty`. With one, it is on the meta device, and its parameters become ZeRO-3 partitions.
     Collective: all ranks. Memory: beside the model, a staging buffer for each reading thread. Raises as `load_model`.
 
-    **A transformers model**, or a module that holds one beside what `leave` names (PEFT, torch.compile, your own), gets
+    **A transformers model**, or a module that holds one beside what `skip` names (PEFT, torch.compile, your own), gets
     the values of an ordinary `from_pretrained`; parameters that no file has get those of rank 0's random state.
     **Any other module**, or with `rename` (which may be {}) also such a one, gets the tensors that have the names of
     its parameters and buffers, cast to their dtypes. If submodules have checkpoints of their own, call it for each of
@@ -94,18 +104,18 @@ def load_into(
         rename: turns names in files into those of the module: a function (None leaves a tensor out), or a mapping of
             regular expressions. None drops "model.", "module." and "state_dict." where all names begin so.
         strict: whether tensors that a module lacks, and other shapes, are errors in a load by names.
-        leave: parameters and buffers that the caller fills, by their names in `model`, or in its transformers model.
+        skip: parameters and buffers that the caller fills, by their names in `model`, or in its transformers model.
         build: builds the same module, for buffers of which neither a file nor the module has the values.
         partition: see `load_model`.
         dtype: of a transformers model's ordinary load; None: its own.
         auto_class: of that load; None: the model's class.
-        stream: read a model on the Hub as one at a URL. See `load_model`, as for the next two.
+        download: False reads a model on the Hub as one at a URL. See `load_model`, as for the next two.
         share_reads: which ranks share reads.
-        weights: a training checkpoint that has the weights.
+        weights_from: a training checkpoint that has the weights.
         **from_pretrained_kwargs: of the ordinary load; by names, `subfolder` and `variant` choose files of a folder.
     """
-    options = Options(stream=stream, weights=weights_folder(weights), share_reads=share_reads)
-    how: dict[str, Any] = {"rename": rename, "strict": strict, "leave": leave, "build": build}
+    options = Options(stream=not download, weights=weights_folder(weights_from), share_reads=share_reads)
+    how: dict[str, Any] = {"rename": rename, "strict": strict, "leave": skip, "build": build}
     how |= {"dtype": dtype, "auto_class": auto_class, "kwargs": from_pretrained_kwargs}
 
     def into_module() -> IntoModule:
@@ -141,7 +151,7 @@ class IntoModule:
         name: str | os.PathLike[str],
         *,
         kwargs: Mapping[str, Any],
-        leave: Collection[str] = (),
+        skip: Collection[str] = (),
         dtype: str | torch.dtype | None = None,
         auto_class: str | type | None = None,
         rename: Rename | None = None,
@@ -149,9 +159,9 @@ class IntoModule:
     ) -> None:
         self._name, self._kwargs, self._dtype, self._auto_class = name_text(name), kwargs, dtype, auto_class
         self._of_names = {"rename": rename, **of_names}
-        if isinstance(leave, str):
-            raise ConfigError(f"leave: {leave!r} is one name; pass a collection of names, such as [{leave!r}]")
-        self.model, self.left = module, set(leave)
+        if isinstance(skip, str):
+            raise ConfigError(f"skip: {skip!r} is one name; pass a collection of names, such as [{skip!r}]")
+        self.model, self.left = module, set(skip)
         self.is_by_names = rename is not None or not transformers_models(module)
         if self.is_by_names:
             if dtype is not None or auto_class is not None:
@@ -166,7 +176,7 @@ class IntoModule:
                 "by transformers' rules. Pass rename={} to load this one by names"
             )
         self.model = _transformers_model(module)
-        self.left = _left(module, self.model, leave)
+        self.left = _left(module, self.model, skip)
 
     def shards(self, ranks: RankGroup | None, world_size: int) -> Way:
         """Return how the values of shards are loaded. Collective: the ranks agree. Local without `ranks`."""
@@ -189,7 +199,7 @@ class IntoModule:
         return agree_on_request(ranks, functools.partial(ordinary_load, *arguments), has_ds_config=False)
 
     def _module_call(self, model: nn.Module, *, is_stand_in: bool = False) -> ModuleCall:
-        how = {**self._of_names, "leave": self.left, "is_stand_in": is_stand_in}
+        how = {**self._of_names, "skip": self.left, "is_stand_in": is_stand_in}
         return ModuleCall(self._name, model, dict(self._kwargs), **how)
 
 
@@ -227,20 +237,20 @@ def _transformers_model(model: nn.Module) -> nn.Module:
     return plain
 
 
-def _left(model: nn.Module, plain: nn.Module, leave: Collection[str]) -> set[str]:
+def _left(model: nn.Module, plain: nn.Module, skip: Collection[str]) -> set[str]:
     """Return which parts of the transformers model the caller fills. Raise unless he fills all that is beside it."""
     prefix = next(name for name, module in plain_modules(model).items() if module is plain)
     inner, outer = _parts(plain), _parts(model)
     known = {**inner, **outer}  # a name may be one of either model
-    left = {plain_name(model, name) for name in leave}
+    left = {plain_name(model, name) for name in skip}
     if unknown := sorted(left - known.keys()):
-        raise ConfigError(f"leave: the module has no parameter or buffer {listed(unknown)}")
+        raise ConfigError(f"skip: the module has no parameter or buffer {listed(unknown)}")
     inside = {id(part) for part in inner.values()}
     tensors = {name: part for name, part in outer.items() if isinstance(part, torch.Tensor)}
     if lost := sorted(name for name, tensor in tensors.items() if id(tensor) not in inside and name not in left):
         raise ConfigError(
             f"{type(model).__name__}: this load fills the {type(plain).__name__} at {prefix!r}, and not {listed(lost)} "
-            "beside it; fill these yourself and name them in leave, or call load_into for that model alone"
+            "beside it; fill these yourself and name them in skip, or call load_into for that model alone"
         )
     parts_left = {id(known[name]) for name in left}
     return {name for name, part in inner.items() if id(part) in parts_left}
@@ -329,39 +339,41 @@ def load_sharded(
     *,
     auto_class: str | type | None,
     dtype: str | torch.dtype | None,
-    policy: Mapping[str, Any] | None = None,
+    fully_shard_kwargs: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Do what `load_model` does with a `DistributedConfig`, or a `DeviceMesh` and the policy of `fully_shard`."""
-    has_mesh, policy_of_mesh = is_mesh(sharding), policy or {}
+    """Do what `load_model` does with a `DistributedConfig`, or with a `DeviceMesh` and keywords of `fully_shard`."""
+    has_mesh, policy = is_mesh(sharding), fully_shard_kwargs or {}
     # Shards need no DeepSpeed, whose comm would be compiled for CPU ranks.
     ranks = RankGroup(None) if has_group() else DistributedInterface()
     with load_lock(), ranks.session("the load"):
         with ranks.step("checking the arguments") as step:
+            if not (has_mesh or is_distributed_config(sharding)):
+                raise ConfigError(f"load_model: {sharding!r} is neither a DeviceMesh nor a DistributedConfig")
+            if fully_shard_kwargs is not None and not has_mesh:
+                raise ConfigError("fully_shard_kwargs: goes with a mesh; a DistributedConfig has its own settings")
             where, kwargs = find_folder(name_text(name), kwargs)
             if (of_diffusers := diffusion.model_class(where, auto_class, kwargs)) is not None and not has_mesh:
-                raise ConfigError("a DistributedConfig shards transformers models; pass a DeviceMesh")
-            step.digest = {"as sharding": str(sharding), "policy": str(sorted(map(str, policy_of_mesh)))}
+                raise ConfigError("a DistributedConfig shards transformers models; pass mesh=")
+            step.digest = {"as sharding": str(sharding), "fully_shard_kwargs": str(sorted(map(str, policy)))}
         if of_diffusers is not None:
             constructor = Constructor()
             with ranks.step("building the model", name=where):
                 into = IntoDiffusers(of_diffusers, where, dtype, kwargs, constructor.building())
-                shard_fully(into.model, sharding, blocks(into.model), policy_of_mesh)
-                _allocate(into.model, constructor, is_offloaded=offloads(policy_of_mesh))
+                shard_fully(into.model, sharding, blocks(into.model), policy)
+                _allocate(into.model, constructor, is_offloaded=offloads(policy))
             _fill_shards(into.model, lambda: into, options)
             return into.model
         with ranks.step("reading the configuration"):
             cls, _ = model_class.class_and_config(where, auto_class, kwargs)
-            if policy is not None and not has_mesh:
-                raise ConfigError("policy: goes with a DeviceMesh; a DistributedConfig has its own")
 
         def shard(model: nn.Module) -> None:
             if has_mesh:
-                shard_fully(model, sharding, blocks(model), policy_of_mesh)
+                shard_fully(model, sharding, blocks(model), policy)
 
         if not has_mesh:
             kwargs["distributed_config"] = sharding
-        with shards_filled(where, kwargs, options, shard, is_offloaded=offloads(policy_of_mesh)):
+        with shards_filled(where, kwargs, options, shard, is_offloaded=offloads(policy)):
             return rename_loaded(cls.from_pretrained(where, dtype=dtype, **kwargs))
 
 

@@ -14,23 +14,27 @@ from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError
 from lowmem_load.load.load import FALLBACK_ATTRIBUTE, REPORT_ATTRIBUTE, Options
 from lowmem_load.load.report import LoadReport
-from lowmem_load.load.request import Request, agree_on_request, make_load, name_text, weights_folder
+from lowmem_load.load.request import Request, agree_on_request, make_load, name_text, target_of, weights_folder
 from lowmem_load.models.active import load_lock
-from lowmem_load.models.skeleton import is_distributed_config
 from lowmem_load.planning.replicas import ShareReads
+from lowmem_load.renamed import renamed_keywords
 
 
+@renamed_keywords(stream="not download", weights="weights_from", policy="fully_shard_kwargs")
 def load_model(
     name: str | os.PathLike[str],
-    ds_config: Any,
+    ds_config: Any = None,
     *,
+    mesh: Any = None,
+    distributed_config: Any = None,
+    fully_shard_kwargs: Mapping[str, Any] | None = None,
     auto_class: str | type | None = None,
     dtype: str | torch.dtype | None = "auto",
     data_parallel_group: Any = None,
     partition: Partition | None = None,
-    stream: bool = False,
+    download: bool = True,
     share_reads: ShareReads = "auto",
-    weights: str | os.PathLike[str] | None = None,
+    weights_from: str | os.PathLike[str] | None = None,
     **from_pretrained_kwargs: Any,
 ) -> Any:
     """Load a checkpoint straight into ZeRO-3 partitions or FSDP2 shards; return the model, in eval mode.
@@ -41,39 +45,45 @@ def load_model(
 
     Args:
         name: a local folder, a Hub id, or a folder's URL (s3, gs, az, abfss, https, http): no weights touch a disk.
-        ds_config: a dict, the path of a JSON file, or an `HfDeepSpeedConfig`. "auto" values are resolved as Trainer
-            does; the report's `ds_config` holds the result. Or transformers' `DistributedConfig`, or a `DeviceMesh` for
-            FSDP2 by layers, with the other keywords of `fully_shard` as `policy=`.
+        ds_config: for ZeRO: a dict, the path of a JSON file, or an `HfDeepSpeedConfig`. "auto" values are resolved as
+            Trainer does; the report's `ds_config` holds the result.
+        mesh: in place of a ds_config, the `DeviceMesh` over which FSDP2 shards the model, layer by layer.
+        distributed_config: in place of both, transformers' `DistributedConfig`.
+        fully_shard_kwargs: other keywords of `fully_shard` for the mesh, such as `mp_policy`.
         auto_class: a transformers class, its name, or None for the class that the config's `architectures` names.
         dtype: "auto" for that in which DeepSpeed will run this ds_config (bf16, fp16, else fp32), which any other must
             agree with under stage 3; with `partition` it is that of the parameters that stay whole.
         partition: what to partition: module names or globs, classes, predicates on (name, module), or a sequence of
-            these. The rest is whole on every rank. None: all. Train such a model with `lowmem_load.initialize`.
+            these. The rest is whole on every rank. None: all. Train such a model with `initialize_partial`.
         data_parallel_group: a group of torch.distributed whose ranks share the partitions. None: all ranks.
-        stream: True reads a model on the Hub as one at a URL, unless the Hub's cache holds it.
+        download: False reads a model on the Hub as one at a URL, unless the Hub's cache holds it.
         share_reads: "job": ranks that hold the same read it once and send it to each other; "off": each reads alone.
             "auto": "job" for files in a store or on a file system of the network, unless all are on one node, whose
             page cache has it.
-        weights: a training checkpoint of FSDP2, torch DCP or verl, which has the weights; see `consolidate` for the
-            kinds. `name` then says only which model it is. Each rank reads its own part, however many ranks saved.
+        weights_from: a training checkpoint of FSDP2, torch DCP or verl, which has the weights; see `consolidate` for
+            the kinds. `name` then says only which model it is. Each rank reads its own part, however many ranks saved.
         **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...
 
     Memory: the partitions; where bytes are cast or rearranged, `LoadPlan.costs.staging_bytes` a reading thread.
 
     Raises:
-        ConfigError: ds_config, dtype or auto_class cannot be used.
+        ConfigError: an argument or the ds_config cannot be used.
         CheckpointError: the folder or its files cannot be used.
         UnsupportedError: lowmem_load cannot load this combination.
         RankError: another rank failed; all ranks raise it.
     """
-    folder = weights_folder(weights)
-    options = Options(stream=stream, weights=folder, share_reads=share_reads)
-    if _is_sharding(ds_config):
+    folder = weights_folder(weights_from)
+    options = Options(stream=not download, weights=folder, share_reads=share_reads)
+    key, target = target_of(ds_config=ds_config, mesh=mesh, distributed_config=distributed_config)
+    if key != "ds_config":
         from lowmem_load.load.load_into import load_sharded
 
         if partition is not None or data_parallel_group is not None:
             raise ConfigError("partition and data_parallel_group belong to ZeRO, not to a DistributedConfig or mesh")
-        return load_sharded(name, ds_config, options, auto_class=auto_class, dtype=dtype, **from_pretrained_kwargs)
+        how: dict[str, Any] = {"auto_class": auto_class, "dtype": dtype, "fully_shard_kwargs": fully_shard_kwargs}
+        return load_sharded(name, target, options, **how, **from_pretrained_kwargs)
+    if fully_shard_kwargs is not None:
+        raise ConfigError("fully_shard_kwargs belongs to a mesh, not to a ds_config")
     with load_lock():
         ranks = DistributedInterface().subgroup(data_parallel_group)
 
@@ -91,7 +101,7 @@ def load_request(make_request: Callable[[], tuple[Request, Settings]], ranks: Ra
         return checked.run(make_load(ranks, checked.settings, options))
 
 
-def load_report(model: Any) -> LoadReport:
+def get_load_report(model: Any) -> LoadReport:
     """Return the `LoadReport` of a model that lowmem_load loaded, also when an engine or an adapter wraps it.
 
     Raises:
@@ -109,11 +119,3 @@ def load_report(model: Any) -> LoadReport:
 def fallback_of(model: Any) -> str:
     """Return which loader has loaded a model in place of lowmem_load, and why; "" if none has."""
     return str(getattr(model, FALLBACK_ATTRIBUTE, ""))
-
-
-def _is_sharding(target: Any) -> bool:
-    if isinstance(target, Mapping | str | os.PathLike):  # spares most processes the import of dtensor/
-        return False
-    from lowmem_load.engines.mesh import is_mesh
-
-    return is_distributed_config(target) or is_mesh(target)

@@ -20,7 +20,7 @@ from lowmem_load.files.mounts import read_cost
 from lowmem_load.load.describe import check_described, describe
 from lowmem_load.load.load_into import Into, IntoDiffusers, IntoModule, Way, skeletons_sharded
 from lowmem_load.load.make_plan import make_plan
-from lowmem_load.load.request import Checked, Request, name_text
+from lowmem_load.load.request import Checked, Request, name_text, target_of
 from lowmem_load.models import diffusion, model_class
 from lowmem_load.models.active import load_lock, on_host
 from lowmem_load.models.loader import Call, is_left_alone, refuse_device_map
@@ -31,10 +31,11 @@ from lowmem_load.planning.load_plan import LoadPlan
 
 def plan(
     name: str | os.PathLike[str],
-    ds_config: Any,
+    ds_config: Any = None,
     *,
     rank: int,
     world_size: int,
+    distributed_config: Any = None,
     auto_class: str | type | None = None,
     dtype: str | torch.dtype | None = "auto",
     partition: Partition | None = None,
@@ -48,7 +49,7 @@ def plan(
     weight); `LoadPlan.read_to_describe` names these.
 
     `rank` is one of the `world_size` ranks among which parameters are partitioned. Other arguments are those of
-    `load_model`, except a `DeviceMesh`, which needs the processes of its ranks.
+    `load_model`, without a mesh, which needs the processes of its ranks.
 
     Memory: the description of the model; no parameter is allocated, except where its value decides.
 
@@ -61,11 +62,14 @@ def plan(
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
     options: dict[str, Any] = {"rank": rank, "world_size": world_size, "auto_class": auto_class, "dtype": dtype}
     options |= from_pretrained_kwargs
-    if is_distributed_config(ds_config):
+    key, target = target_of(ds_config=ds_config, distributed_config=distributed_config)
+    if key != "ds_config":
+        if not is_distributed_config(target):
+            raise ConfigError(f"plan: {target!r} is not a DistributedConfig")
         if partition is not None:
             raise ConfigError("partition belongs to ZeRO, not to a DistributedConfig")
-        return plan_sharded(name, ds_config, **options)
-    return plan_zero3_rank(name, ds_config, device=_accelerator(), partition=partition, **options)
+        return plan_sharded(name, target, **options)
+    return plan_zero3_rank(name, target, device=_accelerator(), partition=partition, **options)
 
 
 def plan_sharded(

@@ -21,7 +21,9 @@ from lowmem_load.models.active import transformers_models
 from lowmem_load.models.loader import PLACED_BY_STOCK, SHARDS, Call
 from lowmem_load.models.model_folder import commit_of, find_folder, rename_loaded
 from lowmem_load.models.quantizers import refuse_quantized, stays_packed
+from lowmem_load.models.skeleton import is_distributed_config
 from lowmem_load.phases import no_callback
+from lowmem_load.renamed import warn_of
 
 LoadedModel = tuple[nn.Module, dict[str, Any]]
 """A model and the loading info."""
@@ -154,13 +156,32 @@ def name_text(name: Any) -> str:
     return os.fsdecode(name)
 
 
+def target_of(**targets: Any) -> tuple[str, Any]:
+    """Return name and value of the one argument that says where parameters go; raise ConfigError for none and several.
+
+    In 0.3 `ds_config` was any of them, which warns.
+    """
+    given = [(key, value) for key, value in targets.items() if value is not None]
+    if len(given) != 1:
+        named = " and ".join(key for key, _ in given) or "none"
+        raise ConfigError(f"expected one of {', '.join(targets)}, got {named}")
+    [(key, value)] = given
+    if key == "ds_config" and not isinstance(value, Mapping | str | os.PathLike):  # spares most the import of DTensor
+        from lowmem_load.engines.mesh import is_mesh
+
+        if is_mesh(value) or is_distributed_config(value):
+            key = "mesh" if is_mesh(value) else "distributed_config"
+            warn_of(f"{type(value).__name__} as ds_config", f"{key}=")
+    return key, value
+
+
 def weights_folder(path: Any) -> str | None:
     """Return the folder of a training checkpoint as text, and None for none; raise ConfigError for anything else."""
     if path is None:
         return None
     text = os.fsdecode(path) if isinstance(path, str | os.PathLike) else ""
     if not text or "://" in text:
-        raise ConfigError(f"weights: expected the local folder of a training checkpoint, got {path!r}")
+        raise ConfigError(f"weights_from: expected the local folder of a training checkpoint, got {path!r}")
     return text
 
 

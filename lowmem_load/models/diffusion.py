@@ -60,7 +60,9 @@ class DiffusersCall(Call):
         if left := [keyword for keyword in _LEFT if self.kwargs.get(keyword)]:
             raise UnsupportedError(f"{self.name}: {', '.join(left)}: diffusers itself places or converts these weights")
         if context.weights is not None:
-            raise UnsupportedError(f"{self.name}: weights= is for transformers models and modules that load by names")
+            raise UnsupportedError(
+                f"{self.name}: weights_from= is for transformers models and modules that load by names"
+            )
         kwargs = {**self.kwargs, "low_cpu_mem_usage": True, "output_loading_info": True}
         handlers: dict[ForeignName, Handler] = {
             **dict.fromkeys(foreign_names.DIFFUSERS_STATE_DICTS, _symbolic_state_dict(context)),
@@ -88,7 +90,7 @@ class DiffusersCall(Call):
                 )
             raise CheckpointError(
                 f"{self.name}: no file has {', '.join(empty)} of {type(model).__name__}, and diffusers gives them no "
-                "value. Correct config.json, or build the model, give these values, and call load_into with leave="
+                "value. Correct config.json, or build the model, give these values, and call load_into with skip="
             )
         model.register_to_config(_name_or_path=self.name)
         return model, {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}

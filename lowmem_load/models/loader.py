@@ -97,7 +97,7 @@ class Call(Protocol):
 
 
 def is_left_alone(call: Call, settings: Settings) -> bool:
-    """Return whether transformers does a load by itself, also inside `streaming()`."""
+    """Return whether transformers does a load by itself, also under `install()`."""
     return settings.stage < 3 and any(call.kwargs.get(name) for name in PLACED_BY_STOCK)
 
 

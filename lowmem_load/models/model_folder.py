@@ -155,8 +155,8 @@ def find_folder(
 def local_folder(url: str, *, subfolder: str = "") -> str:
     """Return the local folder of a checkpoint in a store: its configuration, tokenizer and code, for any library.
 
-    `AutoTokenizer.from_pretrained(local_folder(url))` works as for any folder, and so does `AutoModel...` inside of
-    `streaming()` and after `install()`. Weights are not downloaded: files without data stand for them, which loads of
+    `AutoTokenizer.from_pretrained(local_folder(url))` works as for any folder, and so does `AutoModel...` after
+    `install()`. Weights are not downloaded: files without data stand for them, which loads of
     this package read by ranges. Other code that reads weights needs a download.
 
     Args:

@@ -72,7 +72,7 @@ class ModuleTensor:
 
 
 class ModuleCall(Call):
-    """A load of a module by names. See `load_into` for `rename`, `strict`, `leave` and `build`.
+    """A load of a module by names. See `load_into` for `rename`, `strict`, `skip` and `build`.
 
     `model` is the module that is described. `is_stand_in`: it is not the caller's, and what is left has no place.
     """
@@ -85,7 +85,7 @@ class ModuleCall(Call):
         *,
         rename: Rename | None = None,
         strict: bool = True,
-        leave: Collection[str] = (),
+        skip: Collection[str] = (),
         build: Build | None = None,
         is_stand_in: bool = False,
     ) -> None:
@@ -93,7 +93,7 @@ class ModuleCall(Call):
             raise ConfigError(f"{', '.join(sorted(unknown))}: no keyword of a load by names")
         self.path, self.name, self.kwargs = path, origin(path), kwargs
         self._model, self._rename, self._build = model, rename, build
-        self._strict, self._leave = strict, set(leave)
+        self._strict, self._skip = strict, set(skip)
         self._is_stand_in = is_stand_in
 
     def run(self) -> NoReturn:
@@ -115,16 +115,16 @@ class ModuleCall(Call):
         tensors, left_out = renamed(weights, self._rename, children)
         _run_code_of_torch(model, tensors)
         states = extra_states(model)
-        of_files = {name: tensors.pop(name) for name in states if name in tensors and name not in self._leave}
+        of_files = {name: tensors.pop(name) for name in states if name in tensors and name not in self._skip}
         left, others = self._split(model, slots, states)
         found, problems = _match(others, tensors, self.name)
         used = {name for slot in others for name in slot.keys if name in tensors}
-        unexpected = tensors.keys() - used - {name for slot in left for name in slot.names} - self._leave
-        problems["missing"] += states.keys() - of_files.keys() - self._leave
+        unexpected = tensors.keys() - used - {name for slot in left for name in slot.names} - self._skip
+        problems["missing"] += states.keys() - of_files.keys() - self._skip
         refuse_differences(
             f"{self.name}: its tensors are not those of {type(model).__name__}",
             {**problems, "unexpected": unexpected if self._strict else ()},
-            "Turn names into those of the module by rename=, give values to what no file has and name it in leave=, "
+            "Turn names into those of the module by rename=, give values to what no file has and name it in skip=, "
             "and pass strict=False to pass over tensors that the module does not have",
         )
         self._compute_buffers(model, others, context)
@@ -142,12 +142,12 @@ class ModuleCall(Call):
         self, model: nn.Module, slots: list[ModuleTensor], states: Collection[str]
     ) -> tuple[list[ModuleTensor], list[ModuleTensor]]:
         """Return the tensors that the caller fills, and those that he does not. `states`: names of extra states."""
-        leave = {plain_name(model, name) for name in self._leave}
-        left = [slot for slot in slots if not leave.isdisjoint(slot.names)]
-        if unknown := leave - {name for slot in left for name in slot.names}.union(states):
-            raise ConfigError(f"leave: the module has no parameter or buffer {', '.join(sorted(unknown))}")
+        skip = {plain_name(model, name) for name in self._skip}
+        left = [slot for slot in slots if not skip.isdisjoint(slot.names)]
+        if unknown := skip - {name for slot in left for name in slot.names}.union(states):
+            raise ConfigError(f"skip: the module has no parameter or buffer {', '.join(sorted(unknown))}")
         if empty := [slot.names[0] for slot in left if slot.tensor.is_meta and not self._is_stand_in]:
-            raise ConfigError(f"leave: {', '.join(empty)} are on the meta device; give them values first")
+            raise ConfigError(f"skip: {', '.join(empty)} are on the meta device; give them values first")
         return left, [slot for slot in slots if slot not in left]
 
     def _compute_buffers(self, model: nn.Module, slots: list[ModuleTensor], context: Context) -> None:
@@ -174,7 +174,7 @@ class ModuleCall(Call):
             raise UnsupportedError(
                 f"{type(model).__name__}: no file has the buffers {', '.join(lost)}, and their values are not known. "
                 "Pass build=, a function that builds the module: it computes them. Or fill them yourself, and name "
-                "them in leave="
+                "them in skip="
             )
         for slot, value in zip(bare, values, strict=True):
             slot.put(value.to(slot.tensor.dtype))
@@ -332,7 +332,7 @@ class BuiltModelCall(loader.TransformersCall):
         refuse_differences(
             f"{self.name}: its tensors are not those of the {type(self._model).__name__} that was built",
             {"missing": lacking, "unexpected": values.keys() - used, "mismatched": others},
-            "Build that from the configuration of the checkpoint, and name in leave= what you have added to it, and "
+            "Build that from the configuration of the checkpoint, and name in skip= what you have added to it, and "
             "fill yourself",
         )
 

@@ -1,4 +1,4 @@
-"""`initialize` of partial ZeRO-3, and `partial_zero3`, inside which `deepspeed.initialize` calls it."""
+"""`initialize_partial` of partial ZeRO-3, and `partial_zero3`, inside which `deepspeed.initialize` calls it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lowmem_load.partial.replicated import SplitOptimizer, options_of
 from lowmem_load.text import fingerprint
 
 
-def initialize(
+def initialize_partial(
     model: nn.Module,
     ds_config: Any,
     *,
@@ -167,7 +167,7 @@ def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: 
 
 _TRANSLATED = (
     *("args", "model", "optimizer", "model_parameters", "lr_scheduler", "config", "config_params"),
-    "dist_init_required",  # `initialize` uses the process group that is there, and makes one where there is none
+    "dist_init_required",  # `initialize_partial` uses the process group that is there, else makes one
 )
 
 
@@ -182,7 +182,7 @@ def partial_zero3(partition: Partition | None = None) -> Iterator[None]:
     `deepspeed.initialize` acts as before.
 
     Args:
-        partition: as for `lowmem_load.initialize`: for models that were not loaded with one.
+        partition: as for `initialize_partial`: for models that were not loaded with one.
     """
 
     def initialize_partly(arguments: Mapping[str, Any]) -> tuple[Any, Any, Any, Any] | None:
@@ -191,7 +191,7 @@ def partial_zero3(partition: Partition | None = None) -> Iterator[None]:
             return None
         with DistributedInterface().step("reading the arguments of deepspeed.initialize"):
             ds_config, optimizer = _translate({key: value for key, value in arguments.items() if value is not None})
-        engine = initialize(
+        engine = initialize_partial(
             model,
             ds_config,
             partition=partition,
@@ -214,7 +214,7 @@ def _is_partial(model: nn.Module, partition: Partition | None) -> bool:
 
 
 def _translate(arguments: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the ds_config, and the optimizer as `lowmem_load.initialize` takes it."""
+    """Return the ds_config, and the optimizer as `initialize_partial` takes it."""
     args = arguments.get("args")
     refused = [name for name in arguments if name not in _TRANSLATED]
     refused += [f"args.{name}" for name in ("deepscale_config", "device_rank") if getattr(args, name, None) is not None]

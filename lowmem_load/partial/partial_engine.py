@@ -27,6 +27,7 @@ from lowmem_load.partial.replicated import (
     options_of,
     save_replicated,
 )
+from lowmem_load.renamed import renamed_keywords
 from lowmem_load.resume.load_checkpoint import load_checkpoint
 from lowmem_load.training_checkpoints.zero_checkpoint import STEPS, find_folder
 from lowmem_load.weights_out.folder import refuse_url
@@ -34,7 +35,7 @@ from lowmem_load.weights_out.rank_shards import Wrapper
 
 
 class PartialEngine(Wrapper):
-    """Trains as a `DeepSpeedEngine` does: call it, `backward(loss)`, `step()`. Made by `initialize`.
+    """Trains as a `DeepSpeedEngine` does: call it, `backward(loss)`, `step()`. Made by `initialize_partial`.
 
     Other attributes (`train_batch_size()`, `global_steps`, `get_global_grad_norm()`, ...) are those of the ZeRO-3
     engine of the partitioned part, whose counters hold for both parts.
@@ -199,6 +200,7 @@ class PartialEngine(Wrapper):
             )
         )
 
+    @renamed_keywords(trusted="allow_pickle")
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -208,7 +210,7 @@ class PartialEngine(Wrapper):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         *,
-        trusted: bool = False,
+        allow_pickle: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load what `save_checkpoint` saved, on any number of ranks, as `lowmem_load.load_checkpoint`. Collective.
 
@@ -234,7 +236,7 @@ class PartialEngine(Wrapper):
             load_module_strict=load_module_strict,
             load_optimizer_states=load_optimizer_states,
             load_module_only=load_module_only,
-            trusted=trusted,
+            allow_pickle=allow_pickle,
         )
         mark_unusable(self.zero3)
         with distributed.step("loading", name=load_dir):

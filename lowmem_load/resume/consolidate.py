@@ -26,6 +26,7 @@ from lowmem_load.models.model_folder import find_file
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.planning.regions import FlatRange, partition_range
+from lowmem_load.renamed import renamed_keywords
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.adapter_config import ADAPTER_CONFIG, adapter_config
 from lowmem_load.training_checkpoints.open_model import SavedModel, Values, open_model, own_files
@@ -52,9 +53,10 @@ _OF_ADAPTER = "adapter: "
 """Before the names of an adapter's tensors in a plan, which has those of its base, too."""
 
 
+@renamed_keywords(checkpoint_folder="checkpoint", output_folder="folder")
 def consolidate(
-    checkpoint_folder: str | os.PathLike[str],
-    output_folder: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
     *,
     tag: str | None = None,
     part: str | None = None,
@@ -72,8 +74,8 @@ def consolidate(
     Memory: buffers of 40 MiB, and the description of the checkpoint: some MiB; 1.5 GiB for 512,000 chunks.
 
     Args:
-        checkpoint_folder: the folder that was saved to; of Trainer and accelerate also `checkpoint-500`.
-        output_folder: made if it is not there.
+        checkpoint: the folder that was saved to; of Trainer and accelerate also `checkpoint-500`.
+        folder: made if it is not there.
         tag: of a checkpoint of DeepSpeed. None: the one that the file `latest` names.
         part: of the state dict, which is the model: "model", "ema". None: found by its name.
         dtype: of floating-point tensors: fp64, fp32, fp16 or bf16. None: as saved; of ZeRO, the optimizer's fp32.
@@ -95,12 +97,12 @@ def consolidate(
     with Executor() as executor:
 
         def weights(scratch: Path) -> Weights:
-            saved = _open(ranks, os.fspath(checkpoint_folder), executor, tag, part)
+            saved = _open(ranks, os.fspath(checkpoint), executor, tag, part)
             in_files = dtype or (torch.float32 if saved.num_masters else None)
             saved, adapter, files = _describe_folder(saved, scratch, executor, config, in_files, max_shard_size)
             return _weights_of(saved, adapter, files, ranks, executor)
 
-        return write(ranks, output_folder, weights, {"dtype": dtype}, title="consolidate")
+        return write(ranks, folder, weights, {"dtype": dtype}, title="consolidate")
 
 
 def _weights_of(

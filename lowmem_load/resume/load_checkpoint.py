@@ -20,6 +20,7 @@ from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.load.execute import reading
 from lowmem_load.planning.expression import Expression, Source, leaves
 from lowmem_load.planning.regions import FlatRange
+from lowmem_load.renamed import renamed_keywords
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.zero_checkpoint import (
     FP32,
@@ -47,7 +48,7 @@ class Wanted:
     optimizer: bool
     scheduler: bool
     counters: bool
-    trusted: bool
+    allow_pickle: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class ResumePlan:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in sources if isinstance(leaf, Source))
 
 
+@renamed_keywords(trusted="allow_pickle")
 def load_checkpoint(
     engine: Any,
     load_dir: str | os.PathLike[str],
@@ -91,7 +93,7 @@ def load_checkpoint(
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
     *,
-    trusted: bool = False,
+    allow_pickle: bool = False,
 ) -> tuple[str | None, dict[str, Any]]:
     """Load what DeepSpeed's `save_checkpoint` has written, on any number of ranks, with any offload.
 
@@ -109,8 +111,8 @@ def load_checkpoint(
         load_optimizer_states: whether to load moments, hyperparameters and loss scale. The fp32 weights always are.
         load_lr_scheduler_states: whether to load the state of the lr scheduler, if the engine has one.
         load_module_only: load weights and buffers only; counters and schedulers stay as well.
-        trusted: let Python unpickle the model states if the client state holds objects that only their own code can
-            make. That runs code from the file.
+        allow_pickle: let Python unpickle the model states if the client state holds objects that only their own code
+            can make. That runs code from the file.
 
     Returns:
         Folder of the tag, and the client_state that `save_checkpoint` was given, with DeepSpeed's version and
@@ -131,11 +133,13 @@ def load_checkpoint(
     if isinstance(engine, Wrapper):  # a `PartialEngine`, which calls this for its ZeRO-3 engine
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         partial: Any = engine
-        loaded: tuple[str | None, dict[str, Any]] = partial.load_checkpoint(load_dir, tag, *flags, trusted=trusted)
+        loaded: tuple[str | None, dict[str, Any]] = partial.load_checkpoint(
+            load_dir, tag, *flags, allow_pickle=allow_pickle
+        )
         return loaded
     rest = not load_module_only
     wanted = Wanted(
-        tag, load_module_strict, load_optimizer_states and rest, load_lr_scheduler_states and rest, rest, trusted
+        tag, load_module_strict, load_optimizer_states and rest, load_lr_scheduler_states and rest, rest, allow_pickle
     )
     return _load_zero3(engine, os.fspath(load_dir), wanted)
 
@@ -202,7 +206,7 @@ def make_plan(
         moments = next((tuple(sorted({*group[0].pieces} - {FP32})) for group in groups if group), ())
         state.check_groups(param_groups, frozenset(moments))
         scalars = [_scalars_of(number, group, state, param_groups) for number, group in enumerate(groups)]
-    scheduler, client_state = checkpoint.python_states(rank, executor, trusted=wanted.trusted)
+    scheduler, client_state = checkpoint.python_states(rank, executor, allow_pickle=wanted.allow_pickle)
     loads_scheduler = wanted.scheduler and has_scheduler
     if loads_scheduler and scheduler is None:
         raise CheckpointError(

@@ -232,20 +232,20 @@ class ZeroCheckpoint:
         tree = self.states[0].tree
         return {key: tree[key] for key in COUNTERS if type(tree.get(key)) is int}
 
-    def python_states(self, rank: int, executor: Executor, *, trusted: bool) -> tuple[Any, dict[str, Any]]:
+    def python_states(self, rank: int, executor: Executor, *, allow_pickle: bool) -> tuple[Any, dict[str, Any]]:
         """Return the state of the lr scheduler in a rank's model states, and the client state: all other entries.
 
-        The executor reads tensors. If `trusted`, Python unpickles the file where it holds objects of other classes.
+        The executor reads tensors. If `allow_pickle`, Python unpickles a file that holds objects of other classes.
         """
         file = self.states[rank]
         values = PlainValues(file, executor)
         try:
             return values.value(file.tree.get("lr_scheduler")), values.value(_client_state(file.tree))
         except NeedsCodeError as error:
-            if not trusted:
+            if not allow_pickle:
                 raise CheckpointError(
                     f"{file.path}: its client state or scheduler holds objects that only their own code can create; "
-                    f"nothing was run: {error}. If you trust whoever has saved it, pass trusted=True, which lets "
+                    f"nothing was run: {error}. If you trust whoever has saved it, pass allow_pickle=True, which lets "
                     "Python unpickle this file"
                 ) from error
         with executor.sources.reading(file.path) as source:

@@ -20,6 +20,7 @@ from lowmem_load.models.active import load_lock
 from lowmem_load.models.peft import Merge
 from lowmem_load.planning.expression import Expression
 from lowmem_load.planning.proof import prove_names
+from lowmem_load.renamed import renamed_keywords
 from lowmem_load.weights_out.buckets import PlannedTensor, Unit, merge_unit
 from lowmem_load.weights_out.rank_shards import RankShard, rank_shards, ranks_of, unwrapped
 from lowmem_load.weights_out.send import Sending, SendPlan, Tensors, plan_sending
@@ -31,11 +32,12 @@ _ONE_FILE = 1 << 60
 """Bytes of a shard, so that there is one."""
 
 
+@renamed_keywords(engine_or_model="model", to="dst")
 def iter_weights(
-    engine_or_model: nn.Module,
+    model: nn.Module,
     *,
     bucket_bytes: int = 1 << 30,
-    to: int | Literal["all"] = "all",
+    dst: int | Literal["all"] = "all",
     dtype: torch.dtype | None = None,
     names: Names | None = None,
     merge_adapters: bool = False,
@@ -48,9 +50,9 @@ def iter_weights(
     right as long as they are kept. The list is emptied when the next one is asked for.
 
     Args:
-        engine_or_model: an engine (so that its steps are noticed under each stage) or a model, as for `save_model`.
+        model: an engine (so that its steps are noticed under each stage) or a model, as for `save_model`.
         bucket_bytes: a bucket ends before it would exceed them. A tensor at least as large has a bucket of its own.
-        to: "all", or the rank (in the group of the ranks that hold the model) that gets the tensors; the buckets of
+        dst: "all", or the rank (in the group of the ranks that hold the model) that gets the tensors; the buckets of
             other ranks are empty lists.
         dtype: as for `save_model`. With torch.float32 the optimizer's fp32 values are yielded where a ZeRO-3 engine has
             some.
@@ -71,8 +73,8 @@ def iter_weights(
         UnsupportedError: names a tensor that cannot be put together, and why.
         RankError: another rank failed, stopped early, or did not come for the next bucket.
     """
-    arguments = Arguments(bucket_bytes=bucket_bytes, to=to, dtype=dtype, names=names, merge_adapters=merge_adapters)
-    yield from plan_weights(engine_or_model, arguments).buckets()
+    arguments = Arguments(bucket_bytes=bucket_bytes, dst=dst, dtype=dtype, names=names, merge_adapters=merge_adapters)
+    yield from plan_weights(model, arguments).buckets()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,7 @@ class Arguments:
     """Those of `iter_weights`."""
 
     bucket_bytes: int = 1 << 30
-    to: int | Literal["all"] = "all"
+    dst: int | Literal["all"] = "all"
     dtype: torch.dtype | None = None
     names: Names | None = None
     merge_adapters: bool = False
@@ -94,8 +96,8 @@ class Arguments:
         """Raise ConfigError if one cannot be used."""
         if self.bucket_bytes < 1:
             raise ConfigError(f"iter_weights: bucket_bytes: {self.bucket_bytes!r} is no positive number of bytes")
-        if self.to != "all" and self.to not in range(world_size):
-            raise ConfigError(f"iter_weights: to: {self.to!r} is neither 'all' nor a rank below {world_size}")
+        if self.dst != "all" and self.dst not in range(world_size):
+            raise ConfigError(f"iter_weights: dst: {self.dst!r} is neither 'all' nor a rank below {world_size}")
 
     def choose(self, tensors: Mapping[str, Expression]) -> dict[str, Expression]:
         """Return the tensors to yield."""
@@ -135,11 +137,11 @@ def plan_weights(engine: nn.Module, arguments: Arguments) -> Sending:
             shards = rank_shards(model, ranks.rank, masters=masters)
             plan = _plan(model, arguments, shards, ranks)
             step.digest = {
-                "bucket_bytes, to, dtype": f"{arguments.bucket_bytes}, {arguments.to}, {arguments.dtype}",
+                "bucket_bytes, dst, dtype": f"{arguments.bucket_bytes}, {arguments.dst}, {arguments.dtype}",
                 "tensors": plan.tensors,
                 "the layout of the tensors": plan.rules,
             }
-        return Sending(engine, plan, shards, ranks, to=None if arguments.to == "all" else arguments.to)
+        return Sending(engine, plan, shards, ranks, to=None if arguments.dst == "all" else arguments.dst)
 
 
 def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard], ranks: RankGroup) -> SendPlan:

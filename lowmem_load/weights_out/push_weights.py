@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lowmem_load.errors import ConfigError
+from lowmem_load.renamed import renamed_keywords
 from lowmem_load.weights_out.buckets import PlannedTensor
 from lowmem_load.weights_out.iter_weights import Arguments, plan_weights
 from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
@@ -28,11 +29,12 @@ _RESETS = "reset_prefix_cache", "flush_cache"
 """Methods that drop what was computed with the old weights."""
 
 
-def push_weights(engine_or_model: nn.Module, client: Any, **keywords: Any) -> None:
+@renamed_keywords(engine_or_model="model")
+def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
     """Hand all weights of a model to an inference engine. See `iter_weights`.
 
     Args:
-        engine_or_model: as for `iter_weights`.
+        model: as for `iter_weights`.
         client: a function that takes a bucket, `[(name, tensor), ...]`, such as the `load_weights` of a vLLM model; or
             an object with TRL's `update_named_params(metadata, named_params)` or `update_named_param(name, weights)`,
             such as its `VLLMClient`; or with SGLang's `update_weights_from_tensor(named_tensors, flush_cache=)`, such
@@ -48,10 +50,10 @@ def push_weights(engine_or_model: nn.Module, client: Any, **keywords: Any) -> No
         ConfigError: no rank has a client, or it cannot be used; and as `iter_weights`.
         RankError: the client of a rank failed, or did not take all weights; it is chained to the client's own error.
     """
-    ranks = ranks_of(unwrapped(engine_or_model))
+    ranks = ranks_of(unwrapped(model))
     with ranks.step("finding who takes the weights") as step:
         step.payload = True if client is not None else None
-        arguments = Arguments(to="all", **keywords)
+        arguments = Arguments(dst="all", **keywords)
         if client is not None and not callable(client) and _method_of(client) is None:
             raise ConfigError(
                 f"push_weights: client: a {type(client).__name__} is no function and has none of {', '.join(_METHODS)}"
@@ -59,8 +61,8 @@ def push_weights(engine_or_model: nn.Module, client: Any, **keywords: Any) -> No
     takers = [rank for rank, takes in enumerate(step.payloads or [client is not None]) if takes]
     if not takers:
         raise ConfigError("push_weights: client: no rank has one")
-    to: int | Literal["all"] = takers[0] if len(takers) == 1 else "all"
-    sending = plan_weights(engine_or_model, replace(arguments, to=to))
+    dst: int | Literal["all"] = takers[0] if len(takers) == 1 else "all"
+    sending = plan_weights(model, replace(arguments, dst=dst))
     with delivery(sending) as buckets:
         hand_over(client, sending, buckets)
     with ranks.step("resetting the cache"):
@@ -84,15 +86,16 @@ class WeightSource:
     Each iteration yields the present weights as (name, tensor), and is collective: all ranks have to make it, and to
     its end. Between two tensors, so within `send_weights`, no weight may change.
 
-    The arguments are those of `iter_weights`. Of `to`, 0 is enough for vLLM's NCCL engine, whose rank 0 sends; its IPC
-    engine needs "all".
+    The arguments are those of `iter_weights`. For `dst`, 0 is enough for vLLM's NCCL engine, whose rank 0 sends; its
+    IPC engine needs "all".
 
     Raises:
         ConfigError, UnsupportedError, RankError: as `iter_weights`, when the metadata is asked for or when iterated.
     """
 
-    def __init__(self, engine_or_model: nn.Module, **keywords: Any) -> None:
-        self._engine, self._arguments = engine_or_model, Arguments(**keywords)
+    @renamed_keywords(engine_or_model="model", to="dst")
+    def __init__(self, model: nn.Module, **keywords: Any) -> None:
+        self._engine, self._arguments = model, Arguments(**keywords)
         self._metadata: list[PlannedTensor] | None = None
 
     def metadata(self) -> list[PlannedTensor]:

@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups
 from torch import nn
 
-from lowmem_load import DistributedInterface
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.engines import engine as zero3_engine
 from lowmem_load.engines import hooks, ops, parameters, swapping
 from lowmem_load.engines import partition as zero3

@@ -30,7 +30,7 @@ def load(path: str) -> Any:
 
 def make_and_adopt(path: str) -> None:
     """Rank function: groups made here, and groups of others, of one backend and of two."""
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     seen = []
     init = dist.init_process_group
@@ -85,7 +85,7 @@ def test_a_load_uses_no_collective_whatever_the_group(path: str) -> None:
 
 def adopt_without_a_device(folder: str) -> None:
     """Rank function: where LOCAL_RANK is not set, a process with one device uses that."""
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     rank = int(os.environ["RANK"])
     dist.init_process_group("simccl", store=dist.FileStore(f"{folder}/first", 2), rank=rank, world_size=2)

@@ -22,7 +22,7 @@ def move_and_run(path: str) -> None:
     model = lowmem_load.lazy(path, dtype=torch.bfloat16)
     parameters = list(model.parameters())
     model.to("sim")
-    assert lowmem_load.load_report(model).read_bytes == 0
+    assert lowmem_load.get_load_report(model).read_bytes == 0
     assert all(map(is_unread, model.parameters()))
     assert {parameter.device.type for parameter in model.parameters()} == {"sim"}
     assert torch.ones_like(model.lm_head.weight).device.type == "sim"
@@ -53,7 +53,7 @@ def shard_on_device(path: str) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    assert 0.4 < lowmem_load.load_report(model).read_bytes / size < 0.55
+    assert 0.4 < lowmem_load.get_load_report(model).read_bytes / size < 0.55
     expected = ordinary(path, torch.float32)
     for (name, ours), (_, theirs) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
         assert ours.to_local().device.type == "sim"

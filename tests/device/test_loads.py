@@ -49,9 +49,9 @@ def copies() -> dict[str, int]:
 
 
 def check_what_is_stated(model: Any, staging_bytes: int) -> None:
-    from lowmem_load import load_report
+    from lowmem_load import get_load_report
 
-    report, counted = load_report(model), copies()
+    report, counted = get_load_report(model), copies()
     buffer_bytes = sum(-(-buffer.nbytes // 512) * 512 for buffer in model.buffers())  # as they are allocated
     held_bytes = sum(-(-parameter.ds_tensor.nbytes // 512) * 512 for parameter in model.parameters())
     assert 0 <= report.peak_device_bytes - held_bytes - buffer_bytes <= staging_bytes, report
@@ -70,7 +70,7 @@ def default_device(device: str) -> Iterator[None]:
 
 
 def load_in_all_ways(path: str) -> None:
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     device = f"sim:{DistributedInterface().rank}"
     bf16, fp32 = ordinary(path, torch.bfloat16), ordinary(path, torch.float32)
@@ -106,7 +106,9 @@ def do_everything_under_a_default_device(llama: str, bert: str, folder: str) -> 
     """Rank function, in an image without a compiler, and after the script has set a default device."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from lowmem_load import DistributedInterface, load_model, plan, streaming
+    from lowmem_load import load_model, plan
+    from lowmem_load.distributed.process_group import DistributedInterface
+    from lowmem_load.integrations.install import streaming
     from tests.model_digest import model_digest
 
     os.environ |= {"PATH": folder, "CXX": f"{folder}/c++", "CC": f"{folder}/cc", "TORCH_EXTENSIONS_DIR": folder}
@@ -192,7 +194,8 @@ def test_pinned_memory_outlives_copies_of_it(path: str) -> None:
 
 
 def run_out_of_memory(path: str) -> None:
-    from lowmem_load import DistributedInterface, load_model
+    from lowmem_load import load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
     from tests.device.simulated import set_capacity
 
     if DistributedInterface().rank == 1:

@@ -74,7 +74,7 @@ def load(ds_config: Any = "ds.json", **kwargs: Any) -> Any:
 def stream(ds_config: Any = "ds.json", fails_on: int | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from lowmem_load import streaming
+    from lowmem_load.integrations.install import streaming
 
     with streaming(ds_config):
         if fails_on == int(os.environ["RANK"]):
@@ -86,17 +86,17 @@ def train(ds_config: Any = "ds.json") -> Any:
     import lowmem_load
 
     model = lowmem_load.load_model("checkpoint", "load.json", partition="model.layers.*")
-    return lowmem_load.initialize(model, ds_config)
+    return lowmem_load.initialize_partial(model, ds_config)
 
 
 def read_once(ds_config: Any = "ds.json") -> Any:
     """Loads whole on each rank, of which each reads its share."""
-    from lowmem_load import load_report
+    from lowmem_load import get_load_report
 
     config = json.loads(Path(ds_config).read_text())
     with in_small_batches():
         model = load({**config, "zero_optimization": {"stage": 0}}, share_reads="job")
-    assert load_report(model).received_bytes > load_report(model).read_bytes // 2
+    assert get_load_report(model).received_bytes > get_load_report(model).read_bytes // 2
     return model
 
 
@@ -321,7 +321,7 @@ def serve(address: str, control: str, log: str, env: dict[str, str], group_timeo
 
 
 def _serve(connection: Any, group_timeout_s: float) -> None:
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     ready = False
     while True:

@@ -288,7 +288,7 @@ def as_trl(path: str) -> None:
     lowmem_load.integrations.install.uninstall()
     assert differing(ours, from_files(path)) == []
     ours(torch.tensor([[1, 2]]))
-    assert seen == [lowmem_load.load_report(ours)]
+    assert seen == [lowmem_load.get_load_report(ours)]
 
 
 def keep_identity(path: str) -> None:

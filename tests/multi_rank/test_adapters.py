@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load import DistributedInterface, load_model, plan
+from lowmem_load import load_model, plan
+from lowmem_load.distributed.process_group import DistributedInterface
 from tests import builders
 from tests.multi_rank.test_plan import Case, differing, executed_plans
 from tests.parity import FP32, differences

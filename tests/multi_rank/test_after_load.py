@@ -40,7 +40,8 @@ def lora_losses(path: str, streamed: bool) -> list[float]:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from lowmem_load import DistributedInterface, load_model
+    from lowmem_load import load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     DistributedInterface()
     model = load_model(path, FP32) if streamed else AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -71,8 +72,10 @@ def from_config() -> list[float]:
     import deepspeed
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from lowmem_load import DistributedInterface, load_report, streaming
+    from lowmem_load import get_load_report
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.engines.parameters import is_partitioned
+    from lowmem_load.integrations.install import streaming
 
     DistributedInterface()
     config = LlamaConfig(
@@ -90,7 +93,7 @@ def from_config() -> list[float]:
     torch.manual_seed(int(DistributedInterface().rank))
     with streaming(FP32):
         model = AutoModelForCausalLM.from_config(config)
-    report = load_report(model)
+    report = get_load_report(model)
     grown = report.peak_memory.anonymous_bytes
     # this rank's half (42 MiB), the largest parameter (10 MiB), and small change
     assert grown < 4 * sum(parameter.ds_numel for parameter in model.parameters()) / 2 + (18 << 20)

@@ -171,13 +171,14 @@ def load_all(path: str) -> None:
     from transformers.integrations import HfDeepSpeedConfig
 
     import lowmem_load
+    from lowmem_load.integrations.install import streaming
 
     right = expected(path)
 
     def models() -> Iterator[Any]:
         yield lowmem_load.load_model(path, FP32, auto_class=AUTO, **REMOTE)
         yield lowmem_load.load_model(path, {**FP32, "zero_optimization": {"stage": 1}}, auto_class=AUTO, **REMOTE)
-        with lowmem_load.streaming(FP32):
+        with streaming(FP32):
             yield AutoModelForCausalLM.from_pretrained(path, **REMOTE)
         kept = HfDeepSpeedConfig(FP32)
         lowmem_load.install(strict=True)
@@ -206,7 +207,7 @@ def load_on_meshes(path: str) -> None:
     torch.manual_seed(3)
     drawn, after = lowmem_load.lazy(path, auto_class=AUTO, **REMOTE).score.weight, torch.rand(1)
     torch.manual_seed(3)
-    model = lowmem_load.load_model(path, mesh, auto_class=AUTO, dtype=torch.float32, **REMOTE)
+    model = lowmem_load.load_model(path, mesh=mesh, auto_class=AUTO, dtype=torch.float32, **REMOTE)
     assert torch.equal(torch.rand(1), after)
     assert torch.equal(model.score.weight.full_tensor(), drawn)
     check(model, right)
@@ -214,7 +215,7 @@ def load_on_meshes(path: str) -> None:
 
     extra = nn.Sequential(nn.Linear(4, 4))
     keywords: dict[str, Any] = {"base": 3.0, "extra": extra, **REMOTE}
-    model = lowmem_load.load_model(path, mesh, auto_class=AUTO, dtype=torch.float32, **keywords)
+    model = lowmem_load.load_model(path, mesh=mesh, auto_class=AUTO, dtype=torch.float32, **keywords)
     assert torch.equal(model.powers, torch.tensor([1.0, 3.0, 9.0]))
     assert model.extra[0].weight.full_tensor().shape == (4, 4)
 

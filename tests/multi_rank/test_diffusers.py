@@ -138,14 +138,15 @@ def load_by_name(folder: Path) -> list[int]:
     """Rank function: load_model by a ds_config and over a mesh, plan, save_model. Returns the bytes read for a mesh."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from lowmem_load import CheckpointError, DistributedInterface, load_model, plan
+    from lowmem_load import CheckpointError, load_model, plan
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     rank = DistributedInterface().rank
     mesh, read_bytes = init_device_mesh("cpu", (2,)), list[int]()
     for name in MODELS:
         cls = getattr(diffusers, name)
         whole = cls.from_pretrained(folder / name, torch_dtype=torch.bfloat16)
-        model = load_model(folder / name, mesh, dtype="torch.bfloat16")
+        model = load_model(folder / name, mesh=mesh, dtype="torch.bfloat16")
         assert {n: p.dtype for n, p in model.named_parameters()} == {n: p.dtype for n, p in whole.named_parameters()}
         assert not differing(model, whole)
         all_bytes = sum(file.stat().st_size for file in (folder / name).glob("*.safetensors"))
@@ -184,8 +185,8 @@ def assert_pipeline(folder: Path, mesh: Any) -> None:
         diffusers.AutoencoderKL.from_pretrained(pipe / "vae"),
     )
     with pytest.raises(ConfigError, match="is a pipeline of diffusers"):
-        load_model(pipe, mesh)
-    transformer = load_model(pipe, mesh, subfolder="transformer")
+        load_model(pipe, mesh=mesh)
+    transformer = load_model(pipe, mesh=mesh, subfolder="transformer")
     loaded = diffusers.FluxPipeline.from_pretrained(pipe, transformer=transformer, **WITHOUT)
     assert not differing(loaded.transformer, flux)
     assert not differing(loaded.vae, vae)
@@ -197,7 +198,8 @@ def load_in_script(folder: Path) -> None:
     from torch.distributed.fsdp import fully_shard
     from transformers.integrations import HfDeepSpeedConfig
 
-    from lowmem_load import DistributedInterface, load_report
+    from lowmem_load import get_load_report
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.symbolic.lazy import is_unread
 
     rank = DistributedInterface().rank
@@ -212,7 +214,7 @@ def load_in_script(folder: Path) -> None:
     assert all(map(is_unread, model.parameters()))
     assert not any(map(is_unread, left.parameters()))
     deepspeed.initialize(model=model, config=BF16)
-    assert load_report(model).read_bytes < 0.55 * all_bytes
+    assert get_load_report(model).read_bytes < 0.55 * all_bytes
     assert not differing(model, whole)
     assert_own_save(model, whole, folder / "zero3")
     assert_falls_back(folder / "FluxTransformer2DModel")
@@ -258,7 +260,8 @@ def train(folder: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from lowmem_load import DistributedInterface, load_model, save_model
+    from lowmem_load import load_model, save_model
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     DistributedInterface()
     cls, path = diffusers.WanTransformer3DModel, folder / "WanTransformer3DModel"
@@ -266,7 +269,7 @@ def train(folder: Path) -> None:
     for module in (*stock.blocks, stock):
         fully_shard(module, mesh=mesh)
     losses = []
-    models = [load_model(path, mesh, dtype="float32"), stock]
+    models = [load_model(path, mesh=mesh, dtype="float32"), stock]
     for model in models:
         optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
 
@@ -346,7 +349,7 @@ def edit_before_engine(folder: Path) -> None:
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     DistributedInterface()
     folder = folder / "UNet2DConditionModel"

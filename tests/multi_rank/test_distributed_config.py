@@ -16,9 +16,9 @@ from lowmem_load import (
     ConfigError,
     RankError,
     UnsupportedError,
+    get_load_report,
     install,
     load_model,
-    load_report,
     plan,
 )
 from lowmem_load.integrations.install import uninstall
@@ -48,7 +48,7 @@ def load_all(paths: list[str], moe: str) -> list[list[Any]]:
     for path, sizes in [*cases, *([(moe, EXPERTS)] if world_size == 4 and not is_early else [])]:
         cls = getattr(transformers, transformers.AutoConfig.from_pretrained(path).architectures[0])
         reference = cls.from_pretrained(path, dtype=torch.bfloat16)
-        model = load_model(path, DistributedConfig(**sizes), dtype=torch.bfloat16)
+        model = load_model(path, distributed_config=DistributedConfig(**sizes), dtype=torch.bfloat16)
         assert differing(model, reference) == [], (path, sizes)
         assert not model.training
         install(strict=True)
@@ -58,8 +58,8 @@ def load_all(paths: list[str], moe: str) -> list[list[Any]]:
         uninstall()
         assert differing(again, reference) == [], (path, sizes)
         assert not info["missing_keys"]
-        report = load_report(model)
-        assert load_report(again).read_bytes == report.read_bytes > 0
+        report = get_load_report(model)
+        assert get_load_report(again).read_bytes == report.read_bytes > 0
         costs.append([path, sizes, report.needed_bytes, report.read_bytes, report.num_reads])
     return costs
 
@@ -72,7 +72,7 @@ def test_what_transformers_shards_equals_the_ordinary_load(checkpoints: Path, wo
     for rank, costs in enumerate(run_ranks(load_all, paths, moe, world_size=world_size, timeout_s=240)):
         for path, sizes, *cost in costs:
             config = transformers.distributed.DistributedConfig(**sizes)
-            planned = plan(path, config, rank=rank, world_size=world_size, dtype=torch.bfloat16)
+            planned = plan(path, distributed_config=config, rank=rank, world_size=world_size, dtype=torch.bfloat16)
             assert [planned.costs.needed_bytes, planned.costs.read_bytes, planned.costs.num_reads] == cost, (
                 path,
                 sizes,
@@ -97,7 +97,7 @@ def train(path: str, mesh: Any, kind: str) -> None:
         policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if kind == "offload":
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    model = load_model(path, mesh, policy=policy, dtype=torch.float32)
+    model = load_model(path, mesh=mesh, fully_shard_kwargs=policy, dtype=torch.float32)
     plain = type(model).__mro__[2].from_pretrained(path, dtype=torch.float32)
     for layer in plain.model.layers:
         fully_shard(layer, mesh=mesh, **policy)
@@ -118,12 +118,12 @@ def refuse(path: str) -> None:
 
     mesh = init_device_mesh("cpu", (start(),))
     with pytest.raises(ConfigError, match="belong to ZeRO"):
-        load_model(path, mesh, partition=["model"])
-    with pytest.raises(ConfigError, match="policy"):
-        load_model(path, DistributedConfig(fsdp_size=2), policy={})
+        load_model(path, mesh=mesh, partition=["model"])
+    with pytest.raises(ConfigError, match="fully_shard_kwargs"):
+        load_model(path, distributed_config=DistributedConfig(fsdp_size=2), fully_shard_kwargs={})
     if "pp_size" in inspect.signature(DistributedConfig).parameters:
         with pytest.raises(UnsupportedError, match="pp_size > 1"):
-            load_model(path, DistributedConfig(pp_size=2))
+            load_model(path, distributed_config=DistributedConfig(pp_size=2))
 
 
 def test_what_cannot_be_sharded_is_refused(checkpoints: Path) -> None:
@@ -141,7 +141,7 @@ def load_installed(path: str) -> None:
     lowmem_load.integrations.install.uninstall()
     reference = transformers.AutoModelForCausalLM.from_pretrained(path)
     assert differing(model, reference) == []
-    assert seen == [load_report(model)]
+    assert seen == [get_load_report(model)]
     lowmem_load.install()
     began_s = time.monotonic()
     with pytest.raises(RankError if dist.get_rank() else CheckpointError, match="absent"):
@@ -167,7 +167,7 @@ def load_dequantized(path: str, options: dict[str, Any]) -> list[int]:
         return []
     model = load_model(path, config, dtype=torch.bfloat16, **options)
     assert differing(model, reference) == []
-    return [load_report(model).read_bytes, load_report(model).num_reads]
+    return [get_load_report(model).read_bytes, get_load_report(model).num_reads]
 
 
 def test_an_fp8_checkpoint_is_dequantized_into_shards(checkpoints: Path, tmp_path: Path) -> None:
@@ -177,5 +177,5 @@ def test_an_fp8_checkpoint_is_dequantized_into_shards(checkpoints: Path, tmp_pat
         pytest.skip("an ordinary load of this transformers fails, too")
     for rank, cost in enumerate(costs):
         config = transformers.distributed.DistributedConfig(fsdp_size=2)
-        planned = plan(folder, config, rank=rank, world_size=2, dtype=torch.bfloat16, **options)
+        planned = plan(folder, distributed_config=config, rank=rank, world_size=2, dtype=torch.bfloat16, **options)
         assert [planned.costs.read_bytes, planned.costs.num_reads] == cost

@@ -39,7 +39,8 @@ def train(path: str, name: str) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    from lowmem_load import ModelEngine, load_report
+    from lowmem_load import get_load_report
+    from lowmem_load.llamafactory import ModelEngine
 
     engine = ModelEngine(path)
     model = engine.model
@@ -47,7 +48,7 @@ def train(path: str, name: str) -> None:
     assert engine.ds_config["bf16"]["enabled"] is (name == "bfloat16")
     assert engine.ds_config["fp16"]["enabled"] is (name == "float16")
     assert {str(parameter.dtype) for parameter in model.parameters()} == {f"torch.{name}"}
-    assert load_report(model).contents.endswith(f", {name}")
+    assert get_load_report(model).contents.endswith(f", {name}")
     assert str(model.config.dtype) == f"torch.{name}"
     assert engine.hf_deepspeed_config.config == engine.ds_config  # it is what transformers saw
     assert model.training
@@ -78,8 +79,9 @@ def set_up(path: str) -> None:
     import deepspeed
     from transformers import LlamaForCausalLM
 
-    from lowmem_load import ConfigError, ModelEngine, UnsupportedError
+    from lowmem_load import ConfigError, UnsupportedError
     from lowmem_load.integrations.llamafactory import DistConfig, ModelArguments
+    from lowmem_load.llamafactory import ModelEngine
 
     dist = DistConfig({**ZERO3, "bf16": {"enabled": True}})
     patterns = ["model.embed_tokens.*", "*.layers.0.mlp.*_proj.weight"]
@@ -135,8 +137,8 @@ def make_several(path: str) -> None:
     from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
     from transformers.integrations.deepspeed import deepspeed_config
 
-    from lowmem_load import ModelEngine
     from lowmem_load.engines.parameters import is_partitioned
+    from lowmem_load.llamafactory import ModelEngine
 
     assert deepspeed_config() is None
     first = ModelEngine({"model": path, "bf16": True}, {"config_file": ZERO3})
@@ -184,7 +186,8 @@ def test_engines_train_and_leave_no_configuration_behind(checkpoints: Path, tmp_
 def load_processors(minilm: str, broken: str, absent: str) -> None:
     import torch.distributed as dist
 
-    from lowmem_load import CheckpointError, ModelEngine, RankError
+    from lowmem_load import CheckpointError, RankError
+    from lowmem_load.llamafactory import ModelEngine
 
     dist_config = {"config_file": {**ZERO3, "bf16": {"enabled": False}, "fp16": {"enabled": False}}}
     engine = ModelEngine({"model": minilm}, dist_config, is_train=False)

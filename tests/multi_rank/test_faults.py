@@ -31,7 +31,8 @@ def fail_on_the_last_rank(path: str) -> None:
     """Each fault on the last rank; all ranks raise, and load the same model afterwards."""
     from transformers import AutoModelForCausalLM
 
-    from lowmem_load import RankError, load_model, streaming
+    from lowmem_load import RankError, load_model
+    from lowmem_load.integrations.install import streaming
 
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
@@ -71,7 +72,9 @@ def leave_alone(path: str) -> None:
     from torch import nn
     from transformers import AutoModelForCausalLM
 
-    from lowmem_load import DistributedInterface, RankError, initialize, load_model, streaming
+    from lowmem_load import RankError, initialize_partial, load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
+    from lowmem_load.integrations.install import streaming
 
     DistributedInterface()
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
@@ -101,7 +104,7 @@ def leave_alone(path: str) -> None:
         model = load_model(path, BF16, partition="model")
         hooks = [len(module._forward_pre_hooks) for module in model.modules()]
         try:
-            initialize(
+            initialize_partial(
                 model,
                 # torch's: DeepSpeed would compile its own first, which takes half a minute
                 {**BF16, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}},

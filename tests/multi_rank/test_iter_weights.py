@@ -15,8 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowmem_load import DistributedInterface, iter_weights, load_model, save_model, streaming
+from lowmem_load import iter_weights, load_model, save_model
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, RankError
+from lowmem_load.integrations.install import streaming
 from tests import builders
 from tests.multi_rank.test_load_into import filled, meshes
 from tests.multi_rank.test_modes import is_compiled
@@ -76,7 +78,7 @@ def assert_sent(
     for bucket_bytes, receivers in [middle] if is_short else [middle, *others]:
         for to in receivers:
             with counted() as collectives:
-                buckets = [list(bucket) for bucket in iter_weights(model, bucket_bytes=bucket_bytes, to=to, **kwargs)]
+                buckets = [list(bucket) for bucket in iter_weights(model, bucket_bytes=bucket_bytes, dst=to, **kwargs)]
             found = [pair for bucket in buckets for pair in bucket]
             where = (case, bucket_bytes, to)
             if to not in ("all", rank):
@@ -228,10 +230,10 @@ def misbehave(path: str, out: str) -> None:
     works()
     for ours, theirs in zip(iter_weights(model, bucket_bytes=1), iter_weights(model, bucket_bytes=1), strict=True):
         assert_equal(dict(ours), dict(theirs), "two at a time")
-    for wrong in ({"bucket_bytes": 0}, {"to": 3}, {"to": "none"}, {"names": ["lm_head"]}, {"dtype": torch.int8}):
+    for wrong in ({"bucket_bytes": 0}, {"dst": 3}, {"dst": "none"}, {"names": ["lm_head"]}, {"dtype": torch.int8}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             next(iter_weights(model, **wrong))
-    with pytest.raises(RankError, match="rank 1: holds bucket_bytes, to, dtype 2, all, None, where"):
+    with pytest.raises(RankError, match="rank 1: holds bucket_bytes, dst, dtype 2, all, None, where"):
         next(iter_weights(model, bucket_bytes=2 if is_odd else 1))
     model.generation_config.do_sample, model.generation_config.temperature = False, 0.5  # transformers saves it not so
     works()
@@ -323,12 +325,12 @@ def measure(path: str) -> list[tuple[int, int]]:
 
     model, found = load_model(path, FP32), []
     for to in ("all", 0):
-        for _ in iter_weights(model, bucket_bytes=1 << 20, to=to):  # what is allocated once
+        for _ in iter_weights(model, bucket_bytes=1 << 20, dst=to):  # what is allocated once
             pass
         gc.collect()
         largest = 0
         with PeakMemory() as memory:
-            for bucket in iter_weights(model, bucket_bytes=48 << 20, to=to):
+            for bucket in iter_weights(model, bucket_bytes=48 << 20, dst=to):
                 largest = max(largest, sum(tensor.nbytes for _, tensor in bucket))
         found.append((memory.peak_bytes, largest))
     return found

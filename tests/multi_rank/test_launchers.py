@@ -12,14 +12,14 @@ SCRIPT = """
 import os, sys
 sys.path.insert(0, {repo!r})
 import torch
-from lowmem_load import DistributedInterface, load_model, load_report
+from lowmem_load import DistributedInterface, load_model, get_load_report
 from tests.parity import BF16, differences
 from transformers import AutoModelForCausalLM
 model = load_model({path!r}, BF16)
 reference = AutoModelForCausalLM.from_pretrained({path!r}, dtype=torch.bfloat16)
 group = DistributedInterface()
 assert differences(model, reference) == []
-assert load_report(model).world_size == group.world_size
+assert get_load_report(model).world_size == group.world_size
 group.barrier()
 open(os.path.join({out!r}, f"{{group.rank}}-of-{{group.world_size}}"), "w").close()
 """

@@ -15,8 +15,8 @@ from lowmem_load import (
     LoadReport,
     LowMemLoadError,
     UnsupportedError,
+    get_load_report,
     load_into,
-    load_report,
 )
 from tests import builders
 from tests.model_digest import differing
@@ -158,7 +158,7 @@ def fill_all(cases: dict[str, tuple[str, torch.dtype, str | None]], is_whole: bo
             reference, info = cls.from_pretrained(path, dtype=dtype, output_loading_info=True)
             assert differing(model, reference.to(dtype)) == [], (mesh, name)
             assert sorted(report.loading_info["missing_keys"]) == sorted(info["missing_keys"])
-            assert isinstance(report, LoadReport) and load_report(model) is report
+            assert isinstance(report, LoadReport) and get_load_report(model) is report
             if (mesh, name) == ("fsdp", "llama, masters in fp32"):
                 fill_again(model, path)
                 assert differing(model, reference) == []
@@ -339,18 +339,18 @@ def fill_beside_others(path: str) -> None:
         with pytest.raises(
             ConfigError, match=f"VisionLanguage: .* LlamaForCausalLM at 'llm', and not {lost} beside it"
         ):
-            load_into(model, path, leave=leave)
-    with pytest.raises(ConfigError, match=r"leave: .* lm_head"):
-        load_into(model, path, leave=[*beside, "lm_head.weigth"])
+            load_into(model, path, skip=leave)
+    with pytest.raises(ConfigError, match=r"skip: .* lm_head"):
+        load_into(model, path, skip=[*beside, "lm_head.weigth"])
     assert all(bool((tensor.to_local() == 7).all()) for tensor in model.parameters()), "nothing is filled"
 
     head = "lm_head.weight"
     for name in (f"llm.{head}", head):  # a name of either model
-        load_into(model, path, leave=[*beside, name])
+        load_into(model, path, skip=[*beside, name])
         reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         assert differing(model.llm, reference) == [head]
         assert bool((model.llm.lm_head.weight.to_local() == 7).all())
-    load_into(model, path, leave=beside)
+    load_into(model, path, skip=beside)
     assert differing(model.llm, reference) == []
     assert bool((model.mean == 7).all()) and bool((model.tower.weight.to_local() == 7).all())
 

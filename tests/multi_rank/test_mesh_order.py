@@ -93,7 +93,7 @@ def go_both_ways(folder: Path, llama: str) -> None:
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(llama)
     for mesh in (DeviceMesh("cpu", [2, 0, 3, 1]), DeviceMesh("cpu", [[2, 0], [3, 1]], mesh_dim_names=("dp", "shard"))):
-        assert differing(load_model(llama, mesh), reference) == [], mesh
+        assert differing(load_model(llama, mesh=mesh), reference) == [], mesh
     # Along one dim rank 0 comes before 3, along the other 1 before 2: ranks 0 and 1 would have one part.
     with pytest.raises((UnsupportedError, RankError), match="gives several ranks the same part"):
         load_into(

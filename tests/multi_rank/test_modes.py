@@ -101,7 +101,7 @@ def compare_modes(small: str, large: str, names: list[str], folder: str) -> None
     from benchmarks.methods import LOADERS, Job
     from benchmarks.train import training_losses
     from benchmarks.worker import digest_partitions
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     group = DistributedInterface()
     gc.freeze()  # what is imported need not be looked through after each model
@@ -171,7 +171,8 @@ def test_modes_equal_stock(checkpoints: Path, tmp_path: Path, num_ranks: int, pa
 
 def load_beside_a_live_model(path: str, folder: str) -> None:
     """Rank function: what a second model may do to the first one's swap files, and a disk that is too full for both."""
-    from lowmem_load import DistributedInterface, load_model
+    from lowmem_load import load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     def config(**offload: Any) -> dict[str, Any]:
         offload = {"device": "nvme", "nvme_path": folder, "buffer_size": 700_000, "pin_memory": False, **offload}
@@ -218,7 +219,8 @@ def compare_parallel_layers(path: str, more: dict[str, Any], batch_ranks: int) -
     from transformers.utils import output_capturing
 
     from benchmarks.train import training_losses
-    from lowmem_load import DistributedInterface, load_model
+    from lowmem_load import load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     # deepspeed 0.19.8 calls get(key, default) of what is a dict with another get in transformers 5.23.
     registry: Any = type(output_capturing._CAN_RECORD_REGISTRY)

@@ -75,9 +75,10 @@ def start(folder: str) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
     import lowmem_load
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     os.chdir(folder)
-    rank = lowmem_load.DistributedInterface().rank
+    rank = DistributedInterface().rank
     return {
         "deepspeed": deepspeed,
         "fully_shard": fully_shard,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lowmem_load import CheckpointError, RankError, iter_weights, load_into, load_report, save_model
+from lowmem_load import CheckpointError, RankError, get_load_report, iter_weights, load_into, save_model
 from lowmem_load.load.execute import execute
 from tests.model_digest import differing
 from tests.ranks import run_ranks
@@ -62,7 +62,7 @@ def fill_all(folder: str) -> None:
     """Rank function."""
     import torch.distributed as dist
 
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     rank = DistributedInterface().rank
     expected = wide()
@@ -77,7 +77,7 @@ def fill_all(folder: str) -> None:
 
     model = on_meta()
     report = load_into(model, folder, Z3, build=Wide)
-    assert load_report(model) is report
+    assert get_load_report(model) is report
     assert not differing(model, expected)
     assert report.read_bytes < 0.55 * all_bytes
     assert model.head.weight is model.embed.weight
@@ -101,7 +101,7 @@ def fill_all(folder: str) -> None:
     model = on_meta()
     model.wide.to_empty(device="cpu").load_state_dict(expected.wide.state_dict())
     left = ["wide.weight", "wide.bias"]
-    load_into(model, folder, Z3, build=Wide, leave=left, rename=lambda name: None if name in left else name)
+    load_into(model, folder, Z3, build=Wide, skip=left, rename=lambda name: None if name in left else name)
     assert not differing(model, expected)
 
     norm = nn.BatchNorm1d(3, affine=False)  # buffers alone

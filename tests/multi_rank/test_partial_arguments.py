@@ -29,7 +29,8 @@ def plain(path: str) -> nn.Module:
 
 def refuse(path: str) -> None:
     """Before anything is partitioned: each call's error has the class name and a part of the text that stand there."""
-    from lowmem_load import DistributedInterface, initialize, load_model
+    from lowmem_load import initialize_partial, load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     rank = DistributedInterface().rank
     model, loaded = plain(path), Multimodal(load_model(path, CONFIG))
@@ -69,7 +70,7 @@ def refuse(path: str) -> None:
     ]
     for said, module, config, kwargs in calls:
         with raises(said):
-            initialize(module, config, **kwargs)
+            initialize_partial(module, config, **kwargs)
 
 
 @contextmanager
@@ -83,7 +84,7 @@ def raises(said: str) -> Iterator[None]:
 
 def change_later(path: str) -> None:
     """What is done to a model after its engine was made."""
-    from lowmem_load import ConfigError, initialize
+    from lowmem_load import ConfigError, initialize_partial
 
     for part, name in (("picture", "picture.patches.weight"), ("llm", "llm.model.embed_tokens.weight")):
         model = plain(path).train()
@@ -91,7 +92,7 @@ def change_later(path: str) -> None:
         counted = torch.optim.AdamW(model.parameters(), lr=1e-3)
         hits: list[int] = []
         counted.register_step_post_hook(lambda *_, hits=hits: hits.append(1))
-        engine = initialize(model, CONFIG, partition="llm", optimizer=counted)
+        engine = initialize_partial(model, CONFIG, partition="llm", optimizer=counted)
         train(engine, 0, 2)
         getattr(model, part).requires_grad_(True)
         with pytest.raises(ConfigError, match=f"^{re.escape(name)}"):
@@ -101,7 +102,7 @@ def change_later(path: str) -> None:
     model = plain(path).train()
     model.register_buffer("seen", torch.zeros(3, dtype=torch.int16))
     model.again = model.llm.get_input_embeddings()
-    engine = initialize(model, CONFIG, partition="llm")
+    engine = initialize_partial(model, CONFIG, partition="llm")
     state = engine.consolidated_state_dict()
     if state is not None:
         assert torch.equal(state["again.weight"], state["llm.model.embed_tokens.weight"])
@@ -122,8 +123,10 @@ def test_initialize_refuses_and_changes_after_it_are_seen(checkpoints: Path) -> 
 def load_in_several_ways(llm: str, bert: str) -> None:
     from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
-    from lowmem_load import DistributedInterface, initialize, load_model, load_report, streaming
+    from lowmem_load import get_load_report, initialize_partial, load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.engines.parameters import is_partitioned
+    from lowmem_load.integrations.install import streaming
 
     DistributedInterface()
 
@@ -144,7 +147,7 @@ def load_in_several_ways(llm: str, bert: str) -> None:
     assert flags(some) == {(True, torch.bfloat16), (False, torch.float32)}
     partitioned = {name for name, p in some.named_parameters() if is_partitioned(p)}
     assert {name.split(".")[0 if "lm_head" in name else 1] for name in partitioned} == {"layers", "lm_head"}
-    assert load_report(some).whole_bytes == 4 * (128 * 32 + 32)
+    assert get_load_report(some).whole_bytes == 4 * (128 * 32 + 32)
     torch.manual_seed(0)  # the checkpoint has no pooler: it is initialised
     ordinary = AutoModel.from_pretrained(bert, dtype=torch.float32)
     assert [name for name, p in ordinary.named_parameters() if not torch.equal(p, asked.get_parameter(name))] == []
@@ -152,7 +155,7 @@ def load_in_several_ways(llm: str, bert: str) -> None:
 
     model = Multimodal(inside).train().to(dtype=torch.float32)
     model.bert = encoder
-    engine = initialize(model, BF16)
+    engine = initialize_partial(model, BF16)
     assert torch.tensor(train(engine, 0, 3)).isfinite().all()
     state = engine.consolidated_state_dict()
     if state is not None:
@@ -186,7 +189,8 @@ def call_deepspeed_initialize(path: str) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    from lowmem_load import DistributedInterface, load_model, partial_zero3
+    from lowmem_load import load_model, partial_zero3
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.partial.partial_engine import PartialEngine
 
     ranks = DistributedInterface()

@@ -36,7 +36,7 @@ def train_in_low_precision(path: str) -> None:
 
 def compare_with_float32(path: str, name: str, expected: dict[str, torch.Tensor], expected_losses: list[float]) -> None:
     """Low precision ends near float32, as a share of how far training went."""
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     dtype = getattr(torch, name)
     engine = make_engine(path, {**CONFIG, **SECTIONS[name]}, dtype=dtype)
@@ -62,7 +62,7 @@ def compare_with_float32(path: str, name: str, expected: dict[str, torch.Tensor]
 
 def overflow(path: str) -> None:
     """Takes steps in which gradients overflow on one rank: in the whole part alone, then in both."""
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     engine = make_engine(path, {**CONFIG, **SECTIONS["float16"]}, dtype=torch.float16, schedule=constant)
     rank = DistributedInterface().rank

@@ -96,7 +96,7 @@ def make_engine(
     """Builds the model of this rank, its language model streamed into partitions or loaded ordinarily."""
     from transformers import AutoModelForCausalLM
 
-    from lowmem_load import initialize, load_model
+    from lowmem_load import initialize_partial, load_model
 
     if groups:
         config = {key: value for key, value in config.items() if key != "optimizer"}
@@ -109,7 +109,7 @@ def make_engine(
     prepare(model)
     optimizer = torch.optim.AdamW(groups(model), lr=LR) if groups else None
     scheduler = schedule(optimizer) if schedule and optimizer else schedule
-    return initialize(
+    return initialize_partial(
         model,
         config,
         partition=None if loaded else "llm",
@@ -120,7 +120,7 @@ def make_engine(
 
 def train(engine: Any, first: int, last: int, accumulate: int = 1, dtype: torch.dtype = torch.float32) -> list[float]:
     """Trains the steps from `first` to before `last`; returns this rank's mean loss of each."""
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     ranks, losses = DistributedInterface(), []
     for step in range(first, last):
@@ -136,7 +136,7 @@ def train(engine: Any, first: int, last: int, accumulate: int = 1, dtype: torch.
 
 def train_as_in_one_process(path: str, steps: int, cases: list[str], loaded: bool = True) -> None:
     """Rank function: trains each case; rank 0 compares the weights with the reference."""
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.engines.parameters import is_partitioned
 
     ranks = DistributedInterface()

@@ -60,12 +60,13 @@ def train_vision_language(path: str) -> None:
     """Rank function: the first stage of LLaVA, with reentrant checkpointing."""
     from transformers import AutoModelForImageTextToText
 
-    from lowmem_load import DistributedInterface, initialize, load_model, load_report
+    from lowmem_load import get_load_report, initialize_partial, load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.engines.parameters import is_partitioned
 
     ranks = DistributedInterface()
     model = load_model(path, CONFIG, partition=PARTITION)
-    report = load_report(model)
+    report = get_load_report(model)
     ordinary = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     parts = {name: is_partitioned(p) for name, p in model.named_parameters()}
     assert {name.split(".")[1] for name, flag in parts.items() if flag} == {"language_model", "weight"}
@@ -83,7 +84,7 @@ def train_vision_language(path: str) -> None:
     stage_one(model)
     model.config.use_cache = False
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    engine = initialize(model, CONFIG)
+    engine = initialize_partial(model, CONFIG)
     for step in range(STEPS):
         loss = engine(**sample(step, ranks.rank)).loss
         engine.backward(loss)
@@ -124,7 +125,8 @@ def train_with_trainer(path: str, out: str) -> None:
     from safetensors.torch import load_file
     from transformers import Trainer, TrainingArguments
 
-    from lowmem_load import DistributedInterface, load_model, partial_zero3
+    from lowmem_load import load_model, partial_zero3
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.partial.partial_engine import PartialEngine
 
     ranks = DistributedInterface()

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lowmem_load import CheckpointError, ConfigError, UnsupportedError, initialize, load_into
+from lowmem_load import CheckpointError, ConfigError, UnsupportedError, initialize_partial, load_into
 from tests import builders
 from tests.model_digest import differing
 from tests.multi_rank.test_own_modules import Z3
@@ -82,7 +82,7 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 def fill(paths: dict[str, str], folder: str) -> None:
     import torch.distributed as dist
 
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.engines.parameters import is_partitioned
 
     rank = DistributedInterface().rank
@@ -111,7 +111,7 @@ def fill(paths: dict[str, str], folder: str) -> None:
     load_into(model.projector, checkpoints["projector"])
     assert {name.split(".")[0] for name, p in model.named_parameters() if is_partitioned(p)} == {"llm"}
     assert not differing(model, expected)
-    engine = initialize(model.train(), CONFIG)
+    engine = initialize_partial(model.train(), CONFIG)
     expected.vision.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in expected.parameters() if p.requires_grad], lr=LR)
     for step in range(3):
@@ -130,7 +130,7 @@ def fill_transformers(path: str) -> None:
     """Rank function: a transformers model into ZeRO-3 partitions, alone and inside of a module."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     DistributedInterface()
     expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -143,7 +143,7 @@ def fill_transformers(path: str) -> None:
     assert not differing(model, expected)
     with pytest.raises(ConfigError, match=r"not .* beside it"):
         load_into(wrapper, path, Z3)
-    load_into(wrapper, path, Z3, leave=["value.weight", "value.bias"])
+    load_into(wrapper, path, Z3, skip=["value.weight", "value.bias"])
     assert not differing(wrapper.policy, expected)
 
 

@@ -88,7 +88,7 @@ def cases(checkpoints: Path, tmp_path: Path, world_size: int) -> dict[str, Case]
 
 def executed_plans(loads: dict[str, Case]) -> dict[str, LoadPlan]:
     """Rank function: the plans that loads executed, each of which read what its plan says."""
-    from lowmem_load import load_model, load_report
+    from lowmem_load import get_load_report, load_model
     from lowmem_load.load import load as stages
 
     executed: list[LoadPlan] = []
@@ -102,7 +102,7 @@ def executed_plans(loads: dict[str, Case]) -> dict[str, LoadPlan]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "execute", kept)
         for name, (path, config, kwargs) in loads.items():
-            report = load_report(load_model(path, config, **kwargs))
+            report = get_load_report(load_model(path, config, **kwargs))
             (found[name],) = executed
             executed.clear()
             of_plan = found[name]

@@ -15,16 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowmem_load import (
-    DistributedInterface,
-    WeightSource,
-    iter_weights,
-    load_model,
-    push_weights,
-    save_model,
-    streaming,
-)
+from lowmem_load import WeightSource, iter_weights, load_model, push_weights, save_model
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, RankError
+from lowmem_load.integrations.install import streaming
 from tests import builders
 from tests.multi_rank.test_iter_weights import assert_equal, counted
 from tests.multi_rank.test_load_into import filled, meshes
@@ -188,7 +182,7 @@ def push_all(path: str) -> None:
             push_weights(model, Raises(error) if rank == 1 else None, bucket_bytes=some)
         assert time.monotonic() - began_s < 10, "no rank waits for the others"
     for to in ("all", 1):
-        source = WeightSource(model, bucket_bytes=some, to=to)
+        source = WeightSource(model, bucket_bytes=some, dst=to)
         for _ in range(2):
             assert [(one.name, one.dtype, tuple(one.shape)) for one in source.metadata()] == [
                 (name, value.dtype, tuple(value.shape)) for name, value in iter_weights_of(model, some)

@@ -53,7 +53,8 @@ def compare(path: str, packed: str) -> None:
     """Rank function: this rank's bytes of each parameter are those of stock's whole one."""
     from transformers import AutoModelForCausalLM
 
-    from lowmem_load import DistributedInterface, load_model, load_report, plan
+    from lowmem_load import get_load_report, load_model, plan
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     group = DistributedInterface()
     for kind, (folder, kwargs) in loads(path, packed).items():
@@ -70,10 +71,10 @@ def compare(path: str, packed: str) -> None:
             assert type(parameter) is type(stock[name]) and parameter.numel() == 0, (kind, name)
             if hasattr(stock[name], "quant_state"):
                 assert parameter.quant_state == stock[name].quant_state, (kind, name)
-        assert load_report(model).num_quantized == 14, kind
+        assert get_load_report(model).num_quantized == 14, kind
         planned = plan(folder, BF16, rank=group.rank, world_size=group.world_size, **kwargs)
-        assert planned.replicated_bytes + planned.companion_bytes == load_report(model).whole_bytes, kind
-        assert planned.costs.read_bytes == load_report(model).read_bytes, kind
+        assert planned.replicated_bytes + planned.companion_bytes == get_load_report(model).whole_bytes, kind
+        assert planned.costs.read_bytes == get_load_report(model).read_bytes, kind
 
 
 def train(path: str, packed: str) -> dict[str, Any]:
@@ -86,7 +87,8 @@ def train(path: str, packed: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-    from lowmem_load import DistributedInterface, install, load_model
+    from lowmem_load import install, load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.integrations.install import uninstall
 
     DistributedInterface()
@@ -141,7 +143,8 @@ def fail_and_compare(path: str, packed: str) -> None:
     """Rank function: after a failure of one rank, the script's collectives and the next load meet none of the load."""
     import torch.distributed as dist
 
-    from lowmem_load import DistributedInterface, RankError, load_model
+    from lowmem_load import RankError, load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.load import execute
 
     def fail(*args: Any, **keywords: Any) -> None:

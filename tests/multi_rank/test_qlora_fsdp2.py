@@ -108,7 +108,8 @@ def compare(path: str, packed: str) -> dict[str, int]:
     """Rank function: models over a mesh, packed at load and in the file; what the first load has read and holds."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from lowmem_load import DistributedInterface, load_model, load_report
+    from lowmem_load import get_load_report, load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.load import execute
 
     world_size = DistributedInterface().world_size
@@ -119,9 +120,9 @@ def compare(path: str, packed: str) -> dict[str, int]:
     for number, (name, kwargs) in enumerate(loads):
         expected = stock(name, **kwargs)
         execute.BATCH_BYTES = 1000 if number else 16 << 20  # several batches, one of which is too large
-        model = load_model(name, mesh, dtype=torch.bfloat16, **kwargs)
+        model = load_model(name, mesh=mesh, dtype=torch.bfloat16, **kwargs)
         num_states = assert_same(model, expected, kwargs)
-        report = load_report(model)
+        report = get_load_report(model)
         assert report.num_quantized == num_states > 0
         assert model.is_loaded_in_4bit and model.hf_quantizer.pre_quantized == (name == packed)
         assert report.slow_paths == []
@@ -202,18 +203,24 @@ def refuse(path: str, even: str, odd: str) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from transformers.distributed import DistributedConfig
 
-    from lowmem_load import ConfigError, DistributedInterface, UnsupportedError, load_into, load_model
+    from lowmem_load import ConfigError, UnsupportedError, load_into, load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     mesh = init_device_mesh("cpu", (DistributedInterface().world_size,))
     policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     bits = quantization(storage=torch.float32)
     with pytest.raises(ConfigError, match=r"q_proj.weight: .* as torch.float32, and FSDP2 would cast them to torch.b"):
-        load_model(even, mesh, dtype=torch.float32, policy=policy, quantization_config=bits)
+        load_model(even, mesh=mesh, dtype=torch.float32, fully_shard_kwargs=policy, quantization_config=bits)
     with pytest.raises(UnsupportedError, match=r"q_proj.weight: of shape \(18, 15\), it takes 135 bytes in 4 bits"):
-        load_model(odd, mesh, dtype=torch.bfloat16, quantization_config=quantization())
+        load_model(odd, mesh=mesh, dtype=torch.bfloat16, quantization_config=quantization())
     for sizes in ({"fsdp_size": 2}, {"tp_size": 2}):
         with pytest.raises(UnsupportedError, match=r"q_proj.weight: was sharded .* pass a DeviceMesh, not a Distr"):
-            load_model(even, DistributedConfig(**sizes), dtype=torch.bfloat16, quantization_config=quantization())
+            load_model(
+                even,
+                distributed_config=DistributedConfig(**sizes),
+                dtype=torch.bfloat16,
+                quantization_config=quantization(),
+            )
     with torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(path)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -37,7 +37,7 @@ def load(path: str, way: str, share: Any) -> Any:
     if way == "FSDP2 x TP":
         return load_in_two_ways(path, share)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    return load_model(path, mesh, dtype=MESHES[way], share_reads=share)
+    return load_model(path, mesh=mesh, dtype=MESHES[way], share_reads=share)
 
 
 def load_in_two_ways(path: str, share: Any) -> Any:
@@ -77,7 +77,8 @@ def values_of(model: Any, rank: int) -> list[torch.Tensor]:
 
 def compare(path: str, ways: list[str]) -> dict[str, tuple[int, int, int]]:
     """Rank function: what this rank reads alone, and once with the others, and what it receives then."""
-    from lowmem_load import DistributedInterface, load_report
+    from lowmem_load import get_load_report
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     rank, found = DistributedInterface().rank, dict[str, tuple[int, int, int]]()
     for way in ways:
@@ -86,7 +87,7 @@ def compare(path: str, ways: list[str]) -> dict[str, tuple[int, int, int]]:
             once = load(path, way, "job")
         pairs = zip(values_of(alone, rank), values_of(once, rank), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs), way
-        before, after = load_report(alone), load_report(once)
+        before, after = get_load_report(alone), get_load_report(once)
         assert after.needed_bytes == before.needed_bytes
         found[way] = before.read_bytes, after.read_bytes, after.received_bytes
     return found
@@ -108,12 +109,13 @@ def test_values_are_those_of_ranks_that_read_alone(checkpoints: Path) -> None:
 
 def disagree(path: str) -> tuple[int, list[str]]:
     """Rank function: loads, with pieces of another size on one rank."""
-    from lowmem_load import DistributedInterface, load_report
+    from lowmem_load import get_load_report
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.planning import replicas
 
     if DistributedInterface().rank == 1:
         replicas.PIECE_BYTES = 1 << 10
-    report = load_report(load(path, "ZeRO-0", "job"))
+    report = get_load_report(load(path, "ZeRO-0", "job"))
     return report.received_bytes, report.notes
 
 
@@ -124,7 +126,7 @@ def test_ranks_that_would_share_otherwise_read_alone(checkpoints: Path) -> None:
 
 def wait_for_each_other() -> tuple[float, str]:
     """Rank function: what comes of groups that never form, as where a firewall stands between the ranks."""
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.distributed.side_group import SideGroup
     from lowmem_load.errors import LowMemLoadError
 

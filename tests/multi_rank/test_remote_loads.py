@@ -51,7 +51,7 @@ class Place:
 
     def start(self) -> int:
         """Make this process ready, a rank; returns its number."""
-        from lowmem_load import DistributedInterface
+        from lowmem_load.distributed.process_group import DistributedInterface
         from lowmem_load.files import object_store, stand_ins
 
         stand_ins.HEAD_BYTES = 2048  # of files that are small themselves
@@ -97,7 +97,7 @@ def run(function: Callable[..., Any], place: Place, *args: Any) -> list[Any]:
 
 def assert_loads_alike(url: str, case: Case, **kwargs: Any) -> Any:
     """Loads from a URL, and from the folder as is ordinary; returns the model."""
-    from lowmem_load import load_model, load_report
+    from lowmem_load import get_load_report, load_model
 
     folder, ds_config, auto_class, dtype = case
     torch.manual_seed(int(os.environ["RANK"]))
@@ -106,7 +106,7 @@ def assert_loads_alike(url: str, case: Case, **kwargs: Any) -> Any:
     torch.manual_seed(0)
     reference, info = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert differences(model, reference) == [], url
-    for kind, keys in load_report(model).loading_info.items():
+    for kind, keys in get_load_report(model).loading_info.items():
         assert sorted(map(str, keys)) == sorted(map(str, info[kind])), (url, kind)
     assert model.config.name_or_path == url
     return model
@@ -131,18 +131,18 @@ def cases(checkpoints: Path) -> list[Case]:
 
 
 def load_partitions(place: Place, cases: list[Case]) -> None:
-    from lowmem_load import load_report
+    from lowmem_load import get_load_report
 
     place.start()
     for scheme in ("http", "s3"):
         for case in cases:
             url = place(case[0], scheme)
-            report = load_report(assert_loads_alike(url, case))
+            report = get_load_report(assert_loads_alike(url, case))
             assert report.name == url
             assert report.requests.num_requests > 0
             assert f"\n  requests: {report.requests.num_requests:,}, " in str(report)
             assert "again after" not in str(report)
-    report = load_report(assert_loads_alike_locally(cases[0]))
+    report = get_load_report(assert_loads_alike_locally(cases[0]))
     assert report.requests == type(report.requests)()
     assert "requests" not in str(report)
 
@@ -155,7 +155,7 @@ def load_shards(place: Place, paths: list[str]) -> None:
     """Rank function: FSDP2 by a mesh, and into a model that is there."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from lowmem_load import load_into, load_model, load_report
+    from lowmem_load import get_load_report, load_into, load_model
     from tests.model_digest import differing
     from tests.multi_rank.test_load_into import built, shard_fully
 
@@ -164,10 +164,10 @@ def load_shards(place: Place, paths: list[str]) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     for path, scheme in zip(paths, ("http", "s3"), strict=True):
         url, reference = place(path, scheme), transformers.AutoModelForCausalLM.from_pretrained(path)
-        model = load_model(url, mesh, dtype=torch.bfloat16)
+        model = load_model(url, mesh=mesh, dtype=torch.bfloat16)
         assert differing(model, reference) == [], url
         assert model.config.name_or_path == url
-        assert load_report(model).requests.num_requests > 0
+        assert get_load_report(model).requests.num_requests > 0
         model = built(path, torch.bfloat16)
         shard_fully(model, mesh=mesh)
         model.to_empty(device="cpu")
@@ -185,7 +185,8 @@ def run_script(place: Place, path: str) -> None:
     from transformers.integrations import HfDeepSpeedConfig
 
     import lowmem_load
-    from lowmem_load import load_report, local_folder, streaming
+    from lowmem_load import get_load_report, local_folder
+    from lowmem_load.integrations.install import streaming
 
     place.start()
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
@@ -201,7 +202,7 @@ def run_script(place: Place, path: str) -> None:
         assert not info["missing_keys"]
         assert from_config.config.hidden_size == config.hidden_size
         assert {each.name_or_path for each in (model.config, exact.config, model, exact)} == {url}
-        assert load_report(model).name == load_report(exact).name == url
+        assert get_load_report(model).name == get_load_report(exact).name == url
         reports: list[Any] = []
         lowmem_load.install(on_load=reports.append)
         alive = HfDeepSpeedConfig(BF16)
@@ -217,7 +218,7 @@ def run_script(place: Place, path: str) -> None:
 
 def read_once(place: Place, path: str) -> dict[str, int]:
     """Rank function: bytes that the server has sent for a load, by how it was loaded."""
-    from lowmem_load import load_model, load_report
+    from lowmem_load import get_load_report, load_model
     from lowmem_load.load import read_once as module
 
     place.start()
@@ -228,7 +229,7 @@ def read_once(place: Place, path: str) -> dict[str, int]:
             place.set()
             model = load_model(place(path, scheme), {**BF16, "zero_optimization": {"stage": stage}})
             sent[f"{scheme}, stage {stage}"] = place.stats()["bytes_sent"]
-            report = load_report(model)
+            report = get_load_report(model)
             assert (report.received_bytes > 0) is (stage < 3), str(report)
             if stage == 3:
                 assert differences(model, reference) == []
@@ -297,14 +298,15 @@ def load_from_the_hub(place: Place, hub: Hub, case: Case) -> list[str]:
     """Rank function: without a download, in a script, and by the cache; returns what the Hub was asked for the last."""
     from huggingface_hub import snapshot_download
 
-    from lowmem_load import load_report, streaming
+    from lowmem_load import get_load_report
     from lowmem_load.files import stand_ins
+    from lowmem_load.integrations.install import streaming
     from tests.hub import pointed_at
 
     rank, reference = place.start(), transformers.AutoModelForCausalLM.from_pretrained(case[0], dtype=case[3])
     with pointed_at(hub.url, f"{place.temporary}/streamed"):
-        model = assert_loads_alike("org/model", case, stream=True, token="hub-token")
-        assert load_report(model).requests.num_requests > 0
+        model = assert_loads_alike("org/model", case, download=False, token="hub-token")
+        assert get_load_report(model).requests.num_requests > 0
         with streaming(BF16, stream=True):
             again = transformers.AutoModelForCausalLM.from_pretrained(
                 "org/model", dtype=torch.bfloat16, token="hub-token"
@@ -319,10 +321,10 @@ def load_from_the_hub(place: Place, hub: Hub, case: Case) -> list[str]:
         if rank == 0:
             snapshot_download("org/model", token="hub-token")
         torch.distributed.barrier()
-        assert_loads_alike("org/model", case, stream=True, token="hub-token")  # asks for what there may be besides
+        assert_loads_alike("org/model", case, download=False, token="hub-token")  # asks for what there may be besides
         at_hub, at_files = hub.stats()
-        model = assert_loads_alike("org/model", case, stream=True, token="hub-token")
-        assert load_report(model).requests.num_requests == 0
+        model = assert_loads_alike("org/model", case, download=False, token="hub-token")
+        assert get_load_report(model).requests.num_requests == 0
         now_at_hub, now_at_files = hub.stats()
         assert now_at_files["requests"] == at_files["requests"]
         return now_at_hub["asked"][len(at_hub["asked"]) :]
@@ -427,9 +429,9 @@ def fail(place: Place, case: Case, hub: Hub) -> None:
     refusing.close()
     with pointed_at(hub.url, f"{place.temporary}/cache"):
         token = "another-token" if rank == 1 else "hub-token"
-        text = error_of(lambda: load_model("org/model", BF16, stream=True, token=token))
+        text = error_of(lambda: load_model("org/model", BF16, download=False, token=token))
         assert "rank 1: " in text and "rank 0" not in text and "another-token" not in text
-        assert_loads_alike("org/model", case, stream=True, token="hub-token")
+        assert_loads_alike("org/model", case, download=False, token="hub-token")
 
 
 def test_what_fails_is_one_error_on_all_ranks(checkpoints: Path, place: Place) -> None:

@@ -79,7 +79,7 @@ def cases() -> list[str]:
 
 
 def _world_size() -> int:
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     return DistributedInterface().world_size
 

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 def load_own(same: list[str], copied: list[str], different: list[list[str]]) -> list[tuple[str, float]]:
     """Rank function: loads what its node has; returns the error of each that differs, and seconds until it came."""
-    from lowmem_load import load_model, load_report
+    from lowmem_load import get_load_report, load_model
     from lowmem_load.load import checks
 
     sampled: list[int] = []
@@ -29,7 +29,7 @@ def load_own(same: list[str], copied: list[str], different: list[list[str]]) -> 
     rank = int(os.environ["RANK"])
     model = load_model(same[rank], BF16)
     assert not sampled, "files that are the very same need no sample"
-    assert "compare" in load_report(model).seconds
+    assert "compare" in get_load_report(model).seconds
     load_model(copied[rank], BF16)
     assert len(sampled) == (rank == copied.index(copied[rank])), "one rank of each node reads its sample"
     errors = []

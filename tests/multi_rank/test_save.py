@@ -14,8 +14,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from lowmem_load import DistributedInterface, load_model, save_model, streaming
+from lowmem_load import load_model, save_model
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, RankError, UnsupportedError
+from lowmem_load.integrations.install import streaming
 from tests import builders
 from tests.multi_rank.test_modes import is_compiled
 from tests.ranks import RankFailure, run_ranks

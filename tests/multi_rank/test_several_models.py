@@ -86,7 +86,8 @@ def load_on_halves(llama: str, mixtral: str) -> list[float]:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
-    from lowmem_load import DistributedInterface, load_model, load_report
+    from lowmem_load import get_load_report, load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.errors import ConfigError
 
     world = DistributedInterface()
@@ -97,7 +98,7 @@ def load_on_halves(llama: str, mixtral: str) -> list[float]:
     # Both models on each half, in another order: DeepSpeed compares the numbers of parameters across all ranks.
     for path in ((llama, mixtral), (mixtral, llama))[world.rank // 2]:
         model = load_model(path, config, data_parallel_group=half)
-        report = load_report(model)
+        report = get_load_report(model)
         assert (report.rank, report.world_size, report.ds_config["train_batch_size"]) == (world.rank % 2, 2, 2)
         assert differences(model, AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16), half) == []
     with pytest.raises(ConfigError, match=f"rank {world.rank} is not in it"):

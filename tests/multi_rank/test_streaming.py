@@ -46,8 +46,9 @@ def stream_and_restore(llama: str, bert: str) -> None:
     from transformers import AutoModel, AutoModelForCausalLM, BertForMaskedLM, LlamaForCausalLM
     from transformers.integrations import is_deepspeed_zero3_enabled
 
-    from lowmem_load import load_report, streaming
+    from lowmem_load import get_load_report
     from lowmem_load.engines.parameters import is_partitioned
+    from lowmem_load.integrations.install import streaming
 
     before = global_state(), functions()
     with streaming(BF16):
@@ -60,7 +61,7 @@ def stream_and_restore(llama: str, bert: str) -> None:
     assert (global_state(), functions()) == before
     keys = {key: list(value) for key, value in info.items() if key.endswith("keys")}
     assert keys == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
-    dtypes = [load_report(model).contents.rpartition(", ")[2] for model in (auto, exact, inner, outer)]
+    dtypes = [get_load_report(model).contents.rpartition(", ")[2] for model in (auto, exact, inner, outer)]
     assert dtypes == ["bfloat16", "bfloat16", "float32", "bfloat16"]
     plain = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
     assert not any(is_partitioned(parameter) for parameter in plain.parameters())
@@ -165,9 +166,11 @@ def load_corner_cases(llama: str, half: str) -> None:
     """Rank function: keywords and states that are easily lost on the way."""
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
 
-    from lowmem_load import DistributedInterface, load_model, load_report, streaming
+    from lowmem_load import get_load_report, load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.engines.parameters import partition_of
     from lowmem_load.errors import ConfigError, RankError
+    from lowmem_load.integrations.install import streaming
 
     rank = DistributedInterface().rank
     torch.manual_seed(42)
@@ -186,7 +189,7 @@ def load_corner_cases(llama: str, half: str) -> None:
     with streaming(BF16):  # the file is fp32 and its config says fp16, in which its values are infinite
         model = AutoModelForCausalLM.from_pretrained(half)
     assert torch.isfinite(partition_of(model.lm_head.weight)).all()
-    report = load_report(model)
+    report = get_load_report(model)
     assert (
         "an ordinary load keeps another: " in report.notes[0]
         and f"({report.contents.split()[0]} in all)" in report.notes[0]
@@ -202,7 +205,7 @@ def load_corner_cases(llama: str, half: str) -> None:
         warnings.simplefilter("always")
         forgetful = Forgetful.from_pretrained(llama)
     unset = "not in the files, and left uninitialised by transformers: gate; they are zero"
-    assert unset in load_report(forgetful).notes
+    assert unset in get_load_report(forgetful).notes
     assert partition_of(forgetful.gate).abs().max().item() == 0.0
     assert len([w for w in caught if unset in str(w.message)]) == (1 if rank == 0 else 0)
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lowmem_load
-from lowmem_load import CheckpointError, load_into, load_model, load_report, plan, save_model
+from lowmem_load import CheckpointError, get_load_report, load_into, load_model, plan, save_model
 from lowmem_load.load.plan_model import plan_sharded
 from lowmem_load.symbolic.lazy import is_unread
 from tests import builders
@@ -50,7 +50,7 @@ def load_all(paths: dict[str, str], tied: str, folder: str) -> list[int]:
     for name, path in {**paths, "tied": tied}.items():
         reference = ordinary(path)
         assert (reference.lm_head.weight is reference.get_input_embeddings().weight) == (name == "tied")
-        model = load_model(path, mesh, dtype=torch.bfloat16)
+        model = load_model(path, mesh=mesh, dtype=torch.bfloat16)
         assert differing(model, reference) == [], name
         assert (model.lm_head.weight is model.get_input_embeddings().weight) == (name == "tied")
         check_saved(model, reference, f"{folder}/{name}-mesh")
@@ -85,7 +85,7 @@ def load_installed(path: str, folder: str) -> list[int]:
     assert differing(model, reference) == []
     assert model.all_tied_weights_keys == reference.all_tied_weights_keys == {}
     check_saved(model, reference, f"{folder}/installed")
-    return [load_report(model).needed_bytes, load_report(model).read_bytes]
+    return [get_load_report(model).needed_bytes, get_load_report(model).read_bytes]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -95,7 +95,7 @@ def test_transformers_decides_what_is_tied(checkpoints: Path, tmp_path: Path) ->
     costs = run_ranks(load_all, {"qwen2": str(qwen2), "t5": str(t5)}, tied, str(tmp_path), timeout_s=300)
     for rank, cost in enumerate(costs):
         config = transformers.distributed.DistributedConfig(fsdp_size=2)
-        planned = plan(qwen2, config, rank=rank, world_size=2, dtype=torch.bfloat16)
+        planned = plan(qwen2, distributed_config=config, rank=rank, world_size=2, dtype=torch.bfloat16)
         compared = sum(nbytes for _, nbytes in planned.read_to_describe)
         assert [planned.costs.needed_bytes, planned.costs.read_bytes + compared] == cost
 
@@ -193,13 +193,13 @@ def load_sharing(folder: str) -> list[int]:
     for cls in SHARING:
         path = f"{folder}/{cls.__name__}"
         torch.manual_seed(torch.distributed.get_rank() or 7)  # rank 0's counts
-        model = load_model(path, mesh, auto_class=cls, dtype=torch.float32)
+        model = load_model(path, mesh=mesh, auto_class=cls, dtype=torch.float32)
         torch.manual_seed(7)
         reference = cls.from_pretrained(path, dtype=torch.float32)  # type: ignore[attr-defined]
         assert differing(model, reference) == [], cls
         assert len(list(model.parameters())) == len(list(reference.parameters())), cls
         torch.testing.assert_close(model(tokens), reference(tokens))
-        costs.append(load_report(model).read_bytes)
+        costs.append(get_load_report(model).read_bytes)
     return costs
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowmem_load import DistributedInterface, RankError, consolidate
+from lowmem_load import RankError, consolidate
+from lowmem_load.distributed.process_group import DistributedInterface
 from tests import builders
 from tests.ranks import run_ranks
 from tests.zero_checkpoint import save_zero3
@@ -126,7 +127,7 @@ def load_all(folders: dict[str, Path], root: Path, made: Path) -> dict[str, floa
         config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
         config["bf16"] = {"enabled": dtype == torch.bfloat16}
         kind = type(reference)
-        model = load_model(folders[name], config, auto_class=kind, weights=checkpoint)
+        model = load_model(folders[name], config, auto_class=kind, weights_from=checkpoint)
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             differing = [key for key, value in model.state_dict().items() if not torch.equal(value, expected[key])]
         assert not differing, (checkpoint.name, differing)
@@ -134,7 +135,7 @@ def load_all(folders: dict[str, Path], root: Path, made: Path) -> dict[str, floa
         nbytes = sum(value.numel() * value.element_size() for value in reference.parameters())
         shares[checkpoint.name] = model.lowmem_load_report.read_bytes / nbytes
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        cut = load_model(folders[name], mesh, auto_class=kind, weights=checkpoint, dtype=dtype)
+        cut = load_model(folders[name], mesh=mesh, auto_class=kind, weights_from=checkpoint, dtype=dtype)
         for key, value in cut.state_dict().items():
             assert torch.equal(value.full_tensor() if hasattr(value, "full_tensor") else value, expected[key]), key
     for name in ("llama-dcp", "mixtral-verl"):
@@ -163,7 +164,7 @@ def fail_alike(folder: Path, checkpoint: Path) -> str:
 
     DistributedInterface()
     with pytest.raises(Exception, match="the weights are not of a") as caught:
-        load_model(folder, {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, weights=checkpoint)
+        load_model(folder, {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, weights_from=checkpoint)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 

@@ -60,7 +60,8 @@ def mount(source: str, place: str) -> None:
 
 def load_error(node: int, path: str, other: str | None = None) -> str:
     """Loads; the second node finds `other` at this path. Returns the error."""
-    from lowmem_load import DistributedInterface, load_model
+    from lowmem_load import load_model
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.errors import LowMemLoadError
 
     if other is not None and node == 1:
@@ -111,13 +112,13 @@ def test_a_folder_may_have_two_paths(cable: Cable, checkpoints: Path, tmp_path: 
 
 def load_whole(_: int, path: str) -> tuple[int, int, float]:
     """Loads from a network file system under ZeRO-2; returns bytes read and received, and a sum of all values."""
-    from lowmem_load import load_model, load_report
+    from lowmem_load import get_load_report, load_model
     from lowmem_load.load import read_once
 
     read_once.LEAST_BYTES = 0
     with on_network():
         model = load_model(path, {**BF16, "zero_optimization": {"stage": 2}})
-    report = load_report(model)
+    report = get_load_report(model)
     return report.read_bytes, report.received_bytes, sum(float(p.detach().double().sum()) for p in model.parameters())
 
 

@@ -96,7 +96,7 @@ def patched_names(path: str) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    from lowmem_load import load_report
+    from lowmem_load import get_load_report
 
     plain = AutoModelForCausalLM.from_pretrained(path)
     with pytest.MonkeyPatch.context() as patch:
@@ -106,7 +106,7 @@ def patched_names(path: str) -> None:
         with installed():
             model, messages = told(lambda: AutoModelForCausalLM.from_pretrained(path))
     assert messages == []
-    assert load_report(model).contents.startswith(f"{len(list(plain.parameters()))} tensors")
+    assert get_load_report(model).contents.startswith(f"{len(list(plain.parameters()))} tensors")
     assert differences(model, plain) == []
     del alive
 
@@ -117,7 +117,8 @@ def inside_zero_init(path: str) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    from lowmem_load import UnsupportedError, load_model, load_report, streaming
+    from lowmem_load import UnsupportedError, get_load_report, load_model
+    from lowmem_load.integrations.install import streaming
 
     def load() -> Any:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
@@ -132,7 +133,7 @@ def inside_zero_init(path: str) -> None:
         models.append(load_model(path, BF16))
         own = torch.nn.Linear(4, 4)
     assert [differences(model, plain) for model in models] == [[], [], []]
-    assert [int(load_report(model).contents.split()[0]) for model in models] == [len(list(plain.parameters()))] * 3
+    assert [int(get_load_report(model).contents.split()[0]) for model in models] == [len(list(plain.parameters()))] * 3
     assert hasattr(own.weight, "ds_id")
 
     # One that makes other parameters wins in stock, whatever the active ds_config says.
@@ -164,7 +165,8 @@ def quantized(path: str) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
-    from lowmem_load import UnsupportedError, load_model, load_report, streaming
+    from lowmem_load import UnsupportedError, get_load_report, load_model
+    from lowmem_load.integrations.install import streaming
 
     alive = HfDeepSpeedConfig(BF16)
 
@@ -182,7 +184,7 @@ def quantized(path: str) -> None:
         assert [name for name in stock if not torch.equal(stock[name], values[name])] == []
         assert told(lambda: deepspeed.initialize(model=model, config=BF16))[1] == []
         with pytest.raises(ValueError, match="the default ZeRO-3 loader has loaded it: UnsupportedError: quantization"):
-            load_report(model)
+            get_load_report(model)
     refusal = pytest.raises(UnsupportedError, match="quantization 'weights-as-they-are'")
     with installed(strict=True), refusal:
         load()
@@ -237,7 +239,7 @@ CHECKS = (
 
 
 def run(checks: tuple[Callable[[str], None], ...], path: str) -> None:
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     DistributedInterface()
     for check in checks:

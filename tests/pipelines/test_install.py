@@ -38,7 +38,7 @@ def follow(path: str) -> None:
 
     import lowmem_load
     from lowmem_load.engines.parameters import is_partitioned
-    from lowmem_load.integrations.install import uninstall
+    from lowmem_load.integrations.install import streaming, uninstall
 
     def load(**kwargs: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, **kwargs)
@@ -64,11 +64,11 @@ def follow(path: str) -> None:
     assert partitioned(streamed) == {True}
     assert partitioned(LlamaForCausalLM.from_pretrained(path)) == {True}
     assert differences(streamed, plain) == []
-    assert lowmem_load.load_report(streamed).ds_config["zero_optimization"]["reduce_bucket_size"] == 32 * 32
+    assert lowmem_load.get_load_report(streamed).ds_config["zero_optimization"]["reduce_bucket_size"] == 32 * 32
     assert partitioned(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))) == {True}
     with pytest.raises(lowmem_load.ConfigError, match="remove device_map"):
         load(device_map="auto")
-    with lowmem_load.streaming(BF16):
+    with streaming(BF16):
         assert {p.dtype for p in load().parameters()} == {torch.bfloat16}
     streamed.resize_token_embeddings(1280)
     whole = [parameter for parameter in streamed.parameters() if not is_partitioned(parameter)]
@@ -99,7 +99,7 @@ def follow(path: str) -> None:
     assert "every rank holds 0.1 MiB of it whole" in messages[0]
     assert "then call from_pretrained" in messages[0]
     _, messages = order_warnings(
-        lambda: lowmem_load.initialize(load(), FP32, partition="model", optimizer=torch.optim.AdamW)
+        lambda: lowmem_load.initialize_partial(load(), FP32, partition="model", optimizer=torch.optim.AdamW)
     )
     assert messages == []
 

@@ -220,7 +220,7 @@ def save_otherwise(trainer: Any, folder: Path) -> None:
 
 
 def save_on_one_rank(accelerator: Any, engine: Any, folder: Path) -> None:
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.errors import RankError
 
     state = accelerator.get_state_dict(engine)

@@ -38,7 +38,7 @@ def test_subcommands_and_the_version_are_shown() -> None:
 
 @pytest.mark.parametrize(
     ("options", "value"),
-    [([], "1"), (["--"], "1"), (["--strict"], "strict"), (["--stream", "--strict", "--"], "strict,stream")],
+    [([], "1"), (["--"], "1"), (["--strict"], "strict"), (["--no-download", "--strict", "--"], "strict,no-download")],
 )
 def test_run_passes_arguments_unchanged_and_returns_the_exit_code(options: list[str], value: str) -> None:
     script = f'printf "%s|" "$@" "$PYTHONPATH" "${SWITCH}"; exit 7'

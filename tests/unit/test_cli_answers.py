@@ -56,7 +56,7 @@ def test_plan_of_a_mesh_states_the_figures_of_a_ranks_plan(answer: Answer, llama
     code, found = answer("plan", llama, "--fsdp", 4, "--tp", 2, "--json")
     assert code == 0
     config = DistributedConfig(fsdp_size=4, tp_size=2)
-    plan = lowmem_load.plan(llama, config, rank=0, world_size=8)
+    plan = lowmem_load.plan(llama, distributed_config=config, rank=0, world_size=8)
     assert {name: found["costs"][name] for name in FIGURES} == {name: getattr(plan.costs, name) for name in FIGURES}
     assert found["partition_bytes"] == plan.partition_bytes < found["device_bytes"]
     assert (found["about"]["job"], found["about"]["mesh"]) == ("8 ranks on one node", "fsdp_size 4, tp_size 2")

@@ -110,7 +110,7 @@ print(model.config.name_or_path, sum(parameter.ds_tensor.double().sum().item() f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["--stream"], pytest.param([], marks=pytest.mark.release)])
+@pytest.mark.parametrize("options", [["--no-download"], pytest.param([], marks=pytest.mark.release)])
 def test_run_streams_models_on_the_hub_if_it_is_told_to(options: list[str], checkpoint: Path, tmp_path: Path) -> None:
     with hub_front({"org/model": checkpoint}) as hub, reserved_port() as port:
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

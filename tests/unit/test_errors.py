@@ -2,7 +2,6 @@
 
 import pytest
 
-import lowmem_load
 from lowmem_load.errors import RankError, error_text
 
 
@@ -32,10 +31,3 @@ class Mute(Exception):
 )
 def test_an_error_is_spelled_with_its_class_at_a_bounded_length(error: Exception, expected: str) -> None:
     assert error_text(error, 16) == expected
-
-
-def test_a_name_of_the_release_before_warns() -> None:
-    with pytest.warns(DeprecationWarning, match="is called FallbackWarning now"):
-        assert lowmem_load.NotStreamedWarning is lowmem_load.FallbackWarning
-    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
-        _ = lowmem_load.unknown

@@ -16,15 +16,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from lowmem_load import (
-    DistributedInterface,
-    FallbackWarning,
-    LoadOrderWarning,
-    UnsupportedError,
-    install,
-    streaming,
-)
-from lowmem_load.integrations.install import uninstall
+from lowmem_load import FallbackWarning, LoadOrderWarning, UnsupportedError, install
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.integrations.install import streaming, uninstall
 from tests import builders
 
 SMALL = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
@@ -122,6 +116,24 @@ def test_install_inside_a_streaming_block_holds_after_it(llama: str) -> None:
         assert is_streamed(llama)
     del kept
     assert not is_streamed(llama)
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")  # of DeepSpeed's own load
+def test_install_ends_with_its_block_and_not_with_that_of_a_second_call(llama: str) -> None:
+    kept = HfDeepSpeedConfig(CONFIG)
+    with install():
+        with install(strict=True):
+            assert is_streamed(llama)
+        assert is_streamed(llama)
+    assert not is_streamed(llama)
+    with pytest.raises(ValueError, match="mine"), install():
+        raise ValueError("mine")
+    handle = install()
+    assert is_streamed(llama)
+    handle.close()
+    handle.close()
+    assert not is_streamed(llama)
+    del kept
 
 
 def test_a_process_with_fsdp2_ends_without_a_word(llama: str, tmp_path: Path) -> None:

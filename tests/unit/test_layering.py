@@ -13,7 +13,7 @@ UNITS = {path.stem if path.is_file() else path.name for path in FOLDER.iterdir()
 # Folders, and modules in none, low to high. Each imports from the lines above its own only, inside functions too.
 LADDER = """
 errors
-text locks
+text locks renamed
 foreign_names
 phases
 replaced
@@ -29,7 +29,7 @@ load
 resume
 partial
 integrations
-cli
+cli llamafactory
 __init__ __main__
 """
 FILES = """cli config distributed engines files integrations load models partial phases resume training_checkpoints

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lowmem_load import CheckpointError, ConfigError, lazy, load_report
+from lowmem_load import CheckpointError, ConfigError, get_load_report, lazy
 from lowmem_load.distributed import environment
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.source import LocalFile
@@ -83,7 +83,7 @@ def num_lazy(model: nn.Module) -> int:
 
 def test_a_load_reads_nothing(path: str) -> None:
     model = lazily(path)
-    assert load_report(model).read_bytes == 0
+    assert get_load_report(model).read_bytes == 0
     assert num_lazy(model) == len(list(model.parameters()))
     assert (model.device.type, model.dtype) == ("cpu", torch.float32)
     assert_equal(model, ordinary(path))
@@ -123,7 +123,7 @@ def test_what_looks_at_no_value_reads_nothing(path: str) -> None:
     torch.optim.AdamW(copied.parameters())
     peft.get_peft_model(copied, peft.LoraConfig(target_modules=["q_proj"]))
     torch.zeros_like(weight), weight.new_empty(3), weight[2:5].view(-1).chunk(2), weight.numel(), repr(weight)
-    assert load_report(model).read_bytes == 0
+    assert get_load_report(model).read_bytes == 0
 
 
 # -- what scripts do ---------------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ def test_a_slice_reads_what_it_holds(path: str) -> None:
     model = lazily(path, dtype=torch.bfloat16)
     weight = model.lm_head.weight
     torch.chunk(weight.detach(), 4)[1].tolist()
-    assert load_report(model).read_bytes == weight.nbytes // 4
+    assert get_load_report(model).read_bytes == weight.nbytes // 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -612,7 +612,7 @@ def test_on_load_is_called_once_the_weights_are_read(path: str) -> None:
             assert not seen
             model(TOKENS)
             model(TOKENS)
-            assert seen == [load_report(model)]
+            assert seen == [get_load_report(model)]
         del model, copied
         gc.collect()
         assert len(seen) == forward

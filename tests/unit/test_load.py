@@ -1,4 +1,4 @@
-"""What load_model, streaming, plan and load_report refuse before anything is read."""
+"""What load_model, streaming, plan and get_load_report refuse before anything is read."""
 
 import warnings
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 import lowmem_load
-from lowmem_load import ConfigError, LoadOrderWarning, UnsupportedError, install, load_report, plan
+from lowmem_load import ConfigError, LoadOrderWarning, UnsupportedError, get_load_report, install, plan
 from lowmem_load.integrations.install import uninstall
 from tests import builders
 
@@ -40,7 +40,13 @@ def test_a_plan_is_for_a_rank_that_there_is(rank: int, world_size: int, llama: s
 def test_a_plan_of_shards_takes_no_choice_of_partitions(llama: str) -> None:
     distributed = pytest.importorskip("transformers.distributed")
     with pytest.raises(ConfigError, match="partition belongs to ZeRO"):
-        plan(llama, distributed.DistributedConfig(fsdp_size=2), rank=0, world_size=2, partition="model.layers.*")
+        plan(
+            llama,
+            rank=0,
+            world_size=2,
+            distributed_config=distributed.DistributedConfig(fsdp_size=2),
+            partition="model.layers.*",
+        )
 
 
 @pytest.mark.parametrize("name", [7, None, ""])
@@ -89,7 +95,7 @@ def test_no_configuration_is_no_mistake(llama: str, no_active_config: None, inst
 
 def test_an_ordinary_model_has_no_report(llama: str) -> None:
     with pytest.raises(ValueError, match="LlamaForCausalLM was not loaded by lowmem_load"):
-        load_report(AutoModelForCausalLM.from_pretrained(llama))
+        get_load_report(AutoModelForCausalLM.from_pretrained(llama))
 
 
 def test_names_are_listed_before_they_are_imported() -> None:

@@ -49,16 +49,16 @@ TIED = {"lm_head.weight", "model.embed_tokens.weight"}
     ],
 )
 def test_what_is_left_is_named_in_the_module_or_in_its_model(leave: list[str], left: set[str]) -> None:
-    assert IntoModule(Policy(), "folder", kwargs={}, leave=["value.weight", *leave]).left == left
+    assert IntoModule(Policy(), "folder", kwargs={}, skip=["value.weight", *leave]).left == left
 
 
 @pytest.mark.parametrize("unknown", ["lm_head.weigth", "llm.lm_head", "llm.value.weight", "value._extra_state"])
 def test_a_name_of_no_tensor_is_refused(unknown: str) -> None:
-    with pytest.raises(ConfigError, match=f"leave: the module has no parameter or buffer {unknown}"):
-        IntoModule(Policy(), "folder", kwargs={}, leave=["value.weight", unknown])
+    with pytest.raises(ConfigError, match=f"skip: the module has no parameter or buffer {unknown}"):
+        IntoModule(Policy(), "folder", kwargs={}, skip=["value.weight", unknown])
 
 
 @pytest.mark.parametrize("how", [{}, {"rename": {}}])
 def test_a_text_is_no_collection_of_names(how: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"leave: 'value.weight' is one name; pass .* \['value.weight'\]"):
-        IntoModule(Policy(), "folder", kwargs={}, leave="value.weight", **how)
+    with pytest.raises(ConfigError, match=r"skip: 'value.weight' is one name; pass .* \['value.weight'\]"):
+        IntoModule(Policy(), "folder", kwargs={}, skip="value.weight", **how)

@@ -49,7 +49,7 @@ NEEDED_BY_SOME = (
 
 PROGRAM = """
 import sys, lowmem_load
-lowmem_load.load_model, lowmem_load.streaming
+lowmem_load.load_model, lowmem_load.install
 print(*sys.modules)
 import torch, transformers.modeling_utils
 planned = lowmem_load.plan(sys.argv[1], {"zero_optimization": {"stage": 3}}, rank=511, world_size=512)
@@ -59,7 +59,7 @@ assert not torch.distributed.is_initialized()
 if hasattr(transformers.PreTrainedModel, "maybe_distribute_model"):  # else transformers shards no model
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    lowmem_load.load_model(sys.argv[1], torch.distributed.init_device_mesh("cpu", (1,)))
+    lowmem_load.load_model(sys.argv[1], mesh=torch.distributed.init_device_mesh("cpu", (1,)))
 assert "deepspeed" not in sys.modules, "deepspeed was imported"
 import deepspeed
 assert deepspeed.initialize.__code__.co_filename == lowmem_load.replaced.__file__, "deepspeed is not hooked"

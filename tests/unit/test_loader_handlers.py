@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging as hf_logging
 
-from lowmem_load import DistributedInterface, ModelEngine, install, load_model, load_report, streaming
-from lowmem_load.integrations.install import uninstall
+from lowmem_load import get_load_report, install, load_model
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.integrations.install import streaming, uninstall
+from lowmem_load.llamafactory import ModelEngine
 from lowmem_load.models import loader
 from tests import builders
 
@@ -130,7 +132,7 @@ def test_loads_of_several_threads_are_each_exact(llama: str) -> None:
                 models.append(AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32))
 
     assert in_threads(load, load, stream) == [None] * 3
-    assert all(load_report(model) for model in models)
+    assert all(get_load_report(model) for model in models)
     models.append(AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32))
     assert len(models) == 10
     for model in models:

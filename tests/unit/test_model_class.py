@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from lowmem_load import DistributedInterface, plan, streaming
+from lowmem_load import plan
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
+from lowmem_load.integrations.install import streaming
 from lowmem_load.models.model_class import PROCESSOR_FILES, TOKENIZER_FILES, load_processor, model_class, model_config
 from lowmem_load.models.model_folder import (
     check_name,

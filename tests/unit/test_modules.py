@@ -327,7 +327,7 @@ def test_extra_state_that_is_absent_unknown_or_left(tmp_path: Path) -> None:
     folder = in_one_file(tmp_path, nn.Linear(2, 2).state_dict())
     with pytest.raises(CheckpointError, match=r"missing: _extra_state\. "):
         load(folder, Extra())
-    assert torch.equal(load(folder, Extra(), leave=["_extra_state"]).amax, torch.ones(2))
+    assert torch.equal(load(folder, Extra(), skip=["_extra_state"]).amax, torch.ones(2))
     folder = in_one_file(tmp_path, Extra().state_dict())
     with pytest.raises(CheckpointError, match=r"unexpected: _extra_state\. "):
         load(folder, nn.Linear(2, 2))
@@ -343,13 +343,13 @@ def test_extra_state_that_is_absent_unknown_or_left(tmp_path: Path) -> None:
 def test_what_is_left_keeps_its_values(tmp_path: Path) -> None:
     expected, model = reference(), on_meta()
     model.scale = nn.Parameter(torch.tensor([5.0, 6.0]))
-    load(in_one_file(tmp_path, state(expected)), model, leave=["scale"])
+    load(in_one_file(tmp_path, state(expected)), model, skip=["scale"])
     expected.scale.data = torch.tensor([5.0, 6.0])
     assert_equal(model, expected)
-    with pytest.raises(ConfigError, match=r"leave: scale are on the meta device; give them values"):
-        load(tmp_path, leave=["scale"])
-    with pytest.raises(ConfigError, match=r"leave: the module has no parameter or buffer scales"):
-        load(tmp_path, leave=["scales"])
+    with pytest.raises(ConfigError, match=r"skip: scale are on the meta device; give them values"):
+        load(tmp_path, skip=["scale"])
+    with pytest.raises(ConfigError, match=r"skip: the module has no parameter or buffer scales"):
+        load(tmp_path, skip=["scales"])
 
 
 def test_buffers_of_no_file_are_computed_or_refused_by_name(tmp_path: Path) -> None:

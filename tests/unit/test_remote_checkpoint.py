@@ -368,7 +368,7 @@ def test_finding_files_ends_when_another_rank_fails(server: RangeServer, monkeyp
 
 def open_folder(url: str, temporary: str) -> str:
     """Rank function: all at once."""
-    from lowmem_load import DistributedInterface
+    from lowmem_load.distributed.process_group import DistributedInterface
 
     tempfile.tempdir = temporary
     DistributedInterface().barrier()

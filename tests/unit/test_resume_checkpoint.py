@@ -52,7 +52,7 @@ def test_what_is_no_weight_is_read(tmp_path: Path) -> None:
     place = save_zero3(tmp_path, VALUES, world_size=3, client_state=state, moments={"exp_avg": VALUES})
     with Executor() as executor:
         checkpoint = open_checkpoint(str(place), executor)
-        scheduler, found = checkpoint.python_states(1, executor, trusted=False)
+        scheduler, found = checkpoint.python_states(1, executor, allow_pickle=False)
         assert scheduler == {"last_batch_iteration": 2}
         assert torch.equal(found["rng"], state["rng"]) and np.array_equal(found["array"], state["array"])
         others = state.keys() - {"rng", "array"}
@@ -102,9 +102,9 @@ def test_objects_in_the_client_state_need_trust(tmp_path: Path) -> None:
     place = save_zero3(tmp_path, VALUES, world_size=1, client_state={"args": {"mine": Mine()}})
     with Executor() as executor:
         checkpoint = open_checkpoint(str(place), executor)
-        with pytest.raises(CheckpointError, match=r"nothing was run: .*Mine.* pass trusted=True"):
-            checkpoint.python_states(0, executor, trusted=False)
-        assert checkpoint.python_states(0, executor, trusted=True)[1]["args"] == {"mine": Mine()}
+        with pytest.raises(CheckpointError, match=r"nothing was run: .*Mine.* pass allow_pickle=True"):
+            checkpoint.python_states(0, executor, allow_pickle=False)
+        assert checkpoint.python_states(0, executor, allow_pickle=True)[1]["args"] == {"mine": Mine()}
 
 
 @pytest.mark.parametrize("value", [{1, 2}, {"mine": Mine()}])
@@ -116,7 +116,7 @@ def test_the_client_state_is_that_of_the_file_that_was_opened(value: Any, tmp_pa
     with Executor() as executor:
         checkpoint = open_checkpoint(str(first), executor)
         (other / name).replace(first / name)
-        assert checkpoint.python_states(0, executor, trusted=True)[1]["epoch"] == 1
+        assert checkpoint.python_states(0, executor, allow_pickle=True)[1]["epoch"] == 1
     assert torch.serialization.get_safe_globals() == allowed
 
 

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging as hf_logging
 
-from lowmem_load import ConfigError, DistributedInterface, UnsupportedError, save_model
+from lowmem_load import ConfigError, UnsupportedError, save_model
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.models.saver import describe_save_pretrained
 from tests import builders
 

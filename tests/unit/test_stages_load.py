@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetModel
 
-from lowmem_load import load_into, load_model, load_report, phases, plan
+from lowmem_load import get_load_report, load_into, load_model, phases, plan
 from lowmem_load.distributed.nodes import Room
 from lowmem_load.errors import CheckpointError, MemoryShortageError
 from lowmem_load.files import source
@@ -46,7 +46,7 @@ def test_the_progress_bar_ends_at_its_total(
     model = ResNetModel(ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1]))
     model.save_pretrained(tmp_path)
     monkeypatch.setenv("LOWMEM_LOAD_PROGRESS", "1")
-    report = load_report(load_model(tmp_path, config))
+    report = get_load_report(load_model(tmp_path, config))
     (bar,) = bars
     values = [*model.parameters(), *model.buffers()]
     assert bar.n == bar.total == report.needed_bytes == sum(value.nbytes for value in values)
@@ -155,10 +155,10 @@ def test_reads_that_were_tried_again_are_in_the_notes(
 ) -> None:
     monkeypatch.setattr(source, "RETRY_DELAYS_S", (0.0,))
     fail_once(monkeypatch)
-    (note,) = load_report(load(path)).notes
+    (note,) = get_load_report(load(path)).notes
     assert note.startswith(f"tried again after {path}/model-")
     assert note.endswith(".safetensors: Input/output error (1x)")
-    assert load_report(load(path)).notes == [], "another load has its own"
+    assert get_load_report(load(path)).notes == [], "another load has its own"
 
 
 def test_shards_need_host_memory_until_they_have_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ class PreTrainedModel:
 """
 INSTALL = """
 print("install is imported")
-def install(*, on_load, strict=False, stream=False):
+def install(*, on_load, strict=False, download=True):
     from transformers.modeling_utils import PreTrainedModel
     print("install runs" + " strictly" * strict)
     ordinary = PreTrainedModel.__dict__["from_pretrained"].__func__
@@ -192,7 +192,7 @@ def test_the_file_in_site_packages_needs_only_the_variable(installed: Path) -> N
     ("install", "env", "message"),
     [
         ("raise ImportError('transformers lacks Gone')", {}, "cannot be installed in it: transformers lacks Gone"),
-        (INSTALL, {SWITCH: "yes"}, "LOWMEM_LOAD_INSTALL is 'yes'; expected 1, strict, stream, or 0"),
+        (INSTALL, {SWITCH: "yes"}, "LOWMEM_LOAD_INSTALL is 'yes'; expected 1, strict, no-download, or 0"),
     ],
 )
 def test_a_failed_install_stops_every_load(install: str, env: dict[str, str], message: str, packages: Path) -> None:

@@ -291,10 +291,10 @@ def _ordinary(cls: Any, path: str, dtype: torch.dtype) -> tuple[nn.Module, dict[
 
 
 def _streamed(cls: Any, path: str, ds_config: Any, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
-    from lowmem_load import load_model, load_report
+    from lowmem_load import get_load_report, load_model
 
     model = load_model(path, ds_config, auto_class=cls)
-    report = load_report(model)
+    report = get_load_report(model)
     return model, report.loading_info
 
 

@@ -23,7 +23,7 @@ def _over_mesh(shape: Callable[[int], tuple[int, ...]]) -> Callable[..., Loaded]
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
-        from lowmem_load import load_model, load_report
+        from lowmem_load import get_load_report, load_model
         from lowmem_load.engines.mesh import shard_fully
         from lowmem_load.models.skeleton import blocks
 
@@ -35,8 +35,8 @@ def _over_mesh(shape: Callable[[int], tuple[int, ...]]) -> Callable[..., Loaded]
             shard_fully(trial, mesh, blocks(trial), {})
         except Exception as error:
             raise UnshardableError(f"fully_shard: {error}") from error
-        model = load_model(path, mesh, auto_class=cls, dtype=dtype)
-        return model, load_report(model).loading_info
+        model = load_model(path, mesh=mesh, auto_class=cls, dtype=dtype)
+        return model, get_load_report(model).loading_info
 
     return load
 
@@ -45,7 +45,7 @@ def _by_config(*, stock: bool = False, **sizes: int) -> Callable[..., Loaded]:
     """Returns a load by a `DistributedConfig`: ours, or transformers' own; fsdp_size makes up for the rest."""
 
     def load(cls: Any, path: str, reference: nn.Module, dtype: torch.dtype) -> Loaded:
-        from lowmem_load import UnsupportedError, load_model, load_report
+        from lowmem_load import UnsupportedError, get_load_report, load_model
 
         config = _config(reference, sizes)
         if stock:
@@ -55,7 +55,7 @@ def _by_config(*, stock: bool = False, **sizes: int) -> Callable[..., Loaded]:
             model = load_model(path, config, auto_class=cls, dtype=dtype)
         except UnsupportedError as error:
             raise UnshardableError(f"lowmem_load: {error}") from error
-        return model, load_report(model).loading_info
+        return model, get_load_report(model).loading_info
 
     return load
 
@@ -85,10 +85,10 @@ def _meshes(config: str) -> Any:
 
 def _lazily(cls: Any, path: str, _: nn.Module, dtype: torch.dtype) -> Loaded:
     """Loads without a mesh: every weight is read when it is compared."""
-    from lowmem_load import lazy, load_report
+    from lowmem_load import get_load_report, lazy
 
     model = lazy(path, auto_class=cls, dtype=dtype)
-    return model, load_report(model).loading_info
+    return model, get_load_report(model).loading_info
 
 
 LOADS: dict[str, Callable[..., Loaded]] = {
