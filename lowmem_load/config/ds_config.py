@@ -175,18 +175,17 @@ _ABSENT = object()
 def precision_of(
     ds_config: Mapping[str, Any],
     *,
-    absent: Literal["auto", "disabled"],
     trainer_bf16: bool | None = None,
     trainer_fp16: bool | None = None,
 ) -> torch.dtype:
     """Return the dtype of parameters that a ds_config and the training arguments (None: there are none) agree on.
 
     A training argument replaces a ds_config value that is absent or "auto". A value that is still open is the opposite
-    of the other one. If both are open, the answer is bf16. `absent` says how to read a section without "enabled" that
-    no training argument replaces: as DeepSpeed does, or "auto", for a caller that then calls `with_precision`.
+    of the other one. If both are open, the answer is bf16. What is absent, and no training argument replaces, is off,
+    as DeepSpeed reads it.
     """
-    bf16 = _switch(ds_config, "bf16", trainer_bf16, absent)
-    fp16 = _switch(ds_config, "fp16", trainer_fp16, absent)
+    bf16 = _switch(ds_config, "bf16", trainer_bf16)
+    fp16 = _switch(ds_config, "fp16", trainer_fp16)
     if bf16 is None:
         bf16 = not fp16
     if fp16 is None:
@@ -204,12 +203,12 @@ def with_precision(ds_config: Mapping[str, Any], dtype: torch.dtype) -> dict[str
     return resolved
 
 
-def _switch(ds_config: Mapping[str, Any], name: str, trainer: bool | None, absent: str) -> bool | None:
+def _switch(ds_config: Mapping[str, Any], name: str, trainer: bool | None) -> bool | None:
     """Return whether bf16 or fp16 is on by the ds_config or the training argument; None if neither says it."""
     if not (trainer is None or isinstance(trainer, bool)):
         raise ConfigError(f"TrainingArguments.{name}: expected True or False, got {trainer!r}")
     enabled = _section(ds_config, name).get("enabled", _ABSENT)
-    if enabled is _ABSENT and absent == "disabled" and trainer is None:
+    if enabled is _ABSENT and trainer is None:
         return False
     if enabled is _ABSENT or enabled == AUTO:
         return trainer

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -104,7 +104,6 @@ def read_settings(
     partition: Partition | None = None,
     must_match: bool = False,
     is_active: bool = False,
-    absent: Literal["auto", "disabled"] = "disabled",
     trainer_bf16: bool | None = None,
     trainer_fp16: bool | None = None,
 ) -> Settings:
@@ -118,7 +117,7 @@ def read_settings(
     if is_active:
         config = for_loading(config)
     stage = zero_stage(config)
-    dtype = precision_of(config, absent=absent, trainer_bf16=trainer_bf16, trainer_fp16=trainer_fp16)
+    dtype = precision_of(config, trainer_bf16=trainer_bf16, trainer_fp16=trainer_fp16)
     if partition is not None:
         if stage != 3:
             raise ConfigError(f"partition needs ZeRO stage 3, the ds_config has stage {stage}; drop partition")

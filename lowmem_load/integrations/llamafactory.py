@@ -219,7 +219,6 @@ class ModelEngine:
             settings = read_settings(
                 self.dist_config.config_file,
                 world_size=self.distributed.world_size,
-                absent="auto",
                 trainer_bf16=self.args.bf16,
                 trainer_fp16=self.args.fp16,
             )

@@ -20,13 +20,13 @@ TRAINER_VALUES = (None, True, False)
 # By (TrainingArguments.bf16, .fp16): one row per ds_config bf16, one letter per fp16, both in the order of DS_VALUES.
 # b bf16, h fp16 (half), s fp32 (single), B both on, C contradiction.
 EXPECTED = {
-    (None, None): ("bbhb", "bbhb", "bbBb", "hhhs"),
+    (None, None): ("shhs", "bbhb", "bbBb", "shhs"),
     (None, True): ("hhhC", "hhhC", "BBBC", "hhhC"),
-    (None, False): ("bbCb", "bbCb", "bbCb", "ssCs"),
+    (None, False): ("ssCs", "bbCb", "bbCb", "ssCs"),
     (True, None): ("bbBb", "bbBb", "bbBb", "CCCC"),
     (True, True): ("BBBC", "BBBC", "BBBC", "CCCC"),
     (True, False): ("bbCb", "bbCb", "bbCb", "CCCC"),
-    (False, None): ("hhhs", "hhhs", "CCCC", "hhhs"),
+    (False, None): ("shhs", "shhs", "CCCC", "shhs"),
     (False, True): ("hhhC", "hhhC", "CCCC", "hhhC"),
     (False, False): ("ssCs", "ssCs", "CCCC", "ssCs"),
 }
@@ -80,7 +80,7 @@ def split_row(line: str) -> list[str]:
 def test_every_cell() -> None:
     for ds_bf16, ds_fp16, trainer_bf16, trainer_fp16, expected in CELLS:
         trainer = {"trainer_bf16": trainer_bf16, "trainer_fp16": trainer_fp16}
-        found = outcome(precision_of, config_with(ds_bf16, ds_fp16), absent="auto", **trainer)
+        found = outcome(precision_of, config_with(ds_bf16, ds_fp16), **trainer)
         assert found == expected, (ds_bf16, ds_fp16, trainer)
 
 
@@ -89,16 +89,12 @@ def test_the_table_of_the_docs_agrees_with_the_code() -> None:
 
     assert cells.keys() == set(itertools.product(DS_VALUES, repeat=2))
     for (ds_bf16, ds_fp16), cell in cells.items():
-        assert outcome(precision_of, config_with(ds_bf16, ds_fp16), absent="disabled") == cell, (ds_bf16, ds_fp16)
-        # ModelEngine reads what is absent as "auto".
-        by_engine = cells["auto" if ds_bf16 is None else ds_bf16, "auto" if ds_fp16 is None else ds_fp16]
-        assert outcome(precision_of, config_with(ds_bf16, ds_fp16), absent="auto") == by_engine, (ds_bf16, ds_fp16)
+        assert outcome(precision_of, config_with(ds_bf16, ds_fp16)) == cell, (ds_bf16, ds_fp16)
 
 
 def test_one_training_argument_leaves_the_other_absent_value_disabled() -> None:
     # A trainer bf16=False stands in for bf16; nothing stands in for fp16, which DeepSpeed would not run.
-    assert precision_of({}, absent="disabled", trainer_bf16=False) is torch.float32
-    assert precision_of({}, absent="auto", trainer_bf16=False) is torch.float16
+    assert precision_of({}, trainer_bf16=False) is torch.float32
 
 
 # ---- messages
@@ -107,25 +103,23 @@ def test_one_training_argument_leaves_the_other_absent_value_disabled() -> None:
 def test_a_contradiction_names_both_keys_and_values() -> None:
     message = r"ds_config bf16\.enabled=False and TrainingArguments\.bf16=True contradict.*make them equal"
     with pytest.raises(ConfigError, match=message):
-        precision_of(config_with(False, None), absent="auto", trainer_bf16=True)
+        precision_of(config_with(False, None), trainer_bf16=True)
 
 
 @pytest.mark.parametrize("value", ["AUTO", 1, [], {}])
 def test_other_values_are_refused(value: Any) -> None:
     message = re.escape(f'fp16.enabled: expected true, false or "auto", got {value!r}')
     with pytest.raises(ConfigError, match=message):
-        precision_of(config_with(None, value), absent="auto")
-    with pytest.raises(ConfigError, match=message):
-        precision_of({"fp16": {"enabled": value}}, absent="disabled")
+        precision_of(config_with(None, value))
     with pytest.raises(ConfigError, match=re.escape(f"TrainingArguments.bf16: expected True or False, got {value!r}")):
-        precision_of(config_with(None, None), absent="auto", trainer_bf16=value)
+        precision_of(config_with(None, None), trainer_bf16=value)
 
 
 @pytest.mark.parametrize("config", [{"fp16": True}, {"fp16": None}, {"bf16": []}, {"bf16": None}])
 def test_a_section_that_is_not_an_object_is_refused(config: dict[str, Any]) -> None:
     name = next(iter(config))
     message = rf"ds_config {name}: expected an object such as \{{\"enabled\": true\}}, got "
-    for function in (lambda: precision_of(config, absent="auto"), lambda: with_precision(config, torch.bfloat16)):
+    for function in (lambda: precision_of(config), lambda: with_precision(config, torch.bfloat16)):
         with pytest.raises(ConfigError, match=message):
             function()
 
@@ -136,13 +130,13 @@ def test_a_section_that_is_not_an_object_is_refused(config: dict[str, Any]) -> N
 def test_a_section_without_enabled_counts_as_absent() -> None:
     config = {"fp16": {"loss_scale": 0}, "bf16": {}}
 
-    assert precision_of(config, absent="auto") is torch.bfloat16
-    assert precision_of(config, absent="disabled") is torch.float32
+    assert precision_of(config) is torch.float32
+    assert precision_of(config, trainer_bf16=True) is torch.bfloat16
 
 
 def test_the_old_section_name_is_refused() -> None:
     with pytest.raises(ConfigError, match='bfloat16: rename this section to "bf16"'):
-        precision_of({"bfloat16": {"enabled": True}}, absent="disabled")
+        precision_of({"bfloat16": {"enabled": True}})
 
 
 def test_with_precision_keeps_other_keys_and_the_input() -> None:
@@ -161,7 +155,7 @@ def test_with_precision_keeps_other_keys_and_the_input() -> None:
     assert config == before
 
 
-def test_the_disabled_reading_is_what_deepspeed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_absent_is_read_as_deepspeed_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
 
@@ -176,4 +170,4 @@ def test_the_disabled_reading_is_what_deepspeed_runs(monkeypatch: pytest.MonkeyP
             (False, False): "fp32",
             (True, True): "error: both on",
         }
-        assert outcome(precision_of, config, absent="disabled") == expected[enabled], config
+        assert outcome(precision_of, config) == expected[enabled], config
