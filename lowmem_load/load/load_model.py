@@ -51,8 +51,9 @@ def load_model(
         distributed_config: in place of both, transformers' `DistributedConfig`.
         fully_shard_kwargs: other keywords of `fully_shard` for the mesh, such as `mp_policy`.
         auto_class: a transformers class, its name, or None for the class that the config's `architectures` names.
-        dtype: "auto" for that in which DeepSpeed will run this ds_config (bf16, fp16, else fp32), which any other must
-            agree with under stage 3; with `partition` it is that of the parameters that stay whole.
+        dtype: "auto": that in which DeepSpeed will run this ds_config (bf16, fp16, else fp32), which any other must
+            agree with under stage 3. None, and "auto" without a ds_config: as an ordinary `from_pretrained` gives it,
+            which under stage 3 is the ds_config's, too. With `partition`, it is for parameters that stay whole.
         partition: what to partition: module names or globs, classes, predicates on (name, module), or a sequence of
             these. The rest is whole on every rank. None: all. Train such a model with `initialize_partial`.
         data_parallel_group: a group of torch.distributed whose ranks share the partitions. None: all ranks.

@@ -185,10 +185,17 @@ def weights_folder(path: Any) -> str | None:
     return text
 
 
-def storage_dtype(dtype: str | torch.dtype | None, engine: torch.dtype, *, must_agree: bool = False) -> torch.dtype:
-    """Return the dtype of `load_model` and the like, which is the engine's for None and "auto"."""
-    if dtype in (None, "auto"):
+def storage_dtype(
+    dtype: str | torch.dtype | None, engine: torch.dtype, *, must_agree: bool = False
+) -> torch.dtype | None:
+    """Return the dtype for `from_pretrained` of `load_model` and the like: the engine's for "auto", and None for None.
+
+    With `must_agree` it is the engine's in any case.
+    """
+    if dtype == "auto" or (dtype is None and must_agree):
         return engine
+    if dtype is None:
+        return None
     wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(wanted, torch.dtype):
         raise ConfigError(f"dtype {dtype!r} is not a torch dtype; use 'auto' or one such as 'bfloat16'")

@@ -64,6 +64,18 @@ def path(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(("zero", "has_part"), [({"stage": 1}, False), ({"stage": 3}, True), ({"stage": 3}, False)])
+def test_no_dtype_is_that_of_an_ordinary_load(zero: dict[str, Any], has_part: bool, path: Path) -> None:
+    """Under stage 3, DeepSpeed's own one makes all parameters those of the ds_config."""
+    config = {"zero_optimization": zero, "bf16": {"enabled": True}}
+    part = {"partition": "model.layers.0"} if has_part else {}
+    plain = LlamaForCausalLM.from_pretrained(path).lm_head.weight.dtype
+    expected = plain if part or zero["stage"] < 3 else torch.bfloat16
+    assert plain is torch.float32
+    assert load_model(path, config, dtype=None, **part).lm_head.weight.dtype is expected
+    assert load_model(path, config, **part).lm_head.weight.dtype is torch.bfloat16
+
+
 def between_describing_and_reading(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Has `act` done at the agreement on the bytes of the files."""
     ordinary = stages.agree_on_bytes
