@@ -22,15 +22,36 @@ from collections.abc import Mapping, Sequence
 
 
 class LowMemLoadError(Exception):
-    """Base class of every error that lowmem_load raises on purpose."""
+    """Base class of every error that lowmem_load raises on purpose.
+
+    Example:
+        try:
+            model = load_model("Qwen/Qwen3-8B", ds_config)
+        except LowMemLoadError as error:
+            sys.exit(f"the model cannot be loaded: {error}")
+    """
 
 
 class ConfigError(LowMemLoadError, ValueError):
-    """A ds_config, a dtype or another argument is malformed, contradictory or cannot be resolved."""
+    """A ds_config, a dtype or another argument is malformed, contradictory or cannot be resolved.
+
+    Example:
+        try:
+            load_model("Qwen/Qwen3-8B", {"zero_optimization": {"stage": 4}})
+        except ConfigError as error:
+            print(error)
+    """
 
 
 class CheckpointError(LowMemLoadError, ValueError):
-    """A checkpoint folder, index or file is absent, unsafe or inconsistent."""
+    """A checkpoint folder, index or file is absent, unsafe or inconsistent.
+
+    Example:
+        try:
+            load_model("./no-such-folder", ds_config)
+        except CheckpointError as error:
+            print(error)
+    """
 
 
 class HeaderError(CheckpointError):
@@ -54,7 +75,14 @@ class PlanError(LowMemLoadError, ValueError):
 
 
 class UnsupportedError(LowMemLoadError, NotImplementedError):
-    """The request is legal elsewhere, but lowmem_load cannot load or save this combination."""
+    """The request is legal elsewhere, but lowmem_load cannot load or save this combination.
+
+    Example:
+        try:
+            load_model("Qwen/Qwen3-8B", ds_config, gguf_file="q4.gguf")
+        except UnsupportedError as error:
+            print(error)
+    """
 
 
 class IncompatibleVersionError(LowMemLoadError, ImportError):
@@ -64,7 +92,10 @@ class IncompatibleVersionError(LowMemLoadError, ImportError):
 class LoadOrderWarning(UserWarning):
     """A model that is trained under ZeRO-3 was loaded whole on every rank, because no ds_config was active then.
 
-    `warnings.simplefilter("error", LoadOrderWarning)` makes it an error.
+    Example:
+        install()
+        warnings.simplefilter("error", LoadOrderWarning)  # an error, not a warning
+        alive = HfDeepSpeedConfig(ds_config)
     """
 
 
@@ -72,6 +103,11 @@ class FallbackWarning(UserWarning):
     """Under `install`, the default loader loads a model that lowmem_load cannot load, or a framework lacks a function.
 
     `install(strict=True)` raises an error instead of falling back to the default loader.
+
+    Example:
+        install()
+        warnings.simplefilter("ignore", FallbackWarning)
+        model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B", device_map="cpu")
     """
 
 
@@ -80,6 +116,12 @@ class RankError(LowMemLoadError, RuntimeError):
 
     Attributes:
         failures: message of each rank that failed, by rank.
+
+    Example:
+        try:
+            save_model(model, "out")
+        except RankError as error:
+            print(error.failures)
     """
 
     def __init__(self, step: str, failures: Mapping[int, str]) -> None:

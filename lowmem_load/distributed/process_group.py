@@ -128,6 +128,11 @@ class DistributedInterface(RankGroup):
             see the device of its LOCAL_RANK; or the group was live when this process was forked, and its threads
             stayed behind.
         RankError: Another rank does not see its device, when a group is made.
+
+    Example:
+        ranks = DistributedInterface()  # after it, torch.distributed is initialized
+        print(ranks.rank, ranks.world_size, ranks.device)
+        ranks.barrier()
     """
 
     __slots__ = ()

@@ -131,6 +131,11 @@ def install(
     Returns:
         A context manager: after `with install():`, or its `close()`, all is as before. While lowmem_load is installed,
         another call changes nothing, and neither does the end of what it returns.
+
+    Example:
+        install()
+        alive = HfDeepSpeedConfig(ds_config)  # or TrainingArguments(deepspeed=...), in a variable
+        model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B")  # in partitions
     """
     if _installed:
         return contextlib.ExitStack()

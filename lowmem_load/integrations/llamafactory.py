@@ -56,6 +56,11 @@ class ModelArguments:
         freeze: glob patterns over parameter names (`fnmatch`, case-sensitive). Matching parameters are not trained.
         gradient_checkpointing: None means True for training. Ignored if the engine is not for training.
         model_kwargs: further keywords of `from_pretrained`: revision, token, cache_dir, subfolder, num_labels, ...
+
+    Example:
+        arguments = ModelArguments("Qwen/Qwen3-8B", bf16=True, freeze=["model.embed_tokens.*"])
+        engine = ModelEngine(arguments, {"config_file": "ds_z3.json"})
+        print(engine.args.freeze)
     """
 
     model: str
@@ -84,6 +89,11 @@ class DistConfig:
     Attributes:
         config_file: the ds_config: a dict, or the path of its JSON file.
         name: "deepspeed".
+
+    Example:
+        dist_config = DistConfig("ds_z3.json")
+        engine = ModelEngine({"model": "Qwen/Qwen3-8B"}, dist_config)
+        print(engine.ds_config)
     """
 
     config_file: dict[str, Any] | str | None = None
@@ -208,6 +218,11 @@ class ModelEngine:
         UnsupportedError: lowmem_load cannot load the model, or cannot checkpoint activations as asked.
         RankError: another rank failed; every rank raises the same error. (Unusable arguments stop only their own rank,
             since there is no process group yet.)
+
+    Example:
+        engine = ModelEngine({"model": "Qwen/Qwen3-8B", "bf16": True}, {"config_file": "ds_z3.json"})
+        ds_engine, *_ = deepspeed.initialize(model=engine.model, config=engine.ds_config)
+        print(engine.precision, engine.processor)
     """
 
     def __init__(self, model_args: Any, dist_config: Any = None, is_train: bool = True) -> None:

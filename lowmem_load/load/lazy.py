@@ -90,6 +90,11 @@ def lazy(
         ConfigError: an argument cannot be used.
         CheckpointError: the files cannot be used. Later: they cannot be read, or have changed.
         UnsupportedError: the weights stay quantized, other than by bitsandbytes in 4 bits.
+
+    Example:
+        model = lazy("Qwen/Qwen3-8B")
+        print(model.lm_head.weight[:2])  # reads two rows
+        model.save_pretrained("copy", max_shard_size="1GB")
     """
     refuse_placing(from_pretrained_kwargs, "lazy: remove {}; place, shard or quantize the model that lazy() returns")
     where, kwargs = find_folder(name_text(name), from_pretrained_kwargs, stream=not download)

@@ -113,9 +113,16 @@ def load_into(
         share_reads: which ranks share reads.
         weights_from: a training checkpoint that has the weights.
         **from_pretrained_kwargs: of the ordinary load; by names, `subfolder` and `variant` choose files of a folder.
+
+    Example:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("Qwen/Qwen3-8B"))
+        fully_shard(model, mesh=mesh)
+        model.to_empty(device=mesh.device_type)
+        print(load_into(model, "Qwen/Qwen3-8B"))
     """
     options = Options(stream=not download, weights=weights_folder(weights_from), share_reads=share_reads)
-    how: dict[str, Any] = {"rename": rename, "strict": strict, "leave": skip, "build": build}
+    how: dict[str, Any] = {"rename": rename, "strict": strict, "skip": skip, "build": build}
     how |= {"dtype": dtype, "auto_class": auto_class, "kwargs": from_pretrained_kwargs}
 
     def into_module() -> IntoModule:

@@ -72,6 +72,13 @@ def load_model(
         CheckpointError: the folder or its files cannot be used.
         UnsupportedError: lowmem_load cannot load this combination.
         RankError: another rank failed; all ranks raise it.
+
+    Example:
+        ds_config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_batch_size": 8}
+        model = load_model("Qwen/Qwen3-8B", ds_config).train()  # ZeRO-3
+        engine, *_ = deepspeed.initialize(model=model, config=ds_config)
+        mesh = init_device_mesh("cuda", (8,))
+        model = load_model("Qwen/Qwen3-8B", mesh=mesh).train()  # FSDP2
     """
     folder = weights_folder(weights_from)
     options = Options(stream=not download, weights=folder, share_reads=share_reads)
@@ -107,6 +114,11 @@ def get_load_report(model: Any) -> LoadReport:
 
     Raises:
         ValueError: lowmem_load did not load this model.
+
+    Example:
+        report = get_load_report(model)
+        if report.rank == 0:
+            print(report)
     """
     report, reason = getattr(model, REPORT_ATTRIBUTE, None), fallback_of(model)
     if not isinstance(report, LoadReport):

@@ -57,6 +57,11 @@ def plan(
         ConfigError: an argument cannot be used.
         CheckpointError: the folder or its files cannot be used.
         UnsupportedError: a combination that lowmem_load cannot load.
+
+    Example:
+        found = plan("Qwen/Qwen3-8B", ds_config, rank=1023, world_size=1024)
+        print(found.partition_bytes, "bytes of partitions")
+        print(found.costs.read_bytes, "bytes read by", found.costs.num_reads, "reads")
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")

@@ -66,6 +66,11 @@ class LoadReport(Phases):
         slow_paths: parameters and buffers that took a slower path.
         notes: a sentence for each surprise: parameters that nothing initialised, parameters in another dtype than an
             ordinary load gives, reads that could not be shared, reads that were tried again.
+
+    Example:
+        report = get_load_report(model)
+        print(report.contents, report.partition_bytes, report.read_bytes)
+        assert not report.loading_info["missing_keys"]
     """
 
     name: str

@@ -168,6 +168,11 @@ def local_folder(url: str, *, subfolder: str = "") -> str:
     Raises:
         CheckpointError: there is no checkpoint, it cannot be read, or an HTTP server does not list its files.
         ConfigError: a package is not installed.
+
+    Example:
+        folder = local_folder("s3://bucket/models/Llama-3.1-70B")
+        config = AutoConfig.from_pretrained(folder)  # or AutoTokenizer
+        model = load_model(folder, ds_config)  # reads ranges of the weights
     """
     return str(find_folder(url, {"subfolder": subfolder})[0])
 

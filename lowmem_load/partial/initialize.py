@@ -52,6 +52,12 @@ def initialize_partial(
         ConfigError: an argument or the ds_config cannot be used; nothing, or all, of the model is chosen.
         UnsupportedError: the ds_config has a feature that partial ZeRO-3 does not support.
         RankError: a rank failed, or ranks have different arguments; raised on every rank.
+
+    Example:
+        model = load_model("Qwen/Qwen3-8B", ds_config, partition="model.layers.*").train()
+        engine = initialize_partial(model, ds_config)
+        engine.backward(engine(**batch).loss)
+        engine.step()
     """
     distributed = DistributedInterface()
     with distributed.step("preparing partial ZeRO-3") as step:
@@ -183,6 +189,11 @@ def partial_zero3(partition: Partition | None = None) -> Iterator[None]:
 
     Args:
         partition: as for `initialize_partial`: for models that were not loaded with one.
+
+    Example:
+        model = load_model("Qwen/Qwen3-8B", ds_config, partition="model.layers.*").train()
+        with partial_zero3():
+            engine, *_ = deepspeed.initialize(model=model, config=ds_config)
     """
 
     def initialize_partly(arguments: Mapping[str, Any]) -> tuple[Any, Any, Any, Any] | None:

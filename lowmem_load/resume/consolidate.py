@@ -90,6 +90,11 @@ def consolidate(
         ConfigError: the folder or an argument cannot be used.
         UnsupportedError: DeepSpeed's model parallelism, compressed chunks, or a conversion that needs whole tensors.
         RankError: another process failed; the same error is raised in each.
+
+    Example:
+        report = consolidate("checkpoints", "out", config="Qwen/Qwen3-8B", dtype=torch.bfloat16)
+        print(report.files, report.left_out)
+        model = AutoModelForCausalLM.from_pretrained("out")
     """
     if dtype is not None and dtype not in saver.DTYPES:
         raise ConfigError(f"consolidate: dtype={dtype!r}, expected None or one of {saver.DTYPES}")

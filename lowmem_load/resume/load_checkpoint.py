@@ -129,6 +129,11 @@ def load_checkpoint(
         UnsupportedError: the engine is not one of plain ZeRO-3, the checkpoint has another kind of parallelism, or the
             optimizer's states were asked for and have 8 bits.
         RankError: another rank failed; the same error is raised on every rank.
+
+    Example:
+        engine.save_checkpoint("checkpoints")  # on 8 ranks
+        engine, *_ = deepspeed.initialize(model=model, config=ds_config)  # later, on 16
+        folder, client_state = load_checkpoint(engine, "checkpoints")
     """
     if isinstance(engine, Wrapper):  # a `PartialEngine`, which calls this for its ZeRO-3 engine
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)

@@ -72,6 +72,11 @@ def iter_weights(
             `GatheredParameters` is open.
         UnsupportedError: names a tensor that cannot be put together, and why.
         RankError: another rank failed, stopped early, or did not come for the next bucket.
+
+    Example:
+        for bucket in iter_weights(engine, dst=0):  # on every rank
+            for name, tensor in bucket:  # on rank 0
+                send_to_inference(name, tensor)
     """
     arguments = Arguments(bucket_bytes=bucket_bytes, dst=dst, dtype=dtype, names=names, merge_adapters=merge_adapters)
     yield from plan_weights(model, arguments).buckets()

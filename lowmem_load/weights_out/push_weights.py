@@ -49,6 +49,11 @@ def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
     Raises:
         ConfigError: no rank has a client, or it cannot be used; and as `iter_weights`.
         RankError: the client of a rank failed, or did not take all weights; it is chained to the client's own error.
+
+    Example:
+        is_first = torch.distributed.get_rank() == 0
+        client = VLLMClient("http://inference:8000") if is_first else None  # TRL's
+        push_weights(engine, client, dtype=torch.bfloat16)  # on every rank
     """
     ranks = ranks_of(unwrapped(model))
     with ranks.step("finding who takes the weights") as step:
@@ -91,6 +96,12 @@ class WeightSource:
 
     Raises:
         ConfigError, UnsupportedError, RankError: as `iter_weights`, when the metadata is asked for or when iterated.
+
+    Example:
+        source = WeightSource(engine, dst=0)
+        names = [tensor.name for tensor in source.metadata()]
+        for name, tensor in source:  # on every rank
+            send_to_inference(name, tensor)
     """
 
     @renamed_keywords(engine_or_model="model", to="dst")

@@ -57,6 +57,11 @@ def save_model(
         UnsupportedError: names a tensor that cannot be saved without gathering it, and why.
         CheckpointError: the system refuses a write: the disk is full.
         RankError: another rank failed; the same error is raised on every rank.
+
+    Example:
+        engine, *_ = deepspeed.initialize(model=model, config=ds_config)
+        report = save_model(engine, "out", dtype=torch.bfloat16)  # on every rank
+        print(report.written_bytes)
     """
     model = unwrapped(model)
     options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "merge_adapters": merge_adapters}
