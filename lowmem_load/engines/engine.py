@@ -122,7 +122,16 @@ class PartitionedPart:
         elif make_optimizer is not None:
             optimizer = make_optimizer(list(dict.fromkeys(trainable)))
         self._shell = Shell(model, chosen, placeholder)
+        self._hooks: list[Any] = []
         self.engine, *_ = deepspeed.initialize(model=self._shell, optimizer=optimizer, config=config)
+        try:
+            self._take_over(model, chosen)
+        except BaseException:
+            self.destroy()
+            raise
+
+    def _take_over(self, model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
+        """Check the engine that DeepSpeed has made, and hook into it and into the model."""
         check_engine(self.engine)
         zero = self.engine.optimizer
         if getattr(zero, "torch_autocast_gradscaler", None) is not None:
@@ -136,7 +145,7 @@ class PartitionedPart:
         self._anchor = torch.zeros((), device=self.engine.device, requires_grad=True)
         self._inside, self._depth = False, 0
         self._entered = set(entry_modules(chosen))
-        self._hooks = [model.register_forward_pre_hook(self._enter_model)]
+        self._hooks.append(model.register_forward_pre_hook(self._enter_model))
         for module in dict.fromkeys(module for top in chosen.values() for module in top.modules()):
             self._hooks.append(module.register_forward_pre_hook(self._enter_chosen, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(self._leave_chosen, always_call=True))

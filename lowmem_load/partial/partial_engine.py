@@ -57,8 +57,13 @@ class PartialEngine(Wrapper):
         self.module, self._split = model, split
         self.lr_scheduler: Any = None
         derive = None if split is None else lambda parameters: split.derive({id(p): p for p in parameters})
-        with DistributedInterface().step("making the ZeRO-3 engine"):
-            self._part = PartitionedPart(model, chosen, settings.ds_config, derive)
+        try:
+            with DistributedInterface().step("making the ZeRO-3 engine"):
+                self._part = PartitionedPart(model, chosen, settings.ds_config, derive)
+        except BaseException:
+            if "_part" in self.__dict__:  # another rank has failed
+                self._part.destroy()
+            raise
         mark(chosen.values())
         self._replicated = ReplicatedPart(model, chosen)
 

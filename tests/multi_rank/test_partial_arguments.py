@@ -111,6 +111,40 @@ def change_later(path: str) -> None:
     engine.destroy()
 
 
+def fail_and_go_on(path: str, ranks: tuple[int, ...]) -> None:
+    """Rank function: after an engine that could not be made, a model is as it was, and another engine trains it."""
+    from lowmem_load import DistributedInterface, RankError, initialize
+    from lowmem_load.engines import engine as engine_module
+
+    def num_hooks() -> int:
+        return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+    check_engine = engine_module.check_engine
+
+    def fail(engine: Any) -> None:
+        check_engine(engine)
+        if DistributedInterface().rank in ranks:
+            raise OSError("no memory")
+
+    model = plain(path).train()
+    before = num_hooks()
+    engine_module.check_engine = fail
+    with pytest.raises(RankError if len(ranks) == 1 else OSError, match="no memory"):
+        initialize(model, CONFIG, partition="llm")
+    assert num_hooks() == before
+    engine_module.check_engine = check_engine
+    engine = initialize(model, CONFIG, partition="llm")
+    train(engine, 0, 2)
+    engine.destroy()
+    assert num_hooks() == before
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_after_an_engine_that_failed_another_one_trains(checkpoints: Path, ranks: tuple[int, ...]) -> None:
+    path = builders.tiny_llama(checkpoints, torch.float32)
+    run_ranks(fail_and_go_on, str(path), ranks)
+
+
 def refuse_and_change(path: str) -> None:
     refuse(path)
     change_later(path)
