@@ -93,6 +93,7 @@ def describe(
     initialiser = Initialiser(reads.now, None if holds_values else reads.note)
     context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading)
     context.is_partitioned, context.is_quiet = settings.stage == 3, is_quiet
+    context.compares_values = holds_values and settings.world_size > 1
     context.weights = None if weights is None else _training_weights(weights, executor, context)
     model, info = call.describe(context)
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())

@@ -123,9 +123,17 @@ class Load:
                 with describing as agreed, report.phase("describe"):
                     described = self._describe(call, executor)
                     agreed.digest = _compared(described)
+                    agreed.payload = fingerprint(map(" ".join, described.constructor.values.items()))
+                differing = self._differing_values(described, agreed.payloads)
                 # A step of its own. Otherwise a failure here would stop a rank that still describes, before it finds
                 # out by itself that the default loader has to do it.
                 with ranks.step("planning", name=name, progress=computing()) as agreed, report.phase("plan"):
+                    if differing:
+                        raise UnsupportedError(
+                            f"{name}: the constructor of {type(described.model).__name__} computes values that differ "
+                            f"between ranks: {listed(differing)}. Have it compute the same on all ranks, save these "
+                            "values with the checkpoint, or load without lowmem_load"
+                        )
                     planned = self._plan(described, around)
                     shared, message_bytes = None, 0
                     if once is not None:
@@ -204,6 +212,15 @@ class Load:
         weights, is_quiet = self.options.weights, self.ranks.rank != 0
         settings, make_target = self.settings, self.make_target
         return describe(call, settings, make_target, executor, holds_values=True, weights=weights, is_quiet=is_quiet)
+
+    def _differing_values(self, described: Described, digests: Sequence[str]) -> list[str]:
+        """Return the names of values of the constructor that differ between ranks, given their digests. Collective."""
+        if len(set(digests)) == 1:
+            return []
+        with self.ranks.step("comparing the constructor's values", name=described.name) as agreed:
+            agreed.payload = described.constructor.values
+        names = {name for values in agreed.payloads for name in values}
+        return sorted(name for name in names if len({values.get(name) for values in agreed.payloads}) > 1)
 
     def _plan(self, described: Described, around: Any) -> PlannedModel:
         """Return the proved plan. `around` is the zero.Init around this load, which must make the same parameters."""

@@ -93,6 +93,7 @@ class DiffusersCall(Call):
                 "value. Correct config.json, or build the model, give these values, and call load_into with skip="
             )
         model.register_to_config(_name_or_path=self.name)
+        context.note_values(model)
         return model, {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
 
 

@@ -218,6 +218,7 @@ class TransformersCall(Call):
                 ) from error
         if self._from_config is not None:
             _refuse_unset(model)
+        context.note_values(model)
         return model, info
 
 

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.attributes import is_computed_in_forward, replaced_in, tensor_attributes, tensors_in
 from lowmem_load.symbolic.initialise import CPU, UNINITIALISED, Initialiser, ReadNow
 from lowmem_load.symbolic.tensor import FACTORIES, SymbolicTensor, make_uninitialised, written_arguments
+from lowmem_load.text import fingerprint
 
 aten = torch.ops.aten
 
@@ -78,6 +80,7 @@ class Constructor:
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.frozen: set[str] = set()  # names of parameters
         self._parameters: dict[int, tuple[nn.Parameter, nn.Module, str]] = {}  # by id: those in attributes, and a place
+        self.values: dict[str, str] = {}  # digests by name, for other ranks
 
     @property
     def is_building(self) -> bool:
@@ -160,6 +163,21 @@ class Constructor:
                 f"that no file has: {listed(problems)}. Set them in _init_weights, save them with the checkpoint, or "
                 "load without lowmem_load"
             )
+
+    def note_values(self, model: nn.Module) -> None:
+        """Note digests of the values that a built model has of the constructor: buffers and tensor attributes."""
+
+        def is_computed(tensor: torch.Tensor) -> bool:
+            return not _is_special(tensor) and id(tensor) not in self._parameters and self.is_known(tensor)
+
+        named = {name: [buffer] for name, buffer in model.named_buffers()}
+        named |= {
+            name: list(tensors_in(vars(module)[attribute])) for module, attribute, name in tensor_attributes(model)
+        }
+        self.values = {
+            name: fingerprint(_digest(tensor) for tensor in tensors if is_computed(tensor))
+            for name, tensors in named.items()
+        }
 
     def _is_filled(self, tensor: torch.Tensor) -> bool:
         if not isinstance(tensor, SymbolicTensor):
@@ -366,6 +384,12 @@ def _shapes(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return None
 
 
+def _digest(tensor: torch.Tensor) -> str:
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    flat = dense.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    return f"{tuple(tensor.shape)} {tensor.dtype} {sha256(flat.view(torch.uint8).numpy().data).hexdigest()}"
+
+
 def _reason(tensor: torch.Tensor) -> str:
     if tensor.numel() > MAX_NUMEL:
         return f"{tensor.numel()} elements, of which at most {MAX_NUMEL} are computed"
@@ -391,6 +415,7 @@ class Context:
         constructor: the values that the model's constructor computes.
         is_partitioned: whether the load is one of ZeRO-3, or of shards.
         weights: take the place of those in the files.
+        compares_values: whether other ranks describe the model, too, and must get equal values of the constructor.
         is_quiet: whether a loader of others says errors alone: its report of a load is the same on all ranks.
     """
 
@@ -404,6 +429,12 @@ class Context:
     is_partitioned: bool = True
     weights: Mapping[str, torch.Tensor] | None = None
     is_quiet: bool = False
+    compares_values: bool = False
+
+    def note_values(self, model: nn.Module) -> None:
+        """Note what ranks compare of a model that a library has built, and not the caller."""
+        if self.compares_values:
+            self.constructor.note_values(model)
 
     def file(self, path: str, checkpoint_format: CheckpointFormat) -> CheckpointFile:
         """Return the description of a file, which is read once."""

@@ -86,6 +86,9 @@ class TableForCausalLM(PreTrainedModel):
             self.register_buffer("too_large", torch.zeros(1 << 25), persistent=False)
         if config.trouble == "random":
             self.angles[0].noise = [torch.randn(3)]
+        if config.trouble == "numpy":
+            self.angles[0].noise = [torch.zeros(2), torch.from_numpy(np.random.randn(3))]
+            self.register_buffer("draws", torch.tensor(np.random.rand(2)), persistent=False)
         self.post_init()
 
     def _init_weights(self, module):
@@ -255,3 +258,33 @@ def test_what_has_no_value_is_refused_by_name(tmp_path: Path, trouble: str, text
     path = make_checkpoint(tmp_path / trouble, trouble=trouble)
     with pytest.raises(UnsupportedError, match=text):
         plan(path, FP32, rank=0, world_size=2, auto_class=AUTO, **REMOTE)
+
+
+def load_differing(path: str) -> None:
+    """Rank function: what numpy draws on each rank is an error that names it; `install()` leaves it to DeepSpeed."""
+    import numpy as np
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    import lowmem_load
+
+    rank = lowmem_load.DistributedInterface().rank
+    text = r"TableForCausalLM computes values that differ between ranks: angles\.0\.noise, draws\. "
+    for target in (FP32, init_device_mesh("cpu", (dist.get_world_size(),))):
+        np.random.seed(rank)
+        with pytest.raises(UnsupportedError, match=text):
+            lowmem_load.load_model(path, target, auto_class=AUTO, **REMOTE)
+        np.random.seed(7)
+        lowmem_load.load_model(path, target, auto_class=AUTO, **REMOTE)
+    kept = HfDeepSpeedConfig(FP32)
+    lowmem_load.install()
+    np.random.seed(rank)
+    with pytest.warns(lowmem_load.FallbackWarning, match=text):
+        AutoModelForCausalLM.from_pretrained(path, **REMOTE)
+    assert kept.is_zero3()
+
+
+def test_values_that_differ_between_ranks_are_refused_by_name(tmp_path: Path) -> None:
+    run_ranks(load_differing, make_checkpoint(tmp_path / "numpy", trouble="numpy"), timeout_s=180)
