@@ -29,8 +29,8 @@ from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.renamed import renamed_keywords
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.adapter_config import ADAPTER_CONFIG, adapter_config
-from lowmem_load.training_checkpoints.open_model import SavedModel, Values, open_model, own_files
-from lowmem_load.training_checkpoints.saved_state import TiledTensor, are_equal
+from lowmem_load.training_checkpoints.open_model import SavedModel, open_model, own_files
+from lowmem_load.training_checkpoints.saved_state import BandedTensor, are_equal
 from lowmem_load.training_checkpoints.zero_checkpoint import differences_of
 from lowmem_load.weights_out.rank_shards import MemoryPiece
 from lowmem_load.weights_out.weights import Weights, used_sources
@@ -112,7 +112,7 @@ def consolidate(
 
 def _weights_of(
     saved: SavedModel,
-    adapter: Mapping[str, Values],
+    adapter: Mapping[str, BandedTensor],
     files: Sequence[saver.SavedFile],
     ranks: RankGroup,
     executor: Executor,
@@ -149,7 +149,7 @@ class ShareOfTensor:
     """The elements of a tensor of a checkpoint that this process copies, through a buffer."""
 
     name: str
-    tensor: Values
+    tensor: BandedTensor
     span: FlatRange
     executor: Executor
     buffer: torch.Tensor
@@ -182,7 +182,7 @@ def _describe_folder(
     config: str | os.PathLike[str] | bool | None,
     dtype: torch.dtype | None,
     max_shard_size: int | str,
-) -> tuple[SavedModel, Mapping[str, Values], list[saver.SavedFile]]:
+) -> tuple[SavedModel, Mapping[str, BandedTensor], list[saver.SavedFile]]:
     """Return what is written of the model and of its adapter, and the files; write those without weights to `scratch`.
 
     The adapter's tensors have the names under which PEFT saves them.
@@ -192,7 +192,7 @@ def _describe_folder(
     config = saved_model.companion("config.json") if config is None else named
     if config:
         saved_model = saved_model.without_wrappers()
-    adapter: Mapping[str, Values] = {}
+    adapter: Mapping[str, BandedTensor] = {}
     if saved_model.adapter is not None:
         folder, values = adapter_config(saved_model, named)
         saved_model, adapter = _split(saved_model, folder, config)
@@ -223,7 +223,7 @@ def _describe_folder(
 
 def _split(
     saved_model: SavedModel, folder: str, config: str | os.PathLike[str] | None
-) -> tuple[SavedModel, Mapping[str, Values]]:
+) -> tuple[SavedModel, Mapping[str, BandedTensor]]:
     """Return the base model, and the tensors of the adapter as PEFT would save them. `folder` has its configuration."""
     wrapped = saved_model.tensors
     if not saved_model.adapter:
@@ -245,18 +245,18 @@ def _split(
     return replace(saved_model, tensors=base, left_out=tuple(left_out)), adapter
 
 
-def _is_packed(name: str, tensor: Values, shape: Sequence[int]) -> bool:
+def _is_packed(name: str, tensor: BandedTensor, shape: Sequence[int]) -> bool:
     """Return whether a weight is quantized. Its scales are not parameters, so sharded state dicts have none."""
     is_half = tensor.numel * tensor.dtype.itemsize * 2 == math.prod(shape)
     return name.endswith(".base_layer.weight") and (is_half or not tensor.dtype.is_floating_point)
 
 
-def _sources(tensors: Mapping[str, Values], before: str = "") -> dict[str, Source]:
+def _sources(tensors: Mapping[str, BandedTensor], before: str = "") -> dict[str, Source]:
     return {name: Source("", before + name, 0, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _as_saved_by_transformers(
-    tensors: Mapping[str, Values],
+    tensors: Mapping[str, BandedTensor],
     scratch: Path,
     executor: Executor,
     config: str | os.PathLike[str],
@@ -304,7 +304,7 @@ def _copy_tokenizer(saved_model: SavedModel, scratch: Path, config: str | os.Pat
 
 
 def _check_ties(
-    model: nn.Module, tensors: Mapping[str, Values], executor: Executor, config: str | os.PathLike[str]
+    model: nn.Module, tensors: Mapping[str, BandedTensor], executor: Executor, config: str | os.PathLike[str]
 ) -> None:
     """Raise CheckpointError where the model ties two parameters that the checkpoint has apart: one would be lost."""
     first: dict[int, str] = {}
@@ -312,8 +312,8 @@ def _check_ties(
         if name not in tensors:
             continue
         other = first.setdefault(id(parameter), name)
-        values = [TiledTensor(tensors[each].whole) for each in (other, name)]
-        if tensors[name] is not tensors[other] and not are_equal(name, values[0], values[1], executor):
+        one, two = tensors[other], tensors[name]
+        if one is not two and not are_equal(name, one, two, executor):
             raise CheckpointError(
                 f"{other} and {name} are two parameters in the checkpoint, and one in a {type(model).__name__} as "
                 f"config {config} says: set tie_word_embeddings in it to false, or pass {saver.NO_CONFIG}"

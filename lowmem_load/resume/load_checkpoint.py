@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from lowmem_load.files.fill import Part, fill, read_whole
 from lowmem_load.files.memory import naming_shortage
 from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.load.execute import reading
-from lowmem_load.planning.expression import Expression, Source, leaves
+from lowmem_load.planning.expression import Expression
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.renamed import renamed_keywords
 from lowmem_load.text import fingerprint
@@ -55,12 +54,13 @@ class Wanted:
 class Run:
     """A run of memory: this rank's elements of one parameter (`FP32`), or of a moment of it.
 
-    Without `values` the checkpoint lacks the parameter: its values stay, moments become zero.
+    `values` are an expression, and which elements of it. Without them the checkpoint lacks the parameter: its values
+    stay, moments become zero.
     """
 
     parameter: HeldParameter
     key: str
-    values: Expression | None
+    values: tuple[Expression, FlatRange] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,6 @@ class ResumePlan:
     frozen: Sequence[Run]
     scheduler: Any  # state of the lr scheduler; None if it is not loaded
     client_state: dict[str, Any]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are read."""
-        runs = (run for group in (*self.sub_groups, self.frozen) for run in group)
-        sources = (leaf for run in runs if run.values is not None for leaf in leaves(run.values))
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in sources if isinstance(leaf, Source))
 
 
 @renamed_keywords(trusted="allow_pickle")
@@ -208,7 +201,7 @@ def make_plan(
         param_groups = checkpoint.param_groups
         groups = [[saved[held.name] for held in group if held.name in saved] for group in state.sub_groups]
         # Before the optimizer's first step there are no moments.
-        moments = next((tuple(sorted({*group[0].pieces} - {FP32})) for group in groups if group), ())
+        moments = next((tuple(sorted({*group[0].tensors} - {FP32})) for group in groups if group), ())
         state.check_groups(param_groups, frozenset(moments))
         scalars = [_scalars_of(number, group, state, param_groups) for number, group in enumerate(groups)]
     scheduler, client_state = checkpoint.python_states(rank, executor, allow_pickle=wanted.allow_pickle)
@@ -247,8 +240,8 @@ def _match(
                 "so the optimizer's states do not match; pass load_optimizer_states=False"
             )
     expected.update((name, tuple(buffer.shape)) for name, buffer in state.buffers.items())
-    found = {**checkpoint.replicated, **saved}
-    shapes = {name: parameter.shape for name, parameter in found.items() if name in expected}
+    found = {**checkpoint.replicated, **{name: parameter.values for name, parameter in saved.items()}}
+    shapes = {name: tensor.shape for name, tensor in found.items() if name in expected}
     required = expected.keys() - optional if wanted.strict else set()
     wanted_shapes = {name: shape for name, shape in expected.items() if name in shapes or name in required}
     unknown = set(checkpoint.of_module) - set(expected) if wanted.strict else ()
@@ -278,13 +271,14 @@ def _run(saved: Mapping[str, SavedParameter], parameter: HeldParameter, key: str
     name = parameter.name
     if name not in saved:
         return Run(parameter, key, None)
-    dtypes = (saved[name].dtype, parameter.dtype, parameter.tensor.dtype)
+    dtype = saved[name].values.dtype
+    dtypes = (dtype, parameter.dtype, parameter.tensor.dtype)
     if len({dtype.is_floating_point for dtype in dtypes}) > 1:
         raise UnsupportedError(
-            f"{name}: was saved as {saved[name].dtype}, and is {parameter.tensor.dtype} here, in partitions of "
+            f"{name}: was saved as {dtype}, and is {parameter.tensor.dtype} here, in partitions of "
             f"{parameter.dtype}; quantized weights cannot be filled by others"
         )
-    return Run(parameter, key, saved[name].pieces[key].part(parameter.mine))
+    return Run(parameter, key, saved[name].tensors[key].part(parameter.mine))
 
 
 # -- filling ---------------------------------------------------------------------------------------------------------
@@ -292,7 +286,9 @@ def _run(saved: Mapping[str, SavedParameter], parameter: HeldParameter, key: str
 
 def _fill(ranks: RankGroup, plan: ResumePlan, state: Zero3State, executor: Executor, name: str) -> None:
     replicated = plan.checkpoint.replicated
-    step = reading(ranks, name, [executor], plan.num_bytes, bar="Resuming", title="reading the checkpoint")
+    read = [run.values for group in (*plan.sub_groups, plan.frozen) for run in group if run.values is not None]
+    num_bytes = sum(elements.numel * values.dtype.itemsize for values, elements in read)
+    step = reading(ranks, name, [executor], num_bytes, bar="Resuming", title="reading the checkpoint")
     with step as done:
         state.prepare()
         for number, runs in enumerate(plan.sub_groups):
@@ -305,8 +301,7 @@ def _fill(ranks: RankGroup, plan: ResumePlan, state: Zero3State, executor: Execu
                 fill(_into([run], {FP32: memory}), executor, done.on_part)
         for key, buffer in state.buffers.items():
             if key in replicated:
-                whole = replicated[key].pieces[FP32].part(FlatRange(0, buffer.numel()))
-                buffer.detach().copy_(read_whole(executor, whole).view(buffer.shape))
+                buffer.detach().copy_(read_whole(executor, replicated[key].whole))
         executor.sources.check_unchanged()
 
 
@@ -318,7 +313,7 @@ def _into(runs: Sequence[Run], memory: Mapping[str, torch.Tensor]) -> list[Part]
         if run.values is not None:
             mine[numel:].zero_()  # padding, which DeepSpeed steps as well
             name = f"{run.parameter.name} ({run.key})"
-            parts.append(Part(name, run.values, FlatRange(0, numel), mine[:numel]))
+            parts.append(Part(name, *run.values, mine[:numel]))
         elif run.key != FP32:
             mine.zero_()
     return parts

@@ -12,13 +12,14 @@ import hashlib
 import math
 import os
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from lowmem_load.errors import CheckpointError, TruncatedFileError, UnsupportedError
+from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.inert_pickle import Foreign, is_shape, objects
 from lowmem_load.files.source import ByteSource, read_bytes
@@ -27,7 +28,7 @@ from lowmem_load.planning.expression import Shape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.text import fingerprint, key_of
-from lowmem_load.training_checkpoints.saved_state import SavedState, Tile, assemble, check_written_before
+from lowmem_load.training_checkpoints.saved_state import Files, SavedState, Tile, assemble, check_written_before
 
 METADATA = ".metadata"
 
@@ -71,10 +72,10 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
         CheckpointError: chunks are missing or overlap, files are truncated or of another save.
         UnsupportedError: chunks are compressed or encrypted.
     """
-    path = os.path.join(folder, METADATA)
+    files, path = Files(folder, executor), os.path.join(folder, METADATA)
     with executor.sources.reading(path) as source:
         saved, digest = read_metadata(source)
-        files = [PlannedFile(path, source.nbytes, digest, source.version)]
+        files.opened.append(PlannedFile(path, source.nbytes, digest, source.version))
     by_file: dict[str, list[tuple[SavedTensor, Chunk]]] = {}
     for tensor in saved.values():
         for chunk in tensor.chunks:
@@ -84,35 +85,22 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
     zips = ZippedTensors()
     for name, chunks in sorted(by_file.items()):
         chunks.sort(key=lambda item: item[1].start)
-        file = _open_file(folder, name, chunks, executor)
-        files.append(file)
-        with executor.sources.reading(file.path) as source:
+        end = max(chunk.start + chunk.nbytes for _, chunk in chunks)
+        digest = fingerprint(f"{tensor.name} {chunk}" for tensor, chunk in chunks)
+        what, advice = f"{len(chunks)} chunks of weights", "copy the files of all ranks to one folder"
+        with executor.sources.reading(files.raw(name, end, what, advice, digest)) as source:
             for tensor, chunk in chunks:
                 values = zips.find(source, chunk.start, chunk.nbytes, tensor.name)
                 if (values.shape, values.dtype) != (chunk.sizes, tensor.dtype):
                     raise CheckpointError(
-                        f"{file.path}: {tensor.name}: is {values.dtype} of shape {values.shape} at byte "
+                        f"{source.path}: {tensor.name}: is {values.dtype} of shape {values.shape} at byte "
                         f"{chunk.start}, where .metadata says {tensor.dtype} of shape {chunk.sizes}: another save "
                         "has written one of them"
                     )
                 tiles[tensor.name].append(Tile(chunk.offsets, values))
-    check_written_before(path, [file.path for file in files[1:]])
+    check_written_before(path, [file.path for file in files.opened[1:]])
     tensors = {tensor.keys: assemble(f"{folder}: {name}", tensor.shape, tiles[name]) for name, tensor in saved.items()}
-    return SavedState(folder, "torch DCP", tensors, tuple(files))
-
-
-def _open_file(folder: str, name: str, chunks: Sequence[tuple[SavedTensor, Chunk]], executor: Executor) -> PlannedFile:
-    path, end = os.path.join(folder, name), max(chunk.start + chunk.nbytes for _, chunk in chunks)
-    if not os.path.exists(path):
-        raise CheckpointError(
-            f"{path}: is missing, with {len(chunks)} chunks of weights; copy the files of all ranks to one folder"
-        )
-    with executor.sources.reading(path) as source:
-        nbytes, version = source.nbytes, source.version
-    if nbytes < end:
-        raise TruncatedFileError(f"{path}: has {nbytes} bytes, {end} are expected, as {METADATA} says; copy it again")
-    digest = fingerprint(f"{tensor.name} {chunk}" for tensor, chunk in chunks)
-    return PlannedFile(path, nbytes, digest, version)
+    return SavedState(folder, "torch DCP", tensors, tuple(files.opened))
 
 
 # -- .metadata ---------------------------------------------------------------------------------------------------------
@@ -129,8 +117,8 @@ def read_metadata(source: ByteSource) -> tuple[dict[str, SavedTensor], str]:
     if nbytes > MAX_METADATA_NBYTES:
         raise CheckpointError(f"{path}: has {nbytes} bytes, expected at most {MAX_METADATA_NBYTES}")
     pickled = read_bytes(source, 0, nbytes)
-    compact = {
-        f"{_PACKAGE}.metadata.ChunkStorageMetadata": _chunk_state,
+    compact: dict[str, Callable[[Any], Any]] = {
+        f"{_PACKAGE}.metadata.ChunkStorageMetadata": itemgetter("offsets", "sizes"),
         f"{_PACKAGE}.metadata.MetadataIndex": _index_state,
         f"{_PACKAGE}.filesystem._StorageInfo": _storage_state,
     }
@@ -162,10 +150,6 @@ def _state(value: Any, kind: str) -> dict[str, Any]:
     if not isinstance(value.state, dict):
         raise TypeError(f"a {kind} without state")
     return value.state
-
-
-def _chunk_state(state: Any) -> tuple[Shape, Shape]:
-    return state["offsets"], state["sizes"]
 
 
 def _index_state(state: Any) -> tuple[str, Shape | None]:
@@ -210,13 +194,7 @@ def _keys(keys: Any) -> tuple[str, ...]:
     return tuple(map(str, keys))
 
 
-def _tensor(
-    path: str,
-    name: str,
-    keys: tuple[str, ...],
-    entry: Any,
-    places: _Places,
-) -> SavedTensor:
+def _tensor(path: str, name: str, keys: tuple[str, ...], entry: Any, places: _Places) -> SavedTensor:
     state = _state(entry, "TensorStorageMetadata")
     dtype, shape = state["properties"].state[0], state["size"]
     if not isinstance(dtype, torch.dtype) or not is_shape(shape):

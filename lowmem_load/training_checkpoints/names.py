@@ -14,7 +14,7 @@ Source: peft 0.18 to 0.21 `utils/save_and_load.py` and `tuners/lora/layer.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
@@ -81,7 +81,7 @@ def weights_in(
     groups: dict[tuple[str, ...], dict[str, T]] = {}
     for keys, value in entries.items():
         groups.setdefault(keys[:-1], {})[keys[-1]] = value
-    chosen = _model_among(where, groups) if part is None else _part_among(where, groups, part)
+    chosen = _chosen(where, groups, part)
     group = groups[chosen]
     names = [name for name in group if not _is_of_optimizer(name, group)]
     outer = outer_prefix(names, _WRAPPERS)
@@ -108,27 +108,23 @@ def _adapter_in(where: str, names: Collection[str], *, has_adapter_config: bool)
     return adapters.pop() if adapters else ""
 
 
-def _model_among(where: str, groups: Collection[tuple[str, ...]]) -> tuple[str, ...]:
+def _chosen(where: str, groups: Collection[tuple[str, ...]], part: str | None) -> tuple[str, ...]:
+    """Return the keys that lead to the dict of the model."""
+    shown = listed(sorted(repr(".".join(group)) for group in groups))
+    if part is not None:
+        chosen = [group for group in groups if ".".join(group) == part]
+        if len(chosen) != 1:
+            raise ConfigError(f"{where}: has {len(chosen) or 'no'} part {part!r}; it has {shown}")
+        return chosen[0]
     candidates = [group for group in groups if _OF_TRAINING.isdisjoint(group)]
     # Beside tensors at the top, a dict deep inside is more likely the extra state of a module.
     named = [group for group in candidates if group and group[-1] in NESTS and (len(group) == 1 or () not in groups)]
     chosen = candidates if len(candidates) == 1 else named
     if not candidates:
-        raise CheckpointError(f"{where}: holds no weights of a model; its parts are {_shown(groups)}")
+        raise CheckpointError(f"{where}: holds no weights of a model; its parts are {shown}")
     if len(chosen) != 1:
-        raise ConfigError(f"{where}: its state dict has the parts {_shown(groups)}; say which is the model: part=")
+        raise ConfigError(f"{where}: its state dict has the parts {shown}; say which is the model: part=")
     return chosen[0]
-
-
-def _part_among(where: str, groups: Collection[tuple[str, ...]], part: str) -> tuple[str, ...]:
-    chosen = [group for group in groups if ".".join(group) == part]
-    if len(chosen) != 1:
-        raise ConfigError(f"{where}: has {len(chosen) or 'no'} part {part!r}; it has {_shown(groups)}")
-    return chosen[0]
-
-
-def _shown(groups: Iterable[tuple[str, ...]]) -> str:
-    return listed(sorted(repr(".".join(group)) for group in groups))
 
 
 def _is_of_optimizer(name: str, names: Collection[str]) -> bool:

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from lowmem_load.errors import CheckpointError, ConfigError, listed
 from lowmem_load.files.executor import Executor
@@ -15,8 +14,8 @@ from lowmem_load.training_checkpoints.dcp import METADATA, open_dcp
 from lowmem_load.training_checkpoints.names import weights_in, without_wrappers
 from lowmem_load.training_checkpoints.rank_files import open_rank_files, rank_files
 from lowmem_load.training_checkpoints.safetensors_shards import open_shards, shard_files
-from lowmem_load.training_checkpoints.saved_state import SavedState, TiledTensor
-from lowmem_load.training_checkpoints.zero_checkpoint import SavedParameter, find_folder, open_checkpoint
+from lowmem_load.training_checkpoints.saved_state import BandedTensor, SavedState
+from lowmem_load.training_checkpoints.zero_checkpoint import find_folder, open_checkpoint
 
 _OF_ACCELERATE = "pytorch_model_fsdp_0"
 """Folder of the weights that accelerate, Trainer, axolotl and LLaMA-Factory save in theirs."""
@@ -25,9 +24,6 @@ _MODELS_OF_VERL = ("actor", "critic")
 
 _OF_VERL = "huggingface"
 """Folder in a checkpoint of verl that has the model's configuration and tokenizer."""
-
-Values: TypeAlias = TiledTensor | SavedParameter
-"""A whole tensor of a checkpoint, which can be read in parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,7 @@ class SavedModel:
 
     folder: str
     kind: str
-    tensors: Mapping[str, Values]
+    tensors: Mapping[str, BandedTensor]
     files: tuple[PlannedFile, ...]
     near: tuple[str, ...] = ()
     adapter: str | None = None
@@ -128,9 +124,8 @@ def open_model(folder: str, executor: Executor, *, tag: str | None = None, part:
         ConfigError: there is no such tag or part.
         UnsupportedError: it was saved in a form that cannot be read by ranges.
     """
-    is_tagged = tag is not None or os.path.isfile(os.path.join(folder, "latest"))
-    tagged = find_folder(folder, tag) if is_tagged else None
-    entries: Mapping[tuple[str, ...], Values]
+    entries: Mapping[tuple[str, ...], BandedTensor]
+    tagged = find_folder(folder, tag)
     if tagged is None:
         state = open_state(folder, executor)
         entries = state.tensors
@@ -141,7 +136,7 @@ def open_model(folder: str, executor: Executor, *, tag: str | None = None, part:
                 f"{folder}: part={part!r} names a part of torch's state dicts; a ZeRO checkpoint has tags"
             )
         checkpoint = open_checkpoint(tagged, executor, with_moments=False)
-        values: dict[str, Values] = {**checkpoint.replicated, **checkpoint.of_module}
+        values = {**checkpoint.replicated, **checkpoint.of_module}
         values |= {name: values[other] for name, other in checkpoint.shared.items() if other in values}
         entries = {(name,): tensor for name, tensor in values.items()}
         num_masters = sum(saved.group is not None for saved in checkpoint.parameters.values())

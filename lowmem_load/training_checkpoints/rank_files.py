@@ -21,16 +21,17 @@ from lowmem_load.files.executor import Executor
 from lowmem_load.files.inert_pickle import WRAPPER, Foreign, Tensor, is_shape
 from lowmem_load.files.torch_zip import TorchObjects, describe_objects
 from lowmem_load.planning.expression import Shape, slice_dim
-from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.regions import Split, grid_of
 from lowmem_load.training_checkpoints.dcp import MAX_KEYS
 from lowmem_load.training_checkpoints.saved_state import (
+    BandedTensor,
+    Files,
     SavedState,
     Tile,
-    TiledTensor,
     are_equal,
     assemble,
     check_written_together,
+    in_bands,
 )
 
 _NAMES = {
@@ -84,17 +85,13 @@ def open_rank_files(folder: str, executor: Executor) -> SavedState:
         UnsupportedError: a placement or wrapper that cannot be read by ranges.
     """
     kind, names = rank_files(folder)
-    files = []
-    for name in names:
-        with executor.sources.reading(os.path.join(folder, name)) as source:
-            files.append(describe_objects(source))
-    tensors = put_together(folder, files, executor)
-    check_written_together(file.path for file in files)
-    planned = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in files)
-    return SavedState(folder, kind, tensors, planned)
+    files = Files(folder, executor)
+    tensors = put_together(folder, [files.open(name, describe_objects) for name in names], executor)
+    check_written_together(file.path for file in files.opened)
+    return SavedState(folder, kind, tensors, tuple(files.opened))
 
 
-def put_together(folder: str, files: Sequence[TorchObjects], executor: Executor) -> dict[tuple[str, ...], TiledTensor]:
+def put_together(folder: str, files: Sequence[TorchObjects], executor: Executor) -> dict[tuple[str, ...], BandedTensor]:
     """Return the tensors that the state dicts of all ranks make up, by the keys that lead to them.
 
     The executor reads small tensors that must be equal, and of which the files have no checksum.
@@ -174,7 +171,7 @@ def _check_replicas(name: str, shards: Sequence[_Shard], executor: Executor) -> 
             continue
         checksums = {replica.file.checksum(replica.local) for replica in (first, shard)}
         if None in checksums:
-            one, other = (TiledTensor(replica.file.expression(replica.local, name)) for replica in (first, shard))
+            one, other = (in_bands(replica.file.expression(replica.local, name)) for replica in (first, shard))
             is_same = are_equal(name, one, other, executor)
         else:
             is_same = len(checksums) == 1
@@ -185,7 +182,7 @@ def _check_replicas(name: str, shards: Sequence[_Shard], executor: Executor) -> 
             )
 
 
-def _whole(folder: str, name: str, shards: Sequence[_Shard], executor: Executor) -> TiledTensor:
+def _whole(folder: str, name: str, shards: Sequence[_Shard], executor: Executor) -> BandedTensor:
     shape, placements = shards[0].shape, [placement.name for placement in shards[0].placements]
     for shard in shards:
         if (shard.shape, [placement.name for placement in shard.placements]) != (shape, placements):

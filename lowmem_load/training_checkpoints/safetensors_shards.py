@@ -15,12 +15,13 @@ from collections.abc import Sequence
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.files.executor import Executor
+from lowmem_load.files.inert_pickle import is_shape
 from lowmem_load.files.safetensors import Safetensors
-from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.training_checkpoints.saved_state import (
+    BandedTensor,
+    Files,
     SavedState,
     Tile,
-    TiledTensor,
     assemble,
     check_written_together,
 )
@@ -43,29 +44,26 @@ def open_shards(folder: str, executor: Executor) -> SavedState:
         CheckpointError: parts are missing or overlap, or a file does not say where its parts belong.
     """
     tiles: dict[str, list[Tile]] = {}
-    files, names = [], shard_files(folder)
+    files, names = Files(folder, executor), shard_files(folder)
     numbers = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
     if len(numbers - {0}) < max(numbers):  # which may be any number
         absent = next(number for number in itertools.count(1) if number not in numbers)
         raise CheckpointError(f"{folder}: lacks shard {absent} of {max(numbers)} or more, and perhaps others")
     for name in names:
-        path = os.path.join(folder, name)
-        with executor.sources.reading(path) as source:
-            file = Safetensors().describe(source)
-        files.append(PlannedFile(path, file.nbytes, file.digest, file.version))
-        offsets = _offsets_in(path, (file.metadata or {}).get(_SHARDING_INFO))
+        file = files.open(name, Safetensors().describe)
+        offsets = _offsets_in(file.path, (file.metadata or {}).get(_SHARDING_INFO))
         for tensor in file.names:
             values = file.expression(tensor)
             first = offsets.get(tensor, {}).get(_OFFSETS)
-            if not isinstance(first, list) or len(first) != len(values.shape) or not all(map(_is_index, first)):
+            if not isinstance(first, list) or len(first) != len(values.shape) or not is_shape(tuple(first)):
                 raise CheckpointError(
-                    f"{path}: its header does not say where the part of {tensor} belongs ({_OFFSETS})"
+                    f"{file.path}: its header does not say where the part of {tensor} belongs ({_OFFSETS})"
                 )
             tiles.setdefault(tensor, []).append(Tile(tuple(first), values))
-    check_written_together(file.path for file in files)
-    tensors: dict[tuple[str, ...], TiledTensor]
+    check_written_together(file.path for file in files.opened)
+    tensors: dict[tuple[str, ...], BandedTensor]
     tensors = {(name,): _assemble(f"{folder}: {name}", parts) for name, parts in tiles.items()}
-    return SavedState(folder, "torch DCP in safetensors files", tensors, tuple(files), has_shapes=False)
+    return SavedState(folder, "torch DCP in safetensors files", tensors, tuple(files.opened), has_shapes=False)
 
 
 def _offsets_in(path: str, text: str | None) -> dict[str, dict[str, object]]:
@@ -78,11 +76,7 @@ def _offsets_in(path: str, text: str | None) -> dict[str, dict[str, object]]:
     return content
 
 
-def _is_index(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 60
-
-
-def _assemble(what: str, parts: Sequence[Tile]) -> TiledTensor:
+def _assemble(what: str, parts: Sequence[Tile]) -> BandedTensor:
     # The files do not say the shape of the whole tensor: the parts that end last do.
     dims = range(len(parts[0].offsets))
     if any(len(part.offsets) != len(dims) for part in parts):

@@ -12,19 +12,24 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from lowmem_load.errors import CheckpointError
+from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import Part, fill
+from lowmem_load.files.format import CheckpointFile
+from lowmem_load.files.source import ByteSource
+from lowmem_load.files.torch_zip import TorchObjects
 from lowmem_load.planning.expression import Concat, Expression, Shape, concat, numel, reshape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.text import key_of
+
+File = TypeVar("File", TorchObjects, CheckpointFile)
 
 SLACK_S = 1.0
 """Clocks of servers, and file systems that keep whole seconds."""
@@ -38,6 +43,34 @@ COMPARED_BYTES = 16 << 20
 """Bytes of each of two tensors that are in memory while they are compared."""
 
 
+class Files:
+    """The files of one checkpoint, which the executor keeps open; `opened` has those that were opened, in order."""
+
+    def __init__(self, folder: str, executor: Executor) -> None:
+        self.folder, self.executor = folder, executor
+        self.opened: list[PlannedFile] = []
+
+    def open(self, name: str, describe: Callable[[ByteSource], File]) -> File:
+        """Return what a file holds, without weights."""
+        with self.executor.sources.reading(os.path.join(self.folder, name)) as source:
+            file = describe(source)
+        self.opened.append(PlannedFile(file.path, file.nbytes, file.digest, file.version))
+        return file
+
+    def raw(self, name: str, nbytes: int, what: str, advice: str, digest: str = "") -> str:
+        """Open a file of which another one says where elements lie, up to byte `nbytes`; return its path."""
+        path = os.path.join(self.folder, name)
+        if not os.path.exists(path):
+            raise CheckpointError(f"{path}: is missing, with {what}; {advice}")
+        with self.executor.sources.reading(path) as source:
+            self.opened.append(PlannedFile(path, source.nbytes, digest, source.version))
+        if self.opened[-1].nbytes < nbytes:
+            raise TruncatedFileError(
+                f"{path}: has {self.opened[-1].nbytes} bytes, {nbytes} are expected, with {what}; copy it again"
+            )
+        return path
+
+
 class Tile(NamedTuple):
     """A block of a tensor: its first index along each dim, and its values, whose shape is that of the block."""
 
@@ -46,36 +79,41 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TiledTensor:
-    """A tensor that is put together from tiles: `whole` is all of it."""
+class BandedTensor:
+    """A whole tensor of a checkpoint. Its elements lie in bands, one after the other: `band` returns each by number.
 
-    whole: Expression
+    `ends` has the element at which each band ends.
+    """
 
-    @property
-    def shape(self) -> Shape:
-        """Shape of the tensor."""
-        return self.whole.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the tensor."""
-        return self.whole.dtype
+    shape: Shape
+    dtype: torch.dtype
+    ends: Sequence[int]
+    band: Callable[[int], Expression]
 
     @property
     def numel(self) -> int:
         """Elements of the tensor."""
-        return numel(self.whole)
+        return math.prod(self.shape)
+
+    @property
+    def whole(self) -> Expression:
+        """All of the tensor."""
+        return reshape(self.part(FlatRange(0, self.numel))[0], self.shape)
 
     def part(self, elements: FlatRange) -> tuple[Expression, FlatRange]:
-        """Return an expression that has these elements, and where: the bands of rows that hold some of them."""
-        whole = self.whole
-        if not isinstance(whole, Concat) or whole.dim:
-            return whole, elements
-        row = math.prod(whole.shape[1:])
-        first = min(bisect.bisect_right(whole.ends, elements.start // row), len(whole.ends) - 1)
-        last = bisect.bisect_left(whole.ends, -(-elements.end // row), lo=first) + 1
-        skipped = whole.ends[first - 1] * row if first else 0
-        return concat(whole.parts[first:last], 0), FlatRange(elements.start - skipped, elements.end - skipped)
+        """Return an expression that has these elements, and where: the bands that hold some of them."""
+        first = min(bisect.bisect_right(self.ends, elements.start), len(self.ends) - 1)
+        last = bisect.bisect_left(self.ends, elements.end, lo=first) + 1
+        start = self.ends[first - 1] if first else 0
+        bands = [self.band(number) for number in range(first, last)]
+        values = concat(bands, 0) if len(bands) > 1 else bands[0]
+        return values, FlatRange(elements.start - start, elements.end - start)
+
+
+def in_bands(whole: Expression) -> BandedTensor:
+    """Return the tensor that an expression is. Its bands are the parts of a concatenation of rows."""
+    parts = whole.parts if isinstance(whole, Concat) and not whole.dim else (whole,)
+    return BandedTensor(whole.shape, whole.dtype, list(itertools.accumulate(map(numel, parts))), parts.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +130,12 @@ class SavedState:
 
     folder: str
     kind: str
-    tensors: Mapping[tuple[str, ...], TiledTensor]
+    tensors: Mapping[tuple[str, ...], BandedTensor]
     files: tuple[PlannedFile, ...]
     has_shapes: bool = True
 
 
-def assemble(what: str, shape: Shape, tiles: Iterable[Tile]) -> TiledTensor:
+def assemble(what: str, shape: Shape, tiles: Iterable[Tile]) -> BandedTensor:
     """Return the tensor of `shape` that the tiles make up; of several at one place, which replicas are, the first.
 
     Raises:
@@ -117,8 +155,8 @@ def assemble(what: str, shape: Shape, tiles: Iterable[Tile]) -> TiledTensor:
         if any(end > size for end, size in zip(ends, shape, strict=True)):
             raise CheckpointError(f"{what}: a chunk ends at {tuple(ends)}, the tensor at {shape}")
     if not math.prod(shape):
-        return TiledTensor(reshape(filled[0].values, shape))
-    return TiledTensor(_join(what, filled, origin, shape))
+        return in_bands(reshape(filled[0].values, shape))
+    return in_bands(_join(what, filled, origin, shape))
 
 
 def _box(group: Sequence[Tile], start: Shape, sizes: Shape, dim: int) -> tuple[Shape, Shape]:
@@ -156,7 +194,7 @@ def _cut(what: str, tiles: Sequence[Tile], start: Shape, sizes: Shape, dim: int)
     return groups
 
 
-def are_equal(name: str, one: TiledTensor, other: TiledTensor, executor: Executor) -> bool:
+def are_equal(name: str, one: BandedTensor, other: BandedTensor, executor: Executor) -> bool:
     """Return whether two tensors of a checkpoint have the same bytes, which are read chunk by chunk."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False

@@ -38,10 +38,11 @@ from lowmem_load.files.fill import read_whole
 from lowmem_load.files.inert_pickle import Foreign, Tensor, is_shape, shown
 from lowmem_load.files.source import LocalFile
 from lowmem_load.files.torch_zip import TorchObjects, describe_objects
-from lowmem_load.planning.expression import Expression, Shape, Source, concat, numel, reshape
+from lowmem_load.planning.expression import Shape, Source, numel
 from lowmem_load.planning.load_plan import PlannedFile
-from lowmem_load.planning.regions import FlatRange, partition_numel
+from lowmem_load.planning.regions import partition_numel
 from lowmem_load.training_checkpoints.plain_values import NeedsCodeError, PlainValues, numpy_number
+from lowmem_load.training_checkpoints.saved_state import BandedTensor, Files
 
 REPLICATED_FILE = "lowmem_load_whole_states.pt"
 """A file in the folder of the tag, next to DeepSpeed's. Its name must not change, or older checkpoints do not load."""
@@ -81,62 +82,25 @@ FP32 = "fp32"
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """The elements of one parameter, or of one of its moments, in the flat tensors of all ranks.
-
-    Element `i` of the parameter is element `offset + i % size` of the flat tensor of rank `i // size`. See
-    [Note: flat groups].
-    """
-
-    flats: tuple[Source, ...]
-    size: int
-    offset: int = 0
-
-    def part(self, wanted: FlatRange) -> Expression:
-        """Return the elements `wanted` of the parameter: a run of each file that holds some of them."""
-        runs: list[Source] = []
-        for rank in range(wanted.start // self.size, -(-wanted.end // self.size)) if wanted.numel else ():
-            first, last = max(wanted.start, rank * self.size), min(wanted.end, (rank + 1) * self.size)
-            flat, skipped = self.flats[rank], self.offset + first - rank * self.size
-            runs.append(replace(flat, start=flat.start + skipped * flat.dtype.itemsize, shape=(last - first,)))
-        return concat(runs, 0) if len(runs) > 1 else runs[0] if runs else replace(self.flats[0], shape=(0,))
-
-
-@dataclass(frozen=True, slots=True)
 class SavedParameter:
     """A parameter of a checkpoint.
 
     Attributes:
-        name, shape: in the model that was saved.
-        pieces: of its values (`FP32`) and of each of the optimizer's moments.
+        name: in the model that was saved.
+        tensors: its values (`FP32`), and each of the optimizer's moments.
         group: number of its sub-group; None for a parameter that the optimizer did not have.
         scalars: other values that the optimizer keeps for the sub-group: the number of steps.
     """
 
     name: str
-    shape: Shape
-    pieces: Mapping[str, Pieces]
-    group: int | None
+    tensors: Mapping[str, BandedTensor]
+    group: int | None = None
     scalars: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def numel(self) -> int:
-        """Elements of the whole parameter."""
-        return math.prod(self.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the values."""
-        return self.pieces[FP32].flats[0].dtype
-
-    @property
-    def whole(self) -> Expression:
-        """All of the values."""
-        return reshape(self.pieces[FP32].part(FlatRange(0, self.numel)), self.shape)
-
-    def part(self, elements: FlatRange) -> tuple[Expression, FlatRange]:
-        """Return an expression that has these elements of the values, and where in it they are."""
-        return self.pieces[FP32].part(elements), FlatRange(0, elements.numel)
+    def values(self) -> BandedTensor:
+        """Its values."""
+        return self.tensors[FP32]
 
 
 def group_numels(groups: Sequence[Mapping[str, Shape]], world_size: int) -> list[int]:
@@ -152,29 +116,30 @@ def place_groups(
     """Return the trained parameters by name, given the flat tensors of each rank, group and key."""
     parameters: dict[str, SavedParameter] = {}
     for number, group in enumerate(groups):
-        of_ranks = {key: tuple(by_group[number][key] for by_group in flats) for key in flats[0][number]}
-        for ranks in of_ranks.values():
-            _check_dtypes(ranks)
+        of_ranks = {key: [by_group[number][key] for by_group in flats] for key in flats[0][number]}
         offset = 0
         for name, shape in group.items():
-            size = partition_numel(math.prod(shape), len(flats))
-            pieces = {key: Pieces(ranks, size, offset) for key, ranks in of_ranks.items()}
-            parameters[name] = SavedParameter(name, tuple(shape), pieces, number, scalars[number])
-            offset += size
+            tensors = {key: partitioned(shape, ranks, offset) for key, ranks in of_ranks.items()}
+            parameters[name] = SavedParameter(name, tensors, number, scalars[number])
+            offset += partition_numel(math.prod(shape), len(flats))
     return parameters
 
 
-def _check_dtypes(flats: Sequence[Source]) -> None:
-    first = flats[0]
+def partitioned(shape: Shape, flats: Sequence[Source], offset: int = 0) -> BandedTensor:
+    """Return a tensor of which each rank has a padded partition in its flat tensor, from element `offset` on.
+
+    See [Note: flat groups].
+    """
+    first, num_elements = flats[0], math.prod(shape)
     if any(flat.dtype != first.dtype for flat in flats):
         raise CheckpointError(f"{first.path}: {first.name} is {first.dtype}, and on other ranks of another dtype")
+    size = max(1, partition_numel(num_elements, len(flats)))
 
+    def band(rank: int) -> Source:
+        start = flats[rank].start + offset * first.dtype.itemsize
+        return replace(flats[rank], start=start, shape=(min(size, num_elements - rank * size),))
 
-def place_fragments(name: str, shape: Shape, fragments: Sequence[Source]) -> SavedParameter:
-    """Return a frozen parameter: one padded fragment per rank, or one fragment that is the whole parameter."""
-    _check_dtypes(fragments)
-    pieces = Pieces(tuple(fragments), partition_numel(math.prod(shape), len(fragments)))
-    return SavedParameter(name, tuple(shape), {FP32: pieces}, None)
+    return BandedTensor(tuple(shape), first.dtype, range(size, size * len(flats) + 1, size), band)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,21 +161,21 @@ class ZeroCheckpoint:
     parameters: Mapping[str, SavedParameter]
     lacks_frozen: bool
     shared: Mapping[str, str]
-    replicated: Mapping[str, SavedParameter]
+    replicated: Mapping[str, BandedTensor]
     optimizer: Mapping[str, Any]
     states: Sequence[TorchObjects]
     files: Sequence[PlannedFile]
 
     @property
-    def of_module(self) -> dict[str, SavedParameter]:
-        """The parameters in the module's state dict. Partial ZeRO-3 may give the optimizer others too."""
+    def of_module(self) -> dict[str, BandedTensor]:
+        """The values of the parameters in the module's state dict. Partial ZeRO-3 may give the optimizer others too."""
         module = at(self.states[0].tree, "module", dict, self.states[0].path)
-        return {name: parameter for name, parameter in self.parameters.items() if name in module}
+        return {name: parameter.values for name, parameter in self.parameters.items() if name in module}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The hyperparameters of each of the optimizer's groups."""
-        groups: Any = _base_optimizer(self.optimizer, self.folder).get("param_groups")
+        groups: Any = at(self.optimizer, "optimizer_state_dict", dict, self.folder).get("param_groups")
         is_list = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
         found = [{key: _setting(value) for key, value in group.items()} for group in groups] if is_list else []
         if not is_list or not all(_is_setting(value) for group in found for value in group.values()):
@@ -280,9 +245,8 @@ def open_checkpoint(folder: str, executor: Executor, *, with_moments: bool = Tru
     The executor reads small values, and keeps the files open. Without the moments nothing is asked of the optimizer's
     states but the number of steps: optimizers of 8 bits keep them in blocks, which are no elements of parameters.
     """
-    model_names, optim_names = _names(folder)
-    files = Files(folder, executor)
-    models, optims = [files.open(name) for name in model_names], [files.open(name) for name in optim_names]
+    files = ZeroFiles(folder, executor)
+    models, optims = ([files.open(name, describe_objects) for name in names] for names in _names(folder))
     zeros = [_zero_state(file) for file in optims]
     groups, frozen = _shapes(models)
     _check_worlds(models, optims, zeros)
@@ -317,7 +281,7 @@ def saved_by(load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
             return None
         with Executor() as executor:
             # Every file of model states says it, so ranks that see different files find the same number.
-            file = Files(folder, executor).open(states[0])
+            file = Files(folder, executor).open(states[0], describe_objects)
             count: int = at(file.tree, "dp_world_size", int, file.path)
             return count
     except (CheckpointError, OSError):  # whoever loads it says what is wrong
@@ -405,11 +369,11 @@ def _shapes(models: Sequence[TorchObjects]) -> tuple[list[dict[str, Shape]], dic
     return read[0]
 
 
-def _replicated(files: Files, states: TorchObjects) -> dict[str, SavedParameter]:
+def _replicated(files: ZeroFiles, states: TorchObjects) -> dict[str, BandedTensor]:
     """Return what partial ZeRO-3 saved in full: buffers, and parameters with their fp32 values."""
     if not os.path.exists(os.path.join(files.folder, REPLICATED_FILE)):
         return {}
-    file = files.open(REPLICATED_FILE)
+    file = files.open(REPLICATED_FILE, describe_objects)
     tree, path = file.tree, file.path
     if STEPS in tree and shown(tree[STEPS]) != shown(states.tree.get(STEPS)):  # lowmem_load before 0.4 saved none
         raise _of_two_saves(file, states)
@@ -418,20 +382,8 @@ def _replicated(files: Files, states: TorchObjects) -> dict[str, SavedParameter]
     return {name: files.replicated(file, name, tensor) for name, tensor in tensors.items()}
 
 
-class Files:
-    """The files of one checkpoint, in the folder of the tag; `opened` has those that were opened, in order."""
-
-    def __init__(self, folder: str, executor: Executor) -> None:
-        self.folder, self._executor = folder, executor
-        self.opened: list[PlannedFile] = []
-
-    def open(self, name: str) -> TorchObjects:
-        """Return the contents of a torch file, without weights."""
-        path = os.path.join(self.folder, name)
-        with self._executor.sources.reading(path) as source:
-            file = describe_objects(source)
-        self.opened.append(PlannedFile(path, file.nbytes, file.digest, file.version))
-        return file
+class ZeroFiles(Files):
+    """The files in the folder of a tag, and the tensors and numbers in them."""
 
     def flat(self, file: TorchObjects, tensor: Any, what: str, size: int) -> Source:
         """Return where the `size` elements of a tensor lie."""
@@ -451,23 +403,18 @@ class Files:
         name = tensor.attributes["ds_id"]
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]{1,200}", name):
             raise CheckpointError(f"{file.path}: {what} was on nvme as {shown(name)}, which is no name of DeepSpeed's")
-        path = os.path.join(self.folder, _SWAPPED, f"rank{rank:02d}", f"{name}.tensor.swp")
-        if not os.path.exists(path):
-            raise CheckpointError(
-                f"{path}: is missing, with {what} of an optimizer that was on nvme (with use_node_local_storage each "
-                "node has its own)"
-            )
-        with self._executor.sources.reading(path) as source:
-            nbytes, version = source.nbytes, source.version
-        if nbytes < size * _SWAPPED_DTYPE.itemsize:
-            raise CheckpointError(f"{path}: has {nbytes} bytes, expected {size} elements of {_SWAPPED_DTYPE}: {what}")
-        self.opened.append(PlannedFile(path, nbytes, "", version))
+        path = self.raw(
+            os.path.join(_SWAPPED, f"rank{rank:02d}", f"{name}.tensor.swp"),
+            size * _SWAPPED_DTYPE.itemsize,
+            f"{what} of an optimizer that was on nvme",
+            "with use_node_local_storage each node has its own",
+        )
         return Source(path, what, 0, (size,), _SWAPPED_DTYPE)
 
     def scalar(self, file: TorchObjects, value: Any, key: str) -> Any:
         """Return a number, text or tensor of the optimizer; a tensor is read."""
         if isinstance(value, Tensor):
-            return read_whole(self._executor, file.expression(value, key))
+            return read_whole(self.executor, file.expression(value, key))
         if not isinstance(value, int | float | str | None):
             raise CheckpointError(f"{file.path}: {key!r:.80} of the optimizer is no number, text or tensor")
         return value
@@ -476,23 +423,23 @@ class Files:
         """Return a frozen parameter of which each rank saved its partition."""
         size, what = partition_numel(math.prod(shape), len(models)), f"fragment of {name}"
         tensors = [(file, at(file.tree, "frozen_param_fragments", dict, file.path).get(name)) for file in models]
-        saved = place_fragments(name, shape, [self.flat(file, tensor, what, size) for file, tensor in tensors])
+        saved = partitioned(shape, [self.flat(file, tensor, what, size) for file, tensor in tensors])
         whole = at(models[0].tree, "module", dict, models[0].path).get(name)
         if isinstance(whole, Tensor) and whole.dtype.is_floating_point != saved.dtype.is_floating_point:
             raise UnsupportedError(
                 f"{models[0].path}: {name} is {whole.dtype}, and was saved as {saved.dtype} without the scales: "
                 "zero_quantized_nontrainable_weights has quantized it"
             )
-        return saved
+        return SavedParameter(name, {FP32: saved})
 
-    def replicated(self, file: TorchObjects, name: str, tensor: Any) -> SavedParameter:
+    def replicated(self, file: TorchObjects, name: str, tensor: Any) -> BandedTensor:
         """Return a tensor that was saved in full."""
         shape = tensor.size if isinstance(tensor, Tensor) else ()
-        return place_fragments(name, shape, [self.flat(file, tensor, name, math.prod(shape))])
+        return partitioned(shape, [self.flat(file, tensor, name, math.prod(shape))])
 
 
 def _trained(
-    files: Files,
+    files: ZeroFiles,
     optims: Sequence[TorchObjects],
     zeros: Sequence[Mapping[str, Any]],
     groups: Sequence[Mapping[str, Shape]],
@@ -528,7 +475,8 @@ def _states_of(
     file: TorchObjects, zero: Mapping[str, Any], num_groups: int, *, with_moments: bool
 ) -> list[dict[str, Any]]:
     """Return what a rank saved for each group: the fp32 values, and what its optimizer keeps for it."""
-    base, path = _base_optimizer(zero, file.path), file.path
+    path = file.path
+    base = at(zero, "optimizer_state_dict", dict, path)  # of torch's optimizer, inside of ZeRO's
     masters, saved = at(zero, _MASTERS, list, path), at(base, "state", dict, path)
     numbers = [number for group in at(base, "param_groups", list, path) for number in at(group, "params", list, path)]
     if len(masters) != num_groups or numbers != list(range(num_groups)):
@@ -566,12 +514,6 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None) -> str | None:
             f"{root}: no checkpoint {tag!r}, which {named_by!r} names; there are: {listed(there) or 'none'}"
         )
     return path_of_tag
-
-
-def _base_optimizer(zero: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the state dict of torch's optimizer in that of a ZeRO optimizer."""
-    state: dict[str, Any] = at(zero, "optimizer_state_dict", dict, path)
-    return state
 
 
 def at(tree: Any, key: str | int, kind: type, path: str) -> Any:

@@ -9,7 +9,7 @@ from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.nest import plan_copies
 from lowmem_load.planning.proof import prove_coverage
 from lowmem_load.planning.regions import FlatRange, partition_range
-from lowmem_load.training_checkpoints.zero_checkpoint import FP32, group_numels, place_fragments, place_groups
+from lowmem_load.training_checkpoints.zero_checkpoint import FP32, group_numels, partitioned, place_groups
 from tests.zero_checkpoint import partitions, sub_groups
 
 SHAPES = {"a": (5, 7), "b": (1,), "scalar": (), "c": (13,), "d": (4, 3, 2), "e": (2,), "f": (64,)}
@@ -17,11 +17,11 @@ HEADER = 16
 """Bytes before the tensors in each file."""
 
 
-def evaluated(expression: Expression, size: int, files: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return what the copies of an expression take of the files."""
-    made = torch.full((size,), math.nan)
-    copies = list(plan_copies(expression, FlatRange(0, size)))
-    prove_coverage("a part", [copy.nest for copy in copies], size)
+def evaluated(expression: Expression, elements: FlatRange, files: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return what the copies of some elements of an expression take of the files."""
+    made = torch.full((elements.numel,), math.nan)
+    copies = list(plan_copies(expression, elements))
+    prove_coverage("a part", [copy.nest for copy in copies], elements.numel)
     for copy in copies:
         assert isinstance(copy.leaf, Source) and copy.nest.is_run
         first = (copy.leaf.start - HEADER) // 4 + copy.nest.source
@@ -54,16 +54,16 @@ def test_partitions_of_any_world_are_found(saved_by: int, sub_group_size: int) -
     assert list(found) == list(SHAPES)
     for name, value in values.items():
         saved = found[name]
-        assert saved.shape == SHAPES[name] and name in groups[saved.scalars["step"]]
+        assert saved.values.shape == SHAPES[name] and name in groups[saved.scalars["step"]]
         for world_size in range(1, 10):
             for rank in range(world_size):
-                wanted = partition_range(saved.numel, rank, world_size)
-                part = evaluated(saved.pieces[FP32].part(wanted), wanted.numel, files)
+                wanted = partition_range(saved.values.numel, rank, world_size)
+                part = evaluated(*saved.values.part(wanted), files)
                 assert torch.equal(part, value.reshape(-1)[wanted.start : wanted.end])
 
 
 def test_a_fragment_may_be_empty() -> None:
     source = Source("f", "empty", 0, (0,), torch.float32)
-    saved = place_fragments("empty", (0, 4), [source])
+    saved = partitioned((0, 4), [source])
     assert saved.numel == 0
-    assert evaluated(saved.pieces[FP32].part(FlatRange(0, 0)), 0, {}).numel() == 0
+    assert evaluated(*saved.part(FlatRange(0, 0)), {}).numel() == 0
