@@ -151,8 +151,8 @@ class SymbolicTensor(torch.Tensor):
     def untyped_storage(self) -> Any:
         """Return what has the address and size of the memory, for savers. All views of one value have the same ones."""
         base = self.value.expression
-        nbytes = numel(base) * base.dtype.itemsize
-        return SimpleNamespace(data_ptr=self.data_ptr, nbytes=lambda: nbytes)
+        address, nbytes = id(self.value), numel(base) * base.dtype.itemsize
+        return SimpleNamespace(data_ptr=lambda: address, nbytes=lambda: nbytes, size=lambda: nbytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SymbolicTensor:
         copied = SymbolicTensor(self.expression, self.read_now, self.meta)
@@ -161,11 +161,7 @@ class SymbolicTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         operation = func.overloadpacket
@@ -191,8 +187,10 @@ class SymbolicTensor(torch.Tensor):
         args, kwargs = tree_map_only(torch.Tensor, _snapshot, (args, kwargs))
         if func._schema.returns and func._schema.returns[0].alias_info is not None:
             return _view(func, args, kwargs, metas)
-        expression = _pointwise(func, args, kwargs, metas)
-        expression = expression or describe(operation, tree_map_only(torch.Tensor, expression_of, args), metas)
+        if operation in BUILDERS:
+            expression = BUILDERS[operation](tree_map_only(torch.Tensor, expression_of, args), metas)
+        else:
+            expression = _pointwise(func, args, kwargs, metas)
         if expression is None:
             return cls.compute(func, args, kwargs, metas)
         return _make_result(expression, args, metas)
@@ -280,7 +278,8 @@ def _join(operation: Any, tensors: Sequence[Any], dim: int = 0) -> SymbolicTenso
         shape.insert(dim, 1)
     shape[dim] *= len(tensors)
     meta = _meta(tuple(shape), metas[0].dtype)
-    return _make_result(describe(operation, ([expression_of(tensor) for tensor in tensors], dim), meta), tensors, meta)
+    build = _stacked if operation is aten.stack else _joined
+    return _make_result(build(([expression_of(tensor) for tensor in tensors], dim), meta), tensors, meta)
 
 
 def _is_like(meta: torch.Tensor, other: torch.Tensor) -> bool:
@@ -298,7 +297,7 @@ def _symbolic(*args: Any) -> list[SymbolicTensor]:
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: Any) -> Expression | None:
     is_pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-    if not is_pointwise or func.overloadpacket in BUILDERS or not isinstance(meta, torch.Tensor):
+    if not is_pointwise or not isinstance(meta, torch.Tensor):
         return None
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     # Type promotion treats a scalar tensor unlike a flat range of it.
@@ -445,12 +444,6 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     ]
 
 
-def describe(operation: Any, args: Args, metas: Any) -> Any:
-    """Return the expression that `operation` gives; None if it has to run to give its result."""
-    build = BUILDERS.get(operation)
-    return build(args, metas) if build else None
-
-
 def equal(a: Expression, b: Expression, read_now: ReadNow) -> bool:
     """Return what `torch.equal` returns, comparing in pieces. Nothing is read of one value under two names."""
     if a.shape != b.shape:
@@ -479,13 +472,13 @@ def _indexed(args: Args, meta: torch.Tensor) -> Expression | None:
     return concat([slice_dim(args[0], dim, at % args[0].shape[dim], 1, 1) for at in index.flat.tolist()], dim)
 
 
-def _joined(args: Args, meta: torch.Tensor) -> Expression | None:
+def _joined(args: Args, meta: torch.Tensor) -> Expression:
     dim = (args[1] if len(args) > 1 else 0) % meta.dim()
     parts = [cast(part, meta.dtype) for part in args[0] if len(part.shape) == meta.dim()]
     return concat(parts, dim)
 
 
-def _stacked(args: Args, meta: torch.Tensor) -> Expression | None:
+def _stacked(args: Args, meta: torch.Tensor) -> Expression:
     dim = (args[1] if len(args) > 1 else 0) % meta.dim()
     if dim == 0 and meta.dim() > 1:  # one node for all: there may be hundreds of parts
         return reshape(concat([cast(part, meta.dtype) for part in args[0]], 0), tuple(meta.shape))
@@ -501,4 +494,4 @@ BUILDERS: dict[Any, Callable[[Args, Any], Expression | None]] = {
     aten.cat: _joined,
     aten.stack: _stacked,
 }
-"""The expressions that operations give which only move or cast elements, and are no views."""
+"""The expressions that operations give which only move or cast elements, and are no views; None if they have to run."""

@@ -12,13 +12,13 @@ import torch
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.files.inert_pickle import Storage, Tensor
-from lowmem_load.files.torch_zip import state_dict
+from lowmem_load.files.torch_zip import TorchZip
 from tests.pickles import NAMED, STORAGE, Call, assembled, saved, with_tensor
 
 
 def test_tensors_are_described_with_their_views() -> None:
     base = torch.arange(12.0).view(3, 4)
-    found = state_dict(saved({"a": base.t(), "b": base[1:], "c": torch.zeros(2, dtype=torch.uint16)}), "x.bin")
+    found = TorchZip().read(saved({"a": base.t(), "b": base[1:], "c": torch.zeros(2, dtype=torch.uint16)}), "x.bin")
     storage = Storage("0", torch.float32, 12)
     assert found == {
         "a": Tensor(storage, torch.float32, 0, (4, 3), (1, 4)),
@@ -28,7 +28,7 @@ def test_tensors_are_described_with_their_views() -> None:
 
 
 def test_the_handmade_pickle_is_right() -> None:
-    found = state_dict(with_tensor(b"K\x01K\x02\x85K\x01\x85"), "x.bin")
+    found = TorchZip().read(with_tensor(b"K\x01K\x02\x85K\x01\x85"), "x.bin")
     assert found == {"a": Tensor(Storage("0", torch.float32, 3), torch.float32, 1, (2,), (1,))}
 
 
@@ -49,7 +49,7 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path, function: Any, name
     code = f"touch {mark}" if function is os.system else f"open({str(mark)!r}, 'w')"
     pickled = saved(wrap(Call(function, code)))
     with pytest.raises(CheckpointError, match=rf"pytorch_model.bin: its pickle names {name}.*nothing was run"):
-        state_dict(pickled, "pytorch_model.bin")
+        TorchZip().read(pickled, "pytorch_model.bin")
     assert not mark.exists()
 
 
@@ -75,12 +75,12 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path, function: Any, name
 )  # fmt: skip
 def test_malformed_pickles(pickled: bytes, text: str) -> None:
     with pytest.raises(CheckpointError, match=f"x.bin: .*{text}"):
-        state_dict(pickled, "x.bin")
+        TorchZip().read(pickled, "x.bin")
 
 
 def test_lazy_negation_is_refused() -> None:
     with pytest.raises(CheckpointError, match="resolve_conj"):
-        state_dict(saved({"a": torch.ones(2, dtype=torch.complex64).conj()}), "x.bin")
+        TorchZip().read(saved({"a": torch.ones(2, dtype=torch.complex64).conj()}), "x.bin")
 
 
 ORDERED = b"ccollections\nOrderedDict\nq\x00)q\x01"
@@ -113,12 +113,12 @@ def test_time_and_memory_are_bounded_by_the_bytes_of_a_hostile_pickle(body: byte
     pickled = assembled(body)
     start = time.process_time()
     with pytest.raises(CheckpointError) as caught:
-        state_dict(pickled, "x.bin")
+        TorchZip().read(pickled, "x.bin")
     assert time.process_time() - start < 5
     assert len(str(caught.value)) < 1000
     tracemalloc.start()
     with pytest.raises(CheckpointError):
-        state_dict(pickled, "x.bin")
+        TorchZip().read(pickled, "x.bin")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 64 * len(pickled) + (1 << 20)
@@ -130,7 +130,7 @@ def test_many_small_tensors_stay_within_the_bound(make: Any) -> None:
     state = {str(number): make(1) for number in range(2000)}
     pickled = saved(state)
     tracemalloc.start()
-    assert list(state_dict(pickled, "x.bin")) == list(state)
+    assert list(TorchZip().read(pickled, "x.bin")) == list(state)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 30 * len(pickled)
