@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 import torch
 
@@ -264,9 +263,7 @@ class Executor:
     def __enter__(self) -> Executor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 self.finish()
@@ -281,12 +278,7 @@ class Executor:
                 self._uploads.finish()  # copies may still use the memory; after `finish` there are none
 
     def fill(
-        self,
-        fill: Fill,
-        destination: torch.Tensor,
-        values: Sequence[Value],
-        constants: Constants,
-        name: str = "",
+        self, fill: Fill, destination: torch.Tensor, values: Sequence[Value], constants: Constants, name: str = ""
     ) -> None:
         """Start to fill flat, contiguous memory. Call `finish` before it is used. Errors of reads name `name`."""
         tensors = {number: self._value(number, values, constants) for number in fill.needs}
@@ -313,33 +305,26 @@ class Executor:
         for task in move_tasks(nest, values.detach().contiguous().view(-1), self._put_into(destination)):
             self.tasks.run(task, destination)
 
-    def read_range(
-        self,
-        path: str,
-        start: int,
-        memory: torch.Tensor,
-        what: str,
-        needed_bytes: int = 0,
-        sources: OpenSources | None = None,
-    ) -> None:
-        """Fill host memory with the bytes of a file from `start` on. Raises as `finish`, naming `what`."""
-        self.stats.path, content = path, memory.view(torch.uint8).numpy().data
+    def read(self, tensor: Source, first: int, memory: torch.Tensor, needed_bytes: int = 0) -> None:
+        """Fill host memory with the elements of a tensor from number `first` on. Raises as `finish`."""
+        self.stats.path, content = tensor.path, memory.view(torch.uint8).numpy().data
+        start = tensor.start + first * tensor.dtype.itemsize
         work: Work | None = getattr(_of_thread, "work", None)
         try:
             if work is not None:
-                work.go_on(path)
-            with (sources or self.sources).reading(path) as source:
+                work.go_on(tensor.path)
+            with (tensor.files or self.sources).reading(tensor.path) as source:
                 for done in range(0, content.nbytes, PART_BYTES):
                     part = content[done : done + PART_BYTES]
                     if needed_bytes:
                         make_pages(part)
                     source.read_into(start + done, part)
                     if work is not None:
-                        work.go_on(path)  # before what was read moves on
+                        work.go_on(tensor.path)  # before what was read moves on
                     with self._lock:
                         self.stats.read_bytes += part.nbytes
         except CheckpointError as error:
-            raise type(error)(f"{error} (while {what} was read)") from error
+            raise type(error)(f"{error} (while {tensor.name!r} was read)") from error
         with self._lock:
             self.stats.num_reads += 1
         if needed_bytes:
@@ -373,7 +358,8 @@ class Executor:
             if isinstance(step, Read):
                 for first, shift in step.iterations():
                     if step.is_direct:
-                        yield self._direct_read(step, first, shift, destination)
+                        memory = destination.narrow(0, step.nest.destination + shift, step.numel)
+                        yield partial(self.read, step.tensor, first, memory, step.needed_bytes_each)
                     else:
                         yield partial(self._staged_read, step, first, step.nest.shifted(destination=shift), put)
             elif isinstance(step, Apply):
@@ -386,18 +372,10 @@ class Executor:
             else:
                 yield from move_tasks(step.nest, known.tensors[step.value], put)
 
-    def _direct_read(self, step: Read, first: int, shift: int, destination: torch.Tensor) -> Task:
-        memory = destination.narrow(0, step.nest.destination + shift, step.numel)
-        return partial(self._read_elements, step.tensor, first, memory, step.needed_bytes_each)
-
     def _staged_read(self, step: Read, first: int, nest: Nest, put: Put) -> None:
         with naming_shortage(f"tensor {step.tensor.name!r}", step.numel * step.tensor.dtype.itemsize):
-            put(nest, step.numel, step.tensor.dtype, partial(self._read_elements, step.tensor, first))
+            put(nest, step.numel, step.tensor.dtype, partial(self.read, step.tensor, first))
         self.on_bytes(step.needed_bytes_each)
-
-    def _read_elements(self, tensor: Source, first: int, memory: torch.Tensor, needed_bytes: int = 0) -> None:
-        start = tensor.start + first * tensor.dtype.itemsize
-        self.read_range(tensor.path, start, memory, repr(tensor.name), needed_bytes, tensor.files)
 
     def _apply(self, put: Put, step: Apply, piece: ApplyPiece, known: Constants) -> None:
         def write(memory: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -39,48 +39,27 @@ class PlannedPart(NamedTuple):
     memory: torch.Tensor
 
 
-class Known(Protocol):
-    """What fills refer to by number: what has planned them."""
-
-    @property
-    def values(self) -> Sequence[Value]:
-        """The values that a plan needs."""
-
-    @property
-    def constants(self) -> Constants:
-        """What of them is in memory, and functions."""
-
-
 def fill(parts: Sequence[Part], executor: Executor, on_part: Callable[[], object] = no_callback) -> Costs:
     """Plan, prove and fill parts; return what that took. For `on_part`, see `fill_planned`.
 
     Raises PlanError before anything is read, and CheckpointError if a file cannot be read or has changed.
     """
-    planned, planner = plan_parts(parts)
-    with executor.undone_on_error():
-        fill_planned(planned, planner, executor, on_part)
-        executor.check_unchanged(part.expression for part in parts)
-    return planner.costs(part.fill for part in planned)
-
-
-def plan_parts(parts: Sequence[Part]) -> tuple[list[PlannedPart], Planner]:
-    """Return the parts as `fill_planned` takes them, and what has planned them."""
     planner = Planner()
     planned = []
     for name, expression, region, memory in parts:
         values = cast(expression, memory.dtype)
         planned.append(PlannedPart(name, planner.plan_fill(name, values, region, on_host=memory.is_cpu), memory))
-    return planned, planner
+    with executor.undone_on_error():
+        fill_planned(planned, Filling(planner.values, planner.constants, executor), on_part)
+        executor.check_unchanged(part.expression for part in parts)
+    return planner.costs(part.fill for part in planned)
 
 
-def fill_planned(
-    parts: Sequence[PlannedPart], known: Known, executor: Executor, on_part: Callable[[], object] = no_callback
-) -> None:
+def fill_planned(parts: Sequence[PlannedPart], filling: Filling, on_part: Callable[[], object] = no_callback) -> None:
     """Fill parts that are planned, in the order of the files.
 
     `on_part` is called as each is begun; it may raise, and so end the reading.
     """
-    filling = Filling(known, executor)
     for part in parts:
         filling.prove(part)
     for part in sorted(parts, key=lambda part: reading_order([part.fill], part.name)):
@@ -95,8 +74,8 @@ class Filling:
     The parts that begin before a `finish` have no memory in common. After it their memory may be given to others.
     """
 
-    def __init__(self, known: Known, executor: Executor) -> None:
-        self.executor, self._known = executor, known
+    def __init__(self, values: Sequence[Value], constants: Constants, executor: Executor) -> None:
+        self.executor, self._values, self._constants = executor, values, constants
         self._taken: list[tuple[str, int, int, str]] = []  # device, first and last byte, name; sorted, none overlap
 
     def prove(self, part: PlannedPart) -> None:
@@ -123,7 +102,7 @@ class Filling:
 
     def start(self, part: PlannedPart) -> None:
         """Start to fill a part that is proved."""
-        self.executor.fill(part.fill, part.memory, self._known.values, self._known.constants, part.name)
+        self.executor.fill(part.fill, part.memory, self._values, self._constants, part.name)
 
     def finish(self) -> None:
         """Return once all that was started is filled."""

@@ -1,7 +1,8 @@
-"""The JSON files beside the weights: indexes of sharded checkpoints, configurations of models and adapters."""
+"""Names of files of weights, and the JSON files beside them: indexes, configurations of models and adapters."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, listed
-from lowmem_load.files.source import read_small
+from lowmem_load.files.source import LocalFile, read_bytes
 
 MAX_JSON_NBYTES = 64 << 20
 """Bytes of such a file: three times the largest published index. Parsed, it takes up to ten times as much."""
@@ -18,8 +19,21 @@ MAX_JSON_NBYTES = 64 << 20
 MAX_COUNT, MAX_LABELS = 1 << 14, 1 << 20
 """Largest number of layers or experts, and of labels, in a config.json. transformers makes lists of this length."""
 
+WEIGHTS = (
+    *("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin"),
+    *("model.safetensors.index.json", "pytorch_model.bin.index.json"),
+    *("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
+)
+"""Files of weights and indexes that transformers and diffusers look for; see `of_variant`."""
+
 _COUNTS = re.compile(r"(?:\A|_)(?:layers?|experts?|blocks?|stages?|depths?|heads?|codebooks?|quantizers?|labels)\Z")
 """Keys of a config.json that count something."""
+
+
+def of_variant(file: str, variant: str | None) -> str:
+    """Return the name that a file of weights, or an index, has for a `variant` of `from_pretrained`."""
+    stem, _, end = file.rpartition(".")
+    return f"{stem}.{variant}.{end}" if variant else file
 
 
 def check_index(index: str, *, needs_metadata: bool = True) -> None:
@@ -91,7 +105,10 @@ def check_model_config(path: str, least_count: int = 0) -> None:
 
 def read_json(path: str) -> Any:
     """Return the content of a JSON file. It must be a regular file of limited size."""
-    content = read_small(path, MAX_JSON_NBYTES)
+    with contextlib.closing(LocalFile(path)) as source:
+        if source.nbytes > MAX_JSON_NBYTES:
+            raise CheckpointError(f"{path}: has {source.nbytes} bytes, expected at most {MAX_JSON_NBYTES}")
+        content = read_bytes(source, 0, source.nbytes)
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:

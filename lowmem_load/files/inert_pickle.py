@@ -52,7 +52,7 @@ _NEWER = (
 )
 DTYPES: Mapping[str, torch.dtype] = {
     **{str(dtype): dtype for dtype in STORAGE_DTYPES.values()},
-    **{f"torch.{name}": getattr(torch, name) for name in _NEWER if hasattr(torch, name)},
+    **{f"torch.{name}": getattr(torch, name) for name in _NEWER},
 }
 
 
@@ -230,12 +230,6 @@ def _call(function: Any, arguments: Any) -> Any:
     return _of_kind(made, kind.name, state) if isinstance(made, Tensor) else made
 
 
-def _storage(kind: Any, storage: Any, key: Any, _device: Any, numel: Any) -> Storage:
-    if kind != "storage" or not isinstance(storage, Global) or not isinstance(key, str) or not _is_size(numel):
-        raise TypeError("a persistent id that is not a storage")
-    return Storage(key, STORAGE_DTYPES[storage.name], numel)
-
-
 class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (as torch.package does)
     stack: list[Any]
     append: Callable[[Any], None]
@@ -261,7 +255,10 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (as torch.package does)
 
     def persistent_load(self, pid: Any) -> Storage:
         """Return a storage."""
-        return _storage(*pid)
+        kind, storage, key, _device, numel = pid
+        if kind != "storage" or not isinstance(storage, Global) or not isinstance(key, str) or not _is_size(numel):
+            raise TypeError("a persistent id that is not a storage")
+        return Storage(key, STORAGE_DTYPES[storage.name], numel)
 
     def load_dict(self) -> None:
         """Make a dict that checks its keys."""
@@ -292,7 +289,9 @@ _MAKES = {
     *("GLOBAL", "STACK_GLOBAL"),
 }
 _REMEMBERS = {"BINPUT", "LONG_BINPUT", "MEMOIZE"}
-_OTHERS = {
+_ALLOWED = {
+    *_MAKES,
+    *_REMEMBERS,
     *("PROTO", "FRAME", "STOP", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
     *("BINUNICODE", "SHORT_BINUNICODE", "EMPTY_TUPLE", "BINPERSID", "BINGET", "LONG_BINGET"),
     *("BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
@@ -304,7 +303,7 @@ def _check_opcodes(pickled: bytes, path: str, nbytes_per_object: int) -> None:
     """Refuse other opcodes, and more objects than the bytes up to them may make, before anything is made."""
     num_made = num_remembered = 0
     for opcode, _, position in pickletools.genops(pickled):
-        if opcode.name not in _MAKES | _REMEMBERS | _OTHERS:
+        if opcode.name not in _ALLOWED:
             raise CheckpointError(f"{path}: its pickle is malformed: it uses {opcode.name}, which no state dict needs")
         num_made += opcode.name in _MAKES
         num_remembered += opcode.name in _REMEMBERS

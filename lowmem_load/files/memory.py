@@ -151,19 +151,19 @@ _UNUSED = _num_references([_pages(1)])[0]
 
 def untouched_bytes(memory: torch.Tensor) -> int:
     """Return how many bytes of contiguous host memory have no pages yet, in whole pages; 0 where that does not show."""
-    page, libc = mmap.PAGESIZE, ctypes.CDLL(None)
+    page = mmap.PAGESIZE
     first, end = -(-memory.data_ptr() // page), (memory.data_ptr() + memory.nbytes) // page
-    if first >= end or not hasattr(libc, "mincore"):
+    if first >= end:
         return 0
-    has_page = (ctypes.c_ubyte * (end - first))()
-    if libc.mincore(ctypes.c_void_p(first * page), ctypes.c_size_t((end - first) * page), has_page):
+    has_page, size = (ctypes.c_ubyte * (end - first))(), ctypes.c_size_t((end - first) * page)
+    if ctypes.CDLL(None).mincore(ctypes.c_void_p(first * page), size, has_page):
         return 0
     return page * int((torch.frombuffer(has_page, dtype=torch.uint8) & 1).logical_not().sum())
 
 
 def trim_heap() -> None:
     """Return free pages to the system: glibc keeps holes between blocks, and 400 MiB of weights took up to 990 MiB."""
-    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # of glibc alone
 
 
 # -- shortage ---------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def _is_shortage(error: Exception) -> bool:
 def make_pages(memory: memoryview) -> None:
     """Have the system make the pages of memory that is written soon, if it has none."""
     # A page fault for each page takes a quarter more processor time. Memory that has pages already is left alone.
-    if sys.platform != "linux" or memory.nbytes < POPULATED_BYTES // 16:
+    if memory.nbytes < POPULATED_BYTES // 16:
         return
     libc, page = ctypes.CDLL(None), mmap.PAGESIZE
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))

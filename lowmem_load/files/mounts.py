@@ -84,15 +84,11 @@ def read_cost(paths: Iterable[str]) -> ReadCost:
     On a network file system a block is the larger of `st_blksize` and the `rsize` of the mount; of several file
     systems, the largest block counts. Files in a remote store cost as `STORE` says.
     """
-    mounts: dict[str, Mount | None] = {}
-    block_bytes = 1
-    for path in paths:
-        if is_stand_in(path):
-            return STORE
-        folder = os.path.dirname(os.path.realpath(path))
-        if folder not in mounts:
-            mounts[folder] = mount_of(folder)
-        mount = mounts[folder]
+    paths, block_bytes = list(paths), 1
+    if any(map(is_stand_in, paths)):
+        return STORE
+    for folder, path in {os.path.dirname(os.path.realpath(path)): path for path in paths}.items():
+        mount = mount_of(folder)
         if mount is not None and mount.is_network and os.path.exists(path):
             block_bytes = max(block_bytes, os.stat(path).st_blksize, mount.rsize)
     return ReadCost(NETWORK_CALL_S, NETWORK_BYTES_PER_S, block_bytes) if block_bytes > 1 else ReadCost()

@@ -25,7 +25,10 @@ from urllib.parse import quote, unquote, urlsplit
 from urllib.request import Request, urlopen
 
 import huggingface_hub
+import obstore
 from huggingface_hub.utils import build_hf_headers
+from obstore import exceptions
+from obstore.store import HTTPStore, from_url
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.files.remote_file import HEAD_BYTES, is_http, plain_url, without_secrets
@@ -166,9 +169,6 @@ def _with_endpoint_login(url: str) -> str:
 
 def _get(name: str, store: Any, key: str, offset: int, memory: memoryview, condition: Mapping[str, Any]) -> str:
     """Fill memory with the bytes of a file from `offset` on; return the version that the answer has."""
-    import obstore
-
-    _check_process(name)
     with _translate_errors(name):
         options: Any = {"range": (offset, offset + memory.nbytes), **condition}
         result = obstore.get(store, key, options=options)
@@ -196,7 +196,8 @@ def list_files(url: str, subfolder: str) -> dict[str, RemoteObject]:
     Where S3 needs credentials and the environment names none, it is asked without a signature first: the bucket may be
     public, and to ask the machine for its role takes long where it has none.
     """
-    if not url.startswith("s3") or has_credentials():
+    has_credentials = any(name in os.environ for name in _IN_ENVIRONMENT) or "credential_provider" in aws_settings()
+    if not url.startswith("s3") or has_credentials:
         return _list(url, subfolder, unsigned=False)
     try:
         return _list(url, subfolder, unsigned=True)
@@ -208,8 +209,6 @@ def list_files(url: str, subfolder: str) -> dict[str, RemoteObject]:
 
 def _list(url: str, subfolder: str, *, unsigned: bool) -> dict[str, RemoteObject]:
     store = open_store(url, unsigned=unsigned)
-    import obstore
-
     with _translate_errors(plain_url(url)):
         files: dict[str, RemoteObject] = {}
         for prefix in dict.fromkeys(("", subfolder.strip("/"))):
@@ -225,15 +224,12 @@ def find(url: str, file: str) -> RemoteObject | None:
     It is found by GET of its first byte: HEAD is often refused, or answered with another size.
     """
     store = open_store(url)
-    import obstore
-
-    _check_process(_name(url, file))
     with _translate_errors(_name(url, file)):
         try:
             return _object(url, obstore.get(store, file, options={"range": (0, 1)}).meta)
         except FileNotFoundError:
             return None
-        except obstore.exceptions.BaseError as error:
+        except exceptions.BaseError as error:
             if "416" not in _summary(error):  # the file is empty
                 raise
             return _object(url, obstore.get(store, file).meta)
@@ -323,24 +319,18 @@ def open_store(url: str, headers: Mapping[str, str] | None = None, *, unsigned: 
     """Return obstore's store of a URL, which has asked nobody yet. `headers` go with each request."""
     prefixes = ("AWS_", "AZURE_", "GOOGLE_", "HOME", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
     environment = (item for item in os.environ.items() if item[0].startswith(prefixes))
-    return _store(url, tuple((headers or {}).items()), unsigned, TIMEOUT_S, PATIENCE_S, (*environment, os.getpid()))
+    key = (*environment, TIMEOUT_S, PATIENCE_S, os.getpid())
+    return _store(url, tuple((headers or {}).items()), unsigned, key)
 
 
 @functools.lru_cache(maxsize=64)
-def _store(
-    url: str,
-    headers: tuple[tuple[str, str], ...],
-    unsigned: bool,
-    timeout_s: float,
-    patience_s: float,
-    _: object,
-) -> Any:
-    """Return the store by settings and the environment. It is kept, with its connections."""
-    from obstore import exceptions
-    from obstore.store import HTTPStore, from_url
+def _store(url: str, headers: tuple[tuple[str, str], ...], unsigned: bool, _: object) -> Any:
+    """Return the store by settings, environment and process. It is kept, with its connections.
 
+    Raises ConfigError in a process that was forked from one that has used obstore.
+    """
     plain, login = _split_login(url)
-    options: Any = {"timeout": f"{10 * timeout_s:g}s", "read_timeout": f"{timeout_s:g}s", "connect_timeout": "5s"}
+    options: Any = {"timeout": f"{10 * TIMEOUT_S:g}s", "read_timeout": f"{TIMEOUT_S:g}s", "connect_timeout": "5s"}
     options["default_headers"] = {"Accept-Encoding": "identity", **dict(headers), **login}
     if (roots := _own_roots()) is not None:
         options["root_certificate"] = Path(roots).read_bytes()
@@ -351,7 +341,7 @@ def _store(
     if any(endpoint.startswith("http://") for endpoint in endpoints):
         options["allow_http"] = True  # as the owner of the environment says; else a redirect from https is refused
     backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
-    retries: Any = {"max_retries": 1000, "retry_timeout": timedelta(seconds=patience_s), "backoff": backoff}
+    retries: Any = {"max_retries": 1000, "retry_timeout": timedelta(seconds=PATIENCE_S), "backoff": backoff}
     try:
         if is_http(url):
             store: Any = HTTPStore.from_url(plain, client_options=options, retry_config=retries)
@@ -360,7 +350,11 @@ def _store(
     except (exceptions.BaseError, ValueError) as error:
         reason = without_secrets(str(error).partition("\n")[0])[:200]
         raise CheckpointError(f"{plain_url(url)}: is no URL of a store, or one that lacks settings: {reason}") from None
-    _check_process(plain_url(url))
+    if _used_by and _used_by[0] != os.getpid():  # threads of obstore are not in this process, so it would hang
+        raise ConfigError(
+            f"{plain_url(url)}: this process was forked from one that has read from a store; start it by spawn"
+        )
+    _used_by[:] = [os.getpid()]
     return store
 
 
@@ -383,11 +377,6 @@ _IN_ENVIRONMENT = (
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 )
 """Variables of which each one says who asks, or that nobody does; obstore takes them."""
-
-
-def has_credentials() -> bool:
-    """Return whether the environment, or the files of AWS, say who asks."""
-    return any(name in os.environ for name in _IN_ENVIRONMENT) or "credential_provider" in aws_settings()
 
 
 def aws_settings() -> dict[str, Any]:
@@ -418,20 +407,11 @@ def aws_settings() -> dict[str, Any]:
     return settings
 
 
-def _check_process(name: str) -> None:
-    """Refuse a process that was forked from one that has used obstore: its threads are not there, and it would hang."""
-    if _used_by and _used_by[0] != os.getpid():
-        raise ConfigError(f"{name}: this process was forked from one that has read from a store; start it by spawn")
-    _used_by[:] = [os.getpid()]
-
-
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _translate_errors(name: str) -> Iterator[None]:
-    from obstore import exceptions
-
     try:
         yield
     except exceptions.PreconditionError:

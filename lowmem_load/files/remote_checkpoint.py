@@ -20,19 +20,6 @@ from lowmem_load.files.remote_file import Check, is_http, map_in_threads, plain_
 from lowmem_load.files.stand_ins import MAX_FILES, Listing, is_plain_path, lay_out, note_secret, read_front
 from lowmem_load.phases import no_callback
 
-WEIGHTS = (
-    *("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin"),
-    *("model.safetensors.index.json", "pytorch_model.bin.index.json"),
-    *("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
-)
-"""Files of weights and indexes that transformers and diffusers look for; see `of_variant`."""
-
-
-def of_variant(file: str, variant: str | None) -> str:
-    """Return the name that a file of weights, or an index, has for a `variant` of `from_pretrained`."""
-    stem, _, end = file.rpartition(".")
-    return f"{stem}.{variant}.{end}" if variant else file
-
 
 def folder_of_url(url: str, *, subfolder: str = "", check: Check = no_callback) -> str:
     """Return the folder that stands for a URL. `check` is called while this waits, and may raise to end it.

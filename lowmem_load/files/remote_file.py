@@ -76,12 +76,6 @@ def request_counts() -> Counts:
     return _counts
 
 
-def _count_request(nbytes: int) -> None:
-    global _counts  # noqa: PLW0603  of the process, as its connections
-    with _counts_lock:
-        _counts = Counts(_counts.num_requests + 1, _counts.received_bytes + nbytes)
-
-
 def requests_in_flight(num_ranks: int) -> int:
     """Return how many requests each of the ranks of a node has in flight."""
     return max(MIN_IN_FLIGHT, min(MAX_IN_FLIGHT, IN_FLIGHT_PER_NODE // num_ranks))
@@ -115,6 +109,7 @@ class RemoteFile:
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """See `ByteSource`."""
+        global _counts  # noqa: PLW0603  of the process, as its connections
         if (missing := offset + memory.nbytes - self.nbytes) > 0:
             raise TruncatedFileError(f"{self._item.name}: ended at byte {self.nbytes} ({missing} short)")
         if offset + memory.nbytes <= len(self._head):
@@ -125,7 +120,8 @@ class RemoteFile:
                 raise CheckpointError(f"{self._item.name}: was closed while it was read")
             part = memory[start : start + REQUEST_BYTES]
             self._item.fetch(offset + start, part)
-            _count_request(part.nbytes)
+            with _counts_lock:
+                _counts = Counts(_counts.num_requests + 1, _counts.received_bytes + part.nbytes)
 
     def close(self) -> None:
         """See `ByteSource`. The requests of other threads go on; no further ones are made."""

@@ -55,10 +55,8 @@ _DTYPES: Mapping[str, tuple[int, str]] = {
 """Dtypes of safetensors 0.8.0, in the order of `Dtype` in `tensor.rs`: bits of an element, name in torch if any."""
 
 BITS: Mapping[str, int] = {code: bits for code, (bits, _) in _DTYPES.items()}
-DTYPES: Mapping[str, torch.dtype] = {
-    code: getattr(torch, name) for code, (_, name) in _DTYPES.items() if name and hasattr(torch, name)
-}
-"""The dtypes that the installed torch has too."""
+DTYPES: Mapping[str, torch.dtype] = {code: getattr(torch, name) for code, (_, name) in _DTYPES.items() if name}
+"""The dtypes that torch has too."""
 
 PACKED = {"F4": 2}
 """Elements along the last dimension that torch packs into one element of its dtype."""
@@ -171,19 +169,16 @@ def _is_size(value: Any) -> bool:
 
 
 def _entry(name: str, fields: Any, data_start: int, file_name: str) -> TensorEntry:
+    where = f"{file_name}: tensor {name!r}"
     if not isinstance(fields, dict) or not fields.keys() >= FIELDS:
-        raise HeaderError(f"{file_name}: tensor {name!r} lacks dtype, shape or data_offsets")
+        raise HeaderError(f"{where} lacks dtype, shape or data_offsets")
     code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(code, str) or code not in BITS:
-        raise HeaderError(
-            f"{file_name}: tensor {name!r} has unknown dtype {reprlib.repr(code)}; known are {', '.join(BITS)}"
-        )
+        raise HeaderError(f"{where} has unknown dtype {reprlib.repr(code)}; known are {', '.join(BITS)}")
     if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
-        raise HeaderError(f"{file_name}: tensor {name!r} has shape {reprlib.repr(shape)}, expected a list of sizes")
+        raise HeaderError(f"{where} has shape {reprlib.repr(shape)}, expected a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
-        raise HeaderError(
-            f"{file_name}: tensor {name!r} has data_offsets {reprlib.repr(offsets)}, expected [start, end)"
-        )
+        raise HeaderError(f"{where} has data_offsets {reprlib.repr(offsets)}, expected [start, end)")
     numel = 1
     for size in shape:
         numel *= size
@@ -191,15 +186,14 @@ def _entry(name: str, fields: Any, data_start: int, file_name: str) -> TensorEnt
             break
     nbits = numel * BITS[code]
     if nbits > MAX_SIZE:
-        raise HeaderError(f"{file_name}: tensor {name!r} has shape {reprlib.repr(shape)}, too large to be counted")
+        raise HeaderError(f"{where} has shape {reprlib.repr(shape)}, too large to be counted")
     if nbits % 8:
         raise HeaderError(
-            f"{file_name}: tensor {name!r} of shape {tuple(shape)} and dtype {code} has {nbits} bits, no whole number "
-            "of bytes"
+            f"{where} of shape {tuple(shape)} and dtype {code} has {nbits} bits, no whole number of bytes"
         )
     if offsets[1] - offsets[0] != nbits // 8:
         raise HeaderError(
-            f"{file_name}: tensor {name!r} of shape {tuple(shape)} and dtype {code} needs {nbits // 8} bytes, "
+            f"{where} of shape {tuple(shape)} and dtype {code} needs {nbits // 8} bytes, "
             f"its data_offsets {offsets} hold {offsets[1] - offsets[0]}"
         )
     return TensorEntry(file_name, name, code, tuple(shape), data_start + offsets[0])

@@ -98,8 +98,7 @@ class LocalFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._descriptor = -1
-        with _translate_errors(path):
-            self._descriptor, status = self._call(_open_regular, path)
+        self._descriptor, status = self._call(_open_regular, path)
         _leave_room(self._descriptor)
         self.nbytes, self._opened_version = status.st_size, _version(status)
         self._is_on_disk = os.major(status.st_dev) != 0  # file systems in memory and on the network have major number 0
@@ -107,8 +106,7 @@ class LocalFile:
     @property
     def version(self) -> str:
         """Device, inode, size and time of change of the open file."""
-        with _translate_errors(self.path):
-            return _version(self._call(os.fstat, self._descriptor))
+        return _version(self._call(os.fstat, self._descriptor))
 
     @property
     def path_of_open(self) -> str:
@@ -118,14 +116,13 @@ class LocalFile:
     def read_into(self, offset: int, memory: memoryview) -> None:
         """See `ByteSource`."""
         opens_until = offset + 2 * OPENING_BYTES * self._is_on_disk
-        with _translate_errors(self.path):
-            while memory:
-                part = memory[:OPENING_BYTES] if offset < opens_until else memory
-                num_bytes = self._call(os.preadv, self._descriptor, [part], offset)
-                if num_bytes == 0:
-                    raise TruncatedFileError(f"{self.path}: ended at byte {offset} ({memory.nbytes} bytes short)")
-                offset += num_bytes
-                memory = memory[num_bytes:]
+        while memory:
+            part = memory[:OPENING_BYTES] if offset < opens_until else memory
+            num_bytes = self._call(os.preadv, self._descriptor, [part], offset)
+            if num_bytes == 0:
+                raise TruncatedFileError(f"{self.path}: ended at byte {offset} ({memory.nbytes} bytes short)")
+            offset += num_bytes
+            memory = memory[num_bytes:]
 
     def close(self) -> None:
         """See `ByteSource`."""
@@ -137,14 +134,21 @@ class LocalFile:
     __del__ = close
 
     def _call(self, call: Callable[..., T], *args: object) -> T:
+        """Return the result of a system call. CheckpointError: it fails, also after some time."""
         delays = iter(RETRY_DELAYS_S)
         while True:
             try:
                 return call(*args)
+            except CheckpointError:  # which is a ValueError
+                raise
+            except ValueError as error:  # a NUL in the path
+                raise CheckpointError(f"{self.path!r}: cannot be opened: {error}") from error
             except OSError as error:
                 delay_s = next(delays, None)
                 if error.errno not in TRANSIENT or delay_s is None:
-                    raise
+                    advice = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+                    reason = error.strerror or error
+                    raise CheckpointError(f"{self.path}: cannot be read: {reason}{advice}") from error
                 with _retries_lock:
                     _retries[f"{self.path}: {error.strerror}"] += 1
                 logger.warning("%s: %s; trying again in %.2f s", self.path, error.strerror, delay_s)
@@ -206,27 +210,6 @@ def read_bytes(source: ByteSource, offset: int, nbytes: int) -> bytes:
     content = bytearray(max(0, min(nbytes, source.nbytes - offset)))
     source.read_into(offset, memoryview(content))
     return bytes(content)
-
-
-def read_small(path: str, max_nbytes: int) -> bytes:
-    """Return the bytes of a regular file. Raises CheckpointError if there are more than `max_nbytes`."""
-    with contextlib.closing(LocalFile(path)) as source:
-        if source.nbytes > max_nbytes:
-            raise CheckpointError(f"{path}: has {source.nbytes} bytes, expected at most {max_nbytes}")
-        return read_bytes(source, 0, source.nbytes)
-
-
-@contextlib.contextmanager
-def _translate_errors(path: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        advice = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}{advice}") from error
-    except ValueError as error:  # a NUL in the path
-        raise CheckpointError(f"{path!r}: cannot be opened: {error}") from error
 
 
 # -- the open files of a load -----------------------------------------------------------------------------------------

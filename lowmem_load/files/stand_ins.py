@@ -58,7 +58,7 @@ Listing: TypeAlias = "Mapping[str, RemoteObject]"
 Fetch: TypeAlias = "Callable[[str, RemoteObject], bytes]"
 """Returns the content of a small file, given its path in the checkpoint."""
 
-_secrets: dict[str, str] = {}  # a URL with credentials, or a token, by the URL without them or the Hub id
+_secrets: dict[str, str | None] = {}  # a URL with credentials, or a token, by the URL without them or the Hub id
 
 
 def is_url(name: object) -> bool:
@@ -68,10 +68,7 @@ def is_url(name: object) -> bool:
 
 def note_secret(origin: str, secret: str | None) -> None:
     """Keep what this process needs to open the files of a URL or Hub id; None: nothing."""
-    if secret is None:
-        _secrets.pop(origin, None)
-    else:
-        _secrets[origin] = secret
+    _secrets[origin] = secret
 
 
 def cache_folder() -> str:

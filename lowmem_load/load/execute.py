@@ -22,7 +22,7 @@ from lowmem_load.models import loader
 from lowmem_load.phases import Phases, Progress, computing, no_callback, progress_bar
 from lowmem_load.planning.load_plan import CompanionPlan, TargetPlan
 from lowmem_load.planning.reads import Fill
-from lowmem_load.quantized.format import part_of_rank
+from lowmem_load.planning.regions import partition_numel
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.text import share
 
@@ -50,7 +50,7 @@ def execute(
     This uses up `planned`. `on_part` is called after each parameter. `once` carries out the reads of ranks that hold
     the same.
     """
-    plan, filling = planned.plan, Filling(planned, executor)
+    plan, filling = planned.plan, Filling(planned.plan.values, planned.constants, executor)
     executor.sources.expect(plan.files)
     fill_buffers(planned, target, filling)
     # A value in memory is freed after the last parameter that needs it.
@@ -174,7 +174,8 @@ def combine_companions(
                 for (name, companion), of_ranks in zip(batch, parts, strict=True):
                     assert companion.fill is not None  # as of all that are in parts
                     mine = of_ranks[side.place][: companion.fill.numel]
-                    fill_planned([PlannedPart(f"{name}.{companion.name}", companion.fill, mine)], planned, executor)
+                    filling = Filling(planned.plan.values, planned.constants, executor)
+                    fill_planned([PlannedPart(f"{name}.{companion.name}", companion.fill, mine)], filling)
             with ranks.step("sending the scales of packed weights", progress=side.progress(progress)):
                 for rank, message in enumerate(memory):
                     side.broadcast(message, rank)
@@ -188,7 +189,7 @@ def _in_parts(
     batch: Sequence[tuple[str, CompanionPlan]], world_size: int
 ) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
     """Return memory for companions, a row for each rank's message, and the parts of each companion in it."""
-    numels = [part_of_rank(math.prod(companion.shape), 0, world_size).numel for _, companion in batch]  # the largest
+    numels = [partition_numel(math.prod(companion.shape), world_size) for _, companion in batch]
     nbytes = [numel * companion.dtype.itemsize for numel, (_, companion) in zip(numels, batch, strict=True)]
     memory = torch.zeros(world_size, sum(nbytes), dtype=torch.uint8, device="cpu")
     pieces = torch.split(memory, nbytes, dim=1)

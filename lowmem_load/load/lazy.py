@@ -203,7 +203,7 @@ def hand_out(
     A forward reads all parameters below its module first. `on_load` is called with the report before the first forward
     of the model, or when it has been filled.
     """
-    filling = Filling(planned, executor)
+    filling = Filling(planned.plan.values, planned.constants, executor)
     fill_buffers(planned, described.target, filling)
     plans = {part.name: part for part in planned.plan.targets}
     restores: list[Callable[[], None]] = []

@@ -19,7 +19,6 @@ from lowmem_load.planning.load_plan import (
     LoadPlan,
     SlowPath,
     TargetPlan,
-    Value,
     reading_order,
 )
 from lowmem_load.planning.planner import Constants, Planner
@@ -52,11 +51,6 @@ class PlannedModel:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     packings: dict[str, Packing] = field(default_factory=dict)
     combined: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    @property
-    def values(self) -> Sequence[Value]:
-        """Those of the plan, by number."""
-        return self.plan.values
 
 
 def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> PlannedModel:

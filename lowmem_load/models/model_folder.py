@@ -18,7 +18,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers.utils import find_adapter_config_file
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, error_text, listed
-from lowmem_load.files.index import check_files, check_index, read_json
+from lowmem_load.files.index import WEIGHTS, check_files, check_index, of_variant, read_json
 from lowmem_load.files.stand_ins import is_url, origin
 from lowmem_load.phases import no_callback
 
@@ -212,8 +212,6 @@ def _is_cached(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Return whether the Hub's cache holds the weights of a model, or the Hub may not be asked."""
     if kwargs.get("local_files_only") or huggingface_hub.constants.HF_HUB_OFFLINE:
         return True
-    from lowmem_load.files.remote_checkpoint import WEIGHTS, of_variant
-
     folder, variant = kwargs.get("subfolder") or "", kwargs.get("variant")
     try:
         paths = [_cached_file(name, posixpath.join(folder, of_variant(file, variant)), kwargs) for file in WEIGHTS]
@@ -278,8 +276,6 @@ def cached_folder(name: str, kwargs: Mapping[str, Any]) -> str:
 
     `huggingface_hub.snapshot_download` refuses that. Raises CheckpointError if the cache has nothing of the model.
     """
-    from lowmem_load.files.remote_checkpoint import WEIGHTS
-
     folder = kwargs.get("subfolder") or ""
     files = ("config.json", "model_index.json", "adapter_config.json", *WEIGHTS)
     for file in dict.fromkeys((*(posixpath.join(folder, file) for file in files), *files)):

@@ -137,7 +137,8 @@ def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: 
         return _quantize(inputs[0], template)[0].view(-1).view(storage)
 
     def scale(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        return _scales(inputs[0], template)
+        absmax: torch.Tensor = _quantize(inputs[0], template)[1].absmax
+        return absmax.cpu()  # from where it is sent to all ranks
 
     def combine(read: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         return {_STATE: _state(read[_SCALES], shape, dtype, template)}
@@ -170,12 +171,6 @@ def _quantize(weights: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
         weights.to(device), blocksize=settings.blocksize, quant_type=settings.quant_type
     )
     return packed, state
-
-
-def _scales(weights: torch.Tensor, settings: Any) -> torch.Tensor:
-    """Return the scales of whole blocks, on the host."""
-    scales: torch.Tensor = _quantize(weights, settings)[1].absmax.cpu()
-    return scales
 
 
 def _state(scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype, settings: Any) -> Any:

@@ -34,7 +34,7 @@ from lowmem_load.planning.expression import (
 )
 from lowmem_load.planning.load_plan import CompanionPlan
 from lowmem_load.planning.planner import Planner
-from lowmem_load.planning.regions import FlatRange
+from lowmem_load.planning.regions import partition_range
 from lowmem_load.replaced import Handlers
 from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -96,19 +96,13 @@ class Companion:
     """A tensor that goes with packed values, such as scales; without an expression it is made of those that have one.
 
     Every rank has it in full, since any rank may gather the weight. One `in_parts` only makes others: each rank
-    computes a part of it, see `part_of_rank`.
+    computes a part of it, as of a ZeRO-3 parameter.
     """
 
     shape: Shape
     dtype: torch.dtype
     expression: Expression | None
     in_parts: bool = False
-
-
-def part_of_rank(num_elements: int, rank: int, world_size: int) -> FlatRange:
-    """Return which elements of a companion in parts a rank computes."""
-    size = -(-num_elements // world_size)
-    return FlatRange(min(rank * size, num_elements), min((rank + 1) * size, num_elements))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,7 +165,7 @@ def plan_companions(
         fill = None
         if companion.expression is not None:
             place = (rank, world_size) if companion.in_parts else (0, 1)
-            part = part_of_rank(numel(companion.expression), *place)
+            part = partition_range(numel(companion.expression), *place)
             fill = planner.plan_fill(f"{name}.{key}", companion.expression, part)
         yield CompanionPlan(key, companion.shape, companion.dtype, fill, companion.in_parts)
 

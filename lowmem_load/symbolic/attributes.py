@@ -52,10 +52,7 @@ def hand_over_attributes(
 
 
 def hand_over_extra_states(
-    loaded: Mapping[str, nn.Module],
-    modules: Mapping[str, nn.Module],
-    device: torch.device,
-    without: Collection[str],
+    loaded: Mapping[str, nn.Module], modules: Mapping[str, nn.Module], device: torch.device, without: Collection[str]
 ) -> None:
     """Give modules the extra states of the loaded ones of the same names, but for those that are not loaded."""
     for name, module in loaded.items():

@@ -13,7 +13,6 @@ numbers for it are drawn, so that those after it are the same.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -99,7 +98,7 @@ class Constructor:
         def move(_: nn.Module, __: str, parameter: Any) -> None:
             if threading.get_ident() != thread or parameter is None or parameter.is_meta or _is_special(parameter):
                 return
-            if self._memory.is_instead_of_meta(parameter):
+            if self._memory.is_on_meta(parameter):
                 shape, stride, dtype = parameter.shape, parameter.stride(), parameter.dtype
                 empty = torch.empty_strided(shape, stride, dtype=dtype, device=META)
                 # `swap_tensors`, which would also refuse what autograd refers to. Without its memory it is of no use.
@@ -221,9 +220,9 @@ class _Memory:
         """Note real tensors that an ordinary load has on meta."""
         self._instead_of_meta.update(_storage(part) for part in _strided(tensors))
 
-    def is_instead_of_meta(self, tensor: torch.Tensor) -> bool:
-        """Return whether an ordinary load has a real tensor on meta."""
-        return any(_storage(part) in self._instead_of_meta for part in _strided([tensor]))
+    def is_on_meta(self, tensor: torch.Tensor) -> bool:
+        """Return whether an ordinary load has a tensor on meta."""
+        return tensor.is_meta or any(_storage(part) in self._instead_of_meta for part in _strided([tensor]))
 
     def note(self, tensors: Iterable[torch.Tensor], *, known: bool) -> None:
         """Note that known or unknown values were written to all elements of tensors."""
@@ -281,7 +280,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = _tensors(*args, *kwargs.values())
+        tensors = [*tensors_in(args), *tensors_in(kwargs)]
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
         if func._schema.is_mutable:
             return self._write(func, args, kwargs, tensors, draws)
@@ -290,17 +289,17 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         uses_shape_only, device = func.overloadpacket in FACTORIES, kwargs.get("device")
         inputs = [] if uses_shape_only and device is not None else tensors
-        is_on_meta = any(map(self._is_on_meta, inputs)) or device == _DEFAULT
+        is_on_meta = any(map(self._memory.is_on_meta, inputs)) or device == _DEFAULT
         if is_on_meta:
             if draws or any(tensor.is_meta for tensor in inputs):
                 return _on_meta(func, args, kwargs)
             metas = _shapes(func, args, kwargs)
-            if device == META or any(tensor.numel() > MAX_NUMEL for tensor in _tensors(metas)):
+            if device == META or any(tensor.numel() > MAX_NUMEL for tensor in tensors_in(metas)):
                 return metas
             kwargs = {**kwargs, "device": CPU} if device == _DEFAULT else kwargs
         is_apart = is_on_meta and func.overloadpacket in _EMPTY | _ZERO and metas.nbytes >= APART_BYTES
         result = _make_zeros_apart(metas) if is_apart else func(*args, **kwargs)
-        made = _tensors(result)
+        made = list(tensors_in(result))
         if is_on_meta:
             self._memory.note_instead_of_meta(made)
         if func.overloadpacket in _EMPTY or (not uses_shape_only and self._memory.has_unknown(inputs)):
@@ -311,14 +310,14 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(_is_special, tensors)):
             return func(*args, **kwargs)
         places = written_arguments(func, args, kwargs)
-        written = _tensors(*places)
+        written = list(tensors_in(places))
         others = [tensor for tensor in tensors if all(tensor is not target for target in written)]
         if any(tensor.is_meta for tensor in tensors):
             self._memory.note(written, known=False)
             if not all(tensor.is_meta for tensor in written) or draws:  # there is nothing to write or to draw
                 return places[0] if len(places) == 1 else tuple(places)
             return _on_meta(func, args, kwargs)
-        draws_apart = draws and any(map(self._is_on_meta, written))
+        draws_apart = draws and any(map(self._memory.is_on_meta, written))
         result = func(*args, **kwargs, **({"generator": self._generator} if draws_apart else {}))
         is_out = any(argument.is_write and argument.kwarg_only for argument in func._schema.arguments)
         if draws_apart or self._memory.has_unknown(others) or func.overloadpacket in (aten.resize_, aten.resize_as_):
@@ -328,17 +327,6 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif torch.Tag.pointwise not in func.tags and self._memory.has_unknown(written):
             self._memory.note(written, known=False)  # it may spread what is unknown
         return result
-
-    def _is_on_meta(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is on meta in an ordinary load."""
-        return tensor.is_meta or self._memory.is_instead_of_meta(tensor)
-
-
-def _tensors(*values: Any) -> list[torch.Tensor]:
-    """Return the tensors among the arguments or results of an operation, and in lists of them."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    lists = [value for value in values if isinstance(value, list | tuple)]
-    return tensors + _tensors(*itertools.chain(*lists)) if lists else tensors
 
 
 def _strided(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -368,7 +356,7 @@ def _make_zeros_apart(meta: torch.Tensor) -> torch.Tensor:
 
 
 def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if _tensors(*args, *kwargs.values()):
+    if next(tensors_in((args, kwargs)), None) is not None:  # many operations have none
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), (args, kwargs))
     for name, value in (("device", META), ("generator", None)):
         if name in kwargs:

@@ -26,6 +26,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -34,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.locks import ForkedLock
-from lowmem_load.planning.expression import Expression, cast, expand, hold, numel
+from lowmem_load.planning.expression import Expression, cast, expand, hold
 from lowmem_load.replaced import holding
 from lowmem_load.symbolic.initialise import CPU, SharedValue
 from lowmem_load.symbolic.tensor import FACTORIES, SymbolicTensor, with_strides, writes_first_alone, written_arguments
@@ -170,7 +171,9 @@ class LazyTensor(SymbolicTensor):
 
     def untyped_storage(self) -> Any:
         """Return what tells which tensors share memory. Anything else that is asked of it makes the values real."""
-        return _Storage(self) if self.value.memory is None else keep(self).untyped_storage()
+        if self.value.memory is not None:
+            return keep(self).untyped_storage()
+        return _Storage(tensor=self, **vars(super().untyped_storage()))
 
     def storage(self) -> Any:  # noqa: D102  torch's
         return keep(self).storage()
@@ -226,25 +229,13 @@ class LazyTensor(SymbolicTensor):
 LazyTensor.family = LazyTensor
 
 
-class _Storage:
+class _Storage(SimpleNamespace):
     """The storage of a value that is not in memory: an address and a size, which tell ties."""
 
-    def __init__(self, tensor: LazyTensor) -> None:
-        self._tensor = tensor
-
-    def data_ptr(self) -> int:
-        """Return a number that all names of the value share."""
-        return id(self._tensor.value)
-
-    def nbytes(self) -> int:
-        """Return the bytes that the value takes."""
-        base = self._tensor.value.expression
-        return numel(base) * base.dtype.itemsize
-
-    size = nbytes
+    tensor: LazyTensor
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(keep(self._tensor).untyped_storage(), name)
+        return getattr(keep(self.tensor).untyped_storage(), name)
 
 
 def is_unread(tensor: torch.Tensor) -> bool:
@@ -341,15 +332,11 @@ def _only_a_graph_refers_to(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _like(tensor: LazyTensor, values: torch.Tensor) -> torch.Tensor:
     """Return a parameter if `tensor` is one, with other values and with the attributes that code has put on it."""
     is_parameter = isinstance(tensor, nn.Parameter)
     made = nn.Parameter(values, tensor.requires_grad) if is_parameter else values.requires_grad_(tensor.requires_grad)
-    attributes = {name: value for name, value in vars(tensor).items() if name not in _OWN}
-    if isinstance(tensor, LazyTensor):
-        tensor.hand_on(made, attributes)
-    else:
-        vars(made).update(attributes)
+    tensor.hand_on(made, {name: value for name, value in vars(tensor).items() if name not in _OWN})
     return made
 
 

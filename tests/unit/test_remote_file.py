@@ -22,8 +22,10 @@ from lowmem_load.files.remote_file import (
     requests_in_flight,
 )
 from lowmem_load.files.source import read_bytes
+from lowmem_load.planning.expression import Source
 
 CONTENT = bytes(range(256)) * 16
+WEIGHT = Source("path", "w", 0, (8,), torch.uint8)
 
 
 class Memory:
@@ -103,7 +105,7 @@ def test_an_interrupt_ends_a_load_from_a_store_that_does_not_answer() -> None:
     def load() -> None:
         with Executor(num_threads=4, open_source=lambda path: RemoteFile(item)) as executor:
             timer.start()
-            executor.tasks.run(lambda: executor.read_range("path", 0, torch.empty(8, dtype=torch.uint8), "'w'"))
+            executor.tasks.run(lambda: executor.read(WEIGHT, 0, torch.empty(8, dtype=torch.uint8)))
             executor.finish()
 
     try:
@@ -126,7 +128,7 @@ def test_the_failure_of_another_rank_ends_a_load_from_a_store_that_does_not_answ
     def load() -> None:
         with Executor(num_threads=4, open_source=lambda path: RemoteFile(item)) as executor:
             executor.tasks.check = check
-            executor.tasks.run(lambda: executor.read_range("path", 0, torch.empty(8, dtype=torch.uint8), "'w'"))
+            executor.tasks.run(lambda: executor.read(WEIGHT, 0, torch.empty(8, dtype=torch.uint8)))
             executor.finish()
 
     try:

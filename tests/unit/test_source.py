@@ -13,7 +13,7 @@ import pytest
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.files import source as source_module
-from lowmem_load.files.source import OPENING_BYTES, LocalFile, read_small
+from lowmem_load.files.source import OPENING_BYTES, LocalFile
 
 DATA = bytes(range(256))
 
@@ -197,9 +197,3 @@ def test_a_file_that_is_written_to_has_another_version(file: str) -> None:
     with open(file, "ab") as opened:
         opened.write(b"x")
     assert len({before, changed, LocalFile(file).version}) == 3
-
-
-def test_a_small_file_is_read_whole_and_a_larger_one_refused(file: str) -> None:
-    assert read_small(file, 256) == DATA
-    with pytest.raises(CheckpointError, match="has 256 bytes, expected at most 255"):
-        read_small(file, 255)
