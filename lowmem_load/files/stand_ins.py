@@ -217,19 +217,18 @@ def _fill_folder(
     made = tempfile.mkdtemp(dir=base)
 
     def fill(file: str) -> None:
-        Path(made, last, file).write_bytes(content(file))
+        path = Path(made, last, file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content(file))
 
     try:
-        for file in files:
-            Path(made, last, file).parent.mkdir(parents=True, exist_ok=True)
         map_in_threads(fill, files, check)
         Path(made, MANIFEST).write_text(manifest, encoding="utf-8")
         os.rename(made, target)  # there at once and whole, or not at all
-    except OSError as error:
+    except BaseException as error:
         _remove(made)
-        raise CheckpointError(f"{base}: small files of a checkpoint cannot be written there: {error}") from error
-    except BaseException:
-        _remove(made)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{base}: small files of a checkpoint cannot be written there: {error}") from error
         raise
 
 

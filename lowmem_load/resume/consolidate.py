@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,6 @@ from torch import nn
 from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.files.executor import Executor
-from lowmem_load.files.fill import Part, fill
 from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.models import peft, saver
 from lowmem_load.models.active import load_lock
@@ -30,7 +29,7 @@ from lowmem_load.renamed import renamed_keywords
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.adapter_config import ADAPTER_CONFIG, adapter_config
 from lowmem_load.training_checkpoints.open_model import SavedModel, open_model, own_files
-from lowmem_load.training_checkpoints.saved_state import BandedTensor, are_equal
+from lowmem_load.training_checkpoints.saved_state import BandedTensor, are_equal, read_chunks
 from lowmem_load.training_checkpoints.zero_checkpoint import differences_of
 from lowmem_load.weights_out.rank_shards import MemoryPiece
 from lowmem_load.weights_out.weights import Weights, used_sources
@@ -161,15 +160,7 @@ class ShareOfTensor:
 
     def memory(self) -> contextlib.AbstractContextManager[Iterator[MemoryPiece]]:
         """Yield the elements chunk by chunk. Each is overwritten by the next one."""
-        return contextlib.closing(self._chunks())
-
-    def _chunks(self) -> Generator[MemoryPiece, None, None]:
-        step = self.buffer.numel() // self.tensor.dtype.itemsize
-        for start in range(self.span.start, self.span.end, step):
-            elements = FlatRange(start, min(start + step, self.span.end))
-            memory = self.buffer.view(self.tensor.dtype)[: elements.numel]
-            fill([Part(self.name, *self.tensor.part(elements), memory)], self.executor)
-            yield memory, start
+        return contextlib.closing(read_chunks(self.name, self.tensor, self.span, self.executor, self.buffer))
 
 
 # -- what the files of the new folder are ------------------------------------------------------------------------------

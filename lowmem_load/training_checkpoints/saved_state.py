@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -194,19 +194,29 @@ def _cut(what: str, tiles: Sequence[Tile], start: Shape, sizes: Shape, dim: int)
     return groups
 
 
+def read_chunks(
+    name: str, tensor: BandedTensor, span: FlatRange, executor: Executor, buffer: torch.Tensor
+) -> Generator[tuple[torch.Tensor, int], None, None]:
+    """Yield elements of a tensor chunk by chunk, each with the number of its first one and overwritten by the next."""
+    memory = buffer.view(tensor.dtype)
+    for start in range(span.start, span.end, memory.numel()):
+        elements = FlatRange(start, min(start + memory.numel(), span.end))
+        chunk = memory[: elements.numel]
+        fill([Part(name, *tensor.part(elements), chunk)], executor)
+        yield chunk, start
+
+
 def are_equal(name: str, one: BandedTensor, other: BandedTensor, executor: Executor) -> bool:
-    """Return whether two tensors of a checkpoint have the same bytes, which are read chunk by chunk."""
+    """Return whether two tensors of a checkpoint have the same bytes."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    step = COMPARED_BYTES // one.dtype.itemsize
-    for start in range(0, one.numel, step):
-        elements = FlatRange(start, min(start + step, one.numel))
-        chunks = [torch.empty(elements.numel, dtype=one.dtype, device="cpu") for _ in range(2)]
-        values = zip((one, other), chunks, strict=True)
-        fill([Part(name, *tensor.part(elements), chunk) for tensor, chunk in values], executor)
-        if not torch.equal(*(chunk.view(torch.uint8) for chunk in chunks)):
-            return False
-    return True
+    span, buffers = FlatRange(0, one.numel), torch.empty(2, COMPARED_BYTES, dtype=torch.uint8, device="cpu")
+    pairs = zip(
+        read_chunks(name, one, span, executor, buffers[0]),
+        read_chunks(name, other, span, executor, buffers[1]),
+        strict=True,
+    )
+    return all(torch.equal(mine.view(torch.uint8), its.view(torch.uint8)) for (mine, _), (its, _) in pairs)
 
 
 # -- whether one save has written the files ----------------------------------------------------------------------------
