@@ -63,25 +63,32 @@ def _load_single_file(ordinary: Callable[..., Any], cls: type, *args: Any, **kwa
 
 # -- saves -------------------------------------------------------------------------------------------------------------
 
+_TRANSLATED = ("is_main_process", "max_shard_size", "variant")
+"""Arguments of `save_pretrained` that a save by all ranks follows."""
+
 
 def _save_pretrained(ordinary: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Do what `ModelMixin.save_pretrained` does. Of a model in parts: collective, all ranks that hold one."""
     from lowmem_load.weights_out.rank_shards import group_of, ranks_of  # not all who load also save
     from lowmem_load.weights_out.save import save_model
 
-    bound = inspect.signature(ordinary).bind(*args, **kwargs)
+    signature = inspect.signature(ordinary)
+    bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments: dict[str, Any] = {**bound.arguments}
+    arguments |= arguments.pop("kwargs", {})
     model, folder = arguments.pop("self"), arguments.pop("save_directory")
     is_described = "state_dict" in vars(model)  # by `describe_save_pretrained`
     if is_described or all(group_of(parameter) is None for parameter in model.parameters()):
         ordinary(*args, **kwargs)
         return
-    wrong = [key for key in ("push_to_hub", "save_function") if arguments.get(key)]
-    if wrong or not arguments["safe_serialization"]:
+    defaults = {key: parameter.default for key, parameter in signature.parameters.items()}
+    others = {key: value for key, value in arguments.items() if key not in _TRANSLATED and value != defaults.get(key)}
+    if others:
+        given = ", ".join(f"{key}={value!r}" for key, value in others.items())
         raise UnsupportedError(
-            f"save_pretrained: {', '.join(wrong) or 'safe_serialization=False'}: the weights of this model lie on many "
-            "ranks, which write safetensors files; leave it out"
+            f"save_pretrained: {given}: the weights of this model lie on many ranks, which write safetensors files; "
+            "leave it out"
         )
     title = "save_pretrained of a model in parts, to be called on all ranks and not by the main one alone"
     with ranks_of(model).step(title, is_prompt=True):

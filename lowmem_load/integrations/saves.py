@@ -22,7 +22,7 @@ from torch import nn
 from lowmem_load import foreign_names
 from lowmem_load.engines.hooks import consolidates_to, may_gather
 from lowmem_load.engines.parameters import full_numel, is_partitioned
-from lowmem_load.errors import UnsupportedError
+from lowmem_load.errors import ConfigError, UnsupportedError, outside_level
 from lowmem_load.models.saver import OURS, default_shard_size
 from lowmem_load.replaced import Handlers, holding
 from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
@@ -72,8 +72,12 @@ def save_pretrained(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         if state is None and arguments.get("is_main_process", True):  # else nothing is written
             refuse_empty(model)
         return ordinary(*args, **kwargs)
-    if not arguments.get("safe_serialization", True):
-        raise UnsupportedError("safe_serialization=False: the weights are not gathered; leave it out")
+    wrong = [f"{key}=True" for key in ("push_to_hub", "distributed_checkpoint") if arguments.get(key)]
+    wrong += [] if arguments.get("safe_serialization", True) else ["safe_serialization=False"]
+    if wrong:
+        raise UnsupportedError(
+            f"{', '.join(wrong)}: the weights are not gathered; leave it out (`hf upload` uploads the saved folder)"
+        )
     others = {key: value for key, value in arguments.items() if key not in (*OURS, "self", "save_directory")}
     save = WantedSave(model, str(arguments["save_directory"]), others)
     noted = NOTED_SAVES.get()
@@ -121,12 +125,18 @@ def save_trained(ordinary: Callable[..., None], trainer: Any, *args: Any, **kwar
         return
     ranks = ranks_of(model)
     with ranks.step("Trainer.save_model") as step:
+        if ranks.rank and trainer.args.should_save:
+            raise ConfigError(
+                "TrainingArguments.save_on_each_node: the weights lie on all ranks, which write them to one folder; "
+                "leave it out, and choose an output_dir that all nodes share"
+            )
         state = NotGathered() if ranks.rank == 0 else None
         step.payload = _note_saves(run, model, engine, state)
     reason, saves = step.payloads[0]
     if reason:
         if ranks.rank == 0:
-            warnings.warn(f"Trainer.save_model gathers the weights, as without lowmem_load: {reason}", stacklevel=4)
+            text = f"Trainer.save_model gathers the weights, as without lowmem_load: {reason}"
+            warnings.warn(text, stacklevel=outside_level())
         with holding(IN_STOCK, True):
             run()
         return

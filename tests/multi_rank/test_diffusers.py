@@ -88,8 +88,11 @@ def assert_own_save(model: Any, reference: Any, folder: Path) -> None:
     """Assert that under `install` diffusers' own save of a model in parts is that of the whole one. Collective."""
     model.save_pretrained(folder / "ours", max_shard_size="100KB")
     assert_files_equal(reference, folder)
-    with pytest.raises(UnsupportedError, match="safe_serialization=False"):
-        model.save_pretrained(folder / "ours", safe_serialization=False)
+    model.save_pretrained(folder / "ours", True, None, max_shard_size="100KB", use_flashpack=False, token=None)
+    others = {"safe_serialization": False, "use_flashpack": True, "push_to_hub": True, "something_new": 3}
+    for key, value in others.items():
+        with pytest.raises(UnsupportedError, match=f"{key}={value}"):
+            model.save_pretrained(folder / "ours", **{key: value})
 
 
 def assert_falls_back(path: Path) -> None:

@@ -173,7 +173,7 @@ def resume_from_three_ranks(path: str, folder: Path) -> None:
 
 
 def refuse_what_would_be_empty(trainer: Any, folder: Path) -> None:
-    from lowmem_load.errors import UnsupportedError
+    from lowmem_load.errors import RankError, UnsupportedError
 
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)  # of PEFT
     with pytest.raises(UnsupportedError, match=r"lora_A.*: is partitioned by ZeRO-3, .* with shape \[0\]; call "):
@@ -183,9 +183,14 @@ def refuse_what_would_be_empty(trainer: Any, folder: Path) -> None:
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     with pytest.raises(UnsupportedError, match="this code looks into the weights of a state dict"):
         len(state)
-    with pytest.raises(UnsupportedError, match="safe_serialization=False: the weights are not gathered"):
-        model.save_pretrained(folder / "empty", state_dict=state, safe_serialization=False)
+    for key, value in (("safe_serialization", False), ("push_to_hub", True), ("distributed_checkpoint", True)):
+        with pytest.raises(UnsupportedError, match=f"{key}={value}: the weights are not gathered"):
+            model.save_pretrained(folder / "empty", state_dict=state, **{key: value})
     assert not (folder / "empty").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(trainer.args), "should_save", True)  # as on two nodes, with save_on_each_node
+        with pytest.raises(RankError, match=r"rank 1: ConfigError: TrainingArguments\.save_on_each_node"):
+            trainer.save_model(folder / "on each node")
 
 
 @contextlib.contextmanager
