@@ -30,6 +30,7 @@ from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations import accelerate
 from lowmem_load.integrations import diffusion as diffusers
 from lowmem_load.integrations.imports import after_import
+from lowmem_load.integrations.switch import keywords_of_run
 from lowmem_load.load.load import Options, fall_back
 from lowmem_load.load.report import OnLoad
 from lowmem_load.load.request import make_load
@@ -120,7 +121,8 @@ def install(
     partition by partition; see docs/howto/rlhf.md. Local. Call it before the first model is loaded.
 
     Args:
-        strict: True raises an error (usually an `UnsupportedError`) instead of falling back to the default loader.
+        strict: True raises an error (usually an `UnsupportedError`) instead of falling back to the default loader. So
+            does `lowmem-load run --strict`.
         saves: let `Trainer.save_model`, and `save_pretrained` with the state of `Accelerator.get_state_dict`, write the
             same files under ZeRO-3 without gathering, and let `save_pretrained` refuse to write empty parameters; see
             docs/howto/saving.md. stage3_gather_16bit_weights_on_model_save is not needed. False leaves saving alone.
@@ -139,6 +141,8 @@ def install(
     """
     if _installed:
         return contextlib.ExitStack()
+    of_run = keywords_of_run()  # a script that `lowmem-load run --strict` has started may call this itself
+    strict, download = strict or "strict" in of_run, download and of_run.keys().isdisjoint(("download", "stream"))
     options = Options(is_lenient=not strict, on_load=on_load, stream=not download, share_reads=share_reads)
     with contextlib.ExitStack() as stack:
         for load, is_wanted in (  # the last is asked first

@@ -20,18 +20,13 @@ import os
 import sys
 
 from lowmem_load.integrations.imports import Finder, after_import
+from lowmem_load.integrations.switch import NO_DOWNLOAD, OFF, ON, STRICT, SWITCH, keywords_of_run
 
 TYPE_CHECKING = False  # typing's own would import typing
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from typing import Any
 
     from lowmem_load.load.report import LoadReport
-
-SWITCH = "LOWMEM_LOAD_INSTALL"
-"""The variable: OFF, ON, or STRICT and NO_DOWNLOAD with a comma, for `install(strict=True, download=False)`."""
-
-OFF, ON, STRICT, NO_DOWNLOAD, STREAM = "0", "1", "strict", "no-download", "stream"  # the last as in 0.3
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "on_pythonpath")
 """The entry of PYTHONPATH."""
@@ -92,15 +87,7 @@ def switch_on() -> None:
 
     from lowmem_load.errors import FallbackWarning, LoadOrderWarning, LowMemLoadError
 
-    text = os.environ.get(SWITCH, ON)
-    known = {ON: {}, STRICT: {"strict": True}, NO_DOWNLOAD: {"download": False}, STREAM: {"stream": True}}
-    keywords: dict[str, Any] = {}
-    for word in text.split(","):
-        if word not in known:
-            raise LowMemLoadError(
-                f"{SWITCH} is {text!r}; expected {ON}, {STRICT}, {NO_DOWNLOAD}, or {OFF} to leave lowmem_load off"
-            )
-        keywords |= known[word]
+    keywords = keywords_of_run()
     try:
         from lowmem_load.integrations.install import install
 

@@ -18,6 +18,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 from lowmem_load import FallbackWarning, LoadOrderWarning, UnsupportedError, install
 from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.integrations import startup_hook
 from lowmem_load.integrations.install import streaming, uninstall
 from tests import builders
 
@@ -86,11 +87,14 @@ class Unfillable(LlamaForCausalLM):  # type: ignore[misc]
         raise UnsupportedError("its memory is its own")
 
 
-@pytest.mark.parametrize(("options", "is_left"), [({}, True), ({"strict": True}, False)])
+@pytest.mark.parametrize(
+    ("options", "of_run", "is_left"), [({}, "1", True), ({"strict": True}, "1", False), ({}, "strict", False)]
+)
 def test_a_sharded_load_that_cannot_be_streamed_is_left_to_transformers(
-    options: dict[str, Any], is_left: bool, llama: str
+    options: dict[str, Any], of_run: str, is_left: bool, llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     distributed = pytest.importorskip("transformers.distributed")
+    monkeypatch.setenv(startup_hook.SWITCH, of_run)
     install(**options)
     sharding = distributed.DistributedConfig(fsdp_size=1)
     if not is_left:

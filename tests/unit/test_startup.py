@@ -62,6 +62,7 @@ def packages(tmp_path: Path) -> Path:
     for name in (
         "integrations/startup_hook.py",
         "integrations/imports.py",
+        "integrations/switch.py",
         "integrations/on_pythonpath",
         "hf",
         "errors.py",
