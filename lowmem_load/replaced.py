@@ -40,8 +40,6 @@ Handlers: TypeAlias = Mapping[ForeignName, Handler]
 _Block: TypeAlias = dict[Callable[..., Any], Handler]
 """The handlers of a block, by dispatcher; empty when the block is over."""
 
-_ANY_ARGUMENTS = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-
 _BLOCKS: ContextVar[tuple[_Block, ...]] = ContextVar("lowmem_load_blocks", default=())
 _EVERYWHERE: list[_Block] = []
 
@@ -106,8 +104,6 @@ def replaced(handlers: Handlers, *, everywhere: bool = False) -> Iterator[None]:
 def _tolerant(name: ForeignName, handler: Handler) -> Handler:
     """Return a handler of an optional name that leaves calls to the function itself which have arguments it lacks."""
     signature = inspect.signature(handler)
-    if {parameter.kind for parameter in signature.parameters.values()} >= _ANY_ARGUMENTS:
-        return handler
 
     def handle(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

@@ -128,14 +128,14 @@ def _lazy_target(_: Any, model: Any) -> Target:
     return Unfilled()
 
 
-def _fill(ordinary: Any, accelerator: Any, model: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
+def _fill(ordinary: Any, accelerator: Any, model: nn.Module, full_sd: Any, *args: Any, **kwargs: Any) -> Any:
     from lowmem_load.engines.mesh import offloads
     from lowmem_load.load.fill_lazy import are_lazy, fill_sharded
 
     if not are_lazy(model):
-        return ordinary(accelerator, model, state, *args, **kwargs)
+        return ordinary(accelerator, model, full_sd, *args, **kwargs)
     is_offloaded = offloads({"offload_policy": accelerator.state.fsdp_plugin.cpu_offload})
-    fill_sharded(model, state, torch.device("cpu") if is_offloaded else accelerator.device)
+    fill_sharded(model, full_sd, torch.device("cpu") if is_offloaded else accelerator.device)
     return model
 
 

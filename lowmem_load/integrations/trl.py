@@ -78,10 +78,10 @@ def _planned(model: Any, mode: str) -> Sending | None:
         return None
 
 
-def iterate(ordinary: Callable[[Any], Iterator[Any]], generation: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return what `sync` sends, if it runs."""
+def iterate(ordinary: Callable[..., Iterator[Any]], *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return what `sync` sends, if it runs, whatever the arguments: `sync` has begun to send."""
     pairs = _PAIRS.get()
-    return ordinary(generation) if pairs is None else pairs
+    return ordinary(*args, **kwargs) if pairs is None else pairs
 
 
 HANDLERS: Handlers = {

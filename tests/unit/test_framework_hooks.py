@@ -9,13 +9,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import lowmem_load
 from lowmem_load import FallbackWarning, install
 from lowmem_load import foreign_names as names
 from lowmem_load.foreign_names import ForeignName
+from lowmem_load.integrations import accelerate, trl
 from lowmem_load.integrations.install import uninstall
-from lowmem_load.replaced import warn_of_missing
+from lowmem_load.replaced import holding, replaced, warn_of_missing
 from tests import ranks
 
 AT_IMPORT = (
@@ -131,6 +133,22 @@ def test_a_save_that_moved_stays_as_it_was(name: ForeignName, monkeypatch: pytes
             install()
     finally:
         uninstall()
+
+
+def test_trl_gets_what_is_sent_whatever_it_asks_for() -> None:
+    generation_class = importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
+    pairs = iter([("w", torch.zeros(1))])
+    with replaced(trl.HANDLERS), holding(trl._PAIRS, pairs):
+        assert generation_class._iter_named_params(SimpleNamespace(), dtype=torch.float32) is pairs
+
+
+@pytest.mark.usefixtures("lone_process")
+def test_a_fill_by_the_keywords_of_accelerate_is_left_to_it() -> None:
+    def ordinary(accelerator: Any, model: Any, full_sd: Any, cpu_offload: bool = False) -> Any:
+        return accelerator, model, full_sd, cpu_offload
+
+    model, fill = torch.nn.Linear(1, 1), accelerate.HANDLERS[names.ACCELERATE_FILL]
+    assert fill(ordinary, "a", model, full_sd={}, cpu_offload=True) == ("a", model, {}, True)
 
 
 def test_trl_syncs_itself_where_it_keeps_other_metadata() -> None:

@@ -182,6 +182,10 @@ def test_a_call_that_does_not_fit_an_optional_handler_is_left_to_the_function(mo
         assert module.base("a") == module.base(first="a") == "other than base a 0"
         with pytest.warns(FallbackWarning, match=r"^theirs.base of torch \S+ is called .*step.*, so all is slow"):
             assert module.base("a", step=3) == "base a 3"
+    with replaced({theirs("base", loss="all is slow"): lambda ordinary, begin, *_, **__: f"other than {begin}"}):
+        assert module.base("a") == module.base("a", step=3) == "other than a"
+        with pytest.warns(FallbackWarning, match=r"called with other arguments .*begin.*, so all is slow"):
+            assert module.base(first="a") == "base a 0"
 
 
 @pytest.mark.parametrize("limits", [{"since": "1000"}, {"until": "2.0.1"}])
