@@ -74,7 +74,10 @@ def _listed(url: str, subfolder: str, check: Check) -> list[str]:
 def _name_of_link(url: str, folder: str, link: str) -> str:
     """Return the name of the file in a folder to which the page of the folder links; "" for any other link."""
     page = posixpath.join(urlsplit(url).path, folder).rstrip("/") + "/"
-    parts = urlsplit(urljoin(f"http://host{page}", link))
+    try:
+        parts = urlsplit(urljoin(f"http://host{page}", link))
+    except ValueError:  # a host in brackets that is no address
+        return ""
     path = unquote(parts.path)
     name = path.removeprefix(unquote(page)) if parts.netloc == "host" else ""
     return "" if "/" in name or parts.query else name

@@ -189,8 +189,8 @@ def _places(path: str, storage_data: Mapping[Any, Any]) -> _Places:
 
 def _keys(keys: Any) -> tuple[str, ...]:
     keys = keys if isinstance(keys, tuple) else (keys,)
-    if len(keys) > MAX_KEYS or not all(isinstance(key, str | int) for key in keys):
-        raise TypeError("keys that are neither text nor numbers, or too many")
+    if not 0 < len(keys) <= MAX_KEYS or not all(isinstance(key, str | int) for key in keys):
+        raise TypeError("keys that are neither text nor numbers, too many, or none")
     return tuple(map(str, keys))
 
 

@@ -39,6 +39,9 @@ PATIENCE_S = 10.0
 
 COPIED_BYTES_PER_S = 25e6
 
+MAX_CUTS = 128
+"""Cuts within each other by which chunks are told apart. Real ones need one for each dim that is cut, of at most 64."""
+
 COMPARED_BYTES = 16 << 20
 """Bytes of each of two tensors that are in memory while they are compared."""
 
@@ -166,14 +169,20 @@ def _box(group: Sequence[Tile], start: Shape, sizes: Shape, dim: int) -> tuple[S
     return (*start[:dim], first, *start[dim + 1 :]), (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
-def _join(what: str, tiles: Sequence[Tile], start: Shape, sizes: Shape) -> Expression:
-    """Return the values of the block at `start` that the tiles make up."""
+def _join(what: str, tiles: Sequence[Tile], start: Shape, sizes: Shape, num_cuts: int = 0) -> Expression:
+    """Return the values of the block at `start`, behind so many cuts, that the tiles make up."""
     if len(tiles) == 1 and (tiles[0].offsets, tiles[0].values.shape) == (start, sizes):
         return tiles[0].values
     for dim in range(len(sizes)):
         groups = _cut(what, tiles, start, sizes, dim)
         if len(groups) > 1:
-            return concat([_join(what, group, *_box(group, start, sizes, dim)) for group in groups], dim)
+            if num_cuts == MAX_CUTS:
+                raise CheckpointError(
+                    f"{what}: its chunks lie as no save places them, more than {MAX_CUTS} in each other"
+                )
+            boxes = [_box(group, start, sizes, dim) for group in groups]
+            parts = zip(groups, boxes, strict=True)
+            return concat([_join(what, group, *box, num_cuts + 1) for group, box in parts], dim)
     raise CheckpointError(f"{what}: its chunks overlap, or leave a part of the block at {start} of shape {sizes} empty")
 
 

@@ -101,6 +101,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "metadata truncated": (lambda at: cut_short(at / ".metadata"), CheckpointError, "its pickle is malformed"),
     "another save": (lambda at: shifted(at / DATA), CheckpointError, "another save may have written the file"),
     "other shape": (lambda at: changed(at, with_other_shape), CheckpointError, "where .metadata says torch.float32 of"),
+    "no keys": (
+        lambda at: changed(at, lambda metadata: metadata.planner_data.update({"model.d": ()})),
+        CheckpointError,
+        "is no metadata of a torch DCP checkpoint",
+    ),
     "place missing": (lambda at: changed(at, without_places), CheckpointError, "model.d: no file has the chunk at"),
     "compressed": (with_info("transform_descriptors", ["zstd"]), UnsupportedError, "model.d.* transform_descriptors"),
     "outside": (with_info("relative_path", "../x.distcp"), CheckpointError, "'../x.distcp' as one of its files"),

@@ -153,6 +153,7 @@ def test_sums_name_the_files_where_the_server_does_not(server: RangeServer, chec
         ("<A HREF='/models/one/config.json'>c</A> <a href=/models/two/x.json>x</a>", ["config.json"]),
         ('<a href="a%20b.json">a b</a><a href="&#97;.json">a</a><a href="sub/">s</a>', ["a b.json", "a.json"]),
         ('<a href="http://other/models/one/x.json">x</a><a href="//h/models/one/x.json">x</a><a href="%2e%2e">', []),
+        ('<a href="http://[x/">x</a><a href="config.json">c</a>', ["config.json"]),
     ],
 )
 def test_pages_of_servers_are_read(page: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

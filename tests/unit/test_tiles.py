@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lowmem_load.errors import CheckpointError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
-from lowmem_load.planning.expression import hold
+from lowmem_load.planning.expression import expand, hold
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.training_checkpoints.saved_state import Tile, assemble
 from tests.pickles import colliding
@@ -73,6 +73,18 @@ def test_what_is_missing_is_named(tiles: list[Tile], text: str) -> None:
 def test_tensors_without_dims_and_without_elements() -> None:
     assert values_of(assemble("x", (), [tile((), ())]).whole).shape == ()
     assert values_of(assemble("x", (0, 3), [tile((0, 0), (0, 3))]).whole).shape == (0, 3)
+
+
+def test_chunks_within_each_other_without_end_are_refused() -> None:
+    """Rows and columns in turn, each as long as what is left: their expression would be as deep, and so recursion."""
+    size, tiles = 2400, list[Tile]()
+    values = hold(torch.zeros(1, 1))
+    for first in range(size):
+        tiles.append(Tile((first, first), expand(values, (1, size - first))))
+        if first + 1 < size:
+            tiles.append(Tile((first + 1, first), expand(values, (size - first - 1, 1))))
+    with pytest.raises(CheckpointError, match="x: its chunks lie as no save places them"):
+        assemble("x", (size, size), tiles)
 
 
 def test_places_with_equal_hashes_take_no_longer() -> None:

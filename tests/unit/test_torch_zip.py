@@ -1,6 +1,7 @@
 """torch_zip.py: what torch.save wrote comes back bit by bit; anything else is refused by name and never run."""
 
 import io
+import os
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -18,7 +19,7 @@ from lowmem_load.files.source import LocalFile
 from lowmem_load.files.torch_zip import TorchZip
 from lowmem_load.planning.expression import Computed, Expression, Source, leaves
 from lowmem_load.planning.regions import FlatRange
-from tests.pickles import FIRST, STORAGE, colliding, with_tensor
+from tests.pickles import FIRST, REBUILD, STORAGE, assembled, colliding, with_tensor
 
 
 def read_torch_zip(path: str) -> dict[str, Expression]:
@@ -271,6 +272,31 @@ def test_views_with_equal_hashes_take_no_longer(tmp_path: Path, monkeypatch: pyt
     state = {str(strides): base.as_strided((1, 1), strides) for strides in colliding(300)}
     assert list(read_torch_zip(saved(tmp_path, state))) == list(state)
     assert compared < 300
+
+
+def test_views_that_share_long_strides_take_little_memory(tmp_path: Path) -> None:
+    """Dims of one element may have any strides. A text of them was kept for each view."""
+    count, storage = 20_000, STORAGE.replace(b"Float", b"Byte").replace(b"cpuK\x03", b"cpuM\x20\x4e")
+    strides = b"".join(b"\x8a\x08" + (1 << 59 | place).to_bytes(8, "little") for place in range(64))
+    parts = REBUILD, storage, b"(" + b"K\x01" * 64 + b"t", b"(" + strides + b"t", b"ccollections\nOrderedDict\n)R"
+    kept = [part + b"q" + bytes([number]) for number, part in enumerate(parts)]
+    again = [b"h" + bytes([number]) for number in range(len(parts))]
+
+    def view(at: int) -> bytes:
+        rebuild, stored, sizes, steps, hooks = again if at else kept
+        offset = b"M" + at.to_bytes(2, "little")
+        return (
+            b"X\x05\x00\x00\x00%05d" % at + rebuild + b"(" + stored + offset + sizes + steps + b"\x89" + hooks + b"tRs"
+        )
+
+    pickled = assembled(b"}" + b"".join(map(view, range(count))))
+    zeros = {"a": torch.zeros(count, dtype=torch.uint8)}
+    path = rewritten(saved(tmp_path, zeros), {"data.pkl": pickled})
+    tracemalloc.start()
+    assert len(read_torch_zip(path)) == count
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 40 * os.path.getsize(path)
 
 
 def test_a_compressed_entry_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
