@@ -43,8 +43,11 @@ one ran between each two parameters, loading 1.5 billion parameters would take 1
 
 Task = Callable[[], None]
 
-LEAVE_S = 2.0
-"""Seconds to wait for reads at work when their load fails, and when their memory is filled again; see `refuse_left`."""
+LEAVE_S = 4.0
+"""Seconds to wait for reads at work when their load fails, and when their memory is filled again; see `refuse_left`.
+
+Those that are repeated, as local files may be after an error, end within it.
+"""
 
 MIN_DEVICE_THREADS = 2
 """Fewest threads that read for a device. Most of the time they wait, for storage or for a copy to the device."""

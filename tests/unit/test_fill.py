@@ -108,7 +108,7 @@ def leave_reading(leaf: ex.Source, memory: torch.Tensor) -> None:
         Executor(num_threads=2, open_source=Late) as executor,
     ):
         fill([part(leaf, memory)], executor, fail)
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 10
 
 
 def replace_values(leaf: ex.Source) -> None:

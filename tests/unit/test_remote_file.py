@@ -111,7 +111,7 @@ def test_an_interrupt_ends_a_load_from_a_store_that_does_not_answer() -> None:
     try:
         with pytest.raises(KeyboardInterrupt):
             load()
-        assert 0.2 < time.monotonic() - began_s < 5  # and not 15
+        assert 0.2 < time.monotonic() - began_s < 10  # and not 15
     finally:
         released.set()
         timer.join()
@@ -134,7 +134,7 @@ def test_the_failure_of_another_rank_ends_a_load_from_a_store_that_does_not_answ
     try:
         with pytest.raises(CheckpointError, match="another rank has failed"):
             load()
-        assert time.monotonic() - began_s < 5  # and not 15
+        assert time.monotonic() - began_s < 10  # and not 15
     finally:
         released.set()
 
