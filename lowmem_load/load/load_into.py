@@ -30,11 +30,11 @@ from lowmem_load.load.request import (
     Checked,
     LoadedModel,
     agree_on_request,
+    asked_dtype,
     make_load,
     name_text,
     ordinary_load,
     stage_3,
-    storage_dtype,
     weights_folder,
 )
 from lowmem_load.models import diffusion, loader, model_class, model_folder
@@ -107,7 +107,7 @@ def load_into(
         skip: parameters and buffers that the caller fills, by their names in `model`, or in its transformers model.
         build: builds the same module, for buffers of which neither a file nor the module has the values.
         partition: see `load_model`.
-        dtype: of a transformers model's ordinary load; None: its own.
+        dtype: of a transformers model's ordinary load; None or "auto": its own.
         auto_class: of that load; None: the model's class.
         download: False reads a model on the Hub as one at a URL. See `load_model`, as for the next two.
         share_reads: which ranks share reads.
@@ -217,10 +217,8 @@ class IntoDiffusers:
         self, cls: Any, name: str, dtype: Any, kwargs: Mapping[str, Any], building: AbstractContextManager[object]
     ) -> None:
         self._cls, self._name, self._kwargs = cls, name, dict(kwargs)
-        older = self._kwargs.pop("torch_dtype", None)
-        dtype = older if dtype in (None, "auto") else dtype
-        if dtype not in (None, "auto"):
-            self._kwargs["torch_dtype"] = storage_dtype(dtype, torch.float32)
+        if isinstance(asked := asked_dtype(dtype, self._kwargs), torch.dtype):
+            self._kwargs["torch_dtype"] = asked
         self.model: nn.Module = diffusion.skeleton(cls, name, self._kwargs, building)
         self.left: set[str] = set()
 
@@ -362,6 +360,7 @@ def load_sharded(
             where, kwargs = find_folder(name_text(name), kwargs)
             if (of_diffusers := diffusion.model_class(where, auto_class, kwargs)) is not None and not has_mesh:
                 raise ConfigError("a DistributedConfig shards transformers models; pass mesh=")
+            dtype = asked_dtype(dtype, kwargs)
             step.digest = {"as sharding": str(sharding), "fully_shard_kwargs": str(sorted(map(str, policy)))}
         if of_diffusers is not None:
             constructor = Constructor()

@@ -20,7 +20,7 @@ from lowmem_load.files.mounts import read_cost
 from lowmem_load.load.describe import check_described, describe
 from lowmem_load.load.load_into import Into, IntoDiffusers, IntoModule, Way, skeletons_sharded
 from lowmem_load.load.make_plan import make_plan
-from lowmem_load.load.request import Checked, Request, name_text, target_of
+from lowmem_load.load.request import Checked, Request, asked_dtype, name_text, target_of
 from lowmem_load.models import diffusion, model_class
 from lowmem_load.models.active import load_lock, on_host
 from lowmem_load.models.loader import Call, is_left_alone, refuse_device_map
@@ -92,6 +92,7 @@ def plan_sharded(
     `sharding` is a `DistributedConfig`, or the shape of FSDP2's mesh: (shards,) or (replicas, shards).
     """
     where, kwargs = find_folder(name_text(name), kwargs)
+    dtype = asked_dtype(dtype, kwargs)
     of_diffusers = diffusion.model_class(where, auto_class, kwargs)
     has_config = is_distributed_config(sharding)
     if has_config:

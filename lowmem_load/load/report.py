@@ -112,7 +112,8 @@ class LoadReport(Phases):
         }
         self.slow_paths = plan.slow_paths
         if recast := [target.name for target in plan.targets if target.is_recast]:
-            trained = f"in {dtype}, the dtype that this ds_config trains in; an ordinary load keeps another"
+            of = "the shards have" if is_sharded else "this ds_config trains in"
+            trained = f"in {dtype}, the dtype that {of}; an ordinary load keeps another"
             self.notes.append(f"{trained}: {listed(recast)}")
 
     def take_counts(self, stats: ReadStats, once: ReadOnce | None) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -45,8 +47,7 @@ class Request(NamedTuple):
     def checked(self, settings: Settings) -> Checked:
         """Return the call that will load, with the settings for this model."""
         kwargs = dict(self.kwargs)
-        older = kwargs.pop("torch_dtype", "auto")  # the older name of the same keyword
-        dtype = older if self.dtype == "auto" else self.dtype
+        dtype = asked_dtype(self.dtype, kwargs)
         is_partitioned = settings.stage == 3
         storage = storage_dtype(dtype, settings.dtype, must_agree=is_partitioned and settings.partition is None)
         kwargs["dtype"] = storage
@@ -101,11 +102,9 @@ def agree_on_request(
         return request._replace(kwargs={**request.kwargs, **pinned}).checked(settings)
 
 
-def stage_3(dtype: str | torch.dtype, world_size: int) -> Settings:
-    """Return the settings of a stage 3 in bf16 or fp16, or in fp32 for any other dtype."""
-    precision = str(dtype).removeprefix("torch.")
-    sections = {"bf16": {"enabled": precision == "bfloat16"}, "fp16": {"enabled": precision == "float16"}}
-    return read_settings({"zero_optimization": {"stage": 3}, **sections}, world_size=world_size)
+def stage_3(dtype: torch.dtype, world_size: int) -> Settings:
+    """Return the settings of a stage 3 in any floating-point dtype, for shards, whose dtype no ds_config says."""
+    return replace(read_settings({"zero_optimization": {"stage": 3}}, world_size=world_size), dtype=dtype)
 
 
 def refuse_placing(kwargs: Mapping[str, Any], text: str) -> None:
@@ -125,6 +124,8 @@ def ordinary_load(
     world_size: int,
 ) -> tuple[Request, Settings]:
     """Return the ordinary load that has the values of a sharded model, and its settings. See `load_into`."""
+    kwargs = dict(kwargs)
+    asked = asked_dtype(dtype, kwargs)
     refuse_placing(kwargs, "load_into: remove {}; the model says where its parameters go")
     if transformers_models(model):
         config: Any = copy.deepcopy(model.config)
@@ -137,10 +138,11 @@ def ordinary_load(
             kwargs = {"quantization_config": quantizer.quantization_config, **kwargs}
             vars(config).pop("quantization_config", None)
         auto_class, kwargs = auto_class or model_class.plain_class(model), {"config": config, **kwargs}
-    floating = {parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point}
-    if dtype is None:
-        dtype = next(iter(floating)) if len(floating) == 1 else torch.float32
-    return Request(name_text(name), auto_class, "auto", kwargs), stage_3(dtype, world_size)
+    dtypes = [tensor.dtype for tensor in model.parameters() if tensor.is_floating_point() and tensor.itemsize > 1]
+    # The smallest in which no parameter loses bits. Those of one byte are packed.
+    own = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    settings = stage_3(asked if isinstance(asked, torch.dtype) else own, world_size)
+    return Request(name_text(name), auto_class, "auto", kwargs), settings
 
 
 def make_load(ranks: RankGroup, settings: Settings, options: Options) -> Load:
@@ -185,8 +187,26 @@ def weights_folder(path: Any) -> str | None:
     return text
 
 
+def asked_dtype(dtype: str | torch.dtype | None, kwargs: dict[str, Any]) -> torch.dtype | Literal["auto"] | None:
+    """Return a dtype of `load_model` and the like; raise ConfigError for what is none.
+
+    It may be in the keywords by its older name, `torch_dtype`, which is taken out of them.
+    """
+    older = kwargs.pop("torch_dtype", None)
+    if dtype is None or dtype == "auto":
+        dtype = dtype if older is None else older
+    if dtype is None or dtype == "auto":
+        return None if dtype is None else "auto"
+    wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
+        raise ConfigError(
+            f"dtype {dtype!r} is not a floating-point dtype of torch; use 'auto' or one such as 'bfloat16'"
+        )
+    return wanted
+
+
 def storage_dtype(
-    dtype: str | torch.dtype | None, engine: torch.dtype, *, must_agree: bool = False
+    dtype: torch.dtype | Literal["auto"] | None, engine: torch.dtype, *, must_agree: bool = False
 ) -> torch.dtype | None:
     """Return the dtype for `from_pretrained` of `load_model` and the like: the engine's for "auto", and None for None.
 
@@ -194,14 +214,9 @@ def storage_dtype(
     """
     if dtype == "auto" or (dtype is None and must_agree):
         return engine
-    if dtype is None:
-        return None
-    wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(wanted, torch.dtype):
-        raise ConfigError(f"dtype {dtype!r} is not a torch dtype; use 'auto' or one such as 'bfloat16'")
-    if must_agree and wanted != engine:
+    if must_agree and dtype != engine:
         raise ConfigError(
-            f"dtype {wanted} contradicts the ds_config, under which DeepSpeed runs in {engine}; "
+            f"dtype {dtype} contradicts the ds_config, under which DeepSpeed runs in {engine}; "
             "drop dtype, or change bf16.enabled and fp16.enabled"
         )
-    return wanted
+    return dtype

@@ -313,6 +313,51 @@ def test_what_cannot_be_filled_is_refused_by_name(checkpoints: Path) -> None:
     run_ranks(refuse_all, str(builders.tiny_llama(checkpoints)))
 
 
+def fill_in_dtypes(path: str) -> None:
+    """Rank function: any floating-point dtype is that of the ordinary load, by either keyword, and no other."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lowmem_load import load_model
+
+    mesh = init_device_mesh("cpu", (start(),))
+    float64, bfloat16 = torch.float64, torch.bfloat16
+    ordinary = transformers.AutoModelForCausalLM.from_pretrained
+    expected = ordinary(path, dtype=float64)
+
+    def shard(model: nn.Module) -> None:
+        shard_fully(model, mesh=mesh)
+
+    of_mesh: list[dict[str, Any]] = [{"dtype": float64}, {"torch_dtype": "float64"}, {}]
+    for model in (filled(path, shard, float64), *(load_model(path, mesh=mesh, **dtype) for dtype in of_mesh)):
+        assert {parameter.dtype for parameter in model.parameters()} == {float64}
+        assert differing(model, expected) == [] and get_load_report(model).notes == []
+    model = load_model(path, mesh=mesh, torch_dtype=bfloat16)
+    assert differing(model, ordinary(path, dtype=bfloat16)) == []
+
+    mixed = built(path, bfloat16)
+    mixed.lm_head.weight = nn.Parameter(mixed.lm_head.weight.double())
+    shard(mixed)
+    load_into(mixed.to_empty(device="cpu"), path)
+    assert torch.equal(mixed.lm_head.weight.full_tensor(), expected.lm_head.weight)
+    rounded = expected.model.embed_tokens.weight.bfloat16()
+    assert torch.equal(mixed.model.embed_tokens.weight.full_tensor(), rounded)
+
+    for dtype in ("bf16", torch.int8, "load"):
+        with pytest.raises(ConfigError, match=f"dtype '?{dtype}'? is not a floating-point dtype of torch"):
+            load_into(model, path, dtype=dtype)
+        with pytest.raises(ConfigError, match="is not a floating-point dtype"):
+            load_model(path, mesh=mesh, dtype=dtype)
+
+
+def test_any_dtype_is_that_of_the_ordinary_load(checkpoints: Path, tmp_path: Path) -> None:
+    folder = builders.tiny_llama(checkpoints, torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    for parameter in model.parameters():
+        parameter.data /= 3  # needs bits that fp32 does not have
+    model.save_pretrained(tmp_path)
+    run_ranks(fill_in_dtypes, str(tmp_path))
+
+
 class VisionLanguage(nn.Module):
     """A transformers model beside parts that no file of it has."""
 
