@@ -133,7 +133,7 @@ def test_bad_input_is_one_clear_error_on_every_rank(checkpoints: Path) -> None:
     cases: list[tuple[str, Any, dict[str, Any], str, str]] = [
         (good, auto_bucket, {}, "ConfigError", "zero_optimization.sub_group_size"),
         (good, BF16, {"dtype": torch.float32}, "ConfigError", "contradicts the ds_config"),
-        (good, BF16, {"dtype": "float31"}, "ConfigError", "is not a torch dtype"),
+        (good, BF16, {"dtype": "float31"}, "ConfigError", "is not a floating-point dtype of torch"),
         (good, BF16, {"quantization_config": {"quant_method": "gptq"}}, "UnsupportedError", "gptq"),
     ]
     run_ranks(refuse, cases)
