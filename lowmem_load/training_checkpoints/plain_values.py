@@ -175,48 +175,30 @@ def _key(value: Any) -> Any:
 # -- functions that pickles call, with checked arguments --------------------------------------------------------------
 
 
-def _bytes(text: object = "", encoding: object = "latin1") -> bytes:
-    if not isinstance(text, str) or encoding != "latin1":
-        raise TypeError("expected text and latin1")
+def _taking(function: Callable[..., Any], *kinds: type, num_optional: int = 0) -> Callable[..., Any]:
+    """Return a function that takes arguments of these types only, and may be called without the last ones."""
+
+    def call(*arguments: Any) -> Any:
+        is_enough = len(kinds) - num_optional <= len(arguments) <= len(kinds)
+        if not is_enough or not all(map(isinstance, arguments, kinds)):
+            raise TypeError("is called with other arguments than expected")
+        return function(*arguments)
+
+    return call
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise ValueError(f"{encoding:.80} instead of latin1")
     return text.encode("latin1")
 
 
-def _bytearray(content: object = b"") -> bytearray:
-    if not isinstance(content, bytes):
-        raise TypeError("expected bytes")
-    return bytearray(content)
-
-
-def _set(items: object) -> set[Any]:
-    if not isinstance(items, list):
-        raise TypeError("expected a list")
-    return set(map(_key, items))
-
-
-def _counter(counts: object) -> Counter[Any]:
-    if not isinstance(counts, dict):
-        raise TypeError("expected a dict")
-    return Counter(counts)
-
-
-def _complex(real: object, imaginary: object) -> complex:
-    if not isinstance(real, float) or not isinstance(imaginary, float):
-        raise TypeError("expected two numbers")
-    return complex(real, imaginary)
-
-
-def _device(kind: object, index: object = None) -> torch.device:
-    if not isinstance(kind, str) or not isinstance(index, int | None):
-        raise TypeError("expected text and a number")
-    return torch.device(kind) if index is None else torch.device(kind, index)
-
-
 _CALLS: Mapping[str, Callable[..., Any]] = {
-    "builtins.bytes": _bytes,
-    "_codecs.encode": _bytes,
-    "builtins.bytearray": _bytearray,
-    "builtins.set": _set,
-    "collections.Counter": _counter,
-    "builtins.complex": _complex,
-    "torch.device": _device,
+    "builtins.bytes": _taking(bytes),
+    "_codecs.encode": _taking(_latin1, str, str),
+    "builtins.bytearray": _taking(bytearray, bytes, num_optional=1),
+    "builtins.set": _taking(lambda items: set(map(_key, items)), list),
+    "collections.Counter": _taking(Counter, dict),
+    "builtins.complex": _taking(complex, float, float),
+    "torch.device": _taking(torch.device, str, int, num_optional=1),
 }
