@@ -487,6 +487,12 @@ def _states_of(
         blocks = [key for key in state if isinstance(key, str) and key.startswith(_OF_BLOCKS)]
         if not with_moments:
             state = {key: value for key, value in state.items() if key == STEP}
+        elif FP32 in state or not all(isinstance(key, str) for key in state):
+            raise UnsupportedError(
+                f"{path}: the optimizer's state of group {number} has the key {FP32!r}, under which lowmem_load has the "
+                "weights, or a number as a key; load it by the engine's own load_checkpoint, or pass "
+                "load_optimizer_states=False"
+            )
         elif blocks:
             raise UnsupportedError(
                 f"{path}: {blocks[0]} of group {number}: an optimizer of 8 bits has saved its states in blocks, "

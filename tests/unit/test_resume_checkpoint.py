@@ -180,6 +180,8 @@ def of_nested_lists() -> Any:
         ("optim", (*ZERO, "ds_zero_partition_groups"), [{}], UnsupportedError, "AutoEP"),
         ("optim", (*BASE, "state", 1, "exp_avg"), DELETED, CheckpointError, "other states than exp_avg, fp32"),
         ("optim", (*BASE, "state", 1, "step"), of_nested_lists(), CheckpointError, "'step' of the optimizer is no"),
+        ("optim", (*BASE, "state", 1, "fp32"), torch.zeros(3), UnsupportedError, "group 1 has the key 'fp32'"),
+        ("optim", (*BASE, "state", 1, 5), torch.zeros(3), UnsupportedError, "or a number as a key"),
         ("optim", (*BASE, "param_groups"), {"params": 3}, CheckpointError, "no 'param_groups' in it"),
         ("optim", (*BASE, "state", 1), [1], CheckpointError, "no 1 in it"),
         ("model", ("shared_params",), {"c": ["a"]}, CheckpointError, "'shared_params' are malformed"),
