@@ -42,6 +42,9 @@ COPIED_BYTES_PER_S = 25e6
 MAX_CUTS = 128
 """Cuts within each other by which chunks are told apart. Real ones need one for each dim that is cut, of at most 64."""
 
+_COPIES = 2
+"""Number of the phase of a save that copies files."""
+
 COMPARED_BYTES = 16 << 20
 """Bytes of each of two tensors that are in memory while they are compared."""
 
@@ -237,22 +240,36 @@ def check_written_before(last: str, paths: Iterable[str]) -> None:
     times = {path: os.stat(path).st_mtime for path in paths}
     later = [path for path, when in times.items() if when > end + SLACK_S]
     if later and any(when < end for when in times.values()):
-        raise _of_two_saves(later[0], times[later[0]], last, end, last)
+        raise _of_two_saves(later[0], times[later[0]], last, end, f"touch {last}")
 
 
-def check_written_together(paths: Iterable[str]) -> None:
-    """Raise CheckpointError if ranks have written their files at times that are too far apart."""
-    files = sorted((os.stat(path).st_mtime, path, os.stat(path).st_size) for path in paths)
-    for (before, earlier, _), (when, path, nbytes) in itertools.pairwise(files):
-        if when - before > PATIENCE_S + nbytes / COPIED_BYTES_PER_S:
-            raise _of_two_saves(path, when, earlier, before, os.path.join(os.path.dirname(path), "*"))
+def check_written_together(paths: Iterable[str], then: Iterable[str] = (), copies: Iterable[str] = ()) -> None:
+    """Raise CheckpointError if ranks have written their files at times that are too far apart.
+
+    A save may write files `then`, however long it takes to have what they hold, and last `copies` of other files, whose
+    times they may have kept.
+    """
+    phases = [(path, number) for number, files in enumerate((paths, then, copies)) for path in files]
+    written = sorted((_when(os.stat(path), phase), phase, path) for path, phase in phases)
+    for (before, previous, earlier), (when, phase, path) in itertools.pairwise(written):
+        patience_s = PATIENCE_S + os.stat(path).st_size / COPIED_BYTES_PER_S
+        if phase <= previous and phase != _COPIES and when - before > patience_s:
+            folder = os.path.dirname(next(path for path, phase in phases if not phase))
+            has_copies = any(phase == _COPIES for _, phase in phases)
+            command = f"find {folder} -exec touch {{}} +" if has_copies else f"touch {folder}/*"
+            raise _of_two_saves(path, when, earlier, before, command)
 
 
-def _of_two_saves(later: str, when: float, earlier: str, before: float, to_touch: str) -> CheckpointError:
+def _when(status: os.stat_result, phase: int) -> float:
+    # A copy has come into its folder at the time of its inode, which no tool can keep.
+    return max(status.st_mtime, status.st_ctime) if phase == _COPIES else status.st_mtime
+
+
+def _of_two_saves(later: str, when: float, earlier: str, before: float, command: str) -> CheckpointError:
     return CheckpointError(
         f"{later}: was written at {_shown(when)}, {os.path.basename(earlier)} at {_shown(before)}: a save over an "
         "earlier one did not end; take another checkpoint. If these are of one save, and were copied without their "
-        f"times: touch {to_touch}"
+        f"times: {command}"
     )
 
 

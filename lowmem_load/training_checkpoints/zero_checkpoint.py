@@ -23,6 +23,7 @@ and `_rigid_state_dict`; `runtime/swap_tensor/optimizer_utils.py`, `SwapTensorCo
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 import re
@@ -42,7 +43,9 @@ from lowmem_load.planning.expression import Shape, Source, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.regions import partition_numel
 from lowmem_load.training_checkpoints.plain_values import NeedsCodeError, PlainValues, numpy_number
-from lowmem_load.training_checkpoints.saved_state import BandedTensor, Files
+from lowmem_load.training_checkpoints.saved_state import BandedTensor, Files, check_written_together
+
+logger = logging.getLogger(__name__)
 
 REPLICATED_FILE = "lowmem_load_whole_states.pt"
 """A file in the folder of the tag, next to DeepSpeed's. Its name must not change, or older checkpoints do not load."""
@@ -63,8 +66,8 @@ _STATES_FOR_ALL = "mp_rank_00_model_states.pt"
 _MASTERS = "fp32_flat_groups"
 """Entry with the fp32 values."""
 
-_SWAPPED = "offloaded_tensors"
-"""Folder of the swapper's files, in the folder of the tag."""
+_SWAPPED, _OF_SWAPPER = "offloaded_tensors", ".tensor.swp"
+"""Folder of the swapper's files, in the folder of the tag, and the ending of their names."""
 
 _SWAPPED_DTYPE = torch.float32
 
@@ -251,6 +254,9 @@ def open_checkpoint(folder: str, executor: Executor, *, with_moments: bool = Tru
     groups, frozen = _shapes(models)
     _check_worlds(models, optims, zeros)
     trained = _trained(files, optims, zeros, groups, with_moments=with_moments)
+    swapped = [file.path for file in files.opened if file.path.endswith(_OF_SWAPPER)]
+    check_written_together([file.path for file in models], [file.path for file in optims], swapped)
+    _check_steps(models[0], trained)
     fragments = {name: files.fragments(models, name, shape) for name, shape in (frozen or {}).items()}
     first, tree, path = models[0], models[0].tree, models[0].path
     module: dict[Any, Any] = at(tree, "module", dict, path)
@@ -347,6 +353,22 @@ def _check_worlds(
             )
 
 
+def _check_steps(states: TorchObjects, trained: Mapping[str, SavedParameter]) -> None:
+    """Warn if the optimizer has made other steps than the model states count: they may be of two saves."""
+    made = next(iter(trained.values())).scalars.get(STEP) if trained else None
+    counts = [states.tree.get(key) for key in (STEPS, "skipped_steps")]
+    made = made.item() if isinstance(made, torch.Tensor) and made.numel() == 1 else made
+    if not isinstance(made, int | float) or not all(type(count) is int for count in counts):
+        return
+    num_steps, num_skipped = counts
+    if made != num_steps - num_skipped:
+        logger.warning(
+            "%s: counts %s steps, of which %s were skipped, and its optimizer has made %s. That is right if the run "
+            "was once resumed without the optimizer's states; otherwise the files are of two saves: take another one",
+            *(states.path, num_steps, num_skipped, made),
+        )
+
+
 def _of_two_saves(file: TorchObjects, other: TorchObjects) -> CheckpointError:
     steps, other_steps = (shown(tree.get(STEPS)) for tree in (file.tree, other.tree))
     return CheckpointError(
@@ -404,7 +426,7 @@ class ZeroFiles(Files):
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]{1,200}", name):
             raise CheckpointError(f"{file.path}: {what} was on nvme as {shown(name)}, which is no name of DeepSpeed's")
         path = self.raw(
-            os.path.join(_SWAPPED, f"rank{rank:02d}", f"{name}.tensor.swp"),
+            os.path.join(_SWAPPED, f"rank{rank:02d}", f"{name}{_OF_SWAPPER}"),
             size * _SWAPPED_DTYPE.itemsize,
             f"{what} of an optimizer that was on nvme",
             "with use_node_local_storage each node has its own",
@@ -489,7 +511,7 @@ def _states_of(
             state = {key: value for key, value in state.items() if key == STEP}
         elif FP32 in state or not all(isinstance(key, str) for key in state):
             raise UnsupportedError(
-                f"{path}: the optimizer's state of group {number} has the key {FP32!r}, under which lowmem_load has the "
+                f"{path}: the optimizer's state of group {number} has the key {FP32!r}, under which lowmem_load keeps "
                 "weights, or a number as a key; load it by the engine's own load_checkpoint, or pass "
                 "load_optimizer_states=False"
             )

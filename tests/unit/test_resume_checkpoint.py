@@ -1,8 +1,10 @@
 """zero_checkpoint.py: what a ZeRO checkpoint holds besides weights, and what is refused."""
 
+import os
 import random
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,65 @@ def test_what_does_not_fit_together(
     edited(place, kind, lambda state: put(state, path, value))
     with Executor() as executor, pytest.raises(error, match=text):
         open_checkpoint(str(place), executor)
+
+
+def dated(place: Path, seconds: Mapping[str, float]) -> None:
+    """Give files the times at which they were written."""
+    for pattern, when in seconds.items():
+        for path in place.glob(pattern):
+            os.utime(path, (when, when))
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        # over the same tag, a save that was killed after its first phase; or in it; or in the second one
+        {"*optim_states.pt": 1000, "*model_states.pt": 2000},
+        {"*model_states.pt": 1000, "*optim_states.pt": 1100, "*rank_1*model_states.pt": 2000},
+        {"*model_states.pt": 2000, "*rank_0*optim_states.pt": 2050, "*rank_1*optim_states.pt": 1100},
+        {"*states.pt": 1000, "*rank_1*optim_states.pt": 1100},
+    ],
+)
+def test_files_of_two_saves_are_told_apart_by_their_times(seconds: Mapping[str, float], tmp_path: Path) -> None:
+    place = save_zero3(tmp_path, VALUES, world_size=2, moments={"momentum_buffer": VALUES})
+    dated(place, seconds)
+    with Executor() as executor, pytest.raises(CheckpointError, match="a save over an earlier one did not end"):
+        open_checkpoint(str(place), executor)
+
+
+def test_the_swapper_s_files_of_an_earlier_save_are_refused(tmp_path: Path) -> None:
+    """DeepSpeed does not replace them: a save over the same tag fails once it has written all others."""
+    place = save_zero3(tmp_path, VALUES, world_size=2, moments={"exp_avg": VALUES}, swapped=True)
+    now = time.time()
+    dated(place, {"*model_states.pt": now + 1000, "*optim_states.pt": now + 1001})
+    with Executor() as executor, pytest.raises(CheckpointError, match=r"model_states\.pt: was written .* exp_avg-0"):
+        open_checkpoint(str(place), executor)
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        {"*model_states.pt": 1000, "*optim_states.pt": 5000},  # the phases
+        {"*optim_states.pt": 1000, "*model_states.pt": 1005},  # copied in the order of their names, without times
+        {"*model_states.pt": 1000, "*optim_states.pt": 1001, "*/*/*.swp": 10},  # copies keep the times of the last step
+    ],
+)
+def test_the_times_of_one_save(seconds: Mapping[str, float], tmp_path: Path) -> None:
+    place = save_zero3(tmp_path, VALUES, world_size=2, moments={"exp_avg": VALUES}, swapped=True)
+    dated(place, seconds)
+    with Executor() as executor:
+        open_checkpoint(str(place), executor)
+
+
+@pytest.mark.parametrize(("skipped", "is_said"), [(0, True), (2, False)])
+def test_an_optimizer_that_has_made_other_steps_is_said(
+    skipped: int, is_said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = save_zero3(tmp_path, VALUES, world_size=1, steps=3)
+    edited(place, "model", lambda state: state.update(global_steps=5, skipped_steps=skipped))
+    with Executor() as executor:
+        open_checkpoint(str(place), executor)
+    assert ("counts 5 steps, of which 0 were skipped, and its optimizer has made 3" in caplog.text) is is_said
 
 
 def with_entry(key: str, value: Any) -> Callable[[Path], None]:
