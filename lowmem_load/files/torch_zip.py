@@ -31,6 +31,9 @@ MAX_PICKLE_NBYTES = 32 << 20
 MAX_DIRECTORY_NBYTES = 32 << 20
 """Bytes of the zip directory, for the same reason. A storage takes about 75."""
 
+MAX_NESTS = 8
+"""Dicts within each other around a state dict."""
+
 _CONVERT = (
     "convert it once: state = torch.load(path, weights_only=True), then "
     'safetensors.torch.save_file(state, "model.safetensors", metadata={"format": "pt"}), '
@@ -64,8 +67,9 @@ class NestedTorchZip(TorchZip):
     def read(self, pickled: bytes, path: str) -> dict[str, Tensor]:
         """Return the tensors of the state dict by name."""
         tree = objects(pickled, path)
-        while isinstance(tree, dict) and not any(isinstance(value, Tensor) for value in tree.values()):
-            inner = [tree[key] for key in NESTS if isinstance(tree.get(key), dict)]
+        for _ in range(MAX_NESTS):  # a dict may be in itself
+            is_nest = isinstance(tree, dict) and not any(isinstance(value, Tensor) for value in tree.values())
+            inner = [tree[key] for key in NESTS if isinstance(tree.get(key), dict)] if is_nest else []
             if len(inner) != 1:
                 break
             tree = inner[0]

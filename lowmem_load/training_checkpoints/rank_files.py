@@ -9,6 +9,7 @@ Source: verl 0.9.1 `utils/checkpoint/fsdp_checkpoint_manager.py`; accelerate 1.1
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -19,7 +20,7 @@ from typing import Any
 from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.inert_pickle import WRAPPER, Foreign, Tensor, is_shape
-from lowmem_load.files.torch_zip import TorchObjects, describe_objects
+from lowmem_load.files.torch_zip import MAX_PICKLE_NBYTES, TorchObjects, describe_objects
 from lowmem_load.planning.expression import Shape, slice_dim
 from lowmem_load.planning.regions import Split, grid_of
 from lowmem_load.training_checkpoints.dcp import MAX_KEYS
@@ -100,22 +101,29 @@ def put_together(folder: str, files: Sequence[TorchObjects], executor: Executor)
     for file in files:
         if not isinstance(file.tree, dict):
             raise CheckpointError(f"{file.path}: holds no state dict")
-        for keys, value in _entries(file, file.tree, ()):
+        for keys, value in _entries(file):
             if (shard := _shard(file, ".".join(keys), value)) is not None:
                 shards.setdefault(keys, []).append(shard)
     return {keys: _whole(folder, ".".join(keys), parts, executor) for keys, parts in shards.items()}
 
 
-def _entries(file: TorchObjects, tree: dict[Any, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the entries of a state dict and of dicts in it, by the keys that lead to them."""
-    for key, value in tree.items():
-        if not isinstance(key, str | int) or len(above) == MAX_KEYS:
-            raise CheckpointError(f"{file.path}: has a key that is neither text nor a number, or dicts without end")
-        keys = (*above, str(key))
-        if isinstance(value, dict):
-            yield from _entries(file, value, keys)
-        else:
-            yield keys, value
+def _entries(file: TorchObjects) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the tensors and objects of a state dict, and of containers in it, by the keys that lead to them."""
+    count, most = itertools.count(1), min(file.nbytes, MAX_PICKLE_NBYTES)  # an entry takes a byte of the pickle
+
+    def entries(container: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+        for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+            if not isinstance(key, str | int) or len(above) == MAX_KEYS or next(count) > most:
+                raise CheckpointError(
+                    f"{file.path}: has a key that is neither text nor a number, containers more than {MAX_KEYS} deep, "
+                    "or one container in so many places that its pickle has fewer bytes"
+                )
+            if isinstance(value, dict | list | tuple):
+                yield from entries(value, (*above, str(key)))
+            elif isinstance(value, Tensor | Foreign):
+                yield (*above, str(key)), value
+
+    return entries(file.tree, ())
 
 
 def _shard(file: TorchObjects, name: str, value: Any) -> _Shard | None:

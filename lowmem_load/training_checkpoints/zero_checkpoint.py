@@ -23,11 +23,12 @@ and `_rigid_state_dict`; `runtime/swap_tensor/optimizer_utils.py`, `SwapTensorCo
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -180,8 +181,10 @@ class ZeroCheckpoint:
         """The hyperparameters of each of the optimizer's groups."""
         groups: Any = at(self.optimizer, "optimizer_state_dict", dict, self.folder).get("param_groups")
         is_list = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+        is_list = is_list and not _occur_twice(groups)
         found = [{key: _setting(value) for key, value in group.items()} for group in groups] if is_list else []
-        if not is_list or not all(_is_setting(value) for group in found for value in group.values()):
+        values = {id(value): value for group in found for value in group.values()}  # groups may share a long list
+        if not is_list or not all(map(_is_setting, values.values())):
             raise CheckpointError(f"{self.folder}: its optimizer's param_groups are not dicts of numbers and text")
         return found
 
@@ -231,6 +234,11 @@ def _setting(value: Any) -> Any:
     """Return a value, and one of Python for a number of numpy, which functions of schedulers often return."""
     number = numpy_number(value)
     return value if number is None else number.item()
+
+
+def _occur_twice(containers: Collection[Any]) -> bool:
+    """Return whether a container occurs twice, which DeepSpeed never writes: reading it each time may take for ever."""
+    return len({id(container) for container in containers}) < len(containers)
 
 
 def _is_setting(value: Any) -> bool:
@@ -382,6 +390,8 @@ def _shapes(models: Sequence[TorchObjects]) -> tuple[list[dict[str, Shape]], dic
     read = []
     for file in models:
         groups, frozen = at(file.tree, "param_shapes", list, file.path), file.tree.get("frozen_param_shapes")
+        if _occur_twice(groups):
+            raise CheckpointError(f"{file.path}: two of its groups are one")
         for shapes in [*groups, {} if frozen is None else frozen]:
             if not isinstance(shapes, dict) or not all(isinstance(n, str) and is_shape(s) for n, s in shapes.items()):
                 raise CheckpointError(f"{file.path}: its parameters' shapes are malformed")
@@ -500,9 +510,12 @@ def _states_of(
     path = file.path
     base = at(zero, "optimizer_state_dict", dict, path)  # of torch's optimizer, inside of ZeRO's
     masters, saved = at(zero, _MASTERS, list, path), at(base, "state", dict, path)
-    numbers = [number for group in at(base, "param_groups", list, path) for number in at(group, "params", list, path)]
+    params = (number for group in at(base, "param_groups", list, path) for number in at(group, "params", list, path))
+    numbers = list(itertools.islice(params, num_groups + 1))
     if len(masters) != num_groups or numbers != list(range(num_groups)):
         raise CheckpointError(f"{path}: {len(masters)} flat groups, its model states name {num_groups}")
+    if _occur_twice([state for state in saved.values() if isinstance(state, dict)]):
+        raise CheckpointError(f"{path}: two groups of its optimizer have one state")
     states = []
     for number, master in enumerate(masters):
         state = at(saved, number, dict, path) if number in saved else {}

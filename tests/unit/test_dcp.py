@@ -224,6 +224,27 @@ def test_a_forged_cut_does_not_make_as_many_pieces_as_it_says(num_dims: int, siz
         list(_tiles("w", _Shard(file, local, (size,) * num_dims, cuts, zeros), [2] * num_dims, 2))
 
 
+def in_many_places() -> Any:
+    """Return what has a short pickle, and more entries than anybody can count."""
+    state: Any = {"a": 1}
+    for _ in range(14):
+        state = dict.fromkeys(range(10), state)
+    return state
+
+
+def in_itself() -> Any:
+    state: dict[str, Any] = {}
+    state["model"] = state
+    return state
+
+
+@pytest.mark.parametrize("state", [in_many_places(), in_itself(), {"a": [in_many_places()]}])
+def test_containers_in_many_places_are_refused(state: Any, tmp_path: Path) -> None:
+    rank_file(tmp_path, 0, state, 1)
+    with pytest.raises(CheckpointError, match="or one container in so many places that its pickle has fewer bytes"):
+        values_in(tmp_path)
+
+
 def test_files_that_are_not_one_save_are_named(tmp_path: Path) -> None:
     rank_file(tmp_path / "one", 0, {"a": torch.ones(3)})
     with pytest.raises(CheckpointError, match="has files of ranks 0 of 2; copy"):

@@ -1,5 +1,6 @@
 """zero_checkpoint.py: what a ZeRO checkpoint holds besides weights, and what is refused."""
 
+import contextlib
 import os
 import random
 import time
@@ -98,6 +99,23 @@ def test_optimizers_of_8_bits_leave_the_weights_readable(tmp_path: Path) -> None
         assert open_model(str(tmp_path), executor).tensors.keys() == VALUES.keys()
 
 
+def test_groups_that_share_a_long_list_are_read_once(tmp_path: Path) -> None:
+    place = save_zero3(tmp_path, VALUES, world_size=1)
+    shared, group = list(range(9000)), {"params": [0]}
+    of_many = [{"shared": shared, **group}, *({"shared": shared, "params": []} for _ in range(9000))]
+    for groups, error in (
+        (of_many, None),
+        ([group, *[{"params": []}] * 9000], "param_groups are not dicts of numbers"),
+    ):
+        edited(place, "optim", lambda state, groups=groups: put(state, (*BASE, "param_groups"), groups))
+        start = time.process_time()
+        with Executor() as executor, contextlib.ExitStack() as stack:
+            if error:
+                stack.enter_context(pytest.raises(CheckpointError, match=error))
+            assert len(open_checkpoint(str(place), executor).param_groups) == 9001
+        assert time.process_time() - start < 20
+
+
 def test_objects_in_the_client_state_need_trust(tmp_path: Path) -> None:
     place = save_zero3(tmp_path, VALUES, world_size=1, client_state={"args": {"mine": Mine()}})
     with Executor() as executor:
@@ -141,6 +159,7 @@ def test_what_was_on_nvme_is_read_from_the_swapper_s_files(tmp_path: Path) -> No
 ZERO = ("optimizer_state_dict",)
 BASE = (*ZERO, "optimizer_state_dict")
 DELETED = object()
+SHARED = {"a": 1}
 
 
 def put(state: Any, path: Sequence[Any], value: Any) -> None:
@@ -184,6 +203,9 @@ def of_nested_lists() -> Any:
         ("optim", (*BASE, "state", 1, "step"), of_nested_lists(), CheckpointError, "'step' of the optimizer is no"),
         ("optim", (*BASE, "state", 1, "fp32"), torch.zeros(3), UnsupportedError, "group 1 has the key 'fp32'"),
         ("optim", (*BASE, "state", 1, 5), torch.zeros(3), UnsupportedError, "or a number as a key"),
+        ("optim", (*BASE, "param_groups"), [{"params": [0] * 9000}] * 9000, CheckpointError, "its model states name 2"),
+        ("optim", (*BASE, "state"), {0: SHARED, 1: SHARED}, CheckpointError, "have one state"),
+        ("model", ("param_shapes",), [{"a": torch.Size([9, 2])}] * 2, CheckpointError, "two of its groups are one"),
         ("optim", (*BASE, "param_groups"), {"params": 3}, CheckpointError, "no 'param_groups' in it"),
         ("optim", (*BASE, "state", 1), [1], CheckpointError, "no 1 in it"),
         ("model", ("shared_params",), {"c": ["a"]}, CheckpointError, "'shared_params' are malformed"),

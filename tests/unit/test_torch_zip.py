@@ -16,7 +16,7 @@ from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import Part, fill, read_whole
 from lowmem_load.files.inert_pickle import Tensor
 from lowmem_load.files.source import LocalFile
-from lowmem_load.files.torch_zip import TorchZip
+from lowmem_load.files.torch_zip import NestedTorchZip, TorchZip
 from lowmem_load.planning.expression import Computed, Expression, Source, leaves
 from lowmem_load.planning.regions import FlatRange
 from tests.pickles import FIRST, REBUILD, STORAGE, assembled, colliding, with_tensor
@@ -310,3 +310,12 @@ def test_a_compressed_entry_is_refused_before_it_is_unpacked(tmp_path: Path) -> 
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20
+
+
+def test_a_dict_that_holds_itself_is_no_state_dict(tmp_path: Path) -> None:
+    state: dict[str, Any] = {}
+    state["model"] = state
+    with pytest.raises(CheckpointError, match="entry 'model' is a Items, expected a tensor"):
+        NestedTorchZip().describe(LocalFile(saved(tmp_path, state)))
+    inside = saved(tmp_path, {"epoch": 1, "model": {"module": {"state_dict": {"a": torch.ones(2)}}}})
+    assert NestedTorchZip().describe(LocalFile(inside)).names == ("a",)
