@@ -28,10 +28,11 @@ import deepspeed
 import torch
 from torch import nn
 
-from lowmem_load.engines.hooks import FULL_MODEL, PLACEHOLDER
+from lowmem_load.engines.hooks import FULL_MODEL
 from lowmem_load.engines.parameters import is_partitioned
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
+from lowmem_load.training_checkpoints.zero_checkpoint import PLACEHOLDER
 
 require(
     DEEPSPEED,

@@ -19,11 +19,11 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from torch import nn
 
-from lowmem_load.engines.hooks import PLACEHOLDER
 from lowmem_load.engines.parameters import full_shape, group_of, held_range, is_partitioned, partition_in_memory
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
 from lowmem_load.planning.regions import FlatRange
+from lowmem_load.training_checkpoints.zero_checkpoint import PLACEHOLDER
 
 _OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 

@@ -32,9 +32,6 @@ Handler: TypeAlias = "Callable[[dict[str, Any]], Any]"
 FULL_MODEL = "_full_model"
 """Attribute of the stand-in for a model that a partial engine gives to `deepspeed.initialize`: the full model."""
 
-PLACEHOLDER = "lowmem_load_placeholder"
-"""A parameter of one element that no forward uses: DeepSpeed makes no ZeRO-3 optimizer without a trainable one."""
-
 # DeepSpeed's own: a wrapper of somebody else, set later, may take *args and **kwargs.
 _SIGNATURES = {
     foreign_names.INITIALIZE: inspect.signature(deepspeed.initialize),

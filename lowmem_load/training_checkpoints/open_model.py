@@ -15,7 +15,7 @@ from lowmem_load.training_checkpoints.names import weights_in, without_wrappers
 from lowmem_load.training_checkpoints.rank_files import open_rank_files, rank_files
 from lowmem_load.training_checkpoints.safetensors_shards import open_shards, shard_files
 from lowmem_load.training_checkpoints.saved_state import BandedTensor, SavedState
-from lowmem_load.training_checkpoints.zero_checkpoint import find_folder, open_checkpoint
+from lowmem_load.training_checkpoints.zero_checkpoint import PLACEHOLDER, find_folder, open_checkpoint
 
 _OF_ACCELERATE = "pytorch_model_fsdp_0"
 """Folder of the weights that accelerate, Trainer, axolotl and LLaMA-Factory save in theirs."""
@@ -139,8 +139,11 @@ def open_model(folder: str, executor: Executor, *, tag: str | None = None, part:
         values = {**checkpoint.replicated, **checkpoint.of_module}
         values |= {name: values[other] for name, other in checkpoint.shared.items() if other in values}
         entries = {(name,): tensor for name, tensor in values.items()}
+        known = {*values, PLACEHOLDER}
+        lost = tuple(name for name in checkpoint.parameters if name not in known)
         num_masters = sum(saved.group is not None for saved in checkpoint.parameters.values())
-        model = SavedModel(tagged, "DeepSpeed's ZeRO", {}, tuple(checkpoint.files), num_masters=num_masters)
+        files = tuple(checkpoint.files)
+        model = SavedModel(tagged, "DeepSpeed's ZeRO", {}, files, num_masters=num_masters, left_out=lost)
     near = [model.folder, os.path.join(model.folder, _OF_VERL), folder]
     if os.path.basename(os.path.abspath(model.folder)).startswith("pytorch_model_fsdp_"):
         near.append(os.path.dirname(os.path.abspath(model.folder)))  # in which accelerate saves it
@@ -148,4 +151,4 @@ def open_model(folder: str, executor: Executor, *, tag: str | None = None, part:
     has_adapter_config = model.companion("adapter_config.json") is not None
     weights = weights_in(model.folder, entries, part, has_adapter_config=has_adapter_config)
     tensors, left_out, removed, adapter = weights
-    return replace(model, tensors=tensors, left_out=left_out, removed=removed, adapter=adapter)
+    return replace(model, tensors=tensors, left_out=(*model.left_out, *left_out), removed=removed, adapter=adapter)

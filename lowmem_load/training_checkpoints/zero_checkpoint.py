@@ -51,6 +51,10 @@ logger = logging.getLogger(__name__)
 REPLICATED_FILE = "lowmem_load_whole_states.pt"
 """A file in the folder of the tag, next to DeepSpeed's. Its name must not change, or older checkpoints do not load."""
 
+PLACEHOLDER = "lowmem_load_placeholder"
+"""A parameter of partial ZeRO-3, of one element, in no state dict: DeepSpeed makes no ZeRO-3 optimizer without one that
+trains."""
+
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Entries of the model states that count steps."""
 

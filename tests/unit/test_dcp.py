@@ -24,7 +24,7 @@ from lowmem_load.files.fill import read_whole
 from lowmem_load.files.inert_pickle import Foreign, Storage, Tensor
 from lowmem_load.files.torch_zip import TorchObjects, _Entry
 from lowmem_load.training_checkpoints.names import NamedWeights, weights_in, without_wrappers
-from lowmem_load.training_checkpoints.open_model import open_state
+from lowmem_load.training_checkpoints.open_model import open_model, open_state
 from lowmem_load.training_checkpoints.rank_files import _Shard, _tiles
 
 TENSORS = {
@@ -189,6 +189,15 @@ def test_parts_in_safetensors_files(tmp_path: Path) -> None:
 def rank_file(folder: Path, rank: int, state: Any, count: int = 2) -> None:
     folder.mkdir(exist_ok=True)
     torch.save(state, folder / f"model_world_size_{count}_rank_{rank}.pt")
+
+
+def test_tensors_in_lists_are_left_out_and_said(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}, "ema": [torch.ones(3), 1], "more": {"a": (None, {"b": torch.ones(2)})}}
+    for rank in range(2):
+        rank_file(tmp_path, rank, state)
+    with Executor() as executor:
+        model = open_model(str(tmp_path), executor)
+    assert list(model.tensors) == ["w"] and sorted(model.left_out) == ["ema.0", "more.a.1.b"]
 
 
 @pytest.mark.parametrize("has_checksums", [True, False])

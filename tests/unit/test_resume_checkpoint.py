@@ -17,7 +17,7 @@ from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
 from lowmem_load.training_checkpoints.open_model import open_model
-from lowmem_load.training_checkpoints.zero_checkpoint import open_checkpoint, saved_by
+from lowmem_load.training_checkpoints.zero_checkpoint import PLACEHOLDER, open_checkpoint, saved_by
 from tests.zero_checkpoint import save_zero3
 
 VALUES = {"a": torch.randn(9, 2), "b": torch.randn(5)}
@@ -65,6 +65,15 @@ def test_what_is_no_weight_is_read(tmp_path: Path) -> None:
         assert checkpoint.param_groups == [{"lr": 1e-3, "params": [0]}]
         assert torch.equal(read_whole(executor, checkpoint.parameters["a"].tensors["exp_avg"].whole), VALUES["a"])
         assert float(checkpoint.parameters["b"].scalars["step"]) == 3.0
+
+
+def test_parameters_that_the_module_does_not_save_are_said(tmp_path: Path) -> None:
+    trained = {**VALUES, "c": torch.randn(3), PLACEHOLDER: torch.zeros(1)}
+    place = save_zero3(tmp_path, trained, world_size=2)
+    edited(place, "model", lambda state: [state["module"].pop(name) for name in ("c", PLACEHOLDER)])
+    with Executor() as executor:
+        model = open_model(str(tmp_path), executor)
+    assert model.tensors.keys() == VALUES.keys() and model.left_out == ("c",)
 
 
 def in_blocks(state: Any) -> None:
