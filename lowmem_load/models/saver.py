@@ -31,7 +31,7 @@ from lowmem_load.models.model_class import model_class, model_config, plain_clas
 from lowmem_load.planning.expression import Expression, Source, cast, numel
 from lowmem_load.replaced import Handler, replaced
 from lowmem_load.symbolic.tensor import SymbolicTensor
-from lowmem_load.training_checkpoints.open_model import own_files
+from lowmem_load.training_checkpoints.saved_state import own_files
 
 OURS = (
     "state_dict",

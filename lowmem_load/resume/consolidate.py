@@ -28,8 +28,8 @@ from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.renamed import renamed_keywords
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.adapter_config import ADAPTER_CONFIG, adapter_config
-from lowmem_load.training_checkpoints.open_model import SavedModel, open_model, own_files
-from lowmem_load.training_checkpoints.saved_state import BandedTensor, are_equal, read_chunks
+from lowmem_load.training_checkpoints.open_model import SavedModel, open_model
+from lowmem_load.training_checkpoints.saved_state import BandedTensor, are_equal, own_files, read_chunks
 from lowmem_load.training_checkpoints.zero_checkpoint import differences_of
 from lowmem_load.weights_out.rank_shards import MemoryPiece
 from lowmem_load.weights_out.weights import Weights, used_sources

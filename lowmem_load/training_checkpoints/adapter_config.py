@@ -7,7 +7,8 @@ from typing import Any
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.files.index import read_json
-from lowmem_load.training_checkpoints.open_model import SavedModel, own_files
+from lowmem_load.training_checkpoints.open_model import SavedModel
+from lowmem_load.training_checkpoints.saved_state import own_files
 
 ADAPTER_CONFIG = "adapter_config.json"
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lowmem_load.errors import CheckpointError, ConfigError, listed
@@ -14,16 +13,13 @@ from lowmem_load.training_checkpoints.dcp import METADATA, open_dcp
 from lowmem_load.training_checkpoints.names import weights_in, without_wrappers
 from lowmem_load.training_checkpoints.rank_files import open_rank_files, rank_files
 from lowmem_load.training_checkpoints.safetensors_shards import open_shards, shard_files
-from lowmem_load.training_checkpoints.saved_state import BandedTensor, SavedState
+from lowmem_load.training_checkpoints.saved_state import OF_VERL, BandedTensor, SavedState, own_files
 from lowmem_load.training_checkpoints.zero_checkpoint import PLACEHOLDER, find_folder, open_checkpoint
 
 _OF_ACCELERATE = "pytorch_model_fsdp_0"
 """Folder of the weights that accelerate, Trainer, axolotl and LLaMA-Factory save in theirs."""
 
 _MODELS_OF_VERL = ("actor", "critic")
-
-_OF_VERL = "huggingface"
-"""Folder in a checkpoint of verl that has the model's configuration and tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +56,6 @@ class SavedModel:
         """Return it for a model that checks names: without what wraps modules inside of it."""
         names = without_wrappers(self.folder, self.tensors)
         return replace(self, tensors={names[name]: tensor for name, tensor in self.tensors.items()})
-
-
-def own_files(folder: str, names: Iterable[str]) -> list[str]:
-    """Return the paths of those of the files that a checkpoint's folder has.
-
-    Raises CheckpointError for a link that leads out of it: whoever made the folder may have chosen a private file.
-    """
-    paths = [path for path in (os.path.join(folder, name) for name in names) if os.path.isfile(path)]
-    root = os.path.realpath(folder.removesuffix(f"{os.sep}{_OF_VERL}"))
-    if match := re.match(r"(.*/models--[^/]+)/snapshots/[^/]+(?:/|$)", f"{root}/"):
-        root = match[1]  # in the Hub's cache all files are links to its blobs
-    for path in paths:
-        if os.path.commonpath((root, os.path.realpath(path))) != root:
-            raise CheckpointError(
-                f"{path}: is a link to a file outside of its folder; copy that file there, or remove it"
-            )
-    return paths
 
 
 def open_state(folder: str, executor: Executor) -> SavedState:
@@ -144,7 +123,7 @@ def open_model(folder: str, executor: Executor, *, tag: str | None = None, part:
         num_masters = sum(saved.group is not None for saved in checkpoint.parameters.values())
         files = tuple(checkpoint.files)
         model = SavedModel(tagged, "DeepSpeed's ZeRO", {}, files, num_masters=num_masters, left_out=lost)
-    near = [model.folder, os.path.join(model.folder, _OF_VERL), folder]
+    near = [model.folder, os.path.join(model.folder, OF_VERL), folder]
     if os.path.basename(os.path.abspath(model.folder)).startswith("pytorch_model_fsdp_"):
         near.append(os.path.dirname(os.path.abspath(model.folder)))  # in which accelerate saves it
     model = replace(model, near=tuple(dict.fromkeys(map(os.path.abspath, near))))

@@ -11,6 +11,7 @@ import bisect
 import itertools
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from lowmem_load.planning.regions import FlatRange
 from lowmem_load.text import key_of
 
 File = TypeVar("File", TorchObjects, CheckpointFile)
+
+OF_VERL = "huggingface"
+"""Folder in a checkpoint of verl that has the model's configuration and tokenizer."""
 
 SLACK_S = 1.0
 """Clocks of servers, and file systems that keep whole seconds."""
@@ -229,6 +233,23 @@ def are_equal(name: str, one: BandedTensor, other: BandedTensor, executor: Execu
         strict=True,
     )
     return all(torch.equal(mine.view(torch.uint8), its.view(torch.uint8)) for (mine, _), (its, _) in pairs)
+
+
+def own_files(folder: str, names: Iterable[str]) -> list[str]:
+    """Return the paths of those of the files that a checkpoint's folder has.
+
+    Raises CheckpointError for a link that leads out of it: whoever made the folder may have chosen a private file.
+    """
+    paths = [path for path in (os.path.join(folder, name) for name in names) if os.path.isfile(path)]
+    root = os.path.realpath(folder.removesuffix(f"{os.sep}{OF_VERL}"))
+    if match := re.match(r"(.*/models--[^/]+)/snapshots/[^/]+(?:/|$)", f"{root}/"):
+        root = match[1]  # in the Hub's cache all files are links to its blobs
+    for path in paths:
+        if os.path.commonpath((root, os.path.realpath(path))) != root:
+            raise CheckpointError(
+                f"{path}: is a link to a file outside of its folder; copy that file there, or remove it"
+            )
+    return paths
 
 
 # -- whether one save has written the files ----------------------------------------------------------------------------

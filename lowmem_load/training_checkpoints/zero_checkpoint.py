@@ -44,7 +44,7 @@ from lowmem_load.planning.expression import Shape, Source, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.regions import partition_numel
 from lowmem_load.training_checkpoints.plain_values import NeedsCodeError, PlainValues, numpy_number
-from lowmem_load.training_checkpoints.saved_state import BandedTensor, Files, check_written_together
+from lowmem_load.training_checkpoints.saved_state import BandedTensor, Files, check_written_together, own_files
 
 logger = logging.getLogger(__name__)
 
@@ -439,8 +439,10 @@ class ZeroFiles(Files):
         name = tensor.attributes["ds_id"]
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]{1,200}", name):
             raise CheckpointError(f"{file.path}: {what} was on nvme as {shown(name)}, which is no name of DeepSpeed's")
+        in_folder = os.path.join(_SWAPPED, f"rank{rank:02d}", f"{name}{_OF_SWAPPER}")
+        own_files(self.folder, [in_folder])  # any file could be taken for elements
         path = self.raw(
-            os.path.join(_SWAPPED, f"rank{rank:02d}", f"{name}{_OF_SWAPPER}"),
+            in_folder,
             size * _SWAPPED_DTYPE.itemsize,
             f"{what} of an optimizer that was on nvme",
             "with use_node_local_storage each node has its own",

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -349,6 +350,20 @@ def test_files_that_do_not_fit_together(
     place = save_zero3(tmp_path, VALUES, world_size=2, moments={"exp_avg": VALUES}, swapped=True)
     spoil(place)
     with Executor() as executor, pytest.raises(error, match=text):
+        open_checkpoint(str(place), executor)
+
+
+@pytest.mark.parametrize("linked", ["0.tensor.swp", "."])
+def test_links_to_files_of_others_are_no_elements(linked: str, tmp_path: Path) -> None:
+    place = save_zero3(tmp_path / "saved", {"a": torch.zeros(64)}, world_size=1, swapped=True)
+    (path,) = place.glob("*/rank00/*.swp")
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / path.name).write_bytes(b"key " * 600)
+    for of_save in (path, *([path.parent] if linked == "." else [])):
+        shutil.rmtree(of_save) if of_save.is_dir() else of_save.unlink()
+    to_private = tmp_path / "private" / ("" if linked == "." else path.name)
+    (path.parent if linked == "." else path).symlink_to(to_private)
+    with Executor() as executor, pytest.raises(CheckpointError, match="is a link to a file outside of its folder"):
         open_checkpoint(str(place), executor)
 
 
