@@ -102,7 +102,7 @@ def put_together(folder: str, files: Sequence[TorchObjects], executor: Executor)
         if not isinstance(file.tree, dict):
             raise CheckpointError(f"{file.path}: holds no state dict")
         for keys, value in _entries(file):
-            if (shard := _shard(file, ".".join(keys), value)) is not None:
+            if (shard := _shard(file, ".".join(keys), value, len(files))) is not None:
                 shards.setdefault(keys, []).append(shard)
     return {keys: _whole(folder, ".".join(keys), parts, executor) for keys, parts in shards.items()}
 
@@ -126,7 +126,7 @@ def _entries(file: TorchObjects) -> Iterator[tuple[tuple[str, ...], Any]]:
     return entries(file.tree, ())
 
 
-def _shard(file: TorchObjects, name: str, value: Any) -> _Shard | None:
+def _shard(file: TorchObjects, name: str, value: Any, num_ranks: int) -> _Shard | None:
     """Return what a rank has of a tensor; None if the entry is none."""
     if "_flat_param" in name:
         raise UnsupportedError(
@@ -136,7 +136,7 @@ def _shard(file: TorchObjects, name: str, value: Any) -> _Shard | None:
     if isinstance(value, Tensor):
         return _Shard(file, value, value.size)
     if isinstance(value, Foreign) and value.name == WRAPPER:
-        return _dtensor(file, name, value)
+        return _dtensor(file, name, value, num_ranks)
     if isinstance(value, Foreign) and value.name.startswith(("torch._utils._rebuild", _SHARDED_TENSORS)):
         raise UnsupportedError(
             f"{file.path}: {name}: is a tensor of a kind that is not read by ranges ({value.name:.80})"
@@ -144,7 +144,7 @@ def _shard(file: TorchObjects, name: str, value: Any) -> _Shard | None:
     return None
 
 
-def _dtensor(file: TorchObjects, name: str, value: Foreign) -> _Shard:
+def _dtensor(file: TorchObjects, name: str, value: Foreign, num_ranks: int) -> _Shard:
     """Return what a rank has of a DTensor.
 
     The mesh says where the rank is along each dim, and, in `_flatten_mesh_list` (torch to 2.9) or `_flatten_rank_map`,
@@ -156,7 +156,8 @@ def _dtensor(file: TorchObjects, name: str, value: Foreign) -> _Shard:
         mesh, placements = spec["mesh"].state, tuple(spec["placements"])
         ranks = mesh["_flatten_rank_map"] if "_flatten_rank_map" in mesh else mesh["_flatten_mesh_list"]
         local, shape, places = slots["_local_tensor"], value.arguments[2], tuple(mesh["_coordinate_on_dim"])
-        is_right = isinstance(local, Tensor) and is_shape(shape) and is_shape(places) and is_shape(tuple(ranks))
+        is_right = isinstance(local, Tensor) and is_shape(shape) and is_shape(places)
+        is_right = is_right and len(ranks) <= num_ranks and all(type(rank) is int for rank in ranks)
         is_right = is_right and len(places) == len(placements) and all(isinstance(cut, Foreign) for cut in placements)
     except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{file.path}: {name}: is no DTensor as torch 2.6 to 2.13 saves it: {error!r}") from error

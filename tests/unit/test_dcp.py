@@ -21,11 +21,12 @@ from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
-from lowmem_load.files.inert_pickle import Foreign, Storage, Tensor
+from lowmem_load.files.inert_pickle import Foreign, Storage, Tensor, objects
 from lowmem_load.files.torch_zip import TorchObjects, _Entry
 from lowmem_load.training_checkpoints.names import NamedWeights, weights_in, without_wrappers
 from lowmem_load.training_checkpoints.open_model import open_model, open_state
-from lowmem_load.training_checkpoints.rank_files import _Shard, _tiles
+from lowmem_load.training_checkpoints.rank_files import _dtensor, _Shard, _tiles
+from tests.fuzz.targets import CORPUS
 
 TENSORS = {
     "a.weight": torch.arange(35.0).view(7, 5),
@@ -213,6 +214,16 @@ def test_what_all_ranks_have_is_compared(has_checksums: bool, tmp_path: Path) ->
         torch.serialization.set_crc32_options(before)
     with pytest.raises(CheckpointError, match=r"rank_1\.pt: model\.a has other values than the same part in .*rank_0"):
         values_in(tmp_path / "saved")
+
+
+def test_a_mesh_may_have_hundreds_of_ranks() -> None:
+    tree = objects((CORPUS / "rank_file" / "dtensor").read_bytes(), "x.pt")
+    file = TorchObjects("x.pt", 4096, "", "", tree, "x", {})
+    value = tree["w"]
+    value.state[1]["_spec"].state["mesh"].state["_flatten_rank_map"] = tuple(range(512))
+    assert _dtensor(file, "w", value, 512).shape == (3, 2)
+    with pytest.raises(CheckpointError, match="w: is no DTensor"):
+        _dtensor(file, "w", value, 511)
 
 
 @pytest.mark.parametrize(
