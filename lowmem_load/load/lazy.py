@@ -26,12 +26,12 @@ from lowmem_load.load.execute import combine_companions, fill_buffers, restore_l
 from lowmem_load.load.load import MAX_THREADS, REPORT_ATTRIBUTE
 from lowmem_load.load.make_plan import PlannedModel, make_plan
 from lowmem_load.load.report import LoadReport, OnLoad
-from lowmem_load.load.request import name_text, refuse_placing, stage_3
+from lowmem_load.load.request import Checked, name_text, refuse_placing, stage_3
 from lowmem_load.locks import ForkedLock
 from lowmem_load.models import diffusion, loader, model_class, model_folder
 from lowmem_load.models.active import load_lock, on_host, transformers_models
 from lowmem_load.models.loader import Call
-from lowmem_load.models.model_folder import find_folder, rename_loaded
+from lowmem_load.models.model_folder import find_folder
 from lowmem_load.models.saver import OURS, default_shard_size
 from lowmem_load.phases import no_callback
 from lowmem_load.planning.expression import Expression, Source, leaves, substituted
@@ -106,8 +106,8 @@ def lazy(
     def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
         return describe_lazily(call, Executor(num_threads=min(MAX_THREADS, environment.cores(1))))
 
-    with load_lock(), loader.intercepted(load), diffusion.intercepted(load):
-        return rename_loaded(cls.from_pretrained(where, **kwargs))
+    with load_lock():
+        return Checked(where, stage_3(torch.float32, 1), cls, kwargs).run(load)
 
 
 def describe_lazily(

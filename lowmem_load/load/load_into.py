@@ -23,6 +23,7 @@ from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.engines.mesh import is_mesh, mesh_device, offloads, reshard, shard_fully
 from lowmem_load.engines.sharded_target import ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
+from lowmem_load.files.stand_ins import origin
 from lowmem_load.load.fill_lazy import allocate_shards
 from lowmem_load.load.load import REPORT_ATTRIBUTE, Load, Options
 from lowmem_load.load.report import LoadReport
@@ -33,6 +34,7 @@ from lowmem_load.load.request import (
     asked_dtype,
     make_load,
     name_text,
+    not_taken,
     ordinary_load,
     stage_3,
     weights_folder,
@@ -416,18 +418,26 @@ def skeletons_sharded(
     """Inside, a `from_pretrained` of these keywords builds a model without values, and has `shard` shard it.
 
     `end` gets the model and what makes the load into it, and returns the loading info.
+
+    Raises:
+        UnsupportedError: the call loads a model in another way.
     """
+    filled: list[nn.Module] = []
 
     def fill(model: nn.Module, dtype: torch.dtype, keywords: dict[str, Any]) -> Mapping[str, Any]:
         refuse_parted(model)
         packed_format(model).pack_skeleton(model)
         shard(model)
+        filled.append(model)
         keywords |= hub_keywords(kwargs, FILE_KEYWORDS)
         with outermost():
             return end(model, lambda: IntoModule(model, name, dtype=dtype, kwargs=keywords))
 
-    with ordinary_path(), filled_by(fill), model_folder.files_explained(name, kwargs.get("subfolder") or ""):
+    explained = model_folder.files_explained(name, kwargs.get("subfolder") or "")
+    with ordinary_path(), filled_by(fill), explained:
         yield
+        if not filled:
+            raise not_taken(origin(name))
 
 
 def _allocate(model: nn.Module, constructor: Constructor, *, is_offloaded: bool) -> None:

@@ -16,7 +16,7 @@ from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.engines.zero3_target import target_maker
-from lowmem_load.errors import ConfigError
+from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.load.load import Load, Options
 from lowmem_load.models import diffusion, loader, model_class, model_folder
 from lowmem_load.models.active import transformers_models
@@ -70,9 +70,29 @@ class Checked(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def run(self, load: Callable[[Call], LoadedModel]) -> Any:
-        """Call the class's `from_pretrained`, for which `load` does what loads; return the model."""
-        with loader.intercepted(load), diffusion.intercepted(load):
-            return rename_loaded(self.cls.from_pretrained(self.name, **self.kwargs))
+        """Call the class's `from_pretrained`, for which `load` does what loads; return the model.
+
+        Raises UnsupportedError if that is not asked, as the class loads in a way of its own.
+        """
+        taken: list[Call] = []
+
+        def note(call: Call) -> LoadedModel:
+            taken.append(call)
+            return load(call)
+
+        with loader.intercepted(note), diffusion.intercepted(note):
+            model = self.cls.from_pretrained(self.name, **self.kwargs)
+        if not taken:
+            raise not_taken(self.cls.__name__)
+        return rename_loaded(model)
+
+
+def not_taken(what: str) -> UnsupportedError:
+    """Return the error for a `from_pretrained` that has loaded a model by itself."""
+    return UnsupportedError(
+        f"{what}: its class does not load through transformers' from_pretrained, so lowmem_load had no part in it; "
+        "build the model, and fill it by load_into"
+    )
 
 
 def agree_on_request(

@@ -112,6 +112,14 @@ def test_training_goes_as_after_a_plain_load(checkpoints: Path) -> None:
     run_ranks(train_all, str(builders.tiny_llama(checkpoints)), timeout_s=120)
 
 
+class Own(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """Loads in its own way."""
+
+    @classmethod
+    def from_pretrained(cls, *_: Any, **__: Any) -> torch.nn.Module:
+        return torch.nn.Linear(1, 1)
+
+
 def refuse(path: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed import DistributedConfig
@@ -121,6 +129,10 @@ def refuse(path: str) -> None:
         load_model(path, mesh=mesh, partition=["model"])
     with pytest.raises(ConfigError, match="fully_shard_kwargs"):
         load_model(path, distributed_config=DistributedConfig(fsdp_size=2), fully_shard_kwargs={})
+    with pytest.raises(UnsupportedError, match="Own: its class does not load through transformers' from_pretrained"):
+        load_model(path, {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}, auto_class=Own)
+    with pytest.raises(UnsupportedError, match=r"llama.*: its class does not load through"):
+        load_model(path, mesh=mesh, auto_class=Own)
     if "pp_size" in inspect.signature(DistributedConfig).parameters:
         with pytest.raises(UnsupportedError, match="pp_size > 1"):
             load_model(path, distributed_config=DistributedConfig(pp_size=2))

@@ -63,6 +63,8 @@ def test_a_class_that_loads_in_its_own_way_has_no_plan(llama: str) -> None:
 
     with pytest.raises(UnsupportedError, match="its class does not load through transformers' from_pretrained"):
         plan(llama, STAGE_3, rank=0, world_size=2, auto_class=Own)
+    with pytest.raises(UnsupportedError, match="its class does not load through transformers' from_pretrained"):
+        lowmem_load.lazy(llama, auto_class=Own)
 
 
 def test_what_transformers_places_by_itself_has_no_plan(llama: str) -> None:
