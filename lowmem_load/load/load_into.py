@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -363,7 +364,7 @@ def load_sharded(
             if (of_diffusers := diffusion.model_class(where, auto_class, kwargs)) is not None and not has_mesh:
                 raise ConfigError("a DistributedConfig shards transformers models; pass mesh=")
             dtype = asked_dtype(dtype, kwargs)
-            step.digest = {"as sharding": str(sharding), "fully_shard_kwargs": str(sorted(map(str, policy)))}
+            step.digest = {"as sharding": str(sharding), **_texts(policy)}
         if of_diffusers is not None:
             constructor = Constructor()
             with ranks.step("building the model", name=where):
@@ -438,6 +439,11 @@ def skeletons_sharded(
         yield
         if not filled:
             raise not_taken(origin(name))
+
+
+def _texts(policy: Mapping[str, Any]) -> dict[str, str]:
+    """Return a text of each keyword of `fully_shard` that is the same on ranks which pass the same."""
+    return {f"fully_shard_kwargs {key}": re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for key, value in policy.items()}
 
 
 def _allocate(model: nn.Module, constructor: Constructor, *, is_offloaded: bool) -> None:

@@ -133,6 +133,11 @@ def refuse(path: str) -> None:
         load_model(path, {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}, auto_class=Own)
     with pytest.raises(UnsupportedError, match=r"llama.*: its class does not load through"):
         load_model(path, mesh=mesh, auto_class=Own)
+    rank = dist.get_rank()
+    with pytest.raises(RankError, match="holds fully_shard_kwargs reshard_after_forward True"):
+        load_model(path, mesh=mesh, fully_shard_kwargs={"reshard_after_forward": bool(rank)})
+    policy = {"shard_placement_fn": lambda _: None}  # at another address on each rank
+    assert get_load_report(load_model(path, mesh=mesh, fully_shard_kwargs=policy)).read_bytes
     if "pp_size" in inspect.signature(DistributedConfig).parameters:
         with pytest.raises(UnsupportedError, match="pp_size > 1"):
             load_model(path, distributed_config=DistributedConfig(pp_size=2))
