@@ -24,19 +24,20 @@ from lowmem_load import foreign_names
 from lowmem_load.config.settings import Partition, read_settings
 from lowmem_load.distributed.environment import has_group
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.distributed.steps import RankGroup
-from lowmem_load.errors import LoadOrderWarning, RankError, UnsupportedError, outside_level
+from lowmem_load.distributed.steps import Alone, RankGroup
+from lowmem_load.errors import LoadOrderWarning, RankError, outside_level
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations import accelerate
 from lowmem_load.integrations import diffusion as diffusers
 from lowmem_load.integrations.imports import after_import
 from lowmem_load.integrations.switch import keywords_of_run
-from lowmem_load.load.load import Options, fall_back
+from lowmem_load.load.load import Options, fall_back, fallback_reason, find, is_to_be_found
 from lowmem_load.load.report import OnLoad
 from lowmem_load.load.request import make_load
 from lowmem_load.models import diffusion, loader
 from lowmem_load.models.active import active_zero3_config, deepspeed_config, load_lock, note_load, was_dropped
 from lowmem_load.models.loader import SHARDS, Call
+from lowmem_load.models.model_folder import rename_loaded
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.renamed import renamed_keywords
 from lowmem_load.replaced import Handlers, replaced, usable_names, warn_of_loss, warn_of_missing
@@ -127,7 +128,8 @@ def install(
             same files under ZeRO-3 without gathering, and let `save_pretrained` refuse to write empty parameters; see
             docs/howto/saving.md. stage3_gather_16bit_weights_on_model_save is not needed. False leaves saving alone.
         on_load: called on every rank with the `LoadReport` of each load, at its end.
-        download: as for `load_model`. URLs are taken as names in any case.
+        download: as for `load_model`. Classes of models take URLs as names in any case; auto classes take the folder
+            that `local_folder` returns.
         share_reads: as for `load_model`.
 
     Returns:
@@ -196,16 +198,24 @@ def _load_sharded(call: loader.TransformersCall, *, options: Options) -> tuple[n
     """Run a call that transformers itself shards, by a `DistributedConfig`."""
     from lowmem_load.load.load_into import shards_filled
 
+    def ranks() -> RankGroup:  # without a group, transformers makes one
+        return RankGroup(None) if has_group() else Alone()
+
     random_state = torch.get_rng_state()
-    # An error of one rank, such as a folder that it lacks, is one of all. Without a group, transformers makes one.
-    session = RankGroup(None).session(f"the load of {call.name}") if has_group() else contextlib.nullcontext()
     try:
-        with session, shards_filled(call.path, call.kwargs, options):
-            return call.run()
-    except UnsupportedError as error:  # on all ranks: what one alone raises is a RankError
-        if not options.is_lenient:
-            raise
-        reason = str(error)
+        # An error of one rank, such as a folder that it lacks, is one of all.
+        with ranks().session(f"the load of {call.name}"):
+            if is_to_be_found(call, options):
+                with ranks().step("finding the files", name=call.name):
+                    find(call, options, ranks().check)
+            try:
+                with shards_filled(call.path, call.kwargs, options):
+                    return rename_loaded(call.run())
+            except Exception:
+                with ranks().step("building the sharded model", name=call.name):
+                    raise  # on all ranks: what one alone raises is a RankError
+    except Exception as error:  # noqa: BLE001  it is raised again unless the default loader may work
+        reason = fallback_reason(error, call, options)
     return fall_back(call, "transformers", reason, random_state)
 
 

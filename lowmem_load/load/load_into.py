@@ -421,7 +421,7 @@ def skeletons_sharded(
     `end` gets the model and what makes the load into it, and returns the loading info.
 
     Raises:
-        UnsupportedError: the call loads a model in another way.
+        UnsupportedError: the name is that of an adapter, or the call loads a model in another way.
     """
     filled: list[nn.Module] = []
 
@@ -436,6 +436,11 @@ def skeletons_sharded(
 
     explained = model_folder.files_explained(name, kwargs.get("subfolder") or "")
     with ordinary_path(), filled_by(fill), explained:
+        if model_folder.adapter_config_file(name, kwargs) is not None:
+            raise UnsupportedError(
+                f"{origin(name)}: is an adapter; load the base model that its adapter_config.json names, and add it to "
+                "that"
+            )
         yield
         if not filled:
             raise not_taken(origin(name))

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +13,6 @@ import transformers
 
 import lowmem_load
 from lowmem_load import (
-    CheckpointError,
     ConfigError,
     RankError,
     UnsupportedError,
@@ -161,7 +161,7 @@ def load_installed(path: str) -> None:
     assert seen == [get_load_report(model)]
     lowmem_load.install()
     began_s = time.monotonic()
-    with pytest.raises(RankError if dist.get_rank() else CheckpointError, match="absent"):
+    with pytest.raises(RankError, match=r"rank 0: CheckpointError: .*absent: no such folder"):
         transformers.MixtralForCausalLM.from_pretrained(
             path if dist.get_rank() else f"{path}/absent", distributed_config=DistributedConfig(fsdp_size=2)
         )
@@ -196,3 +196,27 @@ def test_an_fp8_checkpoint_is_dequantized_into_shards(checkpoints: Path, tmp_pat
         config = transformers.distributed.DistributedConfig(fsdp_size=2)
         planned = plan(folder, distributed_config=config, rank=rank, world_size=2, dtype=torch.bfloat16, **options)
         assert [planned.costs.read_bytes, planned.costs.num_reads] == cost
+
+
+def load_adapter(adapter: str) -> None:
+    """Rank function."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed import DistributedConfig
+
+    mesh, cls = init_device_mesh("cpu", (start(),)), transformers.LlamaForCausalLM
+    with pytest.raises(UnsupportedError, match="is an adapter; load the base model"):
+        load_model(adapter, mesh=mesh, auto_class=cls)
+    reference = cls.from_pretrained(adapter, distributed_config=DistributedConfig(fsdp_size=2))
+    install()
+    with pytest.warns(lowmem_load.FallbackWarning, match="is an adapter; load the base model"):
+        model = cls.from_pretrained(adapter, distributed_config=DistributedConfig(fsdp_size=2))
+    uninstall()
+    assert differing(model, reference) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_is_left_to_transformers(checkpoints: Path, tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM.from_pretrained(builders.tiny_llama(checkpoints))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    run_ranks(load_adapter, str(tmp_path / "adapter"), timeout_s=120)
