@@ -360,7 +360,7 @@ def load_sharded(
                 raise ConfigError(f"load_model: {sharding!r} is neither a DeviceMesh nor a DistributedConfig")
             if fully_shard_kwargs is not None and not has_mesh:
                 raise ConfigError("fully_shard_kwargs: goes with a mesh; a DistributedConfig has its own settings")
-            where, kwargs = find_folder(name_text(name), kwargs)
+            where, kwargs = find_folder(name_text(name), kwargs, stream=options.stream, check=ranks.check)
             if (of_diffusers := diffusion.model_class(where, auto_class, kwargs)) is not None and not has_mesh:
                 raise ConfigError("a DistributedConfig shards transformers models; pass mesh=")
             dtype = asked_dtype(dtype, kwargs)
@@ -405,7 +405,7 @@ def shards_filled(
             options.on_load(report)
         return report.loading_info
 
-    with skeletons_sharded(name, kwargs, shard, fill):
+    with skeletons_sharded(name, kwargs, shard, fill, options.weights):
         yield
 
 
@@ -415,10 +415,11 @@ def skeletons_sharded(
     kwargs: Mapping[str, Any],
     shard: Callable[[nn.Module], None],
     end: Callable[[nn.Module, Callable[[], IntoModule]], Mapping[str, Any]],
+    weights: str | None = None,
 ) -> Iterator[None]:
     """Inside, a `from_pretrained` of these keywords builds a model without values, and has `shard` shard it.
 
-    `end` gets the model and what makes the load into it, and returns the loading info.
+    `end` gets the model and what makes the load into it, and returns the loading info. `weights`: see `filled_by`.
 
     Raises:
         UnsupportedError: the name is that of an adapter, or the call loads a model in another way.
@@ -435,7 +436,7 @@ def skeletons_sharded(
             return end(model, lambda: IntoModule(model, name, dtype=dtype, kwargs=keywords))
 
     explained = model_folder.files_explained(name, kwargs.get("subfolder") or "")
-    with ordinary_path(), filled_by(fill), explained:
+    with ordinary_path(), filled_by(fill, weights), explained:
         if model_folder.adapter_config_file(name, kwargs) is not None:
             raise UnsupportedError(
                 f"{origin(name)}: is an adapter; load the base model that its adapter_config.json names, and add it to "

@@ -46,7 +46,7 @@ def plan(
     Runs in a plain process, for any rank of any world: no process group, no launcher, no DeepSpeed engine, no
     accelerator. It plans for the accelerator that DeepSpeed would choose here; `DS_ACCELERATOR` ("cuda") names another
     machine's. It reads headers, and the few values by which transformers decides (whether two tensors are one tied
-    weight); `LoadPlan.read_to_describe` names these.
+    weight); `LoadPlan.read_to_describe` names these. No weights of a model on the Hub are downloaded.
 
     `rank` is one of the `world_size` ranks among which parameters are partitioned. Other arguments are those of
     `load_model`, without a mesh, which needs the processes of its ranks.
@@ -91,7 +91,7 @@ def plan_sharded(
 
     `sharding` is a `DistributedConfig`, or the shape of FSDP2's mesh: (shards,) or (replicas, shards).
     """
-    where, kwargs = find_folder(name_text(name), kwargs)
+    where, kwargs = find_folder(name_text(name), kwargs, stream=True)
     dtype = asked_dtype(dtype, kwargs)
     of_diffusers = diffusion.model_class(where, auto_class, kwargs)
     has_config = is_distributed_config(sharding)
@@ -130,7 +130,8 @@ def plan_zero3_rank(
     **from_pretrained_kwargs: Any,
 ) -> LoadPlan:
     """Return the plan of a model under a ds_config."""
-    request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs).with_folder()
+    where, kwargs = find_folder(name_text(name), from_pretrained_kwargs, stream=True)
+    request = Request(where, auto_class, dtype, kwargs)
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
     return _plan_way(request.checked(settings), target_maker(rank, device), rank)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,10 +20,13 @@ from transformers import PreTrainedModel
 
 from lowmem_load import foreign_names
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.models.loader import building_handlers
+from lowmem_load.files.executor import Executor
+from lowmem_load.foreign_names import ForeignName
+from lowmem_load.models.loader import building_handlers, file_format
 from lowmem_load.models.model_folder import HUB_KEYWORDS
-from lowmem_load.replaced import replaced
+from lowmem_load.replaced import Handler, Handlers, replaced
 from lowmem_load.symbolic.constructor import Constructor
+from lowmem_load.training_checkpoints.open_model import open_model
 
 Fill = Callable[[nn.Module, torch.dtype, dict[str, Any]], Mapping[str, Any]]
 """Fills a skeleton, given the dtype of the load and the keywords of the constructor; returns the loading info."""
@@ -32,8 +36,11 @@ FILE_KEYWORDS = (*HUB_KEYWORDS, "variant", "use_safetensors", "ignore_mismatched
 
 
 @contextlib.contextmanager
-def filled_by(fill: Fill) -> Iterator[None]:
-    """Inside, `fill` fills the skeletons that `from_pretrained` builds. transformers reads no weights."""
+def filled_by(fill: Fill, weights: str | None = None) -> Iterator[None]:
+    """Inside, `fill` fills the skeletons that `from_pretrained` builds. transformers reads no weights.
+
+    `weights` is the folder of a training checkpoint that has them: transformers looks for no others.
+    """
     if not hasattr(PreTrainedModel, "maybe_distribute_model"):
         raise UnsupportedError(
             "this release of transformers cannot shard a model; shard it yourself and call load_into"
@@ -52,14 +59,12 @@ def filled_by(fill: Fill) -> Iterator[None]:
                 # The skeleton shards the modules that it is given, so the other model gets its own.
                 keywords.update(tree_map_only(nn.Module, copy.deepcopy, named))
             ordinary(model, config, *args, **kwargs)
-            if type(model) is cls:
+            if type(model) is cls and not is_filling:
                 untie(model)
 
         return [*ordinary(cls, *args, **kwargs), replaced({foreign_names.MODEL_INIT.of(cls): init})]
 
     def load(ordinary: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        from transformers.utils.loading_report import LoadStateDictInfo
-
         nonlocal is_filling
         if is_filling:
             return ordinary(model, *args, **kwargs)
@@ -78,10 +83,7 @@ def filled_by(fill: Fill) -> Iterator[None]:
             info = fill(model, load_config.dtype, keywords)
         finally:
             is_filling = False
-        keys = {name: set(info[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-        if "skipped_pp_keys" in inspect.signature(LoadStateDictInfo).parameters:  # since pipeline stages
-            keys["skipped_pp_keys"] = set()
-        return LoadStateDictInfo(error_msgs=[], conversion_errors={}, **keys), None
+        return _loading_info(info), None
 
     def finalize(ordinary: Any, model: Any, load_config: Any, loading_info: Any) -> Any:
         # Nothing is left to do for the skeleton: the load that filled it has initialized, tied and reported.
@@ -90,8 +92,39 @@ def filled_by(fill: Fill) -> Iterator[None]:
     loading = {foreign_names.LOAD_PRETRAINED_MODEL: load, foreign_names.FINALIZE_MODEL_LOADING: finalize}
     with replaced(loading), contextlib.ExitStack() as building:
         building.enter_context(replaced(building_handlers(Constructor())))
-        building.enter_context(replaced({foreign_names.GET_INIT_CONTEXT: init_contexts}))
+        building.enter_context(replaced({foreign_names.GET_INIT_CONTEXT: init_contexts, **_header_handlers(weights)}))
         yield
+
+
+def _loading_info(info: Mapping[str, Any]) -> Any:
+    """Return the loading info as transformers passes it on."""
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    keys = {name: set(info[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    if "skipped_pp_keys" in inspect.signature(LoadStateDictInfo).parameters:  # since pipeline stages
+        keys["skipped_pp_keys"] = set()
+    return LoadStateDictInfo(error_msgs=[], conversion_errors={}, **keys)
+
+
+def _header_handlers(weights: str | None) -> Handlers:
+    """Return what has transformers look at headers alone, for a skeleton: the load that fills it finds the weights."""
+    handlers: dict[ForeignName, Handler] = {foreign_names.LOAD_STATE_DICT: lambda _, path, *__, **___: _on_meta(path)}
+    if weights is not None:
+        handlers[foreign_names.RESOLVE_FILES] = lambda *_, **__: ([weights], None)
+    return handlers
+
+
+def _on_meta(path: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, or of a training checkpoint, on meta: a dtype "auto" may be that of the first."""
+    with Executor(num_threads=1) as executor:
+        if os.path.isdir(path):
+            expressions = {name: values.whole for name, values in open_model(path, executor).tensors.items()}
+        else:
+            with executor.sources.reading(path) as source:
+                file = file_format(path).describe(source)
+            names = sorted(file.names) if path.endswith(".safetensors") else file.names  # as transformers
+            expressions = {name: file.expression(name) for name in names}
+    return {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in expressions.items()}
 
 
 def untie(skeleton: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Models that transformers shards by a `DistributedConfig`, or FSDP2 over a mesh: as after a plain load."""
 
 import inspect
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
 
 import lowmem_load
@@ -198,8 +200,8 @@ def test_an_fp8_checkpoint_is_dequantized_into_shards(checkpoints: Path, tmp_pat
         assert [planned.costs.read_bytes, planned.costs.num_reads] == cost
 
 
-def load_adapter(adapter: str) -> None:
-    """Rank function."""
+def load_others(adapter: str, base: str, without: str, weights: str) -> None:
+    """Rank function: an adapter, and a training checkpoint of a model of which only the configuration is there."""
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed import DistributedConfig
 
@@ -213,10 +215,26 @@ def load_adapter(adapter: str) -> None:
     uninstall()
     assert differing(model, reference) == []
 
+    expected = cls.from_pretrained(base)
+    for name in (base, without):
+        for sharding in ({"mesh": mesh}, {"distributed_config": DistributedConfig(fsdp_size=2)}):
+            model = load_model(name, auto_class=cls, weights_from=weights, **sharding)
+            assert {parameter.dtype for parameter in model.parameters()} == {expected.dtype}, name
+            assert differing(model, expected) == [], name
+
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_adapter_is_left_to_transformers(checkpoints: Path, tmp_path: Path) -> None:
-    model = transformers.LlamaForCausalLM.from_pretrained(builders.tiny_llama(checkpoints))
+def test_adapters_fall_back_and_weights_of_a_trainer_need_a_configuration_alone(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    base = builders.tiny_llama(checkpoints)
+    model = transformers.LlamaForCausalLM.from_pretrained(base)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "dcp")
+    config = json.loads((base / "config.json").read_text())
+    assert config.pop("dtype")  # so it is that of the weights
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text(json.dumps(config))
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
     adapted.save_pretrained(tmp_path / "adapter")
-    run_ranks(load_adapter, str(tmp_path / "adapter"), timeout_s=120)
+    paths = (tmp_path / "adapter", base, tmp_path / "config", tmp_path / "dcp")
+    run_ranks(load_others, *map(str, paths), timeout_s=120)

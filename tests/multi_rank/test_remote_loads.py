@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import tempfile
@@ -439,3 +440,38 @@ def test_what_fails_is_one_error_on_all_ranks(checkpoints: Path, place: Place) -
     folder = shutil.copytree(source, checkpoints / "remote-failing", dirs_exist_ok=True)
     with hub_of({"org/model": source}, token="hub-token") as hub:
         run(fail, place, (str(folder), BF16, None, torch.bfloat16), hub)
+
+
+def load_into_shards(place: Place, folder: str) -> None:
+    """Rank function: a URL onto a mesh and in a script, of a model whose configuration names no dtype."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed import DistributedConfig
+
+    from lowmem_load import install, load_model
+    from lowmem_load.integrations.install import uninstall
+    from tests.model_digest import differing
+
+    place.start()
+    reference = transformers.LlamaForCausalLM.from_pretrained(folder)
+    for scheme in ("http", "s3"):
+        url = place(folder, scheme)
+        by_mesh = load_model(url, mesh=init_device_mesh("cpu", (2,)))
+        install(strict=True)
+        by_config = transformers.LlamaForCausalLM.from_pretrained(
+            url, distributed_config=DistributedConfig(fsdp_size=2)
+        )
+        uninstall()
+        for model in (by_mesh, by_config):
+            assert differing(model, reference) == []
+            assert model.dtype == reference.dtype == torch.bfloat16
+            assert model.config.name_or_path == url
+
+
+@pytest.mark.skipif(not hasattr(transformers.PreTrainedModel, "maybe_distribute_model"), reason="shards no model")
+def test_a_url_is_loaded_into_shards(place: Place, checkpoints: Path) -> None:
+    folder = checkpoints / "without_dtype"
+    shutil.copytree(builders.tiny_llama(checkpoints), folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    run(load_into_shards, place, str(folder))

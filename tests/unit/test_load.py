@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -14,6 +15,7 @@ import lowmem_load
 from lowmem_load import ConfigError, LoadOrderWarning, UnsupportedError, get_load_report, install, plan
 from lowmem_load.integrations.install import uninstall
 from tests import builders
+from tests.hub import hub
 
 STAGE_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
 STAGE_0 = {"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": 1}
@@ -65,6 +67,15 @@ def test_a_class_that_loads_in_its_own_way_has_no_plan(llama: str) -> None:
         plan(llama, STAGE_3, rank=0, world_size=2, auto_class=Own)
     with pytest.raises(UnsupportedError, match="its class does not load through transformers' from_pretrained"):
         lowmem_load.lazy(llama, auto_class=Own)
+
+
+def test_a_plan_of_a_model_on_the_hub_downloads_no_weights(llama: str) -> None:
+    expected = plan(llama, STAGE_3, rank=1, world_size=2)
+    with hub(Path(llama), "org/model"):
+        found = plan("org/model", STAGE_3, rank=1, world_size=2)
+        assert not list(Path(huggingface_hub.constants.HF_HUB_CACHE).rglob("*.safetensors"))
+    assert found.name == "org/model"
+    assert found.costs.needed_bytes == expected.costs.needed_bytes > 0
 
 
 def test_what_transformers_places_by_itself_has_no_plan(llama: str) -> None:
