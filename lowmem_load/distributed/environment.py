@@ -45,7 +45,7 @@ def require_live() -> None:
     if not dist.is_initialized():
         raise ConfigError(
             "there is no process group: it was destroyed, or not made yet; call torch.distributed.init_process_group "
-            "or lowmem_load.DistributedInterface() on every rank before"
+            "or lowmem_load.llamafactory.DistributedInterface() on every rank before"
         )
     if _inherited and _inherited[0]() is dist.group.WORLD and dist.get_backend() != "fake":
         raise ConfigError(

@@ -117,7 +117,9 @@ def build_from_own_constructor() -> None:
     from transformers import LlamaConfig, PreTrainedModel
     from transformers.integrations import HfDeepSpeedConfig
 
-    from lowmem_load import DistributedInterface, FallbackWarning, UnsupportedError, install, streaming
+    from lowmem_load import FallbackWarning, UnsupportedError, install
+    from lowmem_load.distributed.process_group import DistributedInterface
+    from lowmem_load.integrations.install import streaming
 
     class Scaled(PreTrainedModel):
         config_class = LlamaConfig

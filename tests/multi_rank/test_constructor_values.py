@@ -269,15 +269,16 @@ def load_differing(path: str) -> None:
     from transformers.integrations import HfDeepSpeedConfig
 
     import lowmem_load
+    from lowmem_load.distributed.process_group import DistributedInterface
 
-    rank = lowmem_load.DistributedInterface().rank
+    rank = DistributedInterface().rank
     text = r"TableForCausalLM computes values that differ between ranks: angles\.0\.noise, draws\. "
-    for target in (FP32, init_device_mesh("cpu", (dist.get_world_size(),))):
+    for target in ({"ds_config": FP32}, {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}):
         np.random.seed(rank)
         with pytest.raises(UnsupportedError, match=text):
-            lowmem_load.load_model(path, target, auto_class=AUTO, **REMOTE)
+            lowmem_load.load_model(path, **target, auto_class=AUTO, **REMOTE)
         np.random.seed(7)
-        lowmem_load.load_model(path, target, auto_class=AUTO, **REMOTE)
+        lowmem_load.load_model(path, **target, auto_class=AUTO, **REMOTE)
     kept = HfDeepSpeedConfig(FP32)
     lowmem_load.install()
     np.random.seed(rank)

@@ -12,7 +12,8 @@ SCRIPT = """
 import os, sys
 sys.path.insert(0, {repo!r})
 import torch
-from lowmem_load import DistributedInterface, load_model, get_load_report
+from lowmem_load import get_load_report, load_model
+from lowmem_load.distributed.process_group import DistributedInterface
 from tests.parity import BF16, differences
 from transformers import AutoModelForCausalLM
 model = load_model({path!r}, BF16)

@@ -113,7 +113,8 @@ def change_later(path: str) -> None:
 
 def fail_and_go_on(path: str, ranks: tuple[int, ...]) -> None:
     """Rank function: after an engine that could not be made, a model is as it was, and another engine trains it."""
-    from lowmem_load import DistributedInterface, RankError, initialize
+    from lowmem_load import RankError, initialize_partial
+    from lowmem_load.distributed.process_group import DistributedInterface
     from lowmem_load.engines import engine as engine_module
 
     def num_hooks() -> int:
@@ -130,10 +131,10 @@ def fail_and_go_on(path: str, ranks: tuple[int, ...]) -> None:
     before = num_hooks()
     engine_module.check_engine = fail
     with pytest.raises(RankError if len(ranks) == 1 else OSError, match="no memory"):
-        initialize(model, CONFIG, partition="llm")
+        initialize_partial(model, CONFIG, partition="llm")
     assert num_hooks() == before
     engine_module.check_engine = check_engine
-    engine = initialize(model, CONFIG, partition="llm")
+    engine = initialize_partial(model, CONFIG, partition="llm")
     train(engine, 0, 2)
     engine.destroy()
     assert num_hooks() == before
