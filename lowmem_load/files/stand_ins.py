@@ -159,9 +159,11 @@ def lay_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, tokeni
     large = {file: item for file, item in listing.items() if file not in small}
     entries = {file: {field: getattr(item, field) for field in ENTRY} for file, item in large.items()}
     manifest = json.dumps({"origin": origin, "files": entries}, indent=1)
-    sizes = {file: item.nbytes if file in small else _head_nbytes(file, item) for file, item in listing.items()}
+    heads = {file: min(HEAD_BYTES, item.nbytes) for file, item in large.items() if file.endswith(".safetensors")}
+    sizes = {file: listing[file].nbytes if file in small else heads.get(file, 0) for file in listing}
+    paths = {os.path.join(folder, file): nbytes for file, nbytes in sizes.items()}
     with _locked(f"{place}.lock", check):
-        is_whole = all(_is_there(os.path.join(folder, file), nbytes) for file, nbytes in sizes.items())
+        is_whole = all(os.path.isfile(path) and os.path.getsize(path) == nbytes for path, nbytes in paths.items())
         if not is_whole or not os.path.isfile(os.path.join(place, MANIFEST)):
             _remove(place)  # a cleaner of old files may have been at work
 
@@ -199,14 +201,6 @@ def _is_small(file: str, item: RemoteObject, *, tokenizers: bool) -> bool:
     name = file.rpartition("/")[2]
     is_wanted = tokenizers or not name.startswith(("tokenizer", "vocab", "merges"))
     return name.endswith(SMALL) and item.nbytes <= MAX_SMALL_NBYTES and is_wanted
-
-
-def _head_nbytes(file: str, item: RemoteObject) -> int:
-    return min(HEAD_BYTES, item.nbytes) if file.endswith(".safetensors") else 0
-
-
-def _is_there(path: str, nbytes: int) -> bool:
-    return os.path.isfile(path) and os.path.getsize(path) == nbytes
 
 
 def _fill_folder(

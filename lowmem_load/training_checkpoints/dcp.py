@@ -145,11 +145,10 @@ def read_metadata(source: ByteSource) -> tuple[dict[str, SavedTensor], str]:
 
 
 def _state(value: Any, kind: str) -> dict[str, Any]:
-    if not isinstance(value, Foreign) or not value.name.startswith(_PACKAGE) or not value.name.endswith(f".{kind}"):
-        raise TypeError(f"expected a {kind}")
-    if not isinstance(value.state, dict):
-        raise TypeError(f"a {kind} without state")
-    return value.state
+    match value:
+        case Foreign(name=name, state=dict(state)) if name.startswith(_PACKAGE) and name.endswith(f".{kind}"):
+            return state
+    raise TypeError(f"expected a {kind} with its state")
 
 
 def _index_state(state: Any) -> tuple[str, Shape | None]:
