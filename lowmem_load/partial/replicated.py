@@ -24,6 +24,7 @@ from torch import nn
 from lowmem_load.engines.engine import PartitionedPart
 from lowmem_load.engines.zero3_target import chosen_parameters
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
+from lowmem_load.training_checkpoints.plain_values import read_plain
 from lowmem_load.training_checkpoints.zero_checkpoint import REPLICATED_FILE
 
 FORMAT = 1
@@ -253,7 +254,7 @@ def save_replicated(folder: str, state: Mapping[str, Any]) -> None:
     unfinished = f"{path}.{socket.gethostname()}.{os.getpid()}"
     try:
         torch.save(_plain({"format": FORMAT, **state}), unfinished)
-        torch.load(unfinished, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
+        read_plain(unfinished, with_elements=False)
     except Exception as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(unfinished)
@@ -278,8 +279,8 @@ def load_replicated(folder: str) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise CheckpointError(f"{folder}: no {REPLICATED_FILE}; this is not a checkpoint that partial ZeRO-3 has saved")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises a dozen classes for damaged files
+        state = read_plain(path)
+    except CheckpointError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not of format {FORMAT}; it was written by another version of lowmem_load")

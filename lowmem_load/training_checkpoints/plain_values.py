@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lowmem_load.errors import CheckpointError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
 from lowmem_load.files.inert_pickle import (
@@ -30,7 +31,7 @@ from lowmem_load.files.inert_pickle import (
     is_shape,
     shown,
 )
-from lowmem_load.files.torch_zip import TorchObjects
+from lowmem_load.files.torch_zip import TorchObjects, describe_objects
 
 MAX_DEPTH = 100
 """Containers within each other. One that contains itself has more."""
@@ -53,10 +54,10 @@ class NeedsCodeError(Exception):
 class PlainValues:
     """Makes values of the tree of one file: numbers, text, containers, tensors and devices of torch, arrays of numpy.
 
-    `torch.Size` becomes a tuple. The executor reads the elements of tensors.
+    `torch.Size` becomes a tuple. The executor reads the elements of tensors; without one, these are on the meta device.
     """
 
-    def __init__(self, file: TorchObjects, executor: Executor) -> None:
+    def __init__(self, file: TorchObjects, executor: Executor | None) -> None:
         self._file, self._executor = file, executor
         self._room = FREE_BYTES + MADE_BYTES_PER_BYTE * file.nbytes
         self._made: dict[int, Any] = {}  # by id of the object in the tree
@@ -136,14 +137,29 @@ class PlainValues:
             raise NeedsCodeError(f"a {saved.kind:.200} with attributes, or of a class of its own")
         storage = self._file.storage(saved, "of the client state")
         if storage.start not in self._storages:
-            self._storages[storage.start] = read_whole(self._executor, storage)
+            unread = torch.empty(storage.shape, dtype=torch.uint8, device="meta")
+            self._storages[storage.start] = read_whole(self._executor, storage) if self._executor else unread
         content = self._storages[storage.start].untyped_storage()
-        values = torch.empty(0, dtype=saved.dtype).set_(content, saved.offset, saved.size, saved.strides)
+        values = torch.empty(0, dtype=saved.dtype, device=content.device)
+        values.set_(content, saved.offset, saved.size, saved.strides)
         if saved.requires_grad and not (saved.dtype.is_floating_point or saved.dtype.is_complex):
             raise NeedsCodeError(f"a tensor of {saved.dtype} with a gradient")
         if saved.kind == PARAMETER:
             return torch.nn.Parameter(values, saved.requires_grad)
         return values.requires_grad_(saved.requires_grad)
+
+
+def read_plain(path: str, *, with_elements: bool = True) -> Any:
+    """Return what a torch file holds, in host memory; without elements, tensors are on the meta device.
+
+    Raises CheckpointError if it is malformed, or holds objects that only their own code can create.
+    """
+    with Executor() as executor, executor.sources.reading(path) as source:
+        file = describe_objects(source)
+        try:
+            return PlainValues(file, executor if with_elements else None).value(file.tree)
+        except NeedsCodeError as error:
+            raise CheckpointError(f"{path}: holds objects that only their own code can create: {error}") from error
 
 
 def _numpy_dtype(saved: Any) -> np.dtype[Any] | None:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from lowmem_load.errors import CheckpointError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.inert_pickle import objects
 from lowmem_load.files.torch_zip import TorchObjects, describe_objects
-from lowmem_load.training_checkpoints.plain_values import NeedsCodeError, PlainValues
+from lowmem_load.training_checkpoints.plain_values import NeedsCodeError, PlainValues, read_plain
 from tests.pickles import assembled
 
 
@@ -82,6 +83,17 @@ def test_a_state_dict_keeps_the_versions_of_its_modules(tmp_path: Path) -> None:
     found = read(state, tmp_path)
     assert type(found) is OrderedDict and found.keys() == state.keys()
     assert vars(found) == vars(state) and found._metadata[""]["version"] == 2
+
+
+def test_elements_may_stay_unread(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.pt")
+    torch.save({"a": torch.randn(4, 3).t(), "same": [{1}]}, path)
+    read, unread = read_plain(path), read_plain(path, with_elements=False)
+    assert unread["same"] == read["same"] == [{1}]
+    assert unread["a"].is_meta and (unread["a"].shape, unread["a"].stride()) == (read["a"].shape, read["a"].stride())
+    torch.save({(1, 2): 3}, path)
+    with pytest.raises(CheckpointError):
+        read_plain(path)
 
 
 class Mine(torch.Tensor):
