@@ -264,16 +264,18 @@ def check_written_before(last: str, paths: Iterable[str]) -> None:
         raise _of_two_saves(later[0], times[later[0]], last, end, f"touch {last}")
 
 
-def check_written_together(paths: Iterable[str], then: Iterable[str] = (), copies: Iterable[str] = ()) -> None:
+def check_written_together(paths: Iterable[str], then: Sequence[str] = (), copies: Iterable[str] = ()) -> None:
     """Raise CheckpointError if ranks have written their files at times that are too far apart.
 
     A save may write files `then`, however long it takes to have what they hold, and last `copies` of other files, whose
-    times they may have kept.
+    times they may have kept. A save that is killed has replaced some of `paths`, so files `then` may be as far apart as
+    one disk takes for all of them.
     """
+    nbytes_then = sum(os.stat(path).st_size for path in then)
     phases = [(path, number) for number, files in enumerate((paths, then, copies)) for path in files]
     written = sorted((_when(os.stat(path), phase), phase, path) for path, phase in phases)
     for (before, previous, earlier), (when, phase, path) in itertools.pairwise(written):
-        patience_s = PATIENCE_S + os.stat(path).st_size / COPIED_BYTES_PER_S
+        patience_s = PATIENCE_S + (nbytes_then if phase else os.stat(path).st_size) / COPIED_BYTES_PER_S
         if phase <= previous and phase != _COPIES and when - before > patience_s:
             folder = os.path.dirname(next(path for path, phase in phases if not phase))
             has_copies = any(phase == _COPIES for _, phase in phases)
