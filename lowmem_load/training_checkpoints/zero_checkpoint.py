@@ -518,8 +518,10 @@ def _states_of(
     masters, saved = at(zero, _MASTERS, list, path), at(base, "state", dict, path)
     params = (number for group in at(base, "param_groups", list, path) for number in at(group, "params", list, path))
     numbers = list(itertools.islice(params, num_groups + 1))
-    if len(masters) != num_groups or numbers != list(range(num_groups)):
+    if len(masters) != num_groups:
         raise CheckpointError(f"{path}: {len(masters)} flat groups, its model states name {num_groups}")
+    if numbers != list(range(num_groups)):
+        raise CheckpointError(f"{path}: its param_groups do not have each of the {num_groups} flat groups once")
     if _occur_twice([state for state in saved.values() if isinstance(state, dict)]):
         raise CheckpointError(f"{path}: two groups of its optimizer have one state")
     states = []

@@ -213,7 +213,7 @@ def of_nested_lists() -> Any:
         ("optim", (*BASE, "state", 1, "step"), of_nested_lists(), CheckpointError, "'step' of the optimizer is no"),
         ("optim", (*BASE, "state", 1, "fp32"), torch.zeros(3), UnsupportedError, "group 1 has the key 'fp32'"),
         ("optim", (*BASE, "state", 1, 5), torch.zeros(3), UnsupportedError, "or a number as a key"),
-        ("optim", (*BASE, "param_groups"), [{"params": [0] * 9000}] * 9000, CheckpointError, "its model states name 2"),
+        ("optim", (*BASE, "param_groups"), [{"params": [0] * 9000}] * 9000, CheckpointError, "2 flat groups once"),
         ("optim", (*BASE, "state"), {0: SHARED, 1: SHARED}, CheckpointError, "have one state"),
         ("model", ("param_shapes",), [{"a": torch.Size([9, 2])}] * 2, CheckpointError, "two of its groups are one"),
         ("optim", (*BASE, "param_groups"), {"params": 3}, CheckpointError, "no 'param_groups' in it"),
