@@ -8,6 +8,7 @@ import errno
 import gc
 import os
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -354,6 +355,7 @@ def refuse(path: str, folder: str) -> None:
             load_checkpoint(engine, f"{folder}/bf16")
     with pytest.raises(ConfigError, match="halfway"):
         engine(input_ids=torch.zeros((1, 4), dtype=torch.int64))
+    refuse_what_may_be_overwritten(engine, f"{folder}/bf16")
     with pytest.MonkeyPatch.context() as patch:
         fail_once(patch)
         load_checkpoint(engine, f"{folder}/bf16", load_module_only=True)
@@ -366,6 +368,34 @@ def refuse(path: str, folder: str) -> None:
         load_checkpoint(engine, f"{folder}/bf16")
     with pytest.raises(UnsupportedError, match="plain ZeRO-3"):
         load_checkpoint(torch.nn.Linear(1, 1), f"{folder}/bf16")
+
+
+def refuse_what_may_be_overwritten(engine: Any, place: str) -> None:
+    """Rank 1 fails while storage does not answer rank 0, whose reads may later write into the engine."""
+    from lowmem_load import load_checkpoint
+    from lowmem_load.files import executor
+    from lowmem_load.files.source import LocalFile
+
+    answers, fail, read_into = threading.Event(), failing_on_rank_1(LocalFile.read_into), LocalFile.read_into
+
+    def hanging(source: Any, offset: int, memory: memoryview) -> None:
+        if dist.get_rank() == 0 and is_of_weights(source, offset, memory):
+            answers.wait(60)
+            read_into(source, offset, memory)
+        else:
+            fail(source, offset, memory)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "LEAVE_S", 0.5)
+        patch.setattr("lowmem_load.resume.load_checkpoint.cores", lambda _: 2)
+        with pytest.MonkeyPatch.context() as faulty:
+            faulty.setattr(LocalFile, "read_into", hanging)
+            with pytest.raises(RankError, match="reading the checkpoint"):
+                load_checkpoint(engine, place, load_module_only=True)
+        with pytest.raises(RankError, match=r"rank 0: .* cannot be filled, because .* is still reading .*optim_states"):
+            load_checkpoint(engine, place, load_module_only=True)
+        answers.set()
+        load_checkpoint(engine, place, load_module_only=True)
 
 
 def resume_by_two_paths(engine: Any, folder: str) -> None:
@@ -390,12 +420,16 @@ def resume_by_two_paths(engine: Any, folder: str) -> None:
         load_checkpoint(engine, f"{folder}/bf16", load_module_strict=dist.get_rank() == 0)
 
 
+def is_of_weights(source: Any, offset: int, memory: memoryview) -> bool:
+    """Return whether a read is one of weights: it lies between the pickle and the directory."""
+    return memory.nbytes > 100 and 8000 < offset < source.nbytes - 8000
+
+
 def failing_on_rank_1(read_into: Any) -> Any:
-    """Return a `read_into` that fails on rank 1 once weights are read: between the pickle and the directory."""
+    """Return a `read_into` that fails on rank 1 once weights are read."""
 
     def failing(source: Any, offset: int, memory: memoryview) -> None:
-        is_weight = memory.nbytes > 100 and 8000 < offset < source.nbytes - 8000
-        if dist.get_rank() == 1 and is_weight:
+        if dist.get_rank() == 1 and is_of_weights(source, offset, memory):
             raise CheckpointError(f"{source.path}: cannot be read: broken")
         read_into(source, offset, memory)
 
