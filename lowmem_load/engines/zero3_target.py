@@ -257,15 +257,18 @@ def check_packed(model: nn.Module, settings: Settings) -> None:
 
 
 def choose(model: nn.Module, partition: Partition, *, must_match: bool = True) -> dict[str, nn.Module]:
-    """Return the topmost chosen modules by name, in the order of the model; "" is the model itself."""
+    """Return the topmost chosen modules by their first names, in the order of the model; "" is the model itself."""
     entries = choices_of(partition)
     hits = [0] * len(entries)
-    chosen: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
+    matched: set[int] = set()
+    for name, module in model.named_modules(remove_duplicate=False):  # a shared module has several names
         matching = [number for number, entry in enumerate(entries) if _matches(entry, name, module)]
         for number in matching:
             hits[number] += 1
-        if matching and not is_below(name, chosen):  # a module comes before those below it
+            matched.add(id(module))
+    chosen: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if id(module) in matched and not is_below(name, chosen):  # a module comes before those below it
             chosen[name] = module
     idle = [entry for entry, count in zip(entries, hits, strict=True) if not count]
     if idle and must_match:

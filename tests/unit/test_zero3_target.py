@@ -256,6 +256,22 @@ def test_choose(partition: Any, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("partition", "names"),
+    [
+        ("language.head", ["head"]),
+        (["language.tower", nn.Linear], ["head", "language.vision"]),  # its layers are below
+        ("language.tower.layers", ["language.vision.layers"]),
+    ],
+)
+def test_a_shared_module_is_chosen_by_any_of_its_names(partition: Any, names: list[str]) -> None:
+    model = nn.ModuleDict({"head": nn.Linear(2, 2), "language": nn.ModuleDict({"vision": Tower()})})
+    model["language"]["head"], model["language"]["tower"] = model["head"], model["language"]["vision"]
+    chosen = choose(model, partition)
+    assert list(chosen) == names
+    assert all(chosen[name] is model.get_submodule(name) for name in names)
+
+
+@pytest.mark.parametrize(
     ("partition", "text"),
     [
         ("langauge", "'langauge' choose(s) no module of Model; its modules are vision, "),
