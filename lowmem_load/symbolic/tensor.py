@@ -469,7 +469,10 @@ def _indexed(args: Args, meta: torch.Tensor) -> Expression | None:
         return None
     if len(index.shape) != 1 or not 0 < index.shape[0] <= FEW_INDEXES:
         return None
-    return concat([slice_dim(args[0], dim, at % args[0].shape[dim], 1, 1) for at in index.flat.tolist()], dim)
+    size, indexes = args[0].shape[dim], index.flat.tolist()
+    if not all(-size <= at < size for at in indexes):
+        return None  # torch says what is wrong
+    return concat([slice_dim(args[0], dim, at % size, 1, 1) for at in indexes], dim)
 
 
 def _joined(args: Args, meta: torch.Tensor) -> Expression:

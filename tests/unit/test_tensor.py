@@ -330,3 +330,12 @@ def test_numbers_drawn_into_a_copy_keep_their_place_in_the_order(
     torch.manual_seed(5)
     torch.empty_like(X).normal_()
     assert torch.equal(read_whole(reader, expression_of(missing)), torch.empty(5).normal_())
+
+
+@pytest.mark.parametrize("index", [4, -5])
+def test_an_index_out_of_range_is_an_error_as_of_any_tensor(
+    index: int, pair: tuple[SymbolicTensor, SymbolicTensor, Executor]
+) -> None:
+    x, _, reader = pair
+    with pytest.raises(IndexError, match="out of bounds"):
+        read_whole(reader, x[[0, index]].expression)
