@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowmem_load.files.safetensors import DTYPES
+from lowmem_load.models.saver import SavedFile
+from lowmem_load.planning.expression import Source
 from lowmem_load.weights_out.file_layout import lay_out
 
 
@@ -94,8 +96,8 @@ def _cut(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
 
 
 def _write_sparse(path: Path, tensors: Iterable[Tensor]) -> None:
-    kinds = {tensor.name: (DTYPES[tensor.dtype], tensor.shape) for tensor in tensors}
-    layout = lay_out(path.name, kinds, {"format": "pt"})
+    kinds = {each.name: Source("", each.name, 0, each.shape, DTYPES[each.dtype]) for each in tensors}
+    layout = lay_out(SavedFile(path.name, kinds, {"format": "pt"}))
     with path.open("wb") as file:
         file.write(layout.header)
         file.truncate(layout.nbytes)

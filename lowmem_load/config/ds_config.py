@@ -41,6 +41,12 @@ def read_ds_config(ds_config: Mapping[str, Any] | str | os.PathLike[str] | objec
     )
 
 
+def given_ds_configs(arguments: Mapping[str, Any]) -> list[Any]:
+    """Return the ds_configs that are among the arguments of `deepspeed.initialize`, by name."""
+    own = arguments.get("config"), arguments.get("config_params")
+    return [each for each in (*own, getattr(arguments.get("args"), "deepspeed_config", None)) if each is not None]
+
+
 def zero_stage(ds_config: Mapping[str, Any]) -> int:
     """Return the ZeRO stage, 0 to 3, that a ds_config asks for; raise ConfigError where it is absent or malformed."""
     example = 'write "zero_optimization": {"stage": 3}'

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lowmem_load import foreign_names
+from lowmem_load.config.ds_config import given_ds_configs
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.engines.engine_states import is_plain_zero3
 from lowmem_load.engines.hooks import asked_first, is_shell
@@ -30,21 +31,12 @@ def _before_engine(arguments: Mapping[str, Any]) -> None:
     if not isinstance(model, nn.Module):
         return
     try:
-        settings = read_settings(_ds_config_of(arguments), world_size=1)
+        settings = read_settings(next(iter(given_ds_configs(arguments)), None), world_size=1)
     except ConfigError:  # there is none, or DeepSpeed is about to report it
         return
     _cast_adapters(model, settings)
     if settings.stage == 3 and not is_shell(model):
         _check_load_order(model)
-
-
-def _ds_config_of(arguments: Mapping[str, Any]) -> Any:
-    configs = (
-        arguments.get("config"),
-        arguments.get("config_params"),
-        getattr(arguments.get("args"), "deepspeed_config", None),
-    )
-    return next((config for config in configs if config is not None), None)
 
 
 def _cast_adapters(model: nn.Module, settings: Settings) -> None:

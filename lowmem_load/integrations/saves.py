@@ -14,8 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from torch import nn
 
@@ -47,14 +46,8 @@ class NotGathered(dict[str, Any]):
     items = keys = values = get = copy = pop = popitem = setdefault = update = clear = fromkeys = _refuse
 
 
-@dataclass(frozen=True, slots=True)
-class WantedSave:
-    """A call of `save_pretrained` with a `NotGathered`; its keywords are without those in `OURS`."""
-
-    model: nn.Module
-    folder: str
-    kwargs: dict[str, Any]
-
+WantedSave: TypeAlias = "tuple[nn.Module, str, dict[str, Any]]"
+"""A call of `save_pretrained` with a `NotGathered`: model, folder, and keywords without those in `OURS`."""
 
 NOTED_SAVES: ContextVar[list[WantedSave] | None] = ContextVar("lowmem_load_noted_saves", default=None)
 """The calls of `save_pretrained` in the `Trainer.save_model` that is running, which saves them itself."""
@@ -79,21 +72,20 @@ def save_pretrained(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             f"{', '.join(wrong)}: the weights are not gathered; leave it out (`hf upload` uploads the saved folder)"
         )
     others = {key: value for key, value in arguments.items() if key not in (*OURS, "self", "save_directory")}
-    save = WantedSave(model, str(arguments["save_directory"]), others)
-    noted = NOTED_SAVES.get()
-    if noted is not None:
-        noted.append(save)
+    folder = str(arguments["save_directory"])
+    if (noted := NOTED_SAVES.get()) is not None:
+        noted.append((model, folder, others))
         return None
     title = "save_pretrained with the state of get_state_dict, to be called on all ranks and not by the main one alone"
     with ranks_of(model).step(title, is_prompt=True):
         pass  # wait for all ranks
-    write(save)
+    write(model, folder, others)
     return None
 
 
-def write(save: WantedSave) -> None:
+def write(model: nn.Module, folder: str, kwargs: dict[str, Any]) -> None:
     """Write the weights to the folder. Collective."""
-    save_model(save.model, save.folder, **{"max_shard_size": default_shard_size(), **save.kwargs})
+    save_model(model, folder, **{"max_shard_size": default_shard_size(), **kwargs})
 
 
 def refuse_empty(model: Any) -> None:
@@ -141,7 +133,7 @@ def save_trained(ordinary: Callable[..., None], trainer: Any, *args: Any, **kwar
             run()
         return
     for folder, keywords in saves:
-        write(WantedSave(model, folder, keywords))
+        write(model, folder, keywords)
 
 
 def _note_saves(run: Callable[[], None], model: nn.Module, engine: Any, state: Any) -> tuple[str, list[Any]]:
@@ -152,10 +144,10 @@ def _note_saves(run: Callable[[], None], model: nn.Module, engine: Any, state: A
             run()
     except LookedIntoError as error:
         return str(error), []
-    others = [type(save.model).__name__ for save in wanted if save.model is not model]
+    others = [type(saved).__name__ for saved, _, _ in wanted if saved is not model]
     if others:
         return f"it saves a {others[0]} that is not the trained model", []
-    saves = [(save.folder, save.kwargs) for save in wanted]
+    saves = [(folder, keywords) for _, folder, keywords in wanted]
     try:
         json.dumps(saves)
     except TypeError as error:

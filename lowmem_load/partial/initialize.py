@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.config.ds_config import AUTO, comparable
+from lowmem_load.config.ds_config import AUTO, comparable, given_ds_configs
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.engines.engine import scheduler_class
@@ -234,8 +234,7 @@ def _translate(arguments: Mapping[str, Any]) -> tuple[Any, Any]:
             f"partial ZeRO-3 cannot follow {', '.join(refused)} of deepspeed.initialize; leave it out (make a "
             "DataLoader of training_data, for one)"
         )
-    configs = [arguments.get("config"), arguments.get("config_params"), getattr(args, "deepspeed_config", None)]
-    configs = [config for config in configs if config is not None]
+    configs = given_ds_configs(arguments)
     if len(configs) != 1:
         raise ConfigError(f"deepspeed.initialize was given {len(configs)} ds_configs; give one, as config")
     optimizer, parameters = arguments.get("optimizer"), arguments.get("model_parameters")

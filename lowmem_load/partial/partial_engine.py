@@ -22,7 +22,6 @@ from lowmem_load.partial.replicated import (
     PartialOptimizer,
     ReplicatedPart,
     SplitOptimizer,
-    follow,
     load_replicated,
     options_of,
     save_replicated,
@@ -142,7 +141,9 @@ class PartialEngine(Wrapper):
             self._replicated.clear()
             return
         if self._leader is self._part.optimizer and self._replicated.optimizer is not None:
-            follow(self._leader, self._replicated.optimizer)
+            options = options_of(self._leader.param_groups[0])
+            for group in self._replicated.optimizer.param_groups:
+                group.update({key: value for key, value in options.items() if key in group})
         self._replicated.step(factor)
         if self._split is not None:
             self._split.optimizer.step()  # without gradients: schedulers want to see a step

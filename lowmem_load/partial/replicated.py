@@ -366,9 +366,3 @@ class SplitOptimizer:
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a parameter group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def follow(leader: torch.optim.Optimizer, follower: torch.optim.Optimizer) -> None:
-    """Copy the options of the first group of `leader` to every group of `follower`. Local."""
-    for group in follower.param_groups:
-        group.update({key: value for key, value in options_of(leader.param_groups[0]).items() if key in group})

@@ -17,9 +17,9 @@ Where they would take more, each rank sends a message of its own length.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from lowmem_load.models.peft import Merge
 from lowmem_load.planning.expression import Shape, Source
 from lowmem_load.planning.nest import Axis, Copy, Nest, extent, nests_within
 from lowmem_load.planning.regions import Distribution
+
+T = TypeVar("T")
 
 ALIGNMENT = 16
 """Bytes; a multiple of the itemsize of each dtype."""
@@ -134,21 +136,23 @@ def merge_unit(merge: Merge, made: Sequence[PlannedTensor], sources: Mapping[int
     return Unit(tuple(map(whole_tensor, needed)), tuple(made), merge)
 
 
+def in_batches(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """Yield items in batches of at most so many bytes; a larger one by itself."""
+    batch: list[T] = []
+    batch_bytes = 0
+    for item in items:
+        if batch and batch_bytes + nbytes(item) > most_bytes:
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(item)
+        batch_bytes += nbytes(item)
+    if batch:
+        yield batch
+
+
 def plan_buckets(units: Sequence[Unit], bucket_bytes: int) -> list[Bucket]:
     """Return the buckets. See [Note: buckets]."""
-    buckets: list[Bucket] = []
-    pending: list[Unit] = []
-    pending_bytes = 0
-    for unit in units:
-        if unit.nbytes >= bucket_bytes:
-            buckets.append(Bucket((unit,)))  # before what is pending, which is not full yet
-            continue
-        if pending_bytes + unit.nbytes > bucket_bytes:
-            buckets.append(Bucket(tuple(pending)))
-            pending, pending_bytes = [], 0
-        pending.append(unit)
-        pending_bytes += unit.nbytes
-    return [*buckets, Bucket(tuple(pending))] if pending else buckets
+    return [Bucket(tuple(batch)) for batch in in_batches(units, lambda unit: unit.nbytes, bucket_bytes)]
 
 
 def plan_messages(

@@ -11,14 +11,14 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.files.safetensors import BITS, DTYPES, METADATA, PACKED
 from lowmem_load.models.saver import SavedFile
-from lowmem_load.planning.expression import Expression, Held, Shape, leaves, numel
+from lowmem_load.planning.expression import Expression, Held, leaves, numel
 from lowmem_load.planning.nest import Copy, plan_copies
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.text import fingerprint
@@ -48,13 +48,7 @@ class FileLayout:
     tensors: Mapping[str, Expression] = field(default_factory=dict)
 
 
-def lay_out_saved(file: SavedFile) -> FileLayout:
-    """Return the layout of a file of a save."""
-    layout = lay_out(file.name, {key: (part.dtype, part.shape) for key, part in file.tensors.items()}, file.metadata)
-    return replace(layout, others=dict(_in_memory(file.tensors, layout)), tensors=file.tensors)
-
-
-def _in_memory(tensors: Mapping[str, Expression], layout: FileLayout) -> Iterator[tuple[int, bytes]]:
+def _in_memory(tensors: Mapping[str, Expression], starts: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
     """Yield the values that are no parameter's, such as padding, with their offset in the file."""
     for name, expression in tensors.items():
         if any(isinstance(leaf, Held) for leaf in leaves(expression)):
@@ -62,39 +56,41 @@ def _in_memory(tensors: Mapping[str, Expression], layout: FileLayout) -> Iterato
                 leaf, nest = copy.leaf, copy.nest
                 if isinstance(leaf, Held) and nest.is_run and not nest.casts:
                     values = leaf.flat[nest.source - leaf.first :][: nest.numel]
-                    yield offset_in(layout, name, copy), values.view(torch.uint8).numpy().tobytes()
+                    yield offset_in(starts[name], copy), values.view(torch.uint8).numpy().tobytes()
 
 
-def offset_in(layout: FileLayout, name: str, copy: Copy) -> int:
-    """Return where in the file the elements of a copy to a tensor of this name begin."""
-    return layout.starts[name] + copy.nest.destination * copy.leaf.dtype.itemsize
+def offset_in(start: int, copy: Copy) -> int:
+    """Return where in the file the elements of a copy begin to a tensor that starts at a byte of it."""
+    return start + copy.nest.destination * copy.leaf.dtype.itemsize
 
 
-def lay_out(name: str, tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str]) -> FileLayout:
+def lay_out(file: SavedFile) -> FileLayout:
     """Return the layout of a safetensors file; raise UnsupportedError if it cannot hold the dtype of a tensor."""
-    for key, (dtype, shape) in tensors.items():
-        if dtype not in _CODES or (_CODES[dtype] in PACKED and not shape):
-            raise UnsupportedError(f"{name}: {key} is {shape} of {dtype}, which a safetensors file cannot hold")
-
+    name, tensors = file.name, file.tensors
+    for key, part in tensors.items():
+        if part.dtype not in _CODES or (_CODES[part.dtype] in PACKED and not part.shape):
+            raise UnsupportedError(
+                f"{name}: {key} is {part.shape} of {part.dtype}, which a safetensors file cannot hold"
+            )
     if wrong := [key for key in tensors if key == METADATA or key != key.encode(errors="ignore").decode()]:
         raise UnsupportedError(f"{name}: {wrong[0]!a} cannot be a name in a safetensors file; rename that tensor")
 
     def place(key: str) -> tuple[int, bytes]:
-        return -_ORDER[_CODES[tensors[key][0]]], key.encode()
+        return -_ORDER[_CODES[tensors[key].dtype]], key.encode()
 
-    entries: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
+    entries: dict[str, object] = {METADATA: dict(file.metadata)} if file.metadata else {}
     offsets: dict[str, int] = {}
     end = 0
     for key in sorted(tensors, key=place):
-        dtype, shape = tensors[key]
+        shape, dtype, code = tensors[key].shape, tensors[key].dtype, _CODES[tensors[key].dtype]
         offsets[key], end = end, end + math.prod(shape) * dtype.itemsize
-        code = _CODES[dtype]
         in_file = [*shape[:-1], shape[-1] * PACKED[code]] if code in PACKED else list(shape)
         entries[key] = {"dtype": code, "shape": in_file, "data_offsets": [offsets[key], end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     header = struct.pack("<Q", len(text)) + text
-    return FileLayout(name, header, len(header) + end, {key: len(header) + start for key, start in offsets.items()})
+    starts = {key: len(header) + start for key, start in offsets.items()}
+    return FileLayout(name, header, len(header) + end, starts, dict(_in_memory(tensors, starts)), tensors)
 
 
 def digest_of_files(files: Iterable[FileLayout]) -> str:

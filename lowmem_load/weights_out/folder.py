@@ -22,7 +22,6 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.text import size
@@ -168,8 +167,10 @@ def _make_file(path: Path, file: FileLayout) -> None:
         with open(path, "wb") as opened:
             # Without blocks ext4 allocates them while several ranks write pieces of the file, which is slower.
             # Not os.posix_fallocate: where the file system cannot allocate (NFS 3), it writes a byte to each block.
-            length = ctypes.c_int64(file.nbytes)
-            number = _call("fallocate", opened.fileno(), 0, ctypes.c_int64(0), length) if file.nbytes else 0
+            length, number = ctypes.c_int64(file.nbytes), errno.ENOSYS if file.nbytes else 0
+            if file.nbytes and (fallocate := getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)):
+                failed = fallocate(opened.fileno(), 0, ctypes.c_int64(0), length)
+                number = ctypes.get_errno() if failed else 0
             if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise OSError(number, os.strerror(number))
             if number:
@@ -181,14 +182,6 @@ def _make_file(path: Path, file: FileLayout) -> None:
             os.fsync(opened.fileno())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be made, with {file.nbytes} bytes: {error}") from error
-
-
-def _call(name: str, *arguments: Any) -> int:
-    """Call a function of the C library; return 0 or the error number."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    if function is None:
-        return errno.ENOSYS
-    return 0 if function(*arguments) == 0 else ctypes.get_errno()
 
 
 def _finish_what_is_left(target: Path) -> None:

@@ -6,6 +6,7 @@ A save asks which bytes of files a rank's elements fill; here they fill tensors 
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,6 @@ from lowmem_load.weights_out.send import Sending, SendPlan, Tensors, plan_sendin
 from lowmem_load.weights_out.weights import describe_files, proved_copies
 
 Names: TypeAlias = "Collection[str] | Callable[[str], bool]"
-
-_ONE_FILE = 1 << 60
-"""Bytes of a shard, so that there is one."""
 
 
 @renamed_keywords(engine_or_model="model", to="dst")
@@ -116,19 +114,11 @@ class Arguments:
         return {name: part for name, part in tensors.items() if name in names}
 
 
-@dataclass(frozen=True, slots=True)
-class _KeptPlan:
-    """The last plan of a model, and what decided it: to plan thousands of experts may take longer than to send them."""
+_KEPT: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], SendPlan]] = weakref.WeakKeyDictionary()
+"""What decided the last plan of a model, and the plan: to plan thousands of experts may take longer than to send them.
 
-    state: list[Any]
-    plan: SendPlan
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return str, ()  # a copy of the model has other parameters
-
-
-_KEPT = "_lowmem_load_weights"
-"""Attribute of a model: its `_KeptPlan`."""
+A copy of the model has other parameters, and no plan.
+"""
 
 
 def plan_weights(engine: nn.Module, arguments: Arguments) -> Sending:
@@ -153,13 +143,13 @@ def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard], r
     """Return the last plan of the model, or a new one if anything has changed that decides it on this rank."""
     state = [arguments, ranks.group, ranks.rank, ranks.world_size, *_state_of(model)]
     state += [(shard.source, shard.local_region, shard.is_master) for shard in shards]
-    kept = vars(model).pop(_KEPT, None)
-    if not isinstance(kept, _KeptPlan) or kept.state != state:
+    before, plan = _KEPT.pop(model, (None, None))
+    if plan is None or before != state:
         units = _units_of(model, arguments, shards)
-        kept = _KeptPlan(state, plan_sending(units, shards, ranks, arguments.bucket_bytes))
+        plan = plan_sending(units, shards, ranks, arguments.bucket_bytes)
     if not callable(arguments.names):  # it may choose others the next time
-        vars(model)[_KEPT] = kept
-    return kept.plan
+        _KEPT[model] = state, plan
+    return plan
 
 
 def _state_of(model: nn.Module) -> Iterator[Any]:
@@ -179,9 +169,9 @@ def _units_of(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard
     """Return what is sent together: a tensor, or the parameters of a merge, of which all its tensors are made."""
     sources = {id(shard.tensor): shard.source for shard in shards}
     options: dict[str, Any] = {"dtype": arguments.dtype, "merge_adapters": arguments.merge_adapters, "kwargs": {}}
+    options |= {"max_shard_size": 1 << 60, "has_configs": False}  # one file
     with tempfile.TemporaryDirectory(prefix="lowmem_load-") as made:
-        scratch = Path(made)
-        files, merges = describe_files(model, scratch, sources, max_shard_size=_ONE_FILE, has_configs=False, **options)
+        files, merges = describe_files(model, Path(made), sources, **options)
     names = {(file.name, name): name for file in files for name in file.tensors}
     prove_names("iter_weights: the files of a save", names, names)  # each adapter has a file, with the same names
     merge_of = {sources[id(parameter)].name: merge for merge in merges for parameter in merge.parameters}

@@ -71,18 +71,13 @@ def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
     with delivery(sending) as buckets:
         hand_over(client, sending, buckets)
     with ranks.step("resetting the cache"):
-        _reset_cache(client)
-
-
-def _reset_cache(client: Any) -> None:
-    reset = next((name for name in _RESETS if hasattr(client, name)), None)
-    if reset is not None:
-        answer = _finished(getattr(client, reset)())
-        if answer is False or getattr(answer, "success", True) is False:  # vLLM's and SGLang's
-            raise ConfigError(
-                f"push_weights: client: {reset} failed, so what was computed with the old weights is used on; end all "
-                "requests of the engine, and reset its cache again"
-            )
+        if reset := next((name for name in _RESETS if hasattr(client, name)), ""):
+            answer = _finished(getattr(client, reset)())
+            if answer is False or getattr(answer, "success", True) is False:  # vLLM's and SGLang's
+                raise ConfigError(
+                    f"push_weights: client: {reset} failed, so what was computed with the old weights is used on; end "
+                    "all requests of the engine, and reset its cache again"
+                )
 
 
 class WeightSource:

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from lowmem_load.distributed.environment import has_group
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.distributed.steps import Alone, RankGroup
+from lowmem_load.engines.mesh import all_ranks, cuts_of, is_first_replica, local_shard, reshard
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.regions import (
@@ -66,8 +67,6 @@ class RankShard:
     def state(self) -> tuple[int, ...]:
         """Differs once the memory was changed or replaced. torch sees no changes by DeepSpeed's optimizers."""
         if is_dtensor(self.tensor):
-            from lowmem_load.engines.mesh import local_shard
-
             # Operations on it are seen on the DTensor, those of FSDP2 on its memory, which moves.
             memory = local_shard(self.source.name, self.tensor, needs_memory=True)[1]
             return memory._version, self.tensor._version  # noqa: SLF001  torch documents it
@@ -88,8 +87,6 @@ class RankShard:
     def flat(self) -> Iterator[torch.Tensor]:
         """Yield the flat memory: that of `local_region` in order, of a whole tensor on each rank all of it."""
         if is_dtensor(self.tensor):
-            from lowmem_load.engines.mesh import local_shard
-
             yield local_shard(self.source.name, self.tensor, needs_memory=True)[1]
         elif not self.is_partitioned:
             yield values_of(self.tensor.detach()).reshape(-1)
@@ -123,10 +120,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """
     while (inner := _inside(model)) is not None:
         model = inner
-    if "torch.distributed.fsdp" in sys.modules:  # else nothing is sharded by it
-        from lowmem_load.engines.mesh import reshard
-
-        reshard(model)
+    reshard(model)
     return model
 
 
@@ -164,15 +158,13 @@ def rank_shards(model: nn.Module, rank: int, *, masters: bool) -> list[RankShard
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor, without importing DTensor."""
+    """Return whether a tensor is a DTensor."""
     return hasattr(tensor, "device_mesh")
 
 
 def group_of(tensor: torch.Tensor) -> Any:
     """Return the group of torch.distributed whose ranks hold the pieces of a tensor; None if each holds it in full."""
     if is_dtensor(tensor):
-        from lowmem_load.engines.mesh import all_ranks
-
         return all_ranks()
     parameters = zero3()
     return parameters.group_of(tensor) if parameters is not None and parameters.is_partitioned(tensor) else None
@@ -195,8 +187,6 @@ def rank_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool) 
             return RankShard(whole, tensor, region, region, True, is_master)
     source = Source("", name, 0, tuple(tensor.shape), tensor.dtype)
     if is_dtensor(tensor):
-        from lowmem_load.engines.mesh import is_first_replica, local_shard
-
         grid, _ = local_shard(name, tensor, needs_memory=True)
         return RankShard(source, tensor, grid, grid if is_first_replica(tensor) else NOTHING, False, False)
     if tensor.is_meta or tensor.layout is not torch.strided:
@@ -222,16 +212,13 @@ def ranks_of(model: nn.Module, *, may_be_alone: bool = False) -> RankGroup:
 def rules_of(shards: Sequence[RankShard]) -> list[Rule]:
     """Return the rule by which each shard lies."""
     meshes: dict[Any, Any] = {}
-    return [_rule_of(shard, meshes) for shard in shards]
-
-
-def _rule_of(shard: RankShard, meshes: dict[Any, Any]) -> Rule:
-    tensor = shard.tensor
-    if is_dtensor(tensor):
-        from lowmem_load.engines.mesh import cuts_of
-
-        return cuts_of(shard.source.name, tensor, meshes)
-    return Partitions(zero3().full_numel(tensor)) if shard.is_partitioned else OnFirst(tensor.numel())
+    rules: list[Rule] = []
+    for shard in shards:
+        if is_dtensor(tensor := shard.tensor):
+            rules.append(cuts_of(shard.source.name, tensor, meshes))
+        else:
+            rules.append(Partitions(zero3().full_numel(tensor)) if shard.is_partitioned else OnFirst(tensor.numel()))
+    return rules
 
 
 def digest_of_rules(rules: Sequence[Rule]) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.models.active import load_lock
 from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
-from lowmem_load.weights_out.weights import describe_files, weights_of_model
+from lowmem_load.weights_out.weights import weights_of_model
 from lowmem_load.weights_out.write import SaveReport, write
 
 
@@ -76,9 +76,7 @@ def save_by(
     kwargs: Mapping[str, Any],
 ) -> SaveReport:
     """Do what `save_model` does with a model that nothing wraps, by its options and keywords. Collective: the ranks."""
-    describe = functools.partial(describe_files, model, kwargs=kwargs, **options)
-    masters = options.get("dtype") == torch.float32 and not options.get("merge_adapters")
-    weights = functools.partial(weights_of_model, model, ranks, describe=describe, masters=masters)
+    weights = functools.partial(weights_of_model, model, ranks, kwargs=kwargs, **options)
     compared = {**options, **{key: value for key, value in kwargs.items() if key != "rename"}}  # a function
     with load_lock():
         return write(ranks, folder, weights, compared, title="save_model")

@@ -191,7 +191,7 @@ class Sending:
             for name, group in itertools.groupby(sorted(parts, key=by_name), by_name):
                 with self._shards[name].flat() as memory:
                     for part in group:
-                        _fill_part(exchange.mine, planned[part.number].dtype, part, memory)
+                        gather_elements(part.nest, memory, _piece(exchange.mine, part, planned[part.number].dtype))
         return _Sent(bucket, messages, exchange)
 
     def _put_together(self, sent: _Sent) -> Tensors:
@@ -204,7 +204,8 @@ class Sending:
         del pieces  # `SpareMemory` counts who uses it
         for rank, message in sent.exchange.received.items():
             for part in sent.messages.parts(rank):
-                _place_part(values[part.number], message, part)
+                nest, value = Nest(part.nest.source, part.nest.destination, part.nest.axes), values[part.number]
+                scatter_elements(nest.gathered(), _piece(message, part, value.dtype), value.view(-1))
         by_name: dict[str, torch.Tensor] = {}
         for tensor, value in zip(planned, values, strict=True):
             _place_constants(tensor, value)
@@ -294,18 +295,12 @@ def _on(stream: torch.Stream | None) -> Iterator[None]:
     stream.synchronize()
 
 
-def _fill_part(message: torch.Tensor, dtype: torch.dtype, part: MessagePart, memory: torch.Tensor) -> None:
-    """Put elements of a parameter into a message, cast."""
-    values = source_elements(part.nest, memory)
-    for cast in part.nest.casts[:-1]:
+def gather_elements(nest: Nest, source: torch.Tensor, destination: torch.Tensor) -> None:
+    """Put the elements of the flat tensor `source` that a nest moves side by side into `destination`, cast."""
+    values = source_elements(nest, source)
+    for cast in nest.casts[:-1]:
         values = values.to(cast)
-    _piece(message, part, dtype).view(values.shape).copy_(values)
-
-
-def _place_part(value: torch.Tensor, message: torch.Tensor, part: MessagePart) -> None:
-    """Put elements of a message into their tensor."""
-    nest = Nest(part.nest.source, part.nest.destination, part.nest.axes).gathered()
-    scatter_elements(nest, _piece(message, part, value.dtype), value.view(-1))
+    destination.view(values.shape).copy_(values)
 
 
 def _piece(message: torch.Tensor, part: MessagePart, dtype: torch.dtype) -> torch.Tensor:

@@ -6,10 +6,10 @@ A live model and a training checkpoint give weights. `write` puts them into file
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -28,10 +28,6 @@ from lowmem_load.planning.regions import FlatRange
 from lowmem_load.weights_out.buckets import merge_unit, whole_tensor
 from lowmem_load.weights_out.rank_shards import MemoryPiece, RankShard, rank_shards
 from lowmem_load.weights_out.send import Sending, plan_sending
-
-Describe: TypeAlias = Callable[[Path, Mapping[int, Source]], tuple[list[SavedFile], list[Merge]]]
-"""Gets an empty folder of this rank's own, to which it writes all files without weights, and the source of each
-parameter and buffer, by `id`. Returns the files of weights, and the merges of adapters."""
 
 
 class OwnElements(Protocol):
@@ -65,31 +61,25 @@ class Weights:
     source: str = ""
 
 
-def weights_of_model(
-    model: nn.Module, ranks: RankGroup, scratch: Path, describe: Describe, *, masters: bool
-) -> Weights:
-    """Return the weights of a live model, in the files that `describe` returns. `masters`: see `rank_shards`."""
+def weights_of_model(model: nn.Module, ranks: RankGroup, scratch: Path, **options: Any) -> Weights:
+    """Return the weights of a live model, in the files that `describe_files` returns by these options."""
+    masters = options["dtype"] == torch.float32 and not options.get("merge_adapters")
     shards = rank_shards(model, ranks.rank, masters=masters)
-    files, merges = describe(scratch, {id(shard.tensor): shard.source for shard in shards})
-    used = used_sources(files)
+    sources = {id(shard.tensor): shard.source for shard in shards}
+    files, merges = describe_files(model, scratch, sources, **options)
+    used, merging = used_sources(files), None
+    if merges:  # merged parameters are put together on all ranks, one merge at a time
+        wholes = [[whole_tensor(sources[id(parameter)]) for parameter in merge.parameters] for merge in merges]
+        units = [merge_unit(merge, made, sources) for merge, made in zip(merges, wholes, strict=True)]
+        merging = Sending(model, plan_sending(units, shards, ranks, bucket_bytes=1), shards, ranks, to=None)
     return Weights(
         files,
         {shard.source.name: shard for shard in shards},
-        _merging(model, ranks, shards, merges) if merges else None,
+        merging,
         left_out=_left_out(model, shards, used, merges),
         num_masters=sum(shard.is_master for shard in shards if shard.source.name in used),
         num_merged=sum(len(merge.layers) for merge in merges),
     )
-
-
-def _merging(model: nn.Module, ranks: RankGroup, shards: Sequence[RankShard], merges: Sequence[Merge]) -> Sending:
-    """Return the merged parameters, planned to be put together on all ranks, one merge at a time."""
-    sources = {id(shard.tensor): shard.source for shard in shards}
-    units = [
-        merge_unit(merge, [whole_tensor(sources[id(parameter)]) for parameter in merge.parameters], sources)
-        for merge in merges
-    ]
-    return Sending(model, plan_sending(units, shards, ranks, bucket_bytes=1), shards, ranks, to=None)
 
 
 def describe_files(

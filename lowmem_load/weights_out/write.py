@@ -28,7 +28,6 @@ import torch
 from lowmem_load.distributed.nodes import node_name
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import CheckpointError, PlanError, listed
-from lowmem_load.files.memory import source_elements
 from lowmem_load.files.mounts import has_caches_apart
 from lowmem_load.phases import Phases, Progress, progress_bar
 from lowmem_load.planning.expression import Source
@@ -36,9 +35,9 @@ from lowmem_load.planning.nest import Copy, Nest, offsets
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.text import share, size
 from lowmem_load.weights_out import folder as folders
-from lowmem_load.weights_out.file_layout import FileLayout, digest_of_files, lay_out_saved, offset_in
-from lowmem_load.weights_out.send import delivery
-from lowmem_load.weights_out.weights import OwnElements, Weights, needs_gathering, proved_copies
+from lowmem_load.weights_out.file_layout import FileLayout, digest_of_files, lay_out, offset_in
+from lowmem_load.weights_out.send import delivery, gather_elements
+from lowmem_load.weights_out.weights import Weights, needs_gathering, proved_copies
 
 STAGING_BYTES = 8 << 20
 """Bytes of the one buffer for elements that are cast, rearranged or on a device."""
@@ -113,9 +112,15 @@ def write(
         with ranks.step("planning the save", name=report.folder) as step, report.phase("plan"):
             target = folders.find_target(report.folder)
             weights = describe(scratch)
-            files = [lay_out_saved(file) for file in weights.files]
+            files = [lay_out(file) for file in weights.files]
             writes = plan_writes(files)
-            own_bytes = own_bytes_of(writes, weights.elements)
+            own_bytes = sum(
+                part.nbytes
+                for name, of_one in writes.items()
+                for span in weights.elements[name].mine
+                for each in of_one
+                for part in each.within(span)
+            )
             all_bytes = sum(each.nbytes for of_one in writes.values() for each in of_one)
             step.digest = {key: repr(value) for key, value in arguments.items()}
             step.digest["files"] = listed([f"{file.name} ({file.nbytes} bytes)" for file in files])
@@ -226,11 +231,10 @@ def _in_turn(writes: Mapping[str, list[Write]], num_files: int, ranks: RankGroup
 class Write:
     """Elements of one parameter that go to a tensor of a file: its number, and byte and dtype of the tensor in it.
 
-    `copy` is from the whole parameter (or buffer) of the name `parameter` to the tensor.
+    `copy` is from the whole parameter (or buffer) to the tensor.
     """
 
     file: int
-    parameter: str
     start: int
     dtype: torch.dtype
     copy: Copy
@@ -257,23 +261,11 @@ def plan_writes(files: Sequence[FileLayout]) -> dict[str, list[Write]]:
             for copy in proved_copies(f"{layout.name}: {name}", expression):
                 leaf = copy.leaf
                 if isinstance(leaf, Source):
-                    one = Write(number, leaf.name, layout.starts[name], expression.dtype, copy)
+                    one = Write(number, layout.starts[name], expression.dtype, copy)
                     writes.setdefault(leaf.name, []).append(one)
-                elif offset_in(layout, name, copy) not in layout.others:
+                elif offset_in(layout.starts[name], copy) not in layout.others:
                     raise needs_gathering(f"{layout.name}: {name}", leaf)
     return writes
-
-
-def own_bytes_of(writes: Mapping[str, Sequence[Write]], elements: Mapping[str, OwnElements]) -> int:
-    """Return how many bytes of the writes are of elements that this rank writes."""
-    parts = (
-        part
-        for name, of_one in writes.items()
-        for span in elements[name].mine
-        for each in of_one
-        for part in each.within(span)
-    )
-    return sum(part.nbytes for part in parts)
 
 
 class Writer:
@@ -332,11 +324,8 @@ class Writer:
         if self._staging is None:
             on_device = memory.device.type != "cpu" and torch.accelerator.is_available()
             self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=on_device)
-        values = source_elements(part, memory)
-        for cast in part.casts[:-1]:
-            values = values.to(cast)
-        staged = self._staging[: values.numel() * dtype.itemsize].view(dtype)
-        staged.view(values.shape).copy_(values)
+        staged = self._staging[: part.numel * dtype.itemsize].view(dtype)
+        gather_elements(part, memory, staged)
         return staged
 
     def put(self, number: int, elements: torch.Tensor, offset: int) -> None:

@@ -16,7 +16,7 @@ from lowmem_load.planning.expression import Computed, Expression, Source
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.weights_out import write as write_module
-from lowmem_load.weights_out.file_layout import FileLayout, lay_out, lay_out_saved
+from lowmem_load.weights_out.file_layout import FileLayout, lay_out
 from lowmem_load.weights_out.write import Write, Writer, plan_writes
 from tests.storage import PageCache
 
@@ -24,7 +24,7 @@ SHAPES = {"a": (6, 10), "b": (4, 3, 5), "scalar": (), "empty": (0, 3), "row": (7
 
 
 def layout_of(name: str, tensors: Mapping[str, Expression]) -> FileLayout:
-    return lay_out_saved(SavedFile(name, tensors, {"format": "pt"}))
+    return lay_out(SavedFile(name, tensors, {"format": "pt"}))
 
 
 def converted(p: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -163,7 +163,8 @@ def test_a_file_begins_as_safetensors_begins_it(metadata: dict[str, str]) -> Non
         tensors |= {"bF4": torch.zeros(0, 3, dtype=torch.uint8).view(DTYPES["F4"])}
     tensors |= {"empty": torch.zeros((0, 3)), 'ü"\\\n/': torch.zeros(3)}
     theirs = save(tensors, metadata or None)
-    ours = lay_out("f", {key: (value.dtype, tuple(value.shape)) for key, value in tensors.items()}, metadata)
+    sources = {key: Source("", key, 0, tuple(value.shape), value.dtype) for key, value in tensors.items()}
+    ours = lay_out(SavedFile("f", sources, metadata))
     assert ours.header == theirs[: len(ours.header)]
     assert ours.nbytes == len(theirs)
     assert list(ours.starts.values()) == sorted(ours.starts.values())
@@ -171,4 +172,4 @@ def test_a_file_begins_as_safetensors_begins_it(metadata: dict[str, str]) -> Non
 
 def test_a_dtype_that_no_file_can_hold_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"f: x is \(1,\) of torch\.complex128"):
-        lay_out("f", {"x": (torch.complex128, (1,))}, {})
+        lay_out(SavedFile("f", {"x": Source("", "x", 0, (1,), torch.complex128)}, {}))

@@ -13,7 +13,7 @@ from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.models.modules import tensors_of
 from lowmem_load.models.wrappers import named_tensors, plain_modules, plain_name
 from lowmem_load.planning.expression import Source
-from lowmem_load.weights_out.file_layout import lay_out_saved
+from lowmem_load.weights_out.file_layout import lay_out
 from lowmem_load.weights_out.rank_shards import rank_shards
 from lowmem_load.weights_out.weights import describe_files
 
@@ -63,7 +63,7 @@ def test_a_name_that_no_file_can_have_is_refused(name: str, tmp_path: Path) -> N
     sources = {id(shard.tensor): shard.source for shard in rank_shards(model, 0, masters=False)}
     ((file,), _) = describe_files(model, tmp_path, sources, dtype=None, max_shard_size="5GB", kwargs={})
     with pytest.raises(UnsupportedError, match="cannot be a name in a safetensors file"):
-        lay_out_saved(file)
+        lay_out(file)
 
 
 def test_names_that_the_module_chooses_for_its_state_dict(tmp_path: Path) -> None:
