@@ -29,6 +29,7 @@ from lowmem_load.foreign_names import (
     warn_of_newer,
 )
 from lowmem_load.locks import ForkedLock
+from lowmem_load.phases import no_callback
 
 T = TypeVar("T")
 
@@ -195,7 +196,7 @@ def _enter(owner: Any, attribute: str) -> _Place:
         kind = type(former) if isinstance(former, classmethod | staticmethod) else None
         ordinary: Any = former if kind is None else former.__func__
         if former is None:
-            ordinary = _none
+            ordinary = no_callback  # such as a reference that is not set
         place = _PLACES.get((id(owner), attribute))
         if place is None or (ordinary is not place.dispatch and ordinary is not place.dispatch.__wrapped__):
             place = _PLACES[id(owner), attribute] = _Place(owner, attribute, former, _dispatcher(ordinary))
@@ -205,10 +206,6 @@ def _enter(owner: Any, attribute: str) -> _Place:
         if ordinary is not place.dispatch:
             setattr(owner, attribute, place.dispatch if kind is None else kind(place.dispatch))
         return place
-
-
-def _none(*_: Any) -> None:
-    """Stand in for a name whose value is None, such as a reference that is not set."""
 
 
 def _leave(place: _Place) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lowmem_load import foreign_names
 from lowmem_load.engines.ops import old_locks
-from lowmem_load.foreign_names import Releases, is_release_between
+from lowmem_load.foreign_names import is_release_between
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 """Levels of findings. A problem makes a run fail or go wrong unless it is fixed."""
@@ -36,22 +36,19 @@ def check_machine() -> list[Finding]:
 
 def check_versions() -> Iterator[Finding]:
     """Compare the installed releases with the supported ones. Nothing is imported."""
-    yield from map(_check_version, NEEDED)
-
-
-def _check_version(supported: Releases) -> Finding:
-    package, oldest, newest = supported
-    try:
-        installed = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return Finding("versions", PROBLEM, f"{package} is not installed", f"pip install {package}")
-    text = f"{package} {installed}, tested {oldest} to {newest}"
-    if not is_release_between(package, oldest):
-        return Finding("versions", PROBLEM, text, f"install {package} {oldest} or later")
-    if not is_release_between(package, "0", newest):
-        advice = "newer than what was tested: watch the first run, or install a tested one"
-        return Finding("versions", NOTE, text, advice)
-    return Finding("versions", OK, text)
+    for package, oldest, newest in NEEDED:
+        try:
+            text = f"{package} {importlib.metadata.version(package)}, tested {oldest} to {newest}"
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("versions", PROBLEM, f"{package} is not installed", f"pip install {package}")
+            continue
+        if not is_release_between(package, oldest):
+            yield Finding("versions", PROBLEM, text, f"install {package} {oldest} or later")
+        elif not is_release_between(package, "0", newest):
+            advice = "newer than what was tested: watch the first run, or install a tested one"
+            yield Finding("versions", NOTE, text, advice)
+        else:
+            yield Finding("versions", OK, text)
 
 
 def check_compiler() -> Iterator[Finding]:

@@ -17,12 +17,12 @@ import torch
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.engines.partition import check_by_deepspeed
 from lowmem_load.errors import UnsupportedError, listed
+from lowmem_load.files.stand_ins import origin
 from lowmem_load.files.uploads import NUM_STREAMS, SLOTS_PER_THREAD
 from lowmem_load.load.load import MAX_THREADS
 from lowmem_load.load.plan_model import plan_sharded, plan_zero3_rank
-from lowmem_load.models import diffusion
-from lowmem_load.models.model_class import model_config
-from lowmem_load.models.model_folder import Checkpoint, find_checkpoint
+from lowmem_load.load.request import class_and_config
+from lowmem_load.models.model_folder import find_checkpoint
 from lowmem_load.models.quantizers import dequantizing, four_bit_config, stays_packed
 from lowmem_load.models.skeleton import distributed_config
 from lowmem_load.planning.load_plan import Costs, LoadPlan
@@ -83,14 +83,15 @@ def needs_of(name: str, job: Job, *, revision: str | None, four_bit: bool, dequa
         UnsupportedError: this model cannot be loaded so.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"  # of this process; the plan is for the job's
-    checkpoint = find_checkpoint(name, subfolder=keywords["subfolder"], revision=revision)
+    folder = find_checkpoint(name, subfolder=keywords["subfolder"], revision=revision)
+    _, config = class_and_config(folder, keywords["auto_class"], keywords)
     if dequantize:
-        keywords["quantization_config"] = dequantizing(checkpoint.folder, keywords)
+        keywords["quantization_config"] = dequantizing(folder, keywords)
     if job.mesh is None:
-        plan, about, settings = _plan_zero(checkpoint, job, keywords, four_bit=four_bit)
+        plan, about, settings = _plan_zero(folder, job, config, keywords, four_bit=four_bit)
         where, swap_bytes = settings.offload_device, settings.swap_bytes
     else:
-        plan, about = _plan_fsdp2(checkpoint, job.world_size, job.mesh, keywords, four_bit=four_bit)
+        plan, about = _plan_fsdp2(folder, job.world_size, job.mesh, config, keywords, four_bit=four_bit)
         where, swap_bytes = "none", 0
     host_bytes, device_bytes = load_bytes(plan)
     host_bytes += plan.partition_bytes if where == "cpu" else swap_bytes
@@ -99,20 +100,20 @@ def needs_of(name: str, job: Job, *, revision: str | None, four_bit: bool, dequa
     about["memory while loading"] = f"GPU {size(device_bytes)}, host {size(host_bytes)} beside the process, by a rank"
     shown = {topic: text for topic, text in about.items() if text}
     figures = plan.costs, plan.partition_bytes, host_bytes, device_bytes, plan.missing_keys, plan.unexpected_keys
-    return Needs(checkpoint.name, shown, *figures)
+    return Needs(origin(name), shown, *figures)
 
 
 def _plan_zero(
-    checkpoint: Checkpoint, job: Job, keywords: dict[str, Any], *, four_bit: bool
+    folder: str, job: Job, config: Any, keywords: dict[str, Any], *, four_bit: bool
 ) -> tuple[LoadPlan, dict[str, str], Settings]:
     """Return the plan of rank 0, what it was made for, and the settings."""
-    config, ds_config = _config_of(checkpoint, keywords), job.ds_config or DS_CONFIG
+    ds_config = job.ds_config or DS_CONFIG
     settings = read_settings(ds_config, world_size=job.world_size).for_model(config)
     check_by_deepspeed(settings.ds_config, job.world_size)
     if four_bit:
         keywords["quantization_config"] = _four_bits(config, settings.dtype)
     device = torch.device("cuda")  # any other accelerator is planned for alike
-    plan = plan_zero3_rank(checkpoint.folder, ds_config, rank=0, world_size=job.world_size, device=device, **keywords)
+    plan = plan_zero3_rank(folder, ds_config, rank=0, world_size=job.world_size, device=device, **keywords)
     about = {
         "planned for": f"ZeRO-{settings.stage}, on GPUs",
         "ds_config": "" if job.ds_config else "none given: stage 3, bf16",
@@ -121,10 +122,10 @@ def _plan_zero(
 
 
 def _plan_fsdp2(
-    checkpoint: Checkpoint, world_size: int, sizes: Mapping[str, int], keywords: dict[str, Any], *, four_bit: bool
+    folder: str, world_size: int, sizes: Mapping[str, int], config: Any, keywords: dict[str, Any], *, four_bit: bool
 ) -> tuple[LoadPlan, dict[str, str]]:
     """Return the plan of the first rank, which uneven shards make the largest, and what it was made for."""
-    config, dtype = _config_of(checkpoint, keywords), "bfloat16" if four_bit else "auto"
+    dtype = "bfloat16" if four_bit else "auto"
     is_fsdp_alone = sizes["tp_size"] == sizes["ep_size"] == 1
     if not is_fsdp_alone and (config is None or four_bit):
         what = "a model of diffusers is" if config is None else "4-bit weights are"
@@ -135,7 +136,7 @@ def _plan_fsdp2(
     sharding: Any = [size for size in (sizes["dp_replicate_size"], sizes["fsdp_size"]) if size > 1] or [1]
     if not (is_fsdp_alone and (is_packed or config is None)):
         sharding = distributed_config(sizes)  # which refuses packed weights
-    plan = plan_sharded(checkpoint.folder, sharding, rank=0, world_size=world_size, dtype=dtype, **keywords)
+    plan = plan_sharded(folder, sharding, rank=0, world_size=world_size, dtype=dtype, **keywords)
     mesh = ", ".join(f"{axis} {ranks}" for axis, ranks in sizes.items() if ranks > 1)
     return plan, {"planned for": "FSDP2, on GPUs", "mesh": mesh}
 
@@ -146,13 +147,6 @@ def _four_bits(config: Any, dtype: torch.dtype) -> Any:
     if find_spec("bitsandbytes") is None:
         raise UnsupportedError("--four-bit: needs bitsandbytes (pip install 'lowmem-load[qlora]')")
     return four_bit_config(dtype)
-
-
-def _config_of(checkpoint: Checkpoint, keywords: Mapping[str, Any]) -> Any:
-    """Return transformers' configuration of a model, given keywords of `plan`; None for a model of diffusers."""
-    if diffusion.model_class(checkpoint.folder, keywords.get("auto_class"), keywords) is not None:
-        return None
-    return model_config(checkpoint.folder, keywords)
 
 
 def _whole_bytes(plan: LoadPlan) -> int:

@@ -22,10 +22,14 @@ from torch import nn
 
 from lowmem_load import foreign_names
 from lowmem_load.distributed import environment
-from lowmem_load.distributed.steps import RankGroup
+from lowmem_load.distributed.steps import Alone, RankGroup
+from lowmem_load.engines.mesh import offloads
+from lowmem_load.engines.sharded_target import Unfilled
 from lowmem_load.engines.target import Target
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.load.load import Options, fall_back, fallback_reason, find, is_to_be_found, make_executor
+from lowmem_load.load.fill_lazy import are_lazy, fill_partitions, fill_sharded
+from lowmem_load.load.lazy import describe_lazily
+from lowmem_load.load.load import Options, fall_back, fallback_reason, find, make_executor
 from lowmem_load.load.report import LoadReport
 from lowmem_load.models.active import active_zero3_config, draws_no_missing
 from lowmem_load.models.loader import SHARDS, Call
@@ -45,11 +49,8 @@ _NOT_LAZY = (
 
 def load_lazily(call: Call, *, options: Options) -> tuple[nn.Module, dict[str, Any]]:
     """Run a call; return a model that is lazy until accelerate shards it. Local: only then do the ranks agree."""
-    from lowmem_load.load.lazy import describe_lazily  # most jobs have no FSDP2, and need not import all this
-
     ranks, state, device_map = RankGroup(None), torch.get_rng_state(), call.kwargs.pop("device_map", None)
-    if is_to_be_found(call, options):
-        find(call, options)
+    find(call, options, Alone())
     on_node = environment.integer("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else ranks.world_size
     executor, report = make_executor(call, on_node), LoadReport(call.name, ranks.rank, ranks.world_size)
     try:
@@ -120,8 +121,6 @@ def _fsdp_version() -> str:
 
 
 def _lazy_target(_: Any, model: Any) -> Target:
-    from lowmem_load.engines.sharded_target import Unfilled
-
     quantization = getattr(getattr(model, "config", None), "quantization_config", None)
     if quantization is not None and not stays_packed(quantization):
         raise UnsupportedError(f"{type(model).__name__}: not lazy where quantized, but in 4 bits")
@@ -129,9 +128,6 @@ def _lazy_target(_: Any, model: Any) -> Target:
 
 
 def _fill(ordinary: Any, accelerator: Any, model: nn.Module, full_sd: Any, *args: Any, **kwargs: Any) -> Any:
-    from lowmem_load.engines.mesh import offloads
-    from lowmem_load.load.fill_lazy import are_lazy, fill_sharded
-
     if not are_lazy(model):
         return ordinary(accelerator, model, full_sd, *args, **kwargs)
     is_offloaded = offloads({"offload_policy": accelerator.state.fsdp_plugin.cpu_offload})
@@ -159,7 +155,6 @@ def _partition(ordinary: Callable[..., None], init: Any, parameters: Iterable[nn
     Also of models that are ordinary on this rank: they may be lazy on others.
     """
     from lowmem_load.engines.partition import Partitioner
-    from lowmem_load.load.fill_lazy import fill_partitions
 
     ordinary(init, fill_partitions(Partitioner.of(init), list(parameters)))
 

@@ -19,17 +19,12 @@ from lowmem_load.models import diffusion
 from lowmem_load.models.active import active_zero3_config, inside_load
 from lowmem_load.models.loader import taking_calls
 from lowmem_load.replaced import Handlers
-
-NAMES = (
-    foreign_names.DIFFUSERS_FROM_PRETRAINED,
-    foreign_names.DIFFUSERS_SINGLE_FILE,
-    foreign_names.DIFFUSERS_PIPELINE,
-)
-"""What `handlers` replaces."""
+from lowmem_load.weights_out.rank_shards import group_of, ranks_of
+from lowmem_load.weights_out.save import save_model
 
 
 def handlers(options: Options) -> Handlers:
-    """Return what streams models of diffusers, which is imported."""
+    """Return what streams models of diffusers."""
     load = functools.partial(load_lazily, options=options)
     return {
         foreign_names.DIFFUSERS_FROM_PRETRAINED: taking_calls(load, diffusion.DiffusersCall, _is_wanted),
@@ -69,9 +64,6 @@ _TRANSLATED = ("is_main_process", "max_shard_size", "variant")
 
 def _save_pretrained(ordinary: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Do what `ModelMixin.save_pretrained` does. Of a model in parts: collective, all ranks that hold one."""
-    from lowmem_load.weights_out.rank_shards import group_of, ranks_of  # not all who load also save
-    from lowmem_load.weights_out.save import save_model
-
     signature = inspect.signature(ordinary)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()

@@ -31,7 +31,8 @@ from lowmem_load.integrations import accelerate
 from lowmem_load.integrations import diffusion as diffusers
 from lowmem_load.integrations.imports import after_import
 from lowmem_load.integrations.switch import keywords_of_run
-from lowmem_load.load.load import Options, fall_back, fallback_reason, find, is_to_be_found
+from lowmem_load.load.load import Options, fall_back, fallback_reason, find
+from lowmem_load.load.load_into import filling, skeletons_sharded
 from lowmem_load.load.report import OnLoad
 from lowmem_load.load.request import make_load
 from lowmem_load.models import diffusion, loader
@@ -149,7 +150,7 @@ def install(
     with contextlib.ExitStack() as stack:
         for load, is_wanted in (  # the last is asked first
             (_load_by_active_config, _is_for_zero3),
-            (_load_sharded, _is_sharded),
+            (_load_sharded, lambda kwargs: any(kwargs.get(keyword) is not None for keyword in SHARDS)),
             (accelerate.load_lazily, accelerate.is_for_fsdp2),
         ):
             with_options = functools.partial(load, options=options)
@@ -196,7 +197,6 @@ def _is_for_zero3(_: Mapping[str, Any]) -> bool:
 
 def _load_sharded(call: loader.TransformersCall, *, options: Options) -> tuple[nn.Module, dict[str, Any]]:
     """Run a call that transformers itself shards, by a `DistributedConfig`."""
-    from lowmem_load.load.load_into import shards_filled
 
     def ranks() -> RankGroup:  # without a group, transformers makes one
         return RankGroup(None) if has_group() else Alone()
@@ -205,11 +205,9 @@ def _load_sharded(call: loader.TransformersCall, *, options: Options) -> tuple[n
     try:
         # An error of one rank, such as a folder that it lacks, is one of all.
         with ranks().session(f"the load of {call.name}"):
-            if is_to_be_found(call, options):
-                with ranks().step("finding the files", name=call.name):
-                    find(call, options, ranks().check)
+            find(call, options, ranks())
             try:
-                with shards_filled(call.path, call.kwargs, options):
+                with skeletons_sharded(call.path, call.kwargs, filling(options), weights=options.weights):
                     return rename_loaded(call.run())
             except Exception:
                 with ranks().step("building the sharded model", name=call.name):
@@ -217,10 +215,6 @@ def _load_sharded(call: loader.TransformersCall, *, options: Options) -> tuple[n
     except Exception as error:  # noqa: BLE001  it is raised again unless the default loader may work
         reason = fallback_reason(error, call, options)
     return fall_back(call, "transformers", reason, random_state)
-
-
-def _is_sharded(kwargs: Mapping[str, Any]) -> bool:
-    return any(kwargs.get(keyword) is not None for keyword in SHARDS)
 
 
 # -- what is replaced once a program imports it. Our modules are imported then, or by the first call -------------------
@@ -233,8 +227,9 @@ _SAVES = (
 
 def _hooks(options: Options, *, saves: bool) -> Iterator[tuple[Sequence[ForeignName], Callable[[], Handlers]]]:
     """Yield names, and what returns their handlers once their module is imported."""
+    of_diffusers = diffusers.handlers(options)
     yield tuple(accelerate.HANDLERS), lambda: accelerate.HANDLERS
-    yield diffusers.NAMES, lambda: diffusers.handlers(options)
+    yield tuple(of_diffusers), lambda: of_diffusers
     yield [foreign_names.LLAMAFACTORY_LOAD], lambda: _late("llamafactory").load_handlers(options)
     yield [foreign_names.SYNC_WEIGHTS, foreign_names.ITER_NAMED_PARAMS], lambda: _late("trl").HANDLERS
     yield [foreign_names.INITIALIZE, foreign_names.LOAD_CHECKPOINT], lambda: _late("engine").HANDLERS

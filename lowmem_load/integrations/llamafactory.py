@@ -230,7 +230,10 @@ class ModelEngine:
         self.is_train = is_train
         self.distributed = DistributedInterface()
         with self.distributed.step("preparing", name=self.args.model) as step:
-            name, kwargs = find_folder(self.args.model, self._from_pretrained_kwargs())
+            attention = self.args.attn_implementation
+            own = {} if attention is None else {"attn_implementation": attention}
+            kwargs = {"trust_remote_code": self.args.trust_remote_code, **own, **self.args.model_kwargs}
+            name, kwargs = find_folder(self.args.model, kwargs)
             settings = read_settings(
                 self.dist_config.config_file,
                 world_size=self.distributed.world_size,
@@ -257,11 +260,6 @@ class ModelEngine:
         `from_pretrained` of another model needs it.
         """
         return active.deepspeed_config(self.hf_deepspeed_config)
-
-    def _from_pretrained_kwargs(self) -> dict[str, Any]:
-        attention = self.args.attn_implementation
-        own = {} if attention is None else {"attn_implementation": attention}
-        return {"trust_remote_code": self.args.trust_remote_code, **own, **self.args.model_kwargs}
 
     def _freeze(self) -> None:
         # A pattern may name a tied parameter by any of its names.

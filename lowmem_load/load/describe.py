@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Settings
-from lowmem_load.engines.target import Layout, Target
+from lowmem_load.engines.target import Target
 from lowmem_load.engines.zero3_target import TargetMaker, refuse_partitioned
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
 from lowmem_load.files.format import CheckpointFile
 from lowmem_load.models.loader import Call
-from lowmem_load.models.quantizers import packed_format
 from lowmem_load.planning.expression import Expression, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
@@ -26,6 +25,7 @@ from lowmem_load.planning.regions import FlatRange, bounding_range
 from lowmem_load.symbolic.constructor import Constructor, Context, Keeps
 from lowmem_load.symbolic.initialise import Initialiser
 from lowmem_load.symbolic.tensor import SymbolicTensor
+from lowmem_load.training_checkpoints.open_model import open_model
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Described:
     """A model whose parameters are expressions.
 
     Attributes:
-        call: the load that it is described of.
+        name: of the checkpoint, for messages.
         info: the loading info: missing, unexpected and mismatched keys.
         settings: resolved for this model.
         target: where its parameters go.
@@ -42,7 +42,7 @@ class Described:
         constructor: the values that the model's constructor has computed.
     """
 
-    call: Call
+    name: str
     model: nn.Module
     info: dict[str, Any]
     settings: Settings
@@ -50,11 +50,6 @@ class Described:
     files: tuple[PlannedFile, ...]
     read_to_describe: tuple[tuple[str, int], ...]
     constructor: Constructor
-
-    @property
-    def name(self) -> str:
-        """Of the checkpoint, for messages."""
-        return self.call.name
 
 
 def describe(
@@ -88,7 +83,14 @@ def describe(
         except ConfigError:  # another model, which this one's __init__ loads, need not fit the settings
             return lambda parameter: FlatRange(0, parameter.numel())
         name_of = {id(parameter): name for name, parameter in nn.Module.named_parameters(model)}
-        return lambda parameter: _kept(layout(name_of[id(parameter)], parameter), parameter)
+
+        def kept(parameter: torch.Tensor) -> FlatRange:
+            """Return the smallest flat range that holds all regions that this rank has of a parameter."""
+            regions = layout(name_of[id(parameter)], parameter).regions
+            ranges = [bounding_range(region, tuple(parameter.shape)) for region in regions]
+            return FlatRange(min(part.start for part in ranges), max(part.end for part in ranges))
+
+        return kept
 
     initialiser = Initialiser(reads.now, None if holds_values else reads.note)
     context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading)
@@ -99,21 +101,11 @@ def describe(
     files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     _, resolved, target = prepare(model)
     read = tuple(reads.nbytes.items())
-    return Described(call, model, info, resolved, target, files, read, context.constructor)
-
-
-def check_described(described: Described) -> None:
-    """Raise for what cannot be planned."""
-    refuse_partitioned(described.model)
-    described.constructor.check(described.name, described.model)
-    packed_format(described.model).check(described.name, described.model)
-    described.target.check(described.model)
+    return Described(call.name, model, info, resolved, target, files, read, context.constructor)
 
 
 def _training_weights(folder: str, executor: Executor, context: Context) -> dict[str, torch.Tensor]:
     """Return the weights of a training checkpoint by name; note its files."""
-    from lowmem_load.training_checkpoints.open_model import open_model
-
     model = open_model(folder, executor).without_wrappers()
     if model.adapter is not None:
         raise UnsupportedError(
@@ -147,12 +139,6 @@ class _Reads:
     def _count(self, reason: str, nbytes: int) -> None:
         if nbytes > 0:
             self.nbytes[reason] = self.nbytes.get(reason, 0) + nbytes
-
-
-def _kept(layout: Layout, parameter: torch.Tensor) -> FlatRange:
-    """Return the smallest flat range that holds all regions that this rank has of a parameter."""
-    ranges = [bounding_range(region, tuple(parameter.shape)) for region in layout.regions]
-    return FlatRange(min(part.start for part in ranges), max(part.end for part in ranges))
 
 
 @contextlib.contextmanager

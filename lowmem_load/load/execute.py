@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from lowmem_load.files.executor import Executor, refuse_left
 from lowmem_load.files.fill import Filling, PlannedPart, fill_planned
 from lowmem_load.files.memory import naming_shortage
 from lowmem_load.load.make_plan import PlannedModel
+from lowmem_load.load.read_once import ReadOnce
 from lowmem_load.models import loader
 from lowmem_load.phases import Phases, Progress, computing, no_callback, progress_bar
 from lowmem_load.planning.load_plan import CompanionPlan, TargetPlan
@@ -25,11 +26,7 @@ from lowmem_load.planning.reads import Fill
 from lowmem_load.planning.regions import partition_numel
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.text import share
-
-if TYPE_CHECKING:
-    from lowmem_load.load.read_once import ReadOnce
-
-T = TypeVar("T")
+from lowmem_load.weights_out.buckets import in_batches
 
 BATCH_BYTES = 8 << 20
 """Bytes of companions that are exchanged at a time. A larger one goes by itself."""
@@ -52,11 +49,11 @@ def execute(
     """
     plan, filling = planned.plan, Filling(planned.plan.values, planned.constants, executor)
     executor.sources.expect(plan.files)
-    fill_buffers(planned, target, filling)
+    _fill_buffers(planned, target, filling)
     # A value in memory is freed after the last parameter that needs it.
     uses = [plan.values_of(part.fills) for part in plan.targets]
     last_use = {number: position for position, numbers in enumerate(uses) for number in numbers}
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # source and copy of what several destinations hold
     restores: list[Callable[[], None]] = []
     made_bytes, all_bytes = 0, plan.partition_bytes + plan.replicated_bytes
     for position, part in enumerate(plan.targets):
@@ -70,8 +67,12 @@ def execute(
                 filling.prove(planned_part)
                 if once is None or not once.takes(position, number, planned_part.memory):
                     filling.start(planned_part)
-        copies += _copies(part, memory)
-        restores += restore_later(part, made, planned, target, filling)
+            if destination.copied_from is not None:
+                holder, first = destination.copied_from
+                refuse_left(part.name, tensor)
+                numel = destination.region.numel
+                copies.append((memory[holder].narrow(0, first, numel), tensor[:numel]))
+        restores += _restore_later(part, made, planned, target, filling)
         for number in uses[position]:
             if last_use[number] == position:
                 planned.constants.tensors.pop(number, None)
@@ -92,7 +93,7 @@ def execute(
     target.finish()
 
 
-def fill_buffers(planned: PlannedModel, target: Target, filling: Filling) -> None:
+def _fill_buffers(planned: PlannedModel, target: Target, filling: Filling) -> None:
     """Start to replace the symbolic buffers of the described model. They are there after `filling.finish`."""
     for buffer in planned.plan.buffers:
         name = buffer.names[0]
@@ -119,16 +120,7 @@ def _start(filling: Filling, name: str, fill: Fill, memory: torch.Tensor) -> Non
     filling.start(part)
 
 
-def _copies(part: TargetPlan, memory: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield source and copy of what several destinations of a target hold."""
-    for destination, tensor in zip(part.destinations, memory, strict=True):
-        if destination.copied_from is not None:
-            number, first = destination.copied_from
-            refuse_left(part.name, tensor)
-            yield memory[number].narrow(0, first, destination.region.numel), tensor[: destination.region.numel]
-
-
-def restore_later(
+def _restore_later(
     part: TargetPlan, made: nn.Parameter, planned: PlannedModel, target: Target, filling: Filling
 ) -> list[Callable[[], None]]:
     """Start reading what goes with packed values, if they are; return what then makes the quantized parameter."""
@@ -196,18 +188,6 @@ def _in_parts(
     return memory, [
         [row.view(companion.dtype) for row in piece] for piece, (_, companion) in zip(pieces, batch, strict=True)
     ]
-
-
-def in_batches(items: Sequence[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
-    """Yield items in batches of at most so many bytes; a larger one by itself."""
-    batch: list[T] = []
-    for item in items:
-        if batch and sum(map(nbytes, batch)) + nbytes(item) > most_bytes:
-            yield batch
-            batch = []
-        batch.append(item)
-    if batch:
-        yield batch
 
 
 # -- the step in which ranks read: of loads, of fills of lazy models, and of resumes ----------------------------------

@@ -21,13 +21,14 @@ from lowmem_load.files.fill import Part, name_in_files
 from lowmem_load.files.memory import naming_shortage
 from lowmem_load.files.source import OpenSources
 from lowmem_load.load.checks import agree_on_bytes, identify_files
-from lowmem_load.load.execute import in_batches, reading
+from lowmem_load.load.execute import reading
 from lowmem_load.load.lazy import LazyReader, leave, reader_of, was_lazy
 from lowmem_load.phases import computing
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children, leaves
 from lowmem_load.planning.load_plan import in_common_order
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread, keep, replace_in_place, values_of
 from lowmem_load.text import fingerprint
+from lowmem_load.weights_out.buckets import in_batches
 
 if TYPE_CHECKING:
     from lowmem_load.engines.partition import Partitioner
@@ -140,7 +141,11 @@ def fill_partitions(partitioner: Partitioner, parameters: Sequence[nn.Parameter]
             partitioner.swapping.finish()
         with ranks.step("reading what was changed"):
             for number in lazy.keys() - taken.keys():
-                _make_ordinary(lazy[number], has_values=ranks.rank == 0)
+                local = lazy[number]
+                if ranks.rank == 0 or not is_unread(local):
+                    replace_in_place(local, keep(local))
+                else:
+                    replace_in_place(local, torch.empty(local.shape, dtype=local.dtype, device=local.device))
     if partitioner.module is not None:
         leave(partitioner.module)
     return [parameter for number, parameter in enumerate(parameters) if number not in taken]
@@ -156,13 +161,6 @@ def _partition(partitioner: Partitioner, parameter: Any) -> list[Part]:
     return [
         Part(name, expression, region, tensor[: region.numel]) for region, tensor in zip(regions, tensors, strict=True)
     ]
-
-
-def _make_ordinary(parameter: LazyTensor, *, has_values: bool) -> None:
-    if has_values or not is_unread(parameter):
-        replace_in_place(parameter, keep(parameter))
-    else:
-        replace_in_place(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
 
 
 def allocate_shards(model: nn.Module, device: torch.device) -> None:
@@ -202,7 +200,7 @@ def _send(shards: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor],
     """Fill shards with the values that rank 0 has, which go through the host. Collective."""
     side = SideGroup(ranks)
     with contextlib.closing(side):
-        for number, batch in enumerate(in_batches(list(shards), lambda name: shards[name].nbytes, BATCH_BYTES)):
+        for number, batch in enumerate(in_batches(shards, lambda name: shards[name].nbytes, BATCH_BYTES)):
             with ranks.step("reading what was changed", progress=computing()):
                 if not number:
                     side.connect()

@@ -20,22 +20,22 @@ from lowmem_load.engines.sharded_target import Unfilled
 from lowmem_load.engines.zero3_target import TargetMaker, zero_init_disabled
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.files.executor import Executor
-from lowmem_load.files.fill import Filling, Part, fill, read_whole
-from lowmem_load.load.describe import Described, check_described, describe
-from lowmem_load.load.execute import combine_companions, fill_buffers, restore_later
+from lowmem_load.files.fill import Part, fill, read_whole
+from lowmem_load.load.describe import Described, describe
+from lowmem_load.load.execute import combine_companions, execute
 from lowmem_load.load.load import MAX_THREADS, REPORT_ATTRIBUTE
 from lowmem_load.load.make_plan import PlannedModel, make_plan
 from lowmem_load.load.report import LoadReport, OnLoad
-from lowmem_load.load.request import Checked, name_text, refuse_placing, stage_3
+from lowmem_load.load.request import Checked, class_and_config, name_text, refuse_placing, stage_3
 from lowmem_load.locks import ForkedLock
-from lowmem_load.models import diffusion, loader, model_class, model_folder
+from lowmem_load.models import model_folder
 from lowmem_load.models.active import load_lock, on_host, transformers_models
 from lowmem_load.models.loader import Call
 from lowmem_load.models.model_folder import find_folder
 from lowmem_load.models.saver import OURS, default_shard_size
 from lowmem_load.phases import no_callback
 from lowmem_load.planning.expression import Expression, Source, leaves, substituted
-from lowmem_load.planning.load_plan import Costs
+from lowmem_load.planning.load_plan import Costs, TargetPlan
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.renamed import renamed_keywords
 from lowmem_load.symbolic.initialise import SharedValue
@@ -99,9 +99,7 @@ def lazy(
     refuse_placing(from_pretrained_kwargs, "lazy: remove {}; place, shard or quantize the model that lazy() returns")
     where, kwargs = find_folder(name_text(name), from_pretrained_kwargs, stream=not download)
     model_folder.check_name(where, kwargs.get("subfolder", ""))
-    cls = diffusion.model_class(where, auto_class, kwargs)
-    if cls is None:
-        cls, _ = model_class.class_and_config(where, auto_class, kwargs)
+    cls, _ = class_and_config(where, auto_class, kwargs)
 
     def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
         return describe_lazily(call, Executor(num_threads=min(MAX_THREADS, environment.cores(1))))
@@ -125,12 +123,11 @@ def describe_lazily(
             with report.phase("describe"):
                 settings, is_quiet = stage_3(torch.float32, 1), report.rank != 0
                 described = describe(call, settings, make_target, executor, holds_values=True, is_quiet=is_quiet)
-                check_described(described)
             with report.phase("plan"):
                 planned = make_plan(described, 0)
             report.take_plan(planned.plan, {})
             combine_companions(planned, executor, Alone())
-            hand_out(described, planned, executor, report, on_load=on_load)
+            hand_out(described, planned, LazyReader(executor, described, report), on_load)
     except BaseException as error:
         executor.__exit__(type(error), error, None)
         raise
@@ -191,43 +188,41 @@ def reader_of(tensor: LazyTensor) -> LazyReader:
     return reader
 
 
-def hand_out(
-    described: Described,
-    planned: PlannedModel,
-    executor: Executor,
-    report: LoadReport,
-    on_load: OnLoad | None = None,
-) -> None:
+class _LazyParameters(Unfilled):
+    """Parameters that know what they are made of, and are read when somebody looks at them. A `Target`."""
+
+    def __init__(self, reader: LazyReader) -> None:
+        self._reader = reader
+        self._originals: list[Expression] = []  # kept: `_bound` knows their leaves by id
+        self._bound: dict[int, Expression] = {}
+
+    def make(
+        self,
+        plan: TargetPlan,
+        parameter: nn.Parameter,
+        wait: Callable[[], None],  # noqa: ARG002
+    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
+        """See `Target`. What is in memory already stays there."""
+        made, empty = parameter, [torch.empty(0, dtype=plan.dtype, device="cpu")]
+        if isinstance(parameter, SymbolicTensor):
+            self._originals.append(parameter.expression)
+            for leaf in leaves(parameter.expression):
+                if isinstance(leaf, Source):  # see [Note: whose files]
+                    self._bound.setdefault(id(leaf), replace(leaf, files=self._reader.executor.sources))
+            expression = substituted(parameter.expression, self._bound)
+            self._reader.leaves |= {id(leaf): leaf for leaf in leaves(expression)}
+            with normal_tensors():
+                made = nn.Parameter(LazyTensor(expression, self._reader.now), parameter.requires_grad)
+        return made, empty
+
+
+def hand_out(described: Described, planned: PlannedModel, reader: LazyReader, on_load: OnLoad | None) -> None:
     """Give a described model lazy parameters and ordinary buffers. Their reader is there as long as one of them is.
 
     A forward reads all parameters below its module first. `on_load` is called with the report before the first forward
     of the model, or when it has been filled.
     """
-    filling = Filling(planned.plan.values, planned.constants, executor)
-    fill_buffers(planned, described.target, filling)
-    plans = {part.name: part for part in planned.plan.targets}
-    restores: list[Callable[[], None]] = []
-    reader = LazyReader(executor, described, report)
-    originals: list[Expression] = []  # kept: `bound` knows them by id
-    bound: dict[int, Expression] = {}
-    for name, parameter in planned.parameters.items():
-        if isinstance(parameter, SymbolicTensor):
-            originals.append(parameter.expression)
-            for leaf in leaves(originals[-1]):
-                if isinstance(leaf, Source):
-                    bound.setdefault(id(leaf), replace(leaf, files=executor.sources))  # see [Note: whose files]
-            expression = substituted(originals[-1], bound)
-            reader.leaves |= {id(leaf): leaf for leaf in leaves(expression)}
-            with normal_tensors():
-                made = nn.Parameter(LazyTensor(expression, reader.now), parameter.requires_grad)
-            loader.copy_marks(parameter, made)
-            for module, last in planned.places[name]:
-                setattr(module, last, made)
-            parameter.value.forget()
-            restores += restore_later(plans[name], made, planned, described.target, filling)
-    filling.finish()
-    for restore in restores:
-        restore()
+    execute(planned, _LazyParameters(reader), reader.executor)
     described.constructor.finish(described.model, described.target.device)
     for module in described.model.modules():
         setattr(module, _WAS_LAZY, True)
@@ -235,9 +230,9 @@ def hand_out(
         if transformers_models(module) == [module]:
             ordinary: Any = module.save_pretrained  # diffusers passes what its signature names
             vars(module)["save_pretrained"] = functools.update_wrapper(functools.partial(_save, module), ordinary)
-    setattr(described.model, REPORT_ATTRIBUTE, report)
+    setattr(described.model, REPORT_ATTRIBUTE, reader.report)
     if on_load is not None:
-        _ENDS[described.model] = functools.partial(on_load, report)
+        _ENDS[described.model] = functools.partial(on_load, reader.report)
 
 
 def was_lazy(model: nn.Module) -> bool:

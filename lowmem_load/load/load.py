@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -36,20 +36,18 @@ from lowmem_load.files.mounts import read_cost
 from lowmem_load.files.remote_file import requests_in_flight
 from lowmem_load.files.stand_ins import is_stand_in, is_url, origin
 from lowmem_load.load.checks import agree_on_bytes, check_room, disk_uses, identify_files, memory_uses
-from lowmem_load.load.describe import Described, check_described, describe, random_state_of
+from lowmem_load.load.describe import Described, describe, random_state_of
 from lowmem_load.load.execute import combine_companions, execute, reading
 from lowmem_load.load.make_plan import PlannedModel, make_plan
+from lowmem_load.load.read_once import ReadOnce
 from lowmem_load.load.report import LoadReport, OnLoad
 from lowmem_load.models import model_folder
 from lowmem_load.models.active import on_host, show_ds_config
 from lowmem_load.models.loader import Call, configuration_of, is_left_alone, is_local, refuse_device_map
 from lowmem_load.models.model_folder import commit_in, find_folder, rename_loaded
-from lowmem_load.phases import Progress, computing, no_callback
+from lowmem_load.phases import Progress, computing
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.text import MAX_VALUE, fingerprint
-
-if TYPE_CHECKING:
-    from lowmem_load.load.read_once import ReadOnce
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +92,7 @@ class Load:
     def __call__(self, call: Call) -> tuple[nn.Module, dict[str, Any]]:
         """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
         with self.ranks.session(f"the load of {call.name}"):
-            if is_to_be_found(call, self.options):
-                with self.ranks.step("finding the files", name=call.name):
-                    find(call, self.options, self.ranks.check)
+            find(call, self.options, self.ranks)
             random_state = torch.get_rng_state()
             try:
                 return rename_loaded(self._load(call) or call.run())
@@ -135,9 +131,7 @@ class Load:
                             "values with the checkpoint, or load without lowmem_load"
                         )
                     planned = self._plan(described, around)
-                    shared, message_bytes = None, 0
-                    if once is not None:
-                        shared, message_bytes = once.plan(planned.plan, described.target.device, planned.plan.read_cost)
+                    shared, message_bytes = once.plan(planned.plan, described.target.device, planned.plan.read_cost)
                     uses = memory_uses(ranks.rank, planned.plan, described, executor.num_threads, message_bytes)
                     agreed.digest = {"plan": planned.plan.fingerprint, "as share_reads": self.options.share_reads}
                     agreed.payload = identify_files(described.files), uses, shared
@@ -155,9 +149,8 @@ class Load:
             reading_step = reading(ranks, name, [executor], report.needed_bytes, [report], bar="Loading partitions")
             with reading_step as state, report.phase("read"):
                 combine_companions(planned, executor, ranks, state.progress)
-                if once is not None:
-                    once.agree(shared_of_ranks)
-                    once.progress, state.num_waits = state.progress, lambda: once.num_waits
+                once.agree(shared_of_ranks)
+                once.progress, state.num_waits = state.progress, lambda: once.num_waits
                 execute(planned, described.target, executor, state.on_part, once)
                 described.constructor.finish(described.model, described.target.device)
         report.take_counts(executor.stats, once)
@@ -179,11 +172,10 @@ class Load:
 
     def _enter(
         self, stack: contextlib.ExitStack, call: Call, of_ranks: Sequence[tuple[str, str]]
-    ) -> tuple[Any, Executor, ReadOnce | None]:
+    ) -> tuple[Any, Executor, ReadOnce]:
         """Set up what a load runs in, while the stack is open, given the node and the random state of each rank.
 
-        Returns the zero.Init around it, what reads, and what reads once what several ranks hold; None if each reads
-        alone.
+        Returns the zero.Init around it, what reads, and what reads once what several ranks hold.
         """
         around = stack.enter_context(zero_init_disabled())
         stack.enter_context(on_host())
@@ -192,12 +184,8 @@ class Load:
         nodes = [str(rank) if ranks.is_fake else node for rank, (node, _) in enumerate(of_ranks)]  # no others exist
         executor = stack.enter_context(make_executor(call, nodes.count(nodes[ranks.rank])))
         executor.tasks.check = ranks.check
-        can_share = self.settings.offload_device != "nvme" and self.options.share_reads != "off"  # memory that stays
-        if not can_share or ranks.world_size == 1 or ranks.is_fake:
-            return around, executor, None
-        from lowmem_load.load.read_once import ReadOnce  # a lone process needs none of it
-
-        once = ReadOnce(ranks, nodes, self.options.share_reads)
+        can_share = self.settings.offload_device != "nvme" and not ranks.is_fake  # memory that stays, and other ranks
+        once = ReadOnce(ranks, nodes, self.options.share_reads if can_share else "off")
         return around, executor, stack.enter_context(contextlib.closing(once))
 
     @contextlib.contextmanager
@@ -224,7 +212,6 @@ class Load:
 
     def _plan(self, described: Described, around: Any) -> PlannedModel:
         """Return the proved plan. `around` is the zero.Init around this load, which must make the same parameters."""
-        check_described(described)
         settings, device = described.settings, described.settings.offload_device
         if settings.stage == 3:
             device = described.target.device.type if device == "none" else device
@@ -248,14 +235,11 @@ class Load:
             self.options.on_load(report)
 
 
-def is_to_be_found(call: Call, options: Options) -> bool:
-    """Return whether a call names a URL, or a model on the Hub that is not to be downloaded."""
-    return is_url(call.path) or (options.stream and not os.path.exists(call.path))
-
-
-def find(call: Call, options: Options, check: Callable[[], object] = no_callback) -> None:
-    """Have a call load from the folder that stands for what it names."""
-    call.move(*find_folder(call.path, call.kwargs, stream=options.stream, check=check))
+def find(call: Call, options: Options, ranks: RankGroup) -> None:
+    """Have a call of a URL, or of a model on the Hub that is not downloaded, load from a folder. Collective."""
+    if is_url(call.path) or (options.stream and not os.path.exists(call.path)):
+        with ranks.step("finding the files", name=call.name):
+            call.move(*find_folder(call.path, call.kwargs, stream=options.stream, check=ranks.check))
 
 
 def make_executor(call: Call, num_ranks: int) -> Executor:

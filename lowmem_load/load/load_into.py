@@ -1,7 +1,7 @@
 """Loads of models that are sharded by DTensors: by their owner, a `DistributedConfig`, or FSDP2 over a device mesh.
 
 All of them, and their plans (`plan_model.py`), take one road. There is a module without values; it is sharded; its load
-(`IntoModule`) is described by a `Load`, which fills the shards, or by `plan_only`, which plans.
+(`Into`) is described by a `Load`, which fills the shards, or is planned.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import functools
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from lowmem_load.load.request import (
     LoadedModel,
     agree_on_request,
     asked_dtype,
+    class_and_config,
     make_load,
     name_text,
     not_taken,
@@ -63,9 +64,9 @@ from lowmem_load.models.skeleton import (
     refuse_parted,
 )
 from lowmem_load.models.wrappers import extra_states, named_tensors, plain_modules, plain_name
+from lowmem_load.phases import no_callback
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.renamed import renamed_keywords
-from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
 from lowmem_load.symbolic.constructor import Constructor
 from lowmem_load.symbolic.initialise import CPU
 
@@ -128,9 +129,7 @@ def load_into(
     how: dict[str, Any] = {"rename": rename, "strict": strict, "skip": skip, "build": build}
     how |= {"dtype": dtype, "auto_class": auto_class, "kwargs": from_pretrained_kwargs}
 
-    def into_module() -> IntoModule:
-        return IntoModule(model, name, **how)
-
+    into_module = functools.partial(IntoModule, model, name, **how)
     if ds_config is None:
         return _fill_shards(model, into_module, options)
     return _fill_partitions(model, into_module, options, ds_config, partition)
@@ -139,14 +138,8 @@ def load_into(
 # -- what fills a module -----------------------------------------------------------------------------------------------
 
 
-class Way(NamedTuple):
-    """How the values of a sharded model are loaded.
-
-    `run` has a function do the load, as a call that is described, and returns a model with the values.
-    """
-
-    settings: Settings
-    run: Callable[[Callable[[Call], LoadedModel]], Any]
+Run: TypeAlias = Callable[[Callable[[Call], LoadedModel]], Any]
+"""Has a function do a load, as a call that is described; returns a model with the values."""
 
 
 class IntoModule:
@@ -172,7 +165,8 @@ class IntoModule:
         if isinstance(skip, str):
             raise ConfigError(f"skip: {skip!r} is one name; pass a collection of names, such as [{skip!r}]")
         self.model, self.left = module, set(skip)
-        self.is_by_names = rename is not None or not transformers_models(module)
+        models = transformers_models(module)
+        self.is_by_names = rename is not None or not models
         if self.is_by_names:
             if dtype is not None or auto_class is not None:
                 raise ConfigError(
@@ -185,26 +179,29 @@ class IntoModule:
                 f"load_into: {', '.join(named)}: for modules that are loaded by names; transformers models are loaded "
                 "by transformers' rules. Pass rename={} to load this one by names"
             )
-        self.model = _transformers_model(module)
+        if len(models) > 1:
+            raise UnsupportedError(
+                f"{type(module).__name__}: holds {len(models)} transformers models; call load_into for each of them"
+            )
+        self.model = models[0]
         self.left = _left(module, self.model, skip)
 
-    def shards(self, ranks: RankGroup | None, world_size: int) -> Way:
-        """Return how the values of shards are loaded. Collective: the ranks agree. Local without `ranks`."""
+    def shards(self, ranks: RankGroup, world_size: int) -> tuple[Settings, Run]:
+        """Return how the values of shards are loaded. Collective: the ranks agree."""
         if not self.is_by_names:
             checked = self._checked(ranks, world_size)
-            return Way(checked.settings, checked.run)
+            return checked.settings, checked.run
         call = self._module_call(stand_in_for(self.model, model_class.plain_class), is_stand_in=True)
-        settings = stage_3(torch.float32, world_size)
-        return Way(settings, lambda load: loader.run_load(load, call)[0])
+        return stage_3(torch.float32, world_size), lambda load: loader.run_load(load, call)[0]
 
-    def partitions(self, ranks: RankGroup) -> ModuleCall | BuiltModelCall:
-        """Return the call that fills the model itself. Collective: the ranks agree."""
+    def partitions(self, ranks: RankGroup) -> Run:
+        """Return how the model itself is filled. Collective: the ranks agree."""
         if self.is_by_names:
-            return self._module_call(self.model)
+            return lambda load: loader.run_load(load, self._module_call(self.model))
         checked = self._checked(ranks, ranks.world_size)
-        return BuiltModelCall(self.model, checked.cls, checked.name, dict(checked.kwargs), left=self.left)
+        return lambda load: checked.run(lambda call: load(BuiltModelCall(call, self.model, self.left)))
 
-    def _checked(self, ranks: RankGroup | None, world_size: int) -> Checked:
+    def _checked(self, ranks: RankGroup, world_size: int) -> Checked:
         arguments = self.model, self._name, self._dtype, self._auto_class, self._kwargs, world_size
         return agree_on_request(ranks, functools.partial(ordinary_load, *arguments), has_ds_config=False)
 
@@ -214,35 +211,26 @@ class IntoModule:
 
 
 class IntoDiffusers:
-    """The load of a checkpoint into a model of diffusers, which is built inside of `building`; by default in fp32."""
+    """The load of a checkpoint into a model of diffusers, which it builds; by default in fp32."""
 
-    def __init__(
-        self, cls: Any, name: str, dtype: Any, kwargs: Mapping[str, Any], building: AbstractContextManager[object]
-    ) -> None:
+    def __init__(self, cls: Any, name: str, dtype: Any, kwargs: Mapping[str, Any]) -> None:
         self._cls, self._name, self._kwargs = cls, name, dict(kwargs)
         if isinstance(asked := asked_dtype(dtype, self._kwargs), torch.dtype):
             self._kwargs["torch_dtype"] = asked
-        self.model: nn.Module = diffusion.skeleton(cls, name, self._kwargs, building)
+        self.model: nn.Module = diffusion.skeleton(cls, name, self._kwargs)
         self.left: set[str] = set()
 
-    def shards(self, ranks: RankGroup | None, world_size: int) -> Way:  # noqa: ARG002  it has agreed already
+    def shards(self, ranks: RankGroup, world_size: int) -> tuple[Settings, Run]:  # noqa: ARG002  has agreed
         """Return how the values of shards are loaded. Local."""
-        checked = Checked(self._name, stage_3(torch.float32, world_size), self._cls, self._kwargs)
-        return Way(checked.settings, checked.run)
+        settings = stage_3(torch.float32, world_size)
+        return settings, Checked(self._name, settings, self._cls, self._kwargs).run
 
 
 Into: TypeAlias = IntoModule | IntoDiffusers
 """The load of a checkpoint into a `model` that is sharded, of which the caller fills the tensors `left`."""
 
-
-def _transformers_model(model: nn.Module) -> nn.Module:
-    models = transformers_models(model)
-    if len(models) > 1:
-        raise UnsupportedError(
-            f"{type(model).__name__}: holds {len(models)} transformers models; call load_into for each of them"
-        )
-    plain: nn.Module = models[0]
-    return plain
+End: TypeAlias = Callable[[nn.Module, Callable[[], Into]], Mapping[str, Any]]
+"""The end of a load into a skeleton that is sharded. It gets what makes the load into it; returns the loading info."""
 
 
 def _left(model: nn.Module, plain: nn.Module, skip: Collection[str]) -> set[str]:
@@ -283,31 +271,15 @@ def _fill_shards(
             reshard(model)  # what a forward has left gathered is no memory of a shard
             into = make_into()
             sharded = ShardedModel(into.model, into.left, is_skeleton=is_skeleton)
-        way = into.shards(ranks, ranks.world_size)
-        loaded = way.run(Load(way.settings, ranks, sharded.make_target, options))
+        settings, run = into.shards(ranks, ranks.world_size)
+        loaded = run(Load(settings, ranks, sharded.make_target, options))
         with ranks.step("filling buffers"), torch.no_grad():
-            report = _hand_over(sharded, loaded)
+            report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
+            sharded.fill_buffers(loaded)
+            device = next((tensor.device for tensor in (*into.model.parameters(), *into.model.buffers())), CPU)
+            hand_over(loaded, into.model, device, {*report.loading_info["missing_keys"], *sharded.left})
     setattr(model, REPORT_ATTRIBUTE, report)
     return report
-
-
-def _hand_over(sharded: ShardedModel, loaded: nn.Module) -> LoadReport:
-    """Give a sharded model all that a load leaves beside parameters; return the report. Local."""
-    model = sharded.model
-    report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
-    of_loaded, modules, device = plain_modules(loaded), plain_modules(model), _device_of(model)
-    sharded.fill_buffers(loaded)
-    for one, other in zip(transformers_models(loaded), transformers_models(model), strict=True):
-        hand_over(one, other)
-    packed_format(loaded).hand_over(loaded, modules)
-    hand_over_attributes(of_loaded, modules, device)
-    without = {*report.loading_info["missing_keys"], *sharded.left}
-    hand_over_extra_states(of_loaded, modules, device, without)
-    return report
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), CPU)
 
 
 def _fill_partitions(
@@ -325,8 +297,7 @@ def _fill_partitions(
             into = make_into()
         model, before = into.model, named_tensors(into.model)
         with as_before_if_it_fails(model):
-            call = into.partitions(ranks)
-            loader.run_load(make_load(ranks, settings, options), call)
+            into.partitions(ranks)(make_load(ranks, settings, options))
         for named in before:
             made = named.tensors[named.key]
             for attribute, value in vars(named.tensor).items():  # such as marks for an optimizer
@@ -351,75 +322,85 @@ def load_sharded(
     **kwargs: Any,
 ) -> Any:
     """Do what `load_model` does with a `DistributedConfig`, or with a `DeviceMesh` and keywords of `fully_shard`."""
-    has_mesh, policy = is_mesh(sharding), fully_shard_kwargs or {}
     # Shards need no DeepSpeed, whose comm would be compiled for CPU ranks.
     ranks = RankGroup(None) if has_group() else DistributedInterface()
     with load_lock(), ranks.session("the load"):
         with ranks.step("checking the arguments") as step:
+            has_mesh, policy = is_mesh(sharding), fully_shard_kwargs or {}
             if not (has_mesh or is_distributed_config(sharding)):
                 raise ConfigError(f"load_model: {sharding!r} is neither a DeviceMesh nor a DistributedConfig")
             if fully_shard_kwargs is not None and not has_mesh:
                 raise ConfigError("fully_shard_kwargs: goes with a mesh; a DistributedConfig has its own settings")
             where, kwargs = find_folder(name_text(name), kwargs, stream=options.stream, check=ranks.check)
-            if (of_diffusers := diffusion.model_class(where, auto_class, kwargs)) is not None and not has_mesh:
-                raise ConfigError("a DistributedConfig shards transformers models; pass mesh=")
+            found = class_and_config(where, auto_class, kwargs)
             dtype = asked_dtype(dtype, kwargs)
             step.digest = {"as sharding": str(sharding), **_texts(policy)}
-        if of_diffusers is not None:
-            constructor = Constructor()
-            with ranks.step("building the model", name=where):
-                into = IntoDiffusers(of_diffusers, where, dtype, kwargs, constructor.building())
-                shard_fully(into.model, sharding, blocks(into.model), policy)
-                _allocate(into.model, constructor, is_offloaded=offloads(policy))
-            _fill_shards(into.model, lambda: into, options)
-            return into.model
-        with ranks.step("reading the configuration"):
-            cls, _ = model_class.class_and_config(where, auto_class, kwargs)
-
-        def shard(model: nn.Module) -> None:
-            if has_mesh:
-                shard_fully(model, sharding, blocks(model), policy)
-
-        if not has_mesh:
-            kwargs["distributed_config"] = sharding
-        with shards_filled(where, kwargs, options, shard, is_offloaded=offloads(policy)):
-            return rename_loaded(cls.from_pretrained(where, dtype=dtype, **kwargs))
+        end = filling(options, is_offloaded=offloads(policy))
+        how: dict[str, Any] = {"dtype": dtype, "policy": policy, "weights": options.weights}
+        return build_sharded(where, found, sharding, end, **how, **kwargs)
 
 
-@contextmanager
-def shards_filled(
+def build_sharded(
     name: str,
-    kwargs: Mapping[str, Any],
-    options: Options,
-    shard: Callable[[nn.Module], None] = lambda _: None,
+    found: tuple[Any, Any],
+    sharding: Any,
+    end: End,
     *,
-    is_offloaded: bool = False,
-) -> Iterator[None]:
-    """Inside, a `from_pretrained` of these keywords reads what each rank's shards hold."""
-    plain_options = replace(options, is_lenient=False, on_load=None)
+    dtype: str | torch.dtype | None,
+    policy: Mapping[str, Any] | None = None,
+    weights: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Build a model without values, shard it by a `DistributedConfig` or a mesh, and have `end` go on; return it.
+
+    `found` has its class and configuration. `weights`: see `filled_by`.
+    """
+    (cls, config), is_config = found, is_distributed_config(sharding)
+    if config is None and is_config:
+        raise ConfigError("a DistributedConfig shards transformers models; pass mesh=")
+
+    def shard(model: nn.Module) -> None:
+        if not is_config:
+            shard_fully(model, sharding, blocks(model), policy or {})
+
+    if config is None:
+        into = IntoDiffusers(cls, name, dtype, kwargs)
+        shard(into.model)
+        end(into.model, lambda: into)
+        return into.model
+    if is_config:
+        kwargs["distributed_config"] = sharding
+    with skeletons_sharded(name, kwargs, end, shard, weights):
+        return rename_loaded(cls.from_pretrained(name, dtype=dtype, **kwargs))
+
+
+def filling(options: Options, *, is_offloaded: bool = False) -> End:
+    """Return what makes the memory of a skeleton, and reads what each rank's shards hold."""
 
     def fill(model: nn.Module, make_into: Callable[[], Into]) -> Mapping[str, Any]:
-        _allocate(model, Constructor(), is_offloaded=is_offloaded or is_kept_on_host(model))
+        device = CPU if is_offloaded or is_kept_on_host(model) else mesh_device(model)
+        allocate_shards(model, device)
+        Constructor().finish(model, device)  # `to_empty` moves no attributes
+        plain_options = replace(options, is_lenient=False, on_load=None)
         report = _fill_shards(model, make_into, plain_options, is_skeleton=True)
         if options.on_load is not None:
             options.on_load(report)
         return report.loading_info
 
-    with skeletons_sharded(name, kwargs, shard, fill, options.weights):
-        yield
+    return fill
 
 
 @contextmanager
 def skeletons_sharded(
     name: str,
     kwargs: Mapping[str, Any],
-    shard: Callable[[nn.Module], None],
-    end: Callable[[nn.Module, Callable[[], IntoModule]], Mapping[str, Any]],
+    end: End,
+    shard: Callable[[nn.Module], object] = no_callback,
     weights: str | None = None,
 ) -> Iterator[None]:
-    """Inside, a `from_pretrained` of these keywords builds a model without values, and has `shard` shard it.
+    """Inside, a `from_pretrained` of these keywords builds a model without values, which `shard` shards.
 
-    `end` gets the model and what makes the load into it, and returns the loading info. `weights`: see `filled_by`.
+    `weights`: see `filled_by`.
 
     Raises:
         UnsupportedError: the name is that of an adapter, or the call loads a model in another way.
@@ -450,9 +431,3 @@ def skeletons_sharded(
 def _texts(policy: Mapping[str, Any]) -> dict[str, str]:
     """Return a text of each keyword of `fully_shard` that is the same on ranks which pass the same."""
     return {f"fully_shard_kwargs {key}": re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for key, value in policy.items()}
-
-
-def _allocate(model: nn.Module, constructor: Constructor, *, is_offloaded: bool) -> None:
-    device = CPU if is_offloaded else mesh_device(model)
-    allocate_shards(model, device)
-    constructor.finish(model, device)  # `to_empty` moves no attributes

@@ -13,6 +13,7 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError
 from lowmem_load.load.load import FALLBACK_ATTRIBUTE, REPORT_ATTRIBUTE, Options
+from lowmem_load.load.load_into import load_sharded
 from lowmem_load.load.report import LoadReport
 from lowmem_load.load.request import Request, agree_on_request, make_load, name_text, target_of, weights_folder
 from lowmem_load.models.active import load_lock
@@ -84,8 +85,6 @@ def load_model(
     options = Options(stream=not download, weights=folder, share_reads=share_reads)
     key, target = target_of(ds_config=ds_config, mesh=mesh, distributed_config=distributed_config)
     if key != "ds_config":
-        from lowmem_load.load.load_into import load_sharded
-
         if partition is not None or data_parallel_group is not None:
             raise ConfigError("partition and data_parallel_group belong to ZeRO, not to a DistributedConfig or mesh")
         how: dict[str, Any] = {"auto_class": auto_class, "dtype": dtype, "fully_shard_kwargs": fully_shard_kwargs}

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from lowmem_load.engines.target import Layout
+from lowmem_load.engines.zero3_target import refuse_partitioned
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.load.describe import Described
+from lowmem_load.models.quantizers import packed_format
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.load_plan import (
     BufferPlan,
@@ -54,11 +56,18 @@ class PlannedModel:
 
 
 def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> PlannedModel:
-    """Plan every parameter and buffer of a described model for one rank. Pure: nothing is read or allocated."""
+    """Plan every parameter and buffer of a described model for one rank; raise for what cannot be planned.
+
+    Pure: nothing is read or allocated.
+    """
+    model, target = described.model, described.target
+    refuse_partitioned(model)
+    described.constructor.check(described.name, model)
+    packed_format(model).check(described.name, model)
+    target.check(model)
     cost = cost or ReadCost()
     limits = ReadLimits(max_gap_bytes=cost.max_gap_bytes)
     planner = Planner(limits._replace(direct_bytes=cost.request_bytes) if cost.request_bytes else limits)
-    model, target = described.model, described.target
     parameters, places, names_of = _distinct(model, "_parameters")
     packings = {name: packing for name, parameter in parameters.items() if (packing := packing_of(parameter))}
     targets = [

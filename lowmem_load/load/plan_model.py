@@ -9,23 +9,23 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from lowmem_load.config.settings import Partition, read_settings
+from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.process_group import fake_group
-from lowmem_load.engines.mesh import forget_meshes, host_mesh, mesh_device, shard_fully
+from lowmem_load.distributed.steps import Alone
+from lowmem_load.engines.mesh import forget_meshes, host_mesh, mesh_device
 from lowmem_load.engines.sharded_target import ShardedModel
 from lowmem_load.engines.zero3_target import TargetMaker, target_maker, zero_init_disabled
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.mounts import read_cost
-from lowmem_load.load.describe import check_described, describe
-from lowmem_load.load.load_into import Into, IntoDiffusers, IntoModule, Way, skeletons_sharded
+from lowmem_load.load.describe import describe
+from lowmem_load.load.load_into import Into, Run, build_sharded
 from lowmem_load.load.make_plan import make_plan
-from lowmem_load.load.request import Checked, Request, asked_dtype, name_text, target_of
-from lowmem_load.models import diffusion, model_class
+from lowmem_load.load.request import Request, agree_on_request, asked_dtype, class_and_config, name_text, target_of
 from lowmem_load.models.active import load_lock, on_host
 from lowmem_load.models.loader import Call, is_left_alone, refuse_device_map
 from lowmem_load.models.model_folder import find_folder
-from lowmem_load.models.skeleton import blocks, is_distributed_config, is_kept_on_host
+from lowmem_load.models.skeleton import is_distributed_config, is_kept_on_host
 from lowmem_load.planning.load_plan import LoadPlan
 
 
@@ -93,28 +93,18 @@ def plan_sharded(
     """
     where, kwargs = find_folder(name_text(name), kwargs, stream=True)
     dtype = asked_dtype(dtype, kwargs)
-    of_diffusers = diffusion.model_class(where, auto_class, kwargs)
-    has_config = is_distributed_config(sharding)
-    if has_config:
-        kwargs["distributed_config"] = sharding
+    found = class_and_config(where, auto_class, kwargs)
     forget_meshes()
 
-    def shard(model: nn.Module) -> None:
-        if not has_config:
-            shard_fully(model, host_mesh(sharding), blocks(model), {})
-
-    def end(_: nn.Module, make_into: Callable[[], IntoModule]) -> NoReturn:
-        raise _Done(_plan_shards(make_into(), rank, world_size, is_skeleton=True))
+    def end(model: nn.Module, make_into: Callable[[], Into]) -> NoReturn:
+        into, device = make_into(), "cpu" if is_kept_on_host(model) else mesh_device(model).type
+        sharded = ShardedModel(into.model, into.left, device, is_skeleton=True)
+        raise _Done(_planned(*into.shards(Alone(), world_size), sharded.make_target, rank))
 
     with load_lock(), fake_group(rank, world_size):
-        if of_diffusers is not None:
-            into = IntoDiffusers(of_diffusers, where, dtype, kwargs, torch.device("meta"))
-            shard(into.model)
-            return _plan_shards(into, rank, world_size)
-        cls, _ = model_class.class_and_config(where, auto_class, kwargs)
-        with skeletons_sharded(where, kwargs, shard, end):
-            plan: LoadPlan = _result(lambda: cls.from_pretrained(where, dtype=dtype, **kwargs))
-        return plan
+        sharding = sharding if is_distributed_config(sharding) else host_mesh(sharding)
+        plan: LoadPlan = _result(lambda: build_sharded(where, found, sharding, end, dtype=dtype, **kwargs))
+    return plan
 
 
 def plan_zero3_rank(
@@ -133,37 +123,27 @@ def plan_zero3_rank(
     where, kwargs = find_folder(name_text(name), from_pretrained_kwargs, stream=True)
     request = Request(where, auto_class, dtype, kwargs)
     settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
-    return _plan_way(request.checked(settings), target_maker(rank, device), rank)
+    checked = agree_on_request(Alone(), lambda: (request, settings))
+    return _planned(checked.settings, checked.run, target_maker(rank, device), rank)
 
 
-# -- the end of the road in a plan -------------------------------------------------------------------------------------
-
-
-def _plan_shards(into: Into, rank: int, world_size: int, *, is_skeleton: bool = False) -> LoadPlan:
-    """Return the plan of the load into a model that is sharded, perhaps without memory."""
-    device = "cpu" if is_skeleton and is_kept_on_host(into.model) else mesh_device(into.model).type
-    sharded = ShardedModel(into.model, into.left, device, is_skeleton=is_skeleton)
-    return _plan_way(into.shards(None, world_size), sharded.make_target, rank)
-
-
-def _plan_way(way: Way | Checked, make_target: TargetMaker, rank: int) -> LoadPlan:
+def _planned(settings: Settings, run: Run, make_target: TargetMaker, rank: int) -> LoadPlan:
     """Return the plan of what a load describes on the host. torch's random state stays as it was."""
 
     def handler(call: Call) -> NoReturn:
-        refuse_device_map(call, way.settings)
-        if is_left_alone(call, way.settings):
+        refuse_device_map(call, settings)
+        if is_left_alone(call, settings):
             raise UnsupportedError(
                 f"{call.name}: transformers places this model by itself, so there is nothing to plan"
             )
         random_state = torch.random.fork_rng(devices=[])
         with random_state, zero_init_disabled(), on_host(), Executor() as executor:
-            described = describe(call, way.settings, make_target, executor, holds_values=False)
-            check_described(described)
+            described = describe(call, settings, make_target, executor, holds_values=False)
             plan = make_plan(described, rank, read_cost([file.path for file in described.files])).plan
         raise _Done(plan)
 
     with load_lock():
-        plan: LoadPlan = _result(lambda: way.run(handler))
+        plan: LoadPlan = _result(lambda: run(handler))
     return plan
 
 

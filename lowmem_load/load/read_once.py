@@ -9,7 +9,7 @@ has failed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -22,7 +22,7 @@ from lowmem_load.files.remote_file import results_of
 from lowmem_load.phases import Progress
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.planner import Constants
-from lowmem_load.planning.reads import Fill, ReadCost
+from lowmem_load.planning.reads import ReadCost
 from lowmem_load.planning.replicas import BATCH_BYTES, LEAST_BYTES, Replicas, ShareReads, chooser, plan_replicas
 
 BATCHES_AHEAD = 2
@@ -108,7 +108,12 @@ class ReadOnce:
         for number in range(self._num_batches):
             with self._ranks.step("reading for other ranks", name=name, progress=self.progress):
                 while len(batches) <= min(number + BATCHES_AHEAD, self._num_batches - 1):
-                    batches.append(executor.fill_parts(self._own_parts(len(batches)), constants))
+                    own = [
+                        (piece.fill, self._memory[piece.target, piece.destination])
+                        for replicas, group in zip(self._replicas, self._groups, strict=True)
+                        for piece in replicas.batch(len(batches), group.place)
+                    ]
+                    batches.append(executor.fill_parts(own, constants))
                 results_of(batches[number], self._ranks.check)
                 executor.order_after_copies()
             self._exchange(number, executor)
@@ -118,11 +123,6 @@ class ReadOnce:
         for group in self._groups:
             group.close()
         self._groups, self._memory = [], {}
-
-    def _own_parts(self, number: int) -> Iterator[tuple[Fill, torch.Tensor]]:
-        for replicas, group in zip(self._replicas, self._groups, strict=True):
-            for piece in replicas.batch(number, group.place):
-                yield piece.fill, self._memory[piece.target, piece.destination]
 
     def _exchange(self, number: int, executor: Executor) -> None:
         """Send and receive a batch. Collective, after all ranks have read their parts."""

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from lowmem_load.errors import listed
+from lowmem_load.files.executor import ReadStats
 from lowmem_load.files.remote_file import Counts, request_counts
 from lowmem_load.files.source import retries
+from lowmem_load.load.read_once import ReadOnce
 from lowmem_load.phases import Phases
 from lowmem_load.planning.load_plan import SHARDED, LoadPlan, SlowPath
 from lowmem_load.text import count, size
-
-if TYPE_CHECKING:
-    from lowmem_load.files.executor import ReadStats
-    from lowmem_load.load.read_once import ReadOnce
 
 
 class DeviceMemory(NamedTuple):
@@ -116,16 +114,15 @@ class LoadReport(Phases):
             trained = f"in {dtype}, the dtype that {of}; an ordinary load keeps another"
             self.notes.append(f"{trained}: {listed(recast)}")
 
-    def take_counts(self, stats: ReadStats, once: ReadOnce | None) -> None:
+    def take_counts(self, stats: ReadStats, once: ReadOnce) -> None:
         """Note what was read, repeated because a file system failed for a moment, and received from other ranks."""
         self.read_bytes, self.num_reads = stats.read_bytes, stats.num_reads
         self.requests = request_counts().since(self._requests_before)
         if faults := [f"{fault} ({number}x)" for fault, number in (retries() - self._retries_before).items()]:
             self.notes.append(f"tried again after {listed(faults)}")
-        if once is not None:
-            self.received_bytes = once.received_bytes
-            if once.why_alone:
-                self.notes.append(f"no reads were shared with other ranks: {once.why_alone}")
+        self.received_bytes = once.received_bytes
+        if once.why_alone:
+            self.notes.append(f"no reads were shared with other ranks: {once.why_alone}")
 
     def sample_memory(self) -> None:
         """Raise the peaks to the memory in use now, where that is more."""
@@ -136,10 +133,8 @@ class LoadReport(Phases):
         Phases.sample_memory(self)  # with slots, super() would need the class that they were added to
 
     def __str__(self) -> str:
-        return "\n".join([self._title(), *(f"  {topic}: {text}" for topic, text in self._rows().items())])
-
-    def _title(self) -> str:
-        return f"{self.name}: rank {self.rank} of {self.world_size}"
+        title = f"{self.name}: rank {self.rank} of {self.world_size}"
+        return "\n".join([title, *(f"  {topic}: {text}" for topic, text in self._rows().items())])
 
     def _rows(self) -> dict[str, str]:
         quantized = f"; {self.num_quantized} tensors are quantized" if self.num_quantized else ""

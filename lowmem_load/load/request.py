@@ -15,16 +15,15 @@ from torch import nn
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.distributed.steps import RankGroup
+from lowmem_load.engines.mesh import is_mesh
 from lowmem_load.engines.zero3_target import target_maker
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.load.load import Load, Options
 from lowmem_load.models import diffusion, loader, model_class, model_folder
-from lowmem_load.models.active import transformers_models
 from lowmem_load.models.loader import PLACED_BY_STOCK, SHARDS, Call
 from lowmem_load.models.model_folder import commit_of, find_folder, rename_loaded
 from lowmem_load.models.quantizers import refuse_quantized, stays_packed
 from lowmem_load.models.skeleton import is_distributed_config
-from lowmem_load.phases import no_callback
 from lowmem_load.renamed import warn_of
 
 LoadedModel = tuple[nn.Module, dict[str, Any]]
@@ -39,11 +38,6 @@ class Request(NamedTuple):
     dtype: str | torch.dtype | None
     kwargs: Mapping[str, Any]
 
-    def with_folder(self, ranks: RankGroup | None = None) -> Request:
-        """Return the request with a folder in place of a URL. An error of another of the ranks ends the search."""
-        name, kwargs = find_folder(self.name, self.kwargs, check=no_callback if ranks is None else ranks.check)
-        return self._replace(name=name, kwargs=kwargs)
-
     def checked(self, settings: Settings) -> Checked:
         """Return the call that will load, with the settings for this model."""
         kwargs = dict(self.kwargs)
@@ -51,12 +45,10 @@ class Request(NamedTuple):
         is_partitioned = settings.stage == 3
         storage = storage_dtype(dtype, settings.dtype, must_agree=is_partitioned and settings.partition is None)
         kwargs["dtype"] = storage
-        model_folder.check_name(self.name, kwargs.get("subfolder", ""))
-        if (cls := diffusion.model_class(self.name, self.auto_class, kwargs)) is not None:
+        cls, config = class_and_config(self.name, self.auto_class, kwargs)
+        if config is None:
             kwargs["torch_dtype"] = kwargs.pop("dtype")
-            return Checked(self.name, settings.for_model(None), cls, kwargs)
-        cls, config = model_class.class_and_config(self.name, self.auto_class, kwargs)
-        if is_partitioned:
+        elif is_partitioned:
             refuse_quantized(config, kwargs)
         return Checked(self.name, settings.for_model(config), cls, kwargs)
 
@@ -95,19 +87,28 @@ def not_taken(what: str) -> UnsupportedError:
     )
 
 
+def class_and_config(name: str, auto_class: str | type | None, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the class whose `from_pretrained` to call, and transformers' configuration; None for diffusers' models."""
+    if (cls := diffusion.model_class(name, auto_class, kwargs)) is not None:
+        return cls, None
+    if auto_class is not None:
+        cls = model_class.model_class(auto_class, None, trust_remote_code=False)
+        return cls, model_class.model_config(name, kwargs, getattr(cls, "config_class", None))
+    config = model_class.model_config(name, kwargs)
+    return model_class.model_class(None, config, trust_remote_code=bool(kwargs.get("trust_remote_code"))), config
+
+
 def agree_on_request(
-    ranks: RankGroup | None, make_request: Callable[[], tuple[Request, Settings]], *, has_ds_config: bool = True
+    ranks: RankGroup, make_request: Callable[[], tuple[Request, Settings]], *, has_ds_config: bool = True
 ) -> Checked:
     """Return what `make_request` returns, checked and equal on all ranks.
 
-    Collective: one step; two for a Hub id. Local without `ranks`.
+    Collective: one step; two for a Hub id.
     """
-    if ranks is None:
-        request, settings = make_request()
-        return request.with_folder().checked(settings)
     with ranks.step("checking the arguments") as step:
         request, settings = make_request()
-        request = request.with_folder(ranks)
+        name, kwargs = find_folder(request.name, request.kwargs, check=ranks.check)
+        request = request._replace(name=name, kwargs=kwargs)
         model_folder.check_name(request.name, request.kwargs.get("subfolder", ""))
         is_folder = os.path.isdir(request.name)
         kind = "a local folder" if is_folder else "a name on the Hub"
@@ -147,17 +148,16 @@ def ordinary_load(
     kwargs = dict(kwargs)
     asked = asked_dtype(dtype, kwargs)
     refuse_placing(kwargs, "load_into: remove {}; the model says where its parameters go")
-    if transformers_models(model):
-        config: Any = copy.deepcopy(model.config)
-        vars(config).pop("distributed_config", None)
-        quantization: Any = getattr(config, "quantization_config", None)
-        if hasattr(quantization, "to_dict"):
-            config.quantization_config = quantization.to_dict()  # as in config.json, for another load
-        quantizer: Any = getattr(model, "hf_quantizer", None)
-        if quantizer is not None and not quantizer.pre_quantized:  # the files are not quantized
-            kwargs = {"quantization_config": quantizer.quantization_config, **kwargs}
-            vars(config).pop("quantization_config", None)
-        auto_class, kwargs = auto_class or model_class.plain_class(model), {"config": config, **kwargs}
+    config: Any = copy.deepcopy(model.config)
+    vars(config).pop("distributed_config", None)
+    quantization: Any = getattr(config, "quantization_config", None)
+    if hasattr(quantization, "to_dict"):
+        config.quantization_config = quantization.to_dict()  # as in config.json, for another load
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not quantizer.pre_quantized:  # the files are not quantized
+        kwargs = {"quantization_config": quantizer.quantization_config, **kwargs}
+        vars(config).pop("quantization_config", None)
+    auto_class, kwargs = auto_class or model_class.plain_class(model), {"config": config, **kwargs}
     dtypes = [tensor.dtype for tensor in model.parameters() if tensor.is_floating_point() and tensor.itemsize > 1]
     # The smallest in which no parameter loses bits. Those of one byte are packed.
     own = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
@@ -188,12 +188,9 @@ def target_of(**targets: Any) -> tuple[str, Any]:
         named = " and ".join(key for key, _ in given) or "none"
         raise ConfigError(f"expected one of {', '.join(targets)}, got {named}")
     [(key, value)] = given
-    if key == "ds_config" and not isinstance(value, Mapping | str | os.PathLike):  # spares most the import of DTensor
-        from lowmem_load.engines.mesh import is_mesh
-
-        if is_mesh(value) or is_distributed_config(value):
-            key = "mesh" if is_mesh(value) else "distributed_config"
-            warn_of(f"{type(value).__name__} as ds_config", f"{key}=")
+    if key == "ds_config" and (is_mesh(value) or is_distributed_config(value)):
+        key = "mesh" if is_mesh(value) else "distributed_config"
+        warn_of(f"{type(value).__name__} as ds_config", f"{key}=")
     return key, value
 
 

@@ -112,18 +112,11 @@ def on_host() -> Iterator[None]:
 @contextlib.contextmanager
 def ordinary_path() -> Iterator[None]:
     """Inside, transformers loads as without ZeRO-3, FSDP and a default device."""
-    # Under FSDP all ranks but the first read nothing.
-    answered_with_no = dict.fromkeys(_QUESTIONS, lambda *_, **__: False)
+    of_zero3 = foreign_names.IS_ZERO3, foreign_names.IS_ZERO3_IN_LOADS
+    of_fsdp = foreign_names.IS_FSDP_IN_LOADS, foreign_names.IS_FSDP_IN_PLACING  # all ranks but the first read nothing
+    answered_with_no = dict.fromkeys((*of_zero3, *of_fsdp), lambda *_, **__: False)
     with deepspeed_config(None), replaced(answered_with_no), on_host():  # ZeRO-3 ignores a default device
         yield
-
-
-_QUESTIONS = (
-    foreign_names.IS_ZERO3,
-    foreign_names.IS_ZERO3_IN_LOADS,
-    foreign_names.IS_FSDP_IN_LOADS,
-    foreign_names.IS_FSDP_IN_PLACING,
-)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from lowmem_load.models.active import quiet
 from lowmem_load.models.loader import Call, check_shards, taking_calls, tensors_in
 from lowmem_load.models.model_folder import MAX_QUOTED, config_file
 from lowmem_load.replaced import Handler, replaced
-from lowmem_load.symbolic.constructor import Context
+from lowmem_load.symbolic.constructor import Constructor, Context
 
 MODULE = "diffusers.models.modeling_utils"
 """Defines the class of all models."""
@@ -127,17 +127,14 @@ def _load(context: Context) -> Handler:
 
 # -- calls that are handed to a handler --------------------------------------------------------------------------------
 
-Wanted = Callable[[type, Mapping[str, Any]], bool]
-"""Is asked with the class and the keywords of a call."""
-
 
 def intercepted(
-    load: Callable[[DiffusersCall], tuple[nn.Module, dict[str, Any]]], wanted: Wanted = lambda *_: True
+    load: Callable[[DiffusersCall], tuple[nn.Module, dict[str, Any]]],
 ) -> contextlib.AbstractContextManager[None]:
     """Inside, `load` gets the calls of this thread, if diffusers is imported."""
     if "diffusers" not in sys.modules:
         return contextlib.nullcontext()
-    return replaced({foreign_names.DIFFUSERS_FROM_PRETRAINED: taking_calls(load, DiffusersCall, wanted)})
+    return replaced({foreign_names.DIFFUSERS_FROM_PRETRAINED: taking_calls(load, DiffusersCall, lambda *_: True)})
 
 
 def logs() -> Any:
@@ -194,14 +191,12 @@ def model_class(name: str, auto_class: str | type | None, kwargs: Mapping[str, A
     return cls
 
 
-def skeleton(
-    cls: Any, name: str, kwargs: Mapping[str, Any], building: contextlib.AbstractContextManager[object]
-) -> Any:
-    """Return the model of a checkpoint as `from_pretrained` builds it, inside of `building`; with its dtypes."""
+def skeleton(cls: Any, name: str, kwargs: Mapping[str, Any]) -> Any:
+    """Return the model of a checkpoint as `from_pretrained` builds it, with its dtypes. Parameters have no memory."""
     hub = {key: value for key, value in kwargs.items() if key in ("subfolder", "revision", "token", "cache_dir")}
     config, unused = cls.load_config(name, return_unused_kwargs=True, **hub)[:2]
     try:
-        with building:
+        with Constructor().building():
             model = cls.from_config(config, **unused)
     except Exception as error:  # the constructor trusts the values, so a wrong one may raise anything
         raise ModelBuildError(

@@ -35,6 +35,7 @@ from lowmem_load.files.format import CheckpointFile, CheckpointFormat
 from lowmem_load.files.index import check_files, check_index
 from lowmem_load.files.safetensors import CODES, Safetensors
 from lowmem_load.files.stand_ins import origin
+from lowmem_load.files.torch_zip import NestedTorchZip, TorchZip
 from lowmem_load.foreign_names import TORCH, TRANSFORMERS, ForeignName, check_release
 from lowmem_load.models.active import constructors, inside_load, is_loading, load_lock, ordinary_path, quiet
 from lowmem_load.models.model_class import json_values
@@ -395,8 +396,6 @@ def symbolic_files(context: Context) -> Handlers:
     ) -> dict[str, torch.Tensor]:
         if os.fspath(path).endswith(".safetensors"):
             return dict(ordinary(path, *args, **kwargs))  # through symbolic_open
-        from lowmem_load.files.torch_zip import TorchZip
-
         tensors = _symbols(context.file(os.fspath(path), TorchZip()), context)
         return {name: for_loader(name, tensor.detach()) for name, tensor in tensors.items()}  # ties are one value
 
@@ -460,8 +459,6 @@ def file_format(path: str) -> CheckpointFormat:
     """Return the format of a file of weights."""
     if path.endswith(".safetensors"):
         return Safetensors()
-    from lowmem_load.files.torch_zip import NestedTorchZip  # few loads need it
-
     return NestedTorchZip()
 
 

@@ -25,15 +25,6 @@ from lowmem_load.models.model_folder import (
 )
 
 
-def class_and_config(name: str, auto_class: str | type | None, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the class whose `from_pretrained` to call, and the configuration that it will use."""
-    if auto_class is not None:
-        cls = model_class(auto_class, None, trust_remote_code=False)
-        return cls, model_config(name, kwargs, getattr(cls, "config_class", None))
-    config = model_config(name, kwargs)
-    return model_class(None, config, trust_remote_code=bool(kwargs.get("trust_remote_code"))), config
-
-
 def model_config(name: str, kwargs: Mapping[str, Any], config_class: Any = None) -> Any:
     """Return the transformers configuration that `from_pretrained(name, **kwargs)` will use.
 

@@ -11,7 +11,7 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import huggingface_hub
 from huggingface_hub.errors import EntryNotFoundError
@@ -19,6 +19,7 @@ from transformers.utils import find_adapter_config_file
 
 from lowmem_load.errors import CheckpointError, UnsupportedError, error_text, listed
 from lowmem_load.files.index import WEIGHTS, check_files, check_index, of_variant, read_json
+from lowmem_load.files.remote_checkpoint import folder_of_model, folder_of_url
 from lowmem_load.files.stand_ins import is_url, origin
 from lowmem_load.phases import no_callback
 
@@ -139,12 +140,8 @@ def find_folder(
     """
     subfolder = kwargs.get("subfolder") or ""
     if is_url(name):
-        from lowmem_load.files.remote_checkpoint import folder_of_url
-
         folder = folder_of_url(name, subfolder=subfolder, check=check)
     elif stream and isinstance(name, str) and not os.path.isdir(name) and not _is_cached(name, kwargs):
-        from lowmem_load.files.remote_checkpoint import folder_of_model
-
         keywords = hub_keywords(kwargs, ("revision", "token", "cache_dir"))
         folder, _ = folder_of_model(name, subfolder=subfolder, check=check, **keywords)
     else:
@@ -177,14 +174,7 @@ def local_folder(url: str, *, subfolder: str = "") -> str:
     return str(find_folder(url, {"subfolder": subfolder})[0])
 
 
-class Checkpoint(NamedTuple):
-    """A checkpoint that can be described: `folder` has its small files, and files of weights that `open_file` opens."""
-
-    name: str
-    folder: str
-
-
-def find_checkpoint(name: str, *, subfolder: str = "", revision: str | None = None) -> Checkpoint:
+def find_checkpoint(name: str, *, subfolder: str = "", revision: str | None = None) -> str:
     """Return the folder of a name, whose weights are not downloaded. A Hub id means what the cache holds, or the Hub.
 
     Raises:
@@ -194,7 +184,7 @@ def find_checkpoint(name: str, *, subfolder: str = "", revision: str | None = No
     if not is_url(name):
         check_name(name, "")
     folder, _ = find_folder(name, kwargs, stream=True)
-    return Checkpoint(origin(name), folder if os.path.isdir(folder) else cached_folder(name, kwargs))
+    return folder if os.path.isdir(folder) else cached_folder(name, kwargs)
 
 
 def rename_loaded(loaded: T) -> T:

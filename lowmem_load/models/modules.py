@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed, outside_level
 from lowmem_load.files.format import NESTS
@@ -34,7 +33,7 @@ from lowmem_load.models.wrappers import (
 )
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
+from lowmem_load.symbolic.attributes import hand_over_attributes
 from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.initialise import CPU
 from lowmem_load.symbolic.tensor import SymbolicTensor
@@ -46,9 +45,6 @@ Rename: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str]
 """Turns the name of a tensor in the files into its name in the module, None or "" for one that is left out: a function,
 or a mapping of regular expressions, of which all are substituted, in order."""
 
-
-COMPILED = "_orig_mod"
-"""With which all names of a compiled module begin."""
 
 Build = Callable[[], nn.Module]
 
@@ -202,7 +198,8 @@ def renamed(
     Raises:
         CheckpointError: two tensors get one name.
     """
-    outer = outer_prefix(tensors.keys(), [key for key in (*NESTS, COMPILED) if key not in children])
+    # All names of a compiled module begin with "_orig_mod".
+    outer = outer_prefix(tensors.keys(), [key for key in (*NESTS, "_orig_mod") if key not in children])
     new_name = (lambda name: name.removeprefix(outer)) if rename is None else _as_function(rename)
     names = {old: new for old in tensors if (new := new_name(old))}
     left_out = tensors.keys() - names.keys()
@@ -286,18 +283,13 @@ def _match(
 
 
 class BuiltModelCall(loader.TransformersCall):
-    """A load of a transformers model that the caller has built: it gets the tensors of the one that is described.
+    """A load of a transformers model that the caller has built: it gets the tensors of the one that a call describes.
 
-    `left` has the names of tensors that the caller fills. For other arguments see `ModuleCall`.
+    `left` has the names of tensors that the caller fills.
     """
 
-    def __init__(self, model: nn.Module, cls: Any, name: str, kwargs: dict[str, Any], *, left: Collection[str]) -> None:
-        ordinary = PreTrainedModel.from_pretrained.__func__
-        if cls.from_pretrained.__func__ is not ordinary:
-            raise UnsupportedError(
-                f"{cls.__name__}: has a from_pretrained of its own; call load_model with the ds_config"
-            )
-        super().__init__(ordinary, cls, (name,), kwargs)
+    def __init__(self, call: Call, model: nn.Module, left: Collection[str]) -> None:
+        vars(self).update(vars(call))
         self._model, self._left = model, left
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
@@ -308,9 +300,7 @@ class BuiltModelCall(loader.TransformersCall):
         if getattr(described, "hf_quantizer", None) is not None:
             raise UnsupportedError(f"{self.name}: load_into fills no quantized model under ZeRO-3; call load_model")
         self._put(described)
-        hand_over(described, self._model)
-        hand_over_attributes(plain_modules(described), plain_modules(self._model), CPU)
-        hand_over_extra_states(plain_modules(described), plain_modules(self._model), CPU, info["missing_keys"])
+        hand_over(described, self._model, CPU, info["missing_keys"])
         return self._model, info
 
     def _put(self, described: nn.Module) -> None:

@@ -50,7 +50,12 @@ class Merge:
 
 def unloaded(model: nn.Module) -> tuple[nn.Module, list[Merge]]:
     """Return the base model of a model of PEFT, a copy that shares the unmerged parameters, and the merges to do."""
-    _check_tuner(model)
+    peft = sys.modules.get("peft.peft_model")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        raise ConfigError(f"merge_adapters: {type(model).__name__} is no PeftModel; make one, or leave the option out")
+    if not hasattr(model.base_model, "merge_and_unload"):
+        raise ConfigError(f"merge_adapters: what {type(model.base_model).__name__} of PEFT trains cannot be merged")
+    require(PEFT, {"peft.tuners.tuners_utils": ("BaseTunerLayer.merge", "BaseTunerLayer.get_base_layer")})
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     merged: list[nn.Module] = []
@@ -151,15 +156,6 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         for last in (*vars(module)["_parameters"], *vars(module)["_buffers"]):
             yield f"{prefix}.{last}" if prefix else last, module, last
-
-
-def _check_tuner(model: nn.Module) -> None:
-    peft = sys.modules.get("peft.peft_model")
-    if peft is None or not isinstance(model, peft.PeftModel):
-        raise ConfigError(f"merge_adapters: {type(model).__name__} is no PeftModel; make one, or leave the option out")
-    if not hasattr(model.base_model, "merge_and_unload"):
-        raise ConfigError(f"merge_adapters: what {type(model.base_model).__name__} of PEFT trains cannot be merged")
-    require(PEFT, {"peft.tuners.tuners_utils": ("BaseTunerLayer.merge", "BaseTunerLayer.get_base_layer")})
 
 
 def _together(layers: Sequence[Any]) -> list[Merge]:

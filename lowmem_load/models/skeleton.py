@@ -9,7 +9,7 @@ import contextlib
 import copy
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,13 @@ from lowmem_load import foreign_names
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.foreign_names import ForeignName
+from lowmem_load.models.active import transformers_models
 from lowmem_load.models.loader import building_handlers, file_format
 from lowmem_load.models.model_folder import HUB_KEYWORDS
+from lowmem_load.models.quantizers import packed_format
+from lowmem_load.models.wrappers import plain_modules
 from lowmem_load.replaced import Handler, Handlers, replaced
+from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
 from lowmem_load.symbolic.constructor import Constructor
 from lowmem_load.training_checkpoints.open_model import open_model
 
@@ -54,7 +58,7 @@ def filled_by(fill: Fill, weights: str | None = None) -> Iterator[None]:
         """Note what transformers hands to the constructor, which that load calls again."""
 
         def init(ordinary: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-            if type(model) is cls and not is_filling:
+            if type(model) is cls:
                 named = dict(zip(list(inspect.signature(cls).parameters)[1:], args, strict=False)) | kwargs
                 # The skeleton shards the modules that it is given, so the other model gets its own.
                 keywords.update(tree_map_only(nn.Module, copy.deepcopy, named))
@@ -151,11 +155,19 @@ def ties_kept() -> contextlib.AbstractContextManager[None]:
     return replaced({foreign_names.TIED_WEIGHTS_KEYS: expand})
 
 
-def hand_over(loaded: nn.Module, model: nn.Module) -> None:
-    """Give a model what a load leaves on it besides weights: how to save it as it was, its ties, how to generate."""
-    for name in ("_weight_conversions", "all_tied_weights_keys", "generation_config"):
-        if hasattr(loaded, name):
-            setattr(model, name, getattr(loaded, name))
+def hand_over(loaded: nn.Module, model: nn.Module, device: torch.device, without: Collection[str]) -> None:
+    """Give a model what a load leaves besides parameters and buffers, on a device.
+
+    That is how to save it as it was, its ties, how to generate, tensor attributes, and extra states `without` some.
+    """
+    for one, other in zip(transformers_models(loaded), transformers_models(model), strict=True):
+        for name in ("_weight_conversions", "all_tied_weights_keys", "generation_config"):
+            if hasattr(one, name):
+                setattr(other, name, getattr(one, name))
+    of_loaded, modules = plain_modules(loaded), plain_modules(model)
+    packed_format(loaded).hand_over(loaded, modules)
+    hand_over_attributes(of_loaded, modules, device)
+    hand_over_extra_states(of_loaded, modules, device, without)
 
 
 def _set_dtypes(model: nn.Module, plan: Mapping[str, torch.dtype]) -> None:

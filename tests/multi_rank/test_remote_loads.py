@@ -295,6 +295,27 @@ def hub_of(folders: dict[str, Path], **behaviour: Any) -> Iterator[Hub]:
         yield Hub(server.url, server.files.url)
 
 
+def assert_shards_are_streamed(reference: Any) -> None:
+    """Load onto a mesh, and by a `DistributedConfig` in a script. The caller sees whether weights were downloaded."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lowmem_load import install, load_model
+    from tests.model_digest import differing
+
+    if not hasattr(transformers.PreTrainedModel, "maybe_distribute_model"):
+        return
+    from transformers.distributed import DistributedConfig
+
+    world_size = torch.distributed.get_world_size()
+    mesh, config = init_device_mesh("cpu", (world_size,)), DistributedConfig(fsdp_size=world_size)
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "token": "hub-token"}
+    by_mesh = load_model("org/model", mesh=mesh, download=False, **how)
+    with install(download=False):
+        by_config = transformers.AutoModelForCausalLM.from_pretrained("org/model", distributed_config=config, **how)
+    assert differing(by_mesh, reference) == differing(by_config, reference) == []
+    assert by_mesh.config.name_or_path == by_config.config.name_or_path == "org/model"
+
+
 def load_from_the_hub(place: Place, hub: Hub, case: Case) -> list[str]:
     """Rank function: without a download, in a script, and by the cache; returns what the Hub was asked for the last."""
     from huggingface_hub import snapshot_download
@@ -313,6 +334,7 @@ def load_from_the_hub(place: Place, hub: Hub, case: Case) -> list[str]:
                 "org/model", dtype=torch.bfloat16, token="hub-token"
             )
         assert differences(again, reference) == []
+        assert_shards_are_streamed(reference)
         _, at_files = hub.stats()
         assert at_files["authorized"] == 0
         assert at_files["bytes_sent"] > 0

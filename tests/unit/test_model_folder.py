@@ -76,7 +76,7 @@ def test_a_url_becomes_a_folder_without_keywords_of_the_hub(server: RangeServer)
     folder, kwargs = find_folder(url, {**dropped, "trust_remote_code": True, "attn_implementation": "eager"})
     assert kwargs == {"trust_remote_code": True, "attn_implementation": "eager"}
     assert is_stand_in(folder) and origin(folder) == url
-    assert find_checkpoint(url) == (url, folder)
+    assert find_checkpoint(url) == folder
 
 
 # -- the Hub -----------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_a_streamed_model_becomes_a_folder(hub: HubServer) -> None:
     assert is_stand_in(folder) and origin(folder) == "org/model"
     assert hub.files is not None
     assert hub.files.stats()["bytes_sent"] <= 64 << 10
-    assert find_checkpoint("org/model") == ("org/model", folder)
+    assert find_checkpoint("org/model") == folder
 
 
 @pytest.mark.parametrize("name", ["org/model", "org/sharded"])

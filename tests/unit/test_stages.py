@@ -278,7 +278,7 @@ def test_a_buffer_is_whole_and_as_exact_as_the_engine_keeps_it(
         made["norm"].register_buffer("count", torch.tensor(3))
         made["norm"].register_buffer("also_mean", made["norm"].mean)
         made["norm"].register_buffer("held", torch.tensor([1.5, 2.5], dtype=torch.bfloat16))
-        made["norm"].register_buffer("empty", torch.empty(2, device="meta"))
+        made["norm"].register_buffer("empty", torch.empty(0, device="meta"))
         return made
 
     def make_target(settings: Any, _: nn.Module) -> Target:
