@@ -1,9 +1,11 @@
-"""Sizes, counts, ranks and digests as text; names of modules."""
+"""Sizes, counts, ranks and digests as text; names of modules; URLs without secrets."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Iterable, Sequence
+from urllib.parse import urlsplit
 
 
 def size(nbytes: float) -> str:
@@ -42,6 +44,26 @@ def outer_prefix(names: Collection[str], keys: Collection[str]) -> str:
     ):
         outer = longer[0]
     return outer
+
+
+def plain_url(url: str) -> str:
+    """Return a URL without credentials, query and fragment; only its scheme if it is none."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # else the path may begin within a password
+    except ValueError:
+        return f"{url.partition('://')[0]}://..."
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+
+def is_http(url: str) -> bool:
+    """Return whether a URL is on an HTTP server."""
+    return urlsplit(url).scheme in ("http", "https")
+
+
+def without_secrets(text: str) -> str:
+    """Return a text without user names, passwords and queries in its URLs."""
+    return re.sub(r"(?<=://)[^/\s'\"]*@", "", re.sub(r"\?[^\s'\"<>)]*", "?...", text))
 
 
 # -- digests by which ranks compare plans, configurations and arguments -----------------------------------------------

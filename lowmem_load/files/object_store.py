@@ -31,7 +31,7 @@ from obstore import exceptions
 from obstore.store import HTTPStore, from_url
 
 from lowmem_load.errors import CheckpointError, ConfigError
-from lowmem_load.files.remote_file import HEAD_BYTES, is_http, plain_url, without_secrets
+from lowmem_load.text import is_http, plain_url, without_secrets
 
 T = TypeVar("T")
 
@@ -283,7 +283,7 @@ def read_list(folder: str, file: str) -> bytes | None:
 def _body(response: HTTPResponse, name: str) -> bytes:
     """Return what a server sends. CheckpointError: it is too much, or comes too slowly."""
     content, missing, give_up_s = bytearray(), response.length, time.monotonic() + LIST_S
-    while missing != 0 and (part := response.read1(HEAD_BYTES if missing is None else min(missing, HEAD_BYTES))):
+    while missing != 0 and (part := response.read1(PART_BYTES if missing is None else min(missing, PART_BYTES))):
         content += part
         missing = None if missing is None else missing - len(part)
         if len(content) > MAX_LIST_NBYTES:

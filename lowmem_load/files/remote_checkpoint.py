@@ -16,9 +16,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from lowmem_load.errors import CheckpointError
 from lowmem_load.files import object_store
 from lowmem_load.files.object_store import RemoteObject
-from lowmem_load.files.remote_file import Check, is_http, map_in_threads, plain_url, without_secrets
+from lowmem_load.files.remote_file import Check, map_in_threads
 from lowmem_load.files.stand_ins import MAX_FILES, Listing, is_plain_path, lay_out, note_secret, read_front
 from lowmem_load.phases import no_callback
+from lowmem_load.text import is_http, plain_url, without_secrets
 
 
 def folder_of_url(url: str, *, subfolder: str = "", check: Check = no_callback) -> str:

@@ -6,14 +6,15 @@ A file is pinned to the version that it had when it was found: each request carr
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
 from lowmem_load.locks import ForkedLock
+
+if TYPE_CHECKING:
+    from lowmem_load.files.object_store import RemoteObject
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -35,26 +36,6 @@ IN_FLIGHT_PER_NODE, MIN_IN_FLIGHT, MAX_IN_FLIGHT = 64, 4, 16
 
 NUM_THREADS = 16
 """Small requests at a time."""
-
-
-def plain_url(url: str) -> str:
-    """Return a URL without credentials, query and fragment; only its scheme if it is none."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # else the path may begin within a password
-    except ValueError:
-        return f"{url.partition('://')[0]}://..."
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
-
-
-def is_http(url: str) -> bool:
-    """Return whether a URL is on an HTTP server."""
-    return urlsplit(url).scheme in ("http", "https")
-
-
-def without_secrets(text: str) -> str:
-    """Return a text without user names, passwords and queries in its URLs."""
-    return re.sub(r"(?<=://)[^/\s'\"]*@", "", re.sub(r"\?[^\s'\"<>)]*", "?...", text))
 
 
 class Counts(NamedTuple):
@@ -81,20 +62,6 @@ def requests_in_flight(num_ranks: int) -> int:
     return max(MIN_IN_FLIGHT, min(MAX_IN_FLIGHT, IN_FLIGHT_PER_NODE // num_ranks))
 
 
-class Readable(Protocol):
-    """What a `RemoteFile` needs of a `RemoteObject` (`files/object_store.py`)."""
-
-    nbytes: int
-    version: str
-
-    @property
-    def name(self) -> str:
-        """URL without credentials, for messages."""
-
-    def fetch(self, offset: int, memory: memoryview) -> None:
-        """Fill `memory` with the bytes from `offset` on, by one request."""
-
-
 class RemoteFile:
     """A `ByteSource` in a remote store, whose first bytes may be here already.
 
@@ -103,7 +70,7 @@ class RemoteFile:
 
     is_remote = True
 
-    def __init__(self, item: Readable, head: bytes = b"", path: str = "") -> None:
+    def __init__(self, item: RemoteObject, head: bytes = b"", path: str = "") -> None:
         self.path, self.nbytes, self.version = path or item.name, item.nbytes, item.version
         self._item, self._head, self._is_closed = item, head, False
 

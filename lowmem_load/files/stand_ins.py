@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from filelock import FileLock, Timeout
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.files.remote_file import CHECK_S, HEAD_BYTES, Check, RemoteFile, map_in_threads, plain_url
+from lowmem_load.files.remote_file import CHECK_S, HEAD_BYTES, Check, RemoteFile, map_in_threads
 from lowmem_load.files.source import ByteSource, LocalFile, read_bytes
-from lowmem_load.text import fingerprint
+from lowmem_load.text import fingerprint, plain_url
 
 if TYPE_CHECKING:
     from lowmem_load.files.object_store import RemoteObject

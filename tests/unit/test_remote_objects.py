@@ -11,8 +11,9 @@ import pytest
 
 from lowmem_load.errors import CheckpointError
 from lowmem_load.files.object_store import RemoteObject, list_files
-from lowmem_load.files.remote_file import RemoteFile, plain_url
+from lowmem_load.files.remote_file import RemoteFile
 from lowmem_load.files.source import read_bytes
+from lowmem_load.text import plain_url
 from tests.remote.answering import assert_no_secrets, with_login
 from tests.remote.behaviour import CHANCES
 from tests.remote.listing import etag
