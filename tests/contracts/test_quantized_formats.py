@@ -64,6 +64,8 @@ def fp8(folder: Path) -> dict[str, Any]:
         if error.name != "triton":
             raise
         pytest.skip("transformers 5.6 imports triton for fp8, which torch for CPUs lacks")
+    if transformers.__version__.startswith("5.16."):
+        pytest.skip("FineGrainedFP8HfQuantizer.update_tp_plan of transformers 5.16 fails for models without experts")
     write_fp8(folder)
     return {"quantization_config": transformers.FineGrainedFP8Config(weight_block_size=(64, 64), dequantize=True)}
 
