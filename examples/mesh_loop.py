@@ -103,6 +103,10 @@ def add_lora(model: nn.Module) -> nn.Module:
 def newest(folder: Path) -> Path:
     """Return the last checkpoint that is complete: DCP writes its .metadata at the end."""
     saved = [metadata.parent for metadata in folder.glob("step-*/.metadata")]
+    if not saved:
+        raise FileNotFoundError(
+            f"{folder}: has no complete checkpoint to resume; --save-steps says how often one is saved"
+        )
     return max(saved, key=lambda each: int(each.name.partition("-")[2]))
 
 
