@@ -1,6 +1,9 @@
 """Write docs/reference/api.md from the docstrings of public names: `python docs/write_api.py`.
 
 It reads the source and imports nothing of it. `tests/unit/test_docs.py` checks that the page is what this writes.
+
+Left out are methods that are not for users (the first paragraph of their docstring ends with "Internal."), and constructors
+of classes whose docstring names the function that they are "Made by".
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ CHAPTERS = {
         "distributed.process_group.DistributedInterface",
     ),
     "Errors and warnings": (
-        *("LowMemLoadError", "ConfigError", "CheckpointError", "UnsupportedError", "RankError"),
-        *("LoadOrderWarning", "FallbackWarning"),
+        *("LowMemLoadError", "ConfigError", "CheckpointError", "errors.HeaderError", "errors.TruncatedFileError"),
+        *("errors.ModelBuildError", "UnsupportedError", "errors.MemoryShortageError", "errors.PlanError"),
+        *("errors.IncompatibleVersionError", "RankError", "LoadOrderWarning", "FallbackWarning"),
     ),
 }
 """What the page has, in its order: public names, and classes that users get but do not import, with their modules."""
@@ -73,15 +77,22 @@ def entry(name: str) -> Iterator[str]:
         yield from (*_signature(node, node.name), *docstring(node))
         return
     methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+    if name.startswith("errors."):
+        yield from (f"Import it from `lowmem_load.errors`. Base: `{ast.unparse(node.bases[0])}`.", "")
     for made in (each for each in methods if each.name == "__init__"):
-        yield from _signature(made, node.name, is_bound=True)
+        if "Made by `" not in (ast.get_docstring(node) or ""):
+            yield from _signature(made, node.name, is_bound=True)
     yield from docstring(node)
     for method in methods:
-        if not method.name.startswith("_"):
+        if not method.name.startswith("_") and not _is_internal(method):
             is_property = any("property" in ast.unparse(each) for each in method.decorator_list)
             yield from (f"#### {node.name}.{method.name}", "")
             yield from [] if is_property else _signature(method, method.name, is_bound=True)
             yield from docstring(method)
+
+
+def _is_internal(method: ast.FunctionDef) -> bool:
+    return (ast.get_docstring(method) or "").partition("\n\n")[0].endswith("Internal.")
 
 
 def _signature(node: ast.FunctionDef, name: str, *, is_bound: bool = False) -> Iterator[str]:

@@ -67,7 +67,7 @@ class TruncatedFileError(CheckpointError):
 
 
 class MemoryShortageError(LowMemLoadError, MemoryError):
-    """A load does not fit into the memory of a node, a process or a device."""
+    """A load does not fit into the host memory of a node or a process, or an allocation failed, also on a device."""
 
 
 class PlanError(LowMemLoadError, ValueError):
@@ -90,7 +90,7 @@ class IncompatibleVersionError(LowMemLoadError, ImportError):
 
 
 class LoadOrderWarning(UserWarning):
-    """A model that is trained under ZeRO-3 was loaded whole on every rank, because no ds_config was active then.
+    """A model that is trained under ZeRO-3 was loaded in full on every rank, because no ds_config was active then.
 
     Example:
         install()

@@ -102,10 +102,11 @@ def install(
 ) -> contextlib.ExitStack:
     """From now on, load models straight into ZeRO-3 partitions or FSDP2 shards, wherever one of them is active.
 
-    ZeRO-3 is active after `TrainingArguments(deepspeed=...)`, `Accelerator()` under `accelerate launch` or with a
-    `deepspeed_plugin`, or an `HfDeepSpeedConfig` in a variable, if that names stage 3. FSDP2 is active where accelerate
-    or a `DistributedConfig` asks for it; `from_pretrained` then returns a lazy model, as it does for diffusers' models
-    under ZeRO-3. All other loads stay as they are.
+    ZeRO-3 is active after `TrainingArguments(deepspeed=...)`, `Accelerator(deepspeed_plugin=...)` or an
+    `HfDeepSpeedConfig` in a variable, if that names stage 3. Under `accelerate launch`, a plain
+    `TrainingArguments(...)` or `Accelerator()` is enough. FSDP2 is active where accelerate or a `DistributedConfig`
+    asks for it; `from_pretrained` then returns a lazy model, as it does for diffusers' models under ZeRO-3. All other
+    loads stay as they are.
 
     If lowmem_load cannot load a model (in 8 bits, for example), the default loader does, and every rank emits a
     `FallbackWarning` with the reason. All ranks decide this together, before they allocate or read anything; for a
@@ -120,7 +121,8 @@ def install(
     `engine.load_checkpoint`, and so `Trainer.train(resume_from_checkpoint=...)`, also takes a ZeRO-3 checkpoint that
     another number of ranks saved, as `lowmem_load.load_checkpoint` does. DeepSpeed itself refuses that.
     TRL's trainers send the weights of partitioned and sharded models to vLLM in buckets, and mix reference models
-    partition by partition; see docs/howto/rlhf.md. Local. Call it before the first model is loaded.
+    partition by partition; see docs/howto/rlhf.md. Call it before the first model is loaded. It waits for no other
+    ranks, and prints nothing: print `get_load_report(model)`, or pass `on_load`.
 
     Args:
         strict: True raises an error (usually an `UnsupportedError`) instead of falling back to the default loader. So
@@ -128,7 +130,7 @@ def install(
         saves: let `Trainer.save_model`, and `save_pretrained` with the state of `Accelerator.get_state_dict`, write the
             same files under ZeRO-3 without gathering, and let `save_pretrained` refuse to write empty parameters; see
             docs/howto/saving.md. stage3_gather_16bit_weights_on_model_save is not needed. False leaves saving alone.
-        on_load: called on every rank with the `LoadReport` of each load, at its end.
+        on_load: function of the `LoadReport`, which is called on every rank at the end of each load.
         download: as for `load_model`. Classes of models take URLs as names in any case; auto classes take the folder
             that `local_folder` returns.
         share_reads: as for `load_model`.

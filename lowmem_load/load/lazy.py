@@ -68,23 +68,21 @@ def lazy(
     download: bool = True,
     **from_pretrained_kwargs: Any,
 ) -> Any:
-    """Return a model on the CPU that costs its module objects. Weights are read when somebody looks at them.
+    """Return a model on the CPU that takes memory only for its modules. Weights are read when something uses them.
 
-    It is the model that `from_pretrained` returns with the same keywords: any code may look at its parameters, change
-    them, copy, cast, move, tie, resize, shard or save them, and gets the same values. Slices read what they hold: on
-    such a model `torch.distributed.fsdp.fully_shard` reads the shards of its rank. A forward reads the parameters
-    first, which are then ordinary ones. Parameters keep their identity.
+    It is the model that `from_pretrained` returns with the same keywords: any code may read its parameters, change
+    them, copy, cast, move, tie, resize, shard or save them, and gets the same values. A slice reads only its own bytes,
+    so `torch.distributed.fsdp.fully_shard` reads the shards of its rank. A forward pass first reads all parameters,
+    which are then ordinary ones. Parameters keep their identity.
 
-    `save_pretrained` holds one tensor at a time, and pickles hold the values. `.to(device)` of a model that is not
-    read yet reads nothing: the forward reads to the device.
+    `save_pretrained` has one tensor at a time in memory, and a pickle contains the values. `.to(device)` of a model
+    that is not read yet reads nothing: the forward pass reads to the device.
 
-    The files are those that were there when the model was made, until nobody refers to a weight that is made of them:
-    the folder may be deleted or replaced. Other arguments are those of `load_model`, without keywords of
-    `from_pretrained` that place, shard or quantize (but in 4 bits).
+    The folder may be deleted or replaced after the call, because the files stay open as long as a weight refers to
+    them. Other arguments are those of `load_model`, without keywords of `from_pretrained` that place, shard or quantize
+    (but in 4 bits). It needs no other ranks: call it in a plain process, or on any rank.
 
-    Local: a plain process, or one rank of many.
-    Memory: the modules, buffers, and what was read to describe the model; later what looks at it holds, and a staging
-        buffer of 8 MiB for each of at most 4 threads.
+    Memory: the modules and buffers; later the weights that were read, and 8 MiB for each of at most 4 threads.
 
     Raises:
         ConfigError: an argument cannot be used.

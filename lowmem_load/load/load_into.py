@@ -89,33 +89,35 @@ def load_into(
     weights_from: str | os.PathLike[str] | None = None,
     **from_pretrained_kwargs: Any,
 ) -> LoadReport:
-    """Fill a module from a checkpoint: each rank reads what its shards or partitions hold.
+    """Fill a module from a checkpoint: each rank reads the bytes of its own shards or partitions.
 
     Without a ds_config, the caller has built the module on the meta device, sharded it (to DTensors of any mesh), and
     given it memory by `to_empty`. With one, it is on the meta device, and its parameters become ZeRO-3 partitions.
-    Collective: all ranks. Memory: beside the model, a staging buffer for each reading thread. Raises as `load_model`.
+    The mode of the module (train or eval) stays. Call it on every rank. Memory: in addition to the model, a staging
+    buffer for each reading thread. Raises the errors of `load_model`.
 
-    **A transformers model**, or a module that holds one beside what `skip` names (PEFT, torch.compile, your own), gets
-    the values of an ordinary `from_pretrained`; parameters that no file has get those of rank 0's random state.
-    **Any other module**, or with `rename` (which may be {}) also such a one, gets the tensors that have the names of
-    its parameters and buffers, cast to their dtypes. If submodules have checkpoints of their own, call it for each of
-    them. See docs/howto/own_module.md.
+    **A transformers model**, alone or in another module (PEFT, torch.compile, your own) whose other tensors `skip`
+    names, gets the values of an ordinary `from_pretrained`; parameters that no file has are initialized from rank 0's
+    random state. **Any other module** gets the tensors that have the names of its parameters and buffers, cast to
+    their dtypes. With `rename`, which may be {}, a transformers model is filled like this, too. If submodules have
+    checkpoints of their own, call it for each of them. See docs/howto/own_module.md.
 
     Args:
         model: the module. Ties, dtypes, `requires_grad` and attributes of parameters stay.
         name: see `load_model`; by names a folder, file or index, whose code is not run.
         ds_config: see `load_model`.
-        rename: turns names in files into those of the module: a function (None leaves a tensor out), or a mapping of
-            regular expressions. None drops "model.", "module." and "state_dict." where all names begin so.
-        strict: whether tensors that a module lacks, and other shapes, are errors in a load by names.
-        skip: parameters and buffers that the caller fills, by their names in `model`, or in its transformers model.
-        build: builds the same module, for buffers of which neither a file nor the module has the values.
+        rename: turns names in files into those of the module: a function from name to name (None or "" leaves a tensor
+            out), or a mapping of regular expressions to their substitutes, which are applied in order. Default: the
+            names stay, except that "model.", "module.", "state_dict." or "_orig_mod." is dropped if all begin with it.
+        strict: whether tensors that the module lacks, and other shapes, are errors in a load by names. Default: True.
+        skip: names, in `model` or in its transformers model, of parameters and buffers that the caller fills.
+        build: function that builds the same module, to compute buffers that no file contains.
         partition: see `load_model`.
-        dtype: of a transformers model's ordinary load; None or "auto": its own.
-        auto_class: of that load; None: the model's class.
-        download: False reads a model on the Hub as one at a URL. See `load_model`, as for the next two.
-        share_reads: which ranks share reads.
-        weights_from: a training checkpoint that has the weights.
+        dtype: dtype of a transformers model's ordinary load. Default: the model's own.
+        auto_class: class of that load. Default: the model's class.
+        download: see `load_model`.
+        share_reads: see `load_model`.
+        weights_from: see `load_model`.
         **from_pretrained_kwargs: of the ordinary load; by names, `subfolder` and `variant` choose files of a folder.
 
     Example:

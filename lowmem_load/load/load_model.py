@@ -41,32 +41,35 @@ def load_model(
     """Load a checkpoint straight into ZeRO-3 partitions or FSDP2 shards; return the model, in eval mode.
 
     Each rank reads only the bytes of its own partitions or shards. Under ZeRO stages 0 to 2 every rank needs the full
-    model, which it reads or, with `share_reads`, gets from a rank that has read it. Call it on every rank.
-    `model.lowmem_load_report` has the `LoadReport`. Collective: all ranks.
+    model, which it reads or, with `share_reads`, gets from a rank that has read it. Call it on every rank, because all
+    ranks load together. `model.lowmem_load_report` is the `LoadReport`.
 
     Args:
         name: a local folder, a Hub id, or a folder's URL (s3, gs, az, abfss, https, http): no weights touch a disk.
         ds_config: for ZeRO: a dict, the path of a JSON file, or an `HfDeepSpeedConfig`. "auto" values are resolved as
-            Trainer does; the report's `ds_config` holds the result.
-        mesh: in place of a ds_config, the `DeviceMesh` over which FSDP2 shards the model, layer by layer.
+            Trainer does; the report's `ds_config` has the result.
+        mesh: in place of a ds_config, the `DeviceMesh` for `fully_shard`, which is applied to the modules that
+            `_no_split_modules` names and then to the model. A mesh of two dimensions means HSDP.
         distributed_config: in place of both, transformers' `DistributedConfig`.
         fully_shard_kwargs: other keywords of `fully_shard` for the mesh, such as `mp_policy`.
-        auto_class: a transformers class, its name, or None for the class that the config's `architectures` names.
-        dtype: "auto": that in which DeepSpeed will run this ds_config (bf16, fp16, else fp32), which any other must
-            agree with under stage 3. None, and "auto" without a ds_config: as an ordinary `from_pretrained` gives it,
-            which under stage 3 is the ds_config's, too. With `partition`, it is for parameters that stay whole.
+        auto_class: a transformers class, or its name. Default: the class that the config's `architectures` names.
+        dtype: dtype of the parameters. "auto" with a ds_config: the dtype in which DeepSpeed trains (bf16, fp16, else
+            fp32). "auto" without one, or None: the dtype of an ordinary `from_pretrained`. Under stage 3 it is always
+            the ds_config's, and any other is an error. With `partition`, it is for the parameters that are replicated.
         partition: what to partition: module names or globs, classes, predicates on (name, module), or a sequence of
-            these. The rest is whole on every rank. None: all. Train such a model with `initialize_partial`.
-        data_parallel_group: a group of torch.distributed whose ranks share the partitions. None: all ranks.
-        download: False reads a model on the Hub as one at a URL, unless the Hub's cache holds it.
-        share_reads: "job": ranks that hold the same read it once and send it to each other; "off": each reads alone.
-            "auto": "job" for files in a store or on a file system of the network, unless all are on one node, whose
-            page cache has it.
-        weights_from: a training checkpoint of FSDP2, torch DCP or verl, which has the weights; see `consolidate` for
-            the kinds. `name` then says only which model it is. Each rank reads its own part, however many ranks saved.
-        **from_pretrained_kwargs: as `from_pretrained` takes them: revision, token, cache_dir, subfolder, ...
+            these. The rest is replicated on every rank. Train such a model with `initialize_partial`. Default: all.
+        data_parallel_group: a group of torch.distributed whose ranks share the partitions. Default: all ranks.
+        download: False reads a model on the Hub as one at a URL, unless the Hub's cache has it. Default: True.
+        share_reads: who reads bytes that several ranks need. "job": they are read once, and sent to the other ranks.
+            "off": each rank reads them. "auto" is "job" for at least 64 MiB in host memory, from an object store or
+            from a network file system that several nodes read, and otherwise "off". Default: "auto".
+        weights_from: the local folder of a training checkpoint that has the weights, of any kind that `consolidate`
+            accepts, also of DeepSpeed. `name` then only says which model it is. Each rank reads its own part, and any
+            number of ranks may have saved it.
+        **from_pretrained_kwargs: as for `from_pretrained`: revision, token, cache_dir, subfolder, ...
 
-    Memory: the partitions; where bytes are cast or rearranged, `LoadPlan.costs.staging_bytes` a reading thread.
+    Memory: the partitions, and where bytes are cast or rearranged, `LoadPlan.costs.staging_bytes` for each reading
+    thread.
 
     Raises:
         ConfigError: an argument or the ds_config cannot be used.

@@ -43,26 +43,28 @@ class LoadReport(Phases):
         name: what was loaded.
         rank, world_size: of the partition group.
         ds_config: what the model was partitioned for, with each "auto" that loading reads resolved.
-            `deepspeed.initialize` accepts it once optimizer and scheduler hold no "auto". Empty for `load_into`.
+            `deepspeed.initialize` accepts it once optimizer and scheduler have no "auto". Empty for `load_into`.
         contents: how many distinct parameters there are, tied ones counted once, with how many elements, and the dtype
             of most floating-point ones.
-        num_quantized: parameters whose packed values are held; their elements are counted as they are stored.
+        num_quantized: parameters that stay quantized; their elements are counted as they are stored.
         partition_bytes: bytes of the partitions on this rank, padding included; 0 under stages 0 to 2.
-        whole_bytes: bytes that every rank holds whole: all parameters under stages 0 to 2, those that `partition`
+        whole_bytes: bytes that are replicated on every rank: all parameters under stages 0 to 2, those that `partition`
             leaves out, and the scales of quantized ones.
         file_bytes: bytes of the files of the checkpoint, headers included; 0 for a model built from its configuration.
-        needed_bytes: bytes of the files whose values this rank holds now.
+        needed_bytes: bytes of the files whose values this rank keeps.
         read_bytes: bytes read from the files, headers excluded.
         num_reads: reads that were made; small adjacent ones share a system call.
-        received_bytes: bytes that this rank holds and another one has read for it.
+        received_bytes: bytes that another rank has read for this one.
         requests: what was read from a remote store: requests and bytes. Zeros where all files are on this machine.
-        seconds, peak_memory: see `Phases`; the phases are describe, plan, compare and read.
+        seconds: seconds by phase: describe the model, plan the reads, compare files and plans with other ranks, read.
+        peak_memory: resident host memory at the peak, above the start.
         peak_device_bytes: accelerator memory of this process's tensors at the peak, above the start; 0 on the CPU.
             Exact where the peak is a new one of the process, else the most seen after a parameter was made.
         loading_info: missing_keys, unexpected_keys and mismatched_keys, as transformers' `output_loading_info` has
             them.
-        slow_paths: parameters and buffers that took a slower path.
-        notes: a sentence for each surprise: parameters that nothing initialised, parameters in another dtype than an
+        slow_paths: name and reason of each parameter or buffer that was converted on full tensors, which takes more
+            time and memory.
+        notes: a sentence for each surprise: parameters that nothing initialized, parameters in another dtype than an
             ordinary load gives, reads that could not be shared, reads that were tried again.
 
     Example:
@@ -94,7 +96,7 @@ class LoadReport(Phases):
     _requests_before: Counts = field(default_factory=request_counts, repr=False)
 
     def take_plan(self, plan: LoadPlan, ds_config: Mapping[str, Any]) -> None:
-        """Copy what is known from the plan: configuration, sizes, keys, slow paths, notes."""
+        """Copy what is known from the plan: configuration, sizes, keys, slow paths, notes. Internal."""
         is_sharded = any(target.kind == SHARDED for target in plan.targets)
         self.ds_config = {} if is_sharded else ds_config  # that of `load_into` is not the user's
         self.num_quantized = plan.num_quantized
@@ -115,7 +117,7 @@ class LoadReport(Phases):
             self.notes.append(f"{trained}: {listed(recast)}")
 
     def take_counts(self, stats: ReadStats, once: ReadOnce) -> None:
-        """Note what was read, repeated because a file system failed for a moment, and received from other ranks."""
+        """Note what was read, tried again after a fault of a file system, and received from other ranks. Internal."""
         self.read_bytes, self.num_reads = stats.read_bytes, stats.num_reads
         self.requests = request_counts().since(self._requests_before)
         if faults := [f"{fault} ({number}x)" for fault, number in (retries() - self._retries_before).items()]:
@@ -125,7 +127,7 @@ class LoadReport(Phases):
             self.notes.append(f"no reads were shared with other ranks: {once.why_alone}")
 
     def sample_memory(self) -> None:
-        """Raise the peaks to the memory in use now, where that is more."""
+        """Raise the peaks to the memory in use now, where that is more. Internal."""
         device = device_memory()
         is_new_peak = device.peak_bytes > self._device_start.peak_bytes
         reached = device.peak_bytes if is_new_peak else device.allocated_bytes

@@ -150,7 +150,7 @@ def find_folder(
 
 
 def local_folder(url: str, *, subfolder: str = "") -> str:
-    """Return the local folder of a checkpoint in a store: its configuration, tokenizer and code, for any library.
+    """Return a local folder of a checkpoint in an object store: its configuration, tokenizer and code.
 
     `AutoTokenizer.from_pretrained(local_folder(url))` works as for any folder, and so does `AutoModel...` after
     `install()`. Weights are not downloaded: files without data stand for them, which loads of

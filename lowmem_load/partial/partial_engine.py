@@ -37,11 +37,11 @@ class PartialEngine(Wrapper):
     """Trains as a `DeepSpeedEngine` does: call it, `backward(loss)`, `step()`. Made by `initialize_partial`.
 
     Other attributes (`train_batch_size()`, `global_steps`, `get_global_grad_norm()`, ...) are those of the ZeRO-3
-    engine of the partitioned part, whose counters hold for both parts.
+    engine of the partitioned part, whose counters are valid for both parts.
 
     Attributes:
         module: the full model.
-        optimizer: see `PartialOptimizer`.
+        optimizer: has the groups and learning rates of both parts.
         lr_scheduler: steps with the engine; None without one.
     """
 
@@ -67,7 +67,7 @@ class PartialEngine(Wrapper):
         self._replicated = ReplicatedPart(model, chosen)
 
     def train_replicated(self, dtype: torch.dtype | None) -> None:
-        """Prepare the replicated part for training, cast to `dtype` if one is given. Collective."""
+        """Prepare the replicated part for training, cast to `dtype` if one is given. Collective. Internal."""
         part, split, replicated = self._part, self._split, self._replicated
         device, distributed = part.engine.device, DistributedInterface()
         with distributed.step("moving the replicated part"):  # before the broadcast, which cannot report a failure
@@ -157,7 +157,7 @@ class PartialEngine(Wrapper):
         return self
 
     def set_lr_scheduler(self, lr_scheduler: Any, section: Mapping[str, Any] | None) -> None:
-        """Set the lr scheduler: a scheduler, a function that makes one, or that of a ds_config's section."""
+        """Set the lr scheduler: a scheduler, a function that makes one, or that of a ds_config's section. Internal."""
         if lr_scheduler is None and section:
             lr_scheduler = scheduler_class(section)(self._leader, **(section.get("params") or {}))
         elif lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
@@ -169,7 +169,7 @@ class PartialEngine(Wrapper):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def destroy(self) -> None:
-        """Remove all hooks from the model and free what the ZeRO-3 engine holds."""
+        """Remove all hooks from the model and free the memory of the ZeRO-3 engine."""
         self._replicated.destroy()
         self._part.destroy()
 

@@ -181,8 +181,10 @@ class LoadPlan:
         read_to_describe: what transformers had to know while the model was described: operation, and the bytes that
             were read for it. Most loads have none.
         missing_keys, unexpected_keys, mismatched_keys: as in transformers' `output_loading_info`.
-        costs: of executing the plan.
-        read_cost: cost of a read that the plan was optimised for.
+        costs: what the plan costs this rank: `needed_bytes` of the files that it keeps, `read_bytes` with the gaps
+            between them, `num_reads`, `staging_bytes` for each reading thread, and `largest_temporary_bytes`, the most
+            that values computed from several tensors take at one time.
+        read_cost: cost of a read that the plan was optimized for.
     """
 
     name: str
@@ -201,12 +203,12 @@ class LoadPlan:
 
     @property
     def partition_bytes(self) -> int:
-        """Bytes that this rank holds of partitioned parameters, padding included."""
+        """Bytes of partitioned parameters that this rank owns, padding included."""
         return sum(target.held_bytes for target in self.targets if target.kind != REPLICATED)
 
     @property
     def replicated_bytes(self) -> int:
-        """Bytes of the parameters that every rank holds in full."""
+        """Bytes of the parameters that every rank keeps in full."""
         return sum(target.held_bytes for target in self.targets if target.kind == REPLICATED)
 
     @property
@@ -216,17 +218,17 @@ class LoadPlan:
 
     @property
     def companion_bytes(self) -> int:
-        """Bytes of the tensors that belong to quantized parameters. Every rank holds all of them."""
+        """Bytes of the tensors that belong to quantized parameters. Every rank keeps all of them."""
         return sum(part.nbytes for target in self.targets for part in target.companions if not part.in_parts)
 
     @property
     def slow_paths(self) -> list[SlowPath]:
-        """Those of all parameters and buffers."""
+        """Name and reason of each parameter or buffer that is converted on full tensors."""
         of_targets = [path for target in self.targets for path in target.slow_paths]
         return of_targets + [path for buffer in self.buffers for path in buffer.slow_paths]
 
     def values_of(self, fills: Iterable[Fill]) -> set[int]:
-        """Return the numbers of all values that some fills need, also indirectly."""
+        """Return the numbers of all values that some fills need, also indirectly. Internal."""
         numbers: set[int] = set()
         pending = [number for fill in fills for number in fill.needs]
         while pending:

@@ -87,7 +87,7 @@ def consolidate(
     Raises:
         CheckpointError: the checkpoint is incomplete, malformed or truncated, or of another model than `config`.
         ConfigError: the folder or an argument cannot be used.
-        UnsupportedError: DeepSpeed's model parallelism, compressed chunks, or a conversion that needs whole tensors.
+        UnsupportedError: DeepSpeed's model parallelism, compressed chunks, or a conversion that needs full tensors.
         RankError: another process failed; the same error is raised in each.
 
     Example:

@@ -40,7 +40,7 @@ def iter_weights(
     names: Names | None = None,
     merge_adapters: bool = False,
 ) -> Generator[Tensors, None, None]:
-    """Yield all weights in buckets, `[(name, tensor), ...]`, put together from what the ranks hold.
+    """Yield all weights in buckets, `[(name, tensor), ...]`, put together from the parts of the ranks.
 
     Names, shapes, dtypes and values are those of the files that `save_model` would write. Partitions are read where
     they lie, also on the host or nvme; DeepSpeed's parameters stay as they are. While the consumer has one bucket, the
@@ -50,7 +50,7 @@ def iter_weights(
     Args:
         model: an engine (so that its steps are noticed under each stage) or a model, as for `save_model`.
         bucket_bytes: a bucket ends before it would exceed them. A tensor at least as large has a bucket of its own.
-        dst: "all", or the rank (in the group of the ranks that hold the model) that gets the tensors; the buckets of
+        dst: "all", or the rank (in the group of the ranks that have the model) that gets the tensors; the buckets of
             other ranks are empty lists.
         dtype: as for `save_model`. With torch.float32 the optimizer's fp32 values are yielded where a ZeRO-3 engine has
             some.
@@ -58,7 +58,7 @@ def iter_weights(
         merge_adapters: of a PEFT model, yield what `merge_and_unload` would make, and not the adapters. The layers of
             a bucket are merged when they are put together; the engine does not change.
 
-    Collective: all ranks that hold the model. All ranks have to take all buckets, or stop after the same one. There are
+    Collective: all ranks that have the model. All ranks have to take all buckets, or stop after the same one. There are
         at most `2 * total bytes / bucket_bytes + 1`, each with one collective (on gloo, and for experts on hundreds of
         ranks, with one of each rank).
     Memory: on ranks that get tensors two times `bucket_bytes`, or two times the largest tensor if that is larger: the

@@ -31,7 +31,7 @@ _RESETS = "reset_prefix_cache", "flush_cache"
 
 @renamed_keywords(engine_or_model="model")
 def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
-    """Hand all weights of a model to an inference engine. See `iter_weights`.
+    """Send all weights of a model to an inference engine. See `iter_weights`.
 
     Args:
         model: as for `iter_weights`.
@@ -43,7 +43,7 @@ def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
             rank has a client, the weights are sent to it alone, else to all.
         **keywords: bucket_bytes, dtype, names and merge_adapters, as for `iter_weights`.
 
-    Collective: all ranks that hold the model.
+    Collective: all ranks that have the model.
     Memory: as `iter_weights`, on ranks that are sent the weights.
 
     Raises:

@@ -26,7 +26,7 @@ def save_model(
     merge_adapters: bool = False,
     **save_pretrained_kwargs: Any,
 ) -> SaveReport:
-    """Write the folder that `save_pretrained` of the whole model would write. Each rank writes the bytes that it holds.
+    """Write the folder that `save_pretrained` of the full model would write. Each rank writes the bytes that it owns.
 
     Every rank must call it, between steps and outside of `GatheredParameters`. The files are ordinary Hugging Face
     files, with the same names, keys, shards and bytes. Works under ZeRO-3 in every mode (offload, hpZ, partial
@@ -35,9 +35,9 @@ def save_model(
     and after a failure, all of it is as before.
 
     Args:
-        model: of transformers, diffusers or PEFT (whose adapters are written), or an engine, DDP or what torch.compile
-            returned that holds one. These are known by their classes. A module without a `save_pretrained` is written
-            under the names of its tensors, or what `rename=` (see `load_into`) makes of them.
+        model: a model of transformers, diffusers or PEFT (whose adapters are written), or an engine, DDP or a compiled
+            module around one. These are known by their classes. A module without a `save_pretrained` is written under
+            the names of its tensors.
         folder: on a file system that all ranks share; nodes may have it under different paths. Made if it is not there.
         max_shard_size: bytes, or text such as "5GB", as for `save_pretrained`.
         dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: that of the model. With
@@ -46,9 +46,10 @@ def save_model(
         merge_adapters: of a PEFT model, write what its `merge_and_unload().save_pretrained` writes; the model does not
             change. All ranks gather the weights that adapters change, one layer at a time. With a dtype, the merged
             values are cast.
-        **save_pretrained_kwargs: for the model's `save_pretrained`: variant, save_original_format, ...
+        **save_pretrained_kwargs: for the model's `save_pretrained`: variant, save_original_format, ... A module without
+            a `save_pretrained` takes `rename`, which turns its names into those in the files; see `load_into`.
 
-    Collective: all ranks that hold partitions of the model, or all ranks. Weights cross the network only to be merged.
+    All ranks that have partitions of the model save together. Weights cross the network only to be merged.
     Memory: a buffer of 8 MiB where elements are cast, rearranged or on a device; to merge, a few times the largest
     layer.
 
