@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.integrations import mxfp4 as integration
 
 from lowmem_load import foreign_names
 from lowmem_load.errors import IncompatibleVersionError
@@ -160,8 +161,6 @@ def test_mxfp4_is_read_by_ranges(
     shape: tuple[int, ...], dtype: torch.dtype, limits: ReadLimits | None, tmp_path: Path
 ) -> None:
     """All bytes and all scales, those included whose power of two is no finite number."""
-    from transformers.integrations import mxfp4 as integration
-
     blocks, scales = random_bytes(*shape), random_bytes(*shape[:-1])
     expected = integration.convert_moe_packed_tensors(blocks, scales, dtype=dtype)
     with described_tensors(tmp_path, Mxfp4().handlers(), blocks=blocks, scales=scales) as get:
@@ -172,8 +171,6 @@ def test_mxfp4_is_read_by_ranges(
 
 
 def test_mxfp4_in_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from transformers.integrations import mxfp4 as integration
-
     ordinary = integration.convert_moe_packed_tensors
     monkeypatch.setattr(integration, "convert_moe_packed_tensors", lambda *a, **k: ordinary(*a, **k).transpose(1, 2))
     tensors = {"blocks": random_bytes(1, 4, 1, 2), "scales": random_bytes(1, 4, 1)}
@@ -185,8 +182,6 @@ def test_mxfp4_in_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_mxfp4_that_does_not_fit_is_transformers_error(tmp_path: Path) -> None:
-    from transformers.integrations import mxfp4 as integration
-
     tensors = {"blocks": random_bytes(2, 3, 2, 4), "scales": random_bytes(2, 3, 1)}
     with (
         described_tensors(tmp_path, Mxfp4().handlers(), **tensors) as get,

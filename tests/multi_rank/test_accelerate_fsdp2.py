@@ -16,13 +16,17 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from accelerate import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from packaging.version import Version
 from torch import nn
 
 import lowmem_load
 from lowmem_load import CheckpointError, FallbackWarning, RankError, UnsupportedError
+from lowmem_load.distributed.side_group import SideGroup
 from lowmem_load.engines.mesh import local_tensor
+from lowmem_load.integrations import accelerate
+from lowmem_load.load import fill_lazy
 from lowmem_load.models.active import inside_load
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread
 from tests import builders
@@ -50,7 +54,6 @@ def prepare(
 ) -> nn.Module:
     """What `Accelerator.prepare` does with a model. accelerate itself chooses no FSDP on CPU ranks."""
     import accelerate.utils.fsdp_utils as fsdp_utils
-    from accelerate import PartialState
 
     PartialState(cpu=True)  # for accelerate's logger
     plugin = FullyShardedDataParallelPlugin(
@@ -225,8 +228,6 @@ def test_tied_models_equal_stock(checkpoints: Path) -> None:
 
 def with_moved_names(path: str) -> None:
     """Where accelerate has moved its names, its broadcast from rank 0 gives the same values."""
-    from lowmem_load.integrations import accelerate
-
     os.environ[EFFICIENT] = "True"
     stock = prepare(from_files(path), efficient=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -380,12 +381,12 @@ def draw_missing(path: str) -> None:
 
 def fail_to_send(path: str) -> None:
     """The first rank cannot read a weight that the script has changed, or another cannot receive it."""
-    import lowmem_load.load.fill_lazy as fill
-    from lowmem_load.distributed.side_group import SideGroup
-
     os.environ[EFFICIENT] = "True"
     lowmem_load.install()
-    faults = (OSError(5, "Input/output error"), fill, "values_of"), (MemoryError("no memory"), SideGroup, "broadcast")
+    faults = (
+        (OSError(5, "Input/output error"), fill_lazy, "values_of"),
+        (MemoryError("no memory"), SideGroup, "broadcast"),
+    )
     for failing, (error, owner, function) in enumerate(faults):
         model = from_files(path)
         model.lm_head.weight.data.mul_(2)

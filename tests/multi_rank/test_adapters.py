@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from lowmem_load import load_model, plan
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -26,7 +27,6 @@ KINDS: dict[str, dict[str, Any]] = {
 def make_adapters(path: str, folder: str) -> None:
     """Rank function, for PEFT and transformers warn of each other."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     for name, options in KINDS.items():
         torch.manual_seed(1)
@@ -40,8 +40,6 @@ def make_adapters(path: str, folder: str) -> None:
 
 
 def load_adapters(folder: str) -> None:
-    from transformers import AutoModelForCausalLM
-
     for name in KINDS:
         torch.manual_seed(0)
         model = load_model(f"{folder}/{name}", FP32, auto_class="AutoModelForCausalLM")

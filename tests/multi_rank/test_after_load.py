@@ -2,9 +2,16 @@
 
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
 
+from lowmem_load import FallbackWarning, UnsupportedError, get_load_report, install, load_model
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.engines.parameters import is_partitioned
+from lowmem_load.integrations.install import streaming
 from tests import builders
 from tests.parity import FP32, losses_of_engine
 from tests.ranks import run_ranks
@@ -13,11 +20,6 @@ TOKENS = torch.randint(3, 100, (2, 10), generator=torch.Generator().manual_seed(
 
 
 def generate_and_resize(path: str) -> None:
-    import deepspeed
-    from transformers import AutoModelForCausalLM
-
-    from lowmem_load import load_model
-
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     expected = plain.generate(TOKENS, max_new_tokens=5, do_sample=False)
     plain.resize_token_embeddings(140, mean_resizing=False)
@@ -38,10 +40,6 @@ def generate_and_resize(path: str) -> None:
 
 def lora_losses(path: str, streamed: bool) -> list[float]:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    from lowmem_load import load_model
-    from lowmem_load.distributed.process_group import DistributedInterface
 
     DistributedInterface()
     model = load_model(path, FP32) if streamed else AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -69,14 +67,6 @@ def test_generate_resize_and_lora(checkpoints: Path) -> None:
 
 def from_config() -> list[float]:
     """Rank function: a random model that is never whole; returns the sums of its parameters."""
-    import deepspeed
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from lowmem_load import get_load_report
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.engines.parameters import is_partitioned
-    from lowmem_load.integrations.install import streaming
-
     DistributedInterface()
     config = LlamaConfig(
         hidden_size=320,
@@ -113,13 +103,6 @@ def test_from_config_is_random_partitioned_and_equal_on_all_ranks() -> None:
 
 def build_from_own_constructor() -> None:
     """Rank function: a parameter that `_init_weights` does not know keeps the constructor's value, or is an error."""
-    import deepspeed
-    from transformers import LlamaConfig, PreTrainedModel
-    from transformers.integrations import HfDeepSpeedConfig
-
-    from lowmem_load import FallbackWarning, UnsupportedError, install
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.integrations.install import streaming
 
     class Scaled(PreTrainedModel):
         config_class = LlamaConfig

@@ -1,16 +1,26 @@
 """What the constructor of a model computes is there after every kind of load: code that comes with a checkpoint."""
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
+import lowmem_load
 from lowmem_load import UnsupportedError, plan
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.integrations.install import streaming
 from lowmem_load.load.plan_model import plan_sharded
 from tests.parity import FP32
 from tests.ranks import run_ranks
@@ -139,9 +149,6 @@ def values(model: Any) -> dict[str, torch.Tensor]:
 
 def expected(path: str) -> dict[str, torch.Tensor]:
     """Those of a model that is built with memory, and the one buffer of the files."""
-    from safetensors.torch import load_file
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     config = AutoConfig.from_pretrained(path, **REMOTE)
     model = AutoModelForCausalLM.from_config(config, **REMOTE)
     with torch.no_grad():
@@ -168,14 +175,6 @@ def check_flags(model: Any) -> None:
 
 def load_all(path: str) -> None:
     """Rank function: each kind of load."""
-    import warnings
-
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
-    import lowmem_load
-    from lowmem_load.integrations.install import streaming
-
     right = expected(path)
 
     def models() -> Iterator[Any]:
@@ -197,13 +196,6 @@ def load_all(path: str) -> None:
 
 def load_on_meshes(path: str) -> None:
     """Rank function: a model that its owner has built on meta and sharded, and one that a mesh shards."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    import lowmem_load
-
     dist.init_process_group("gloo")
     right, config = expected(path), AutoConfig.from_pretrained(path, **REMOTE)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -262,15 +254,6 @@ def test_what_has_no_value_is_refused_by_name(tmp_path: Path, trouble: str, text
 
 def load_differing(path: str) -> None:
     """Rank function: what numpy draws on each rank is an error that names it; `install()` leaves it to DeepSpeed."""
-    import numpy as np
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
-    import lowmem_load
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     rank = DistributedInterface().rank
     text = r"TableForCausalLM computes values that differ between ranks: angles\.0\.noise, draws\. "
     for target in ({"ds_config": FP32}, {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}):

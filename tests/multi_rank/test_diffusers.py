@@ -5,13 +5,33 @@ import os
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers.integrations import HfDeepSpeedConfig
 
-from lowmem_load import FallbackWarning, UnsupportedError, install
+from lowmem_load import (
+    CheckpointError,
+    ConfigError,
+    FallbackWarning,
+    RankError,
+    UnsupportedError,
+    get_load_report,
+    install,
+    iter_weights,
+    load_model,
+    plan,
+    save_model,
+)
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.integrations.install import uninstall
+from lowmem_load.load.lazy import LazyReader
 from lowmem_load.load.plan_model import plan_sharded
+from lowmem_load.symbolic.lazy import is_unread
 from tests.model_digest import differing, whole_tensors
 from tests.multi_rank.test_own_modules import Z3, assert_sent_as_saved
 from tests.ranks import run_ranks
@@ -77,8 +97,6 @@ def write(folder: Path) -> None:
 
 def assert_saved(model: nn.Module, reference: Any, folder: Path) -> None:
     """Assert that a save is byte for byte that of diffusers. Collective."""
-    from lowmem_load import save_model
-
     save_model(model, folder / "ours", max_shard_size="100KB")
     assert_files_equal(reference, folder)
     assert_sent_as_saved(model, folder / "ours")
@@ -116,8 +134,6 @@ def assert_lora_is_sent(model: Any, expected: Any) -> None:
     """Assert that `iter_weights` yields the tensors for diffusers' `save_lora_weights`. Collective."""
     from peft import get_peft_model_state_dict
 
-    from lowmem_load import iter_weights
-
     buckets = iter_weights(model, names=lambda name: "lora_" in name)
     lora = {name.replace(".default", ""): tensor for bucket in buckets for name, tensor in bucket}
     saved = get_peft_model_state_dict(expected)
@@ -126,8 +142,6 @@ def assert_lora_is_sent(model: Any, expected: Any) -> None:
 
 
 def assert_files_equal(reference: Any, folder: Path) -> None:
-    import torch.distributed as dist
-
     if dist.get_rank() == 0:
         reference.save_pretrained(folder / "stock", max_shard_size="100KB")
         names = sorted(path.name for path in (folder / "stock").iterdir())
@@ -139,11 +153,6 @@ def assert_files_equal(reference: Any, folder: Path) -> None:
 
 def load_by_name(folder: Path) -> list[int]:
     """Rank function: load_model by a ds_config and over a mesh, plan, save_model. Returns the bytes read for a mesh."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from lowmem_load import CheckpointError, load_model, plan
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     rank = DistributedInterface().rank
     mesh, read_bytes = init_device_mesh("cpu", (2,)), list[int]()
     for name in MODELS:
@@ -180,8 +189,6 @@ def load_by_name(folder: Path) -> list[int]:
 
 def assert_pipeline(folder: Path, mesh: Any) -> None:
     """Of a pipeline the named models are sharded, and diffusers loads the others."""
-    from lowmem_load import ConfigError, load_model
-
     pipe = folder / "pipe"
     flux, vae = (
         diffusers.FluxTransformer2DModel.from_pretrained(pipe / "transformer"),
@@ -197,14 +204,6 @@ def assert_pipeline(folder: Path, mesh: Any) -> None:
 
 def load_in_script(folder: Path) -> None:
     """Rank function: from_pretrained of scripts, for ZeRO-3 and for accelerate's FSDP2."""
-    import deepspeed
-    from torch.distributed.fsdp import fully_shard
-    from transformers.integrations import HfDeepSpeedConfig
-
-    from lowmem_load import get_load_report
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.symbolic.lazy import is_unread
-
     rank = DistributedInterface().rank
     flux, vae = diffusers.FluxTransformer2DModel, diffusers.AutoencoderKL
     whole = flux.from_pretrained(folder / "FluxTransformer2DModel", torch_dtype=torch.bfloat16)
@@ -259,13 +258,6 @@ def losses_of(model: Any, step: Any) -> list[float]:
 
 def train(folder: Path) -> None:
     """Rank function: a video model trains as after stock's load, which ends with whole models on all ranks."""
-    import deepspeed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from lowmem_load import load_model, save_model
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     DistributedInterface()
     cls, path = diffusers.WanTransformer3DModel, folder / "WanTransformer3DModel"
     mesh, stock = init_device_mesh("cpu", (2,)), cls.from_pretrained(path)
@@ -349,11 +341,6 @@ SCRIPTS = ((scaled, zeroed, drawn), (read_by_one, copied), (controlled,), (misma
 
 def edit_before_engine(folder: Path) -> None:
     """Rank function: under ZeRO-3 a model is whole until its engine is made, as in stock."""
-    import deepspeed
-    from transformers.integrations import HfDeepSpeedConfig
-
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     DistributedInterface()
     folder = folder / "UNet2DConditionModel"
     alive = HfDeepSpeedConfig(Z3)
@@ -381,10 +368,6 @@ def edit_before_engine(folder: Path) -> None:
 
 def assert_failure_is_known(folder: Path) -> None:
     """Assert that a read that fails on one rank is an error on all. Collective."""
-    import deepspeed
-
-    from lowmem_load import RankError
-    from lowmem_load.load.lazy import LazyReader
 
     def fail(*_: Any) -> None:
         raise OSError("the disk is gone")

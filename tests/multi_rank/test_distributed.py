@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +13,11 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import deepspeed
 import pytest
+import torch.distributed as dist
+from accelerate import PartialState
+from deepspeed.accelerator import get_accelerator
 
 from lowmem_load import load_model
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -62,10 +67,6 @@ def test_launched_group() -> None:
 
 def _adopt(maker: str) -> None:
     """Rank function: a group that another package has made is ours too; if we make it, it is accelerate's."""
-    import deepspeed
-    import torch.distributed as dist
-    from accelerate import PartialState
-
     if maker == "accelerate":
         PartialState(cpu=True)
     elif maker == "deepspeed":
@@ -86,8 +87,6 @@ def test_one_group_for_all_packages(maker: str) -> None:
 
 def _adopt_without_a_device() -> None:
     """Rank function: a driver's error of rank 1 is one of rank 0's next step, too."""
-    import torch.distributed as dist
-    from deepspeed.accelerator import get_accelerator
 
     def fail(_: int) -> None:
         raise RuntimeError("out of memory")
@@ -108,10 +107,6 @@ def test_a_device_that_fails_on_one_rank_is_an_error_of_all() -> None:
 
 
 def _adopt_two_hosts() -> tuple[int, int]:
-    import socket
-
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         del os.environ[name]
@@ -209,8 +204,6 @@ def test_all_ranks_go_on_or_raise() -> None:
 
 def _nested_groups() -> None:
     """Rank function: some ranks do a step of their own inside a step of all, and it fails."""
-    import torch.distributed as dist
-
     world = DistributedInterface()
     mine = world.rank
     groups = [dist.new_group(ranks) for ranks in ([1, 2], [2])]  # all ranks make them
@@ -261,8 +254,6 @@ def test_a_step_of_some_ranks_that_fails_inside_a_step_of_all_fails_on_all() -> 
 
 def _groups_after_failures(failing: list[int | None]) -> list[str]:
     """Rank function: makes a group in each attempt, in which one rank fails before it does a step."""
-    import torch.distributed as dist
-
     port, is_first = int(os.environ["MASTER_PORT"]), os.environ["RANK"] == "0"
     base = dist.TCPStore("127.0.0.1", port, is_master=is_first, timeout=timedelta(seconds=3))
     rank, found = int(os.environ["RANK"]), list[str]()
@@ -341,8 +332,6 @@ print(step.payloads)
 
 def _survive() -> None:
     """Rank function: this process stays; the other rank is a process that ends before its first load, then another."""
-    import torch.distributed as dist
-
     base = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=8))  # for which ranks wait
 
     @contextmanager

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import lowmem_load
 from lowmem_load import (
@@ -83,8 +85,6 @@ def test_what_transformers_shards_equals_the_ordinary_load(checkpoints: Path, wo
 
 
 def train_all(path: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (start(),))
     for kind in ("fp32", "bf16", "offload"):
         train(path, mesh, kind)
@@ -92,8 +92,6 @@ def train_all(path: str) -> None:
 
 def train(path: str, mesh: Any, kind: str) -> None:
     """Ten steps, after our load and after a plain load that is sharded by `fully_shard`."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
     policy: dict[str, Any] = {}
     if kind == "bf16":
         policy["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -123,7 +121,6 @@ class Own(transformers.LlamaForCausalLM):  # type: ignore[misc]
 
 
 def refuse(path: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed import DistributedConfig
 
     mesh = init_device_mesh("cpu", (start(),))
@@ -202,7 +199,6 @@ def test_an_fp8_checkpoint_is_dequantized_into_shards(checkpoints: Path, tmp_pat
 
 def load_others(adapter: str, base: str, without: str, weights: str) -> None:
     """Rank function: an adapter, and a training checkpoint of a model of which only the configuration is there."""
-    from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed import DistributedConfig
 
     mesh, cls = init_device_mesh("cpu", (start(),)), transformers.LlamaForCausalLM

@@ -13,8 +13,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+import lowmem_load.llamafactory
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.integrations.install import uninstall
 from tests import builders
 from tests.ranks import run_ranks
 from tests.remote.range_server import range_server
@@ -31,8 +41,6 @@ PRINTS_ITS_ERROR = ("ConfigError", "CheckpointError", "UnsupportedError")
 
 def examples() -> dict[str, str]:
     """Returns the code of each, "" where there is none. It is the last section of a docstring."""
-    import lowmem_load.llamafactory
-
     modules = (lowmem_load, lowmem_load.llamafactory)
     docs = {name: inspect.getdoc(getattr(module, name)) or "" for module in modules for name in module.__all__}
     return {name: textwrap.dedent(doc.partition("\nExample:\n")[2]) for name, doc in docs.items()}
@@ -55,15 +63,6 @@ class VLLMClient:
 
 def names_for(code: str) -> dict[str, Any]:
     """Returns what an example may name: public names, other packages', and what a script has by then."""
-    import deepspeed
-    import torch
-    import transformers
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from transformers.integrations import HfDeepSpeedConfig
-
-    import lowmem_load.llamafactory
-
     names: dict[str, Any] = {"deepspeed": deepspeed, "torch": torch, "warnings": warnings, "sys": sys}
     names |= {name: getattr(transformers, name) for name in ("AutoConfig", "AutoModelForCausalLM")}
     names |= {name: getattr(lowmem_load, name) for name in lowmem_load.__all__}
@@ -88,11 +87,6 @@ def names_for(code: str) -> dict[str, Any]:
 
 def run_examples(path: str, root: str, url: str) -> dict[str, str]:
     """Rank function: returns the error of each that fails."""
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.integrations.install import uninstall
-
     DistributedInterface()
     failures = {}
     for name, code in examples().items():

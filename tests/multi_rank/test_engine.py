@@ -7,10 +7,20 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import deepspeed_config
 
+from lowmem_load import CheckpointError, ConfigError, RankError, UnsupportedError, get_load_report
+from lowmem_load.engines.parameters import is_partitioned
+from lowmem_load.integrations.llamafactory import DistConfig, ModelArguments
+from lowmem_load.llamafactory import ModelEngine
 from tests import builders
 from tests.model_digest import gathered
 from tests.parity import ADAM
@@ -36,12 +46,6 @@ def checkpoints_activations(model: nn.Module) -> bool:
 
 def train(path: str, name: str) -> None:
     """Trains in fp16 only where DeepSpeed can: on CPU it says "Type fp16 is not supported"."""
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    from lowmem_load import get_load_report
-    from lowmem_load.llamafactory import ModelEngine
-
     engine = ModelEngine(path)
     model = engine.model
     assert engine.precision is getattr(torch, name)
@@ -76,13 +80,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def set_up(path: str) -> None:
     """Makes engines of which is_train, freeze, the stage and the model's abilities differ."""
-    import deepspeed
-    from transformers import LlamaForCausalLM
-
-    from lowmem_load import ConfigError, UnsupportedError
-    from lowmem_load.integrations.llamafactory import DistConfig, ModelArguments
-    from lowmem_load.llamafactory import ModelEngine
-
     dist = DistConfig({**ZERO3, "bf16": {"enabled": True}})
     patterns = ["model.embed_tokens.*", "*.layers.0.mlp.*_proj.weight"]
     engine = ModelEngine(
@@ -132,14 +129,6 @@ def set_up(path: str) -> None:
 
 def make_several(path: str) -> None:
     """Makes engines after one another, one that fails among them, beside somebody else's configuration."""
-    import deepspeed
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
-    from transformers.integrations.deepspeed import deepspeed_config
-
-    from lowmem_load.engines.parameters import is_partitioned
-    from lowmem_load.llamafactory import ModelEngine
-
     assert deepspeed_config() is None
     first = ModelEngine({"model": path, "bf16": True}, {"config_file": ZERO3})
     assert deepspeed_config() is None
@@ -184,11 +173,6 @@ def test_engines_train_and_leave_no_configuration_behind(checkpoints: Path, tmp_
 
 
 def load_processors(minilm: str, broken: str, absent: str) -> None:
-    import torch.distributed as dist
-
-    from lowmem_load import CheckpointError, RankError
-    from lowmem_load.llamafactory import ModelEngine
-
     dist_config = {"config_file": {**ZERO3, "bf16": {"enabled": False}, "fp16": {"enabled": False}}}
     engine = ModelEngine({"model": minilm}, dist_config, is_train=False)
     assert engine.processor("hello world")["input_ids"] == [101, 7592, 2088, 102]

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM
 
+from lowmem_load import RankError, initialize_partial, load_model
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.integrations.install import streaming
 from tests import builders
 from tests.parity import BF16
 from tests.ranks import run_ranks
@@ -29,11 +35,6 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 def fail_on_the_last_rank(path: str) -> None:
     """Each fault on the last rank; all ranks raise, and load the same model afterwards."""
-    from transformers import AutoModelForCausalLM
-
-    from lowmem_load import RankError, load_model
-    from lowmem_load.integrations.install import streaming
-
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
     def partitioned(error: BaseException) -> None:
@@ -68,14 +69,6 @@ def fail_on_the_last_rank(path: str) -> None:
 
 def leave_alone(path: str) -> None:
     """The last rank goes away on its own; the others hear of it, and all load the same afterwards."""
-    import torch.distributed as dist
-    from torch import nn
-    from transformers import AutoModelForCausalLM
-
-    from lowmem_load import RankError, initialize_partial, load_model
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.integrations.install import streaming
-
     DistributedInterface()
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     everyone = dist.new_group()

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
+from lowmem_load import UnsupportedError, load_model
 from tests import builders
 from tests.conversions.checkpoints import write_fp8
 from tests.parity import BF16, FP32, assert_loads_alike
@@ -57,8 +59,6 @@ def with_fp8(checkpoints: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 def load_format(
     path: str, ds_config: dict[str, Any], options: dict[str, Any], slow: list[str], reads_are_exact: bool
 ) -> None:
-    import transformers
-
     options = {key: value for key, value in options.items() if key != "dtype"}
     auto_class = options.pop("auto_class", None)
     quantization = options.pop("quantization", None)
@@ -74,8 +74,6 @@ def load_format(
 
 def load_formats(cases: list[tuple[str, dict[str, Any], dict[str, Any], list[str], bool]], quantized: str) -> None:
     """Rank function: all cases in one launch, which takes longer than a load; `quantized` is refused."""
-    from lowmem_load import UnsupportedError, load_model
-
     for case in cases:
         load_format(*case)
     with pytest.raises(UnsupportedError, match=r"quantization 'fp8' cannot be partitioned by ZeRO-3.*dequantize=True"):

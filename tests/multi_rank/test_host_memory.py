@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from lowmem_load import LowMemLoadError, RankError, load_model
+from lowmem_load.load import checks
 from tests import builders
 from tests.parity import BF16
 from tests.ranks import run_ranks
@@ -49,9 +51,6 @@ def mapped_bytes() -> int:
 
 def load_with_a_limit(small: str, large: str) -> None:
     """Rank function: rank 1 has a limit."""
-    from lowmem_load import LowMemLoadError, RankError, load_model
-    from lowmem_load.load import checks
-
     is_limited = os.environ["RANK"] == "1"
     fp32 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
     load_model(small, BF16)  # threads and heaps are there

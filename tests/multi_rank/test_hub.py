@@ -4,20 +4,17 @@ import os
 from pathlib import Path
 
 import pytest
+import transformers
 
-from lowmem_load import RankError
+from lowmem_load import RankError, load_model
 from tests import builders
+from tests.hub import hub
 from tests.parity import FP32, differences
 from tests.ranks import run_ranks
 
 
 def load_from_hub(path: str, cache: str) -> list[list[str]]:
     """Rank function: loads what the cache lacks, then what it has; returns what it has asked the Hub for each time."""
-    import transformers
-
-    from lowmem_load import load_model
-    from tests.hub import hub
-
     asked_by_load: list[list[str]] = []
     for auto_class in (None, "AutoModelForCausalLM"):
         with hub(Path(path), "org/model") as asked:

@@ -11,15 +11,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from lowmem_load import iter_weights, load_model, save_model
+from lowmem_load.distributed import side_group
 from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError, RankError
 from lowmem_load.integrations.install import streaming
 from tests import builders
+from tests.model_digest import model_digest
 from tests.multi_rank.test_load_into import filled, meshes
 from tests.multi_rank.test_modes import is_compiled
 from tests.multi_rank.test_save import ADAM, BF16, FP32, adapted, stage_3
@@ -31,8 +37,6 @@ COLLECTIVES = ("all_gather_single", "all_gather_into_tensor", "gather", "broadca
 @contextlib.contextmanager
 def counted() -> Iterator[list[str]]:
     """Yields the names of the collectives of torch's that run meanwhile."""
-    import torch.distributed as dist
-
     found: list[str] = []
     before = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
 
@@ -67,11 +71,6 @@ def assert_sent(
     model: Any, wanted: dict[str, torch.Tensor], case: Any, *, is_short: bool = False, **kwargs: Any
 ) -> None:
     """All ranks: one bucket, middle ones, and one a tensor; to all ranks and to one. In short: middle ones."""
-    import torch.distributed as dist
-
-    from lowmem_load.distributed import side_group
-    from lowmem_load.distributed.steps import RankGroup
-
     total, rank, world_size = sum(value.nbytes for value in wanted.values()), dist.get_rank(), dist.get_world_size()
     is_one_collective = side_group.has_fast_gather(RankGroup(None))
     middle, others = (total // 5, ("all", world_size - 1)), [(1 << 30, ("all", 0)), (1, ("all",))]
@@ -113,8 +112,6 @@ def ways(paths: dict[str, str], swap: str | None, world_size: int) -> dict[str, 
 
 
 def send_all(paths: dict[str, str], out: str, swap: str | None, is_whole: bool) -> None:
-    from tests.model_digest import model_digest
-
     world_size = DistributedInterface().world_size
     for way, (name, config, kwargs) in ways(paths, swap, world_size).items():
         model = load_model(paths[name], config, **kwargs)
@@ -153,10 +150,6 @@ def send_meshes(paths: dict[str, str], out: str, is_whole: bool) -> None:
 
 
 def send_merged(paths: dict[str, str], out: str) -> None:
-    import deepspeed
-
-    from tests.model_digest import model_digest
-
     for name in ("odd", "llama", "tied", "mixtral"):
         config = BF16 if name == "llama" else FP32
         with streaming(config):
@@ -267,8 +260,6 @@ def test_consumers_that_misbehave(paths: dict[str, str], tmp_path: Path) -> None
 
 def change_between(path: str) -> None:
     """Rank function: a step or a change between two buckets is refused, a forward is none."""
-    import deepspeed
-
     tokens = torch.arange(8).view(1, 8)
 
     def step(engine: Any) -> None:
@@ -350,8 +341,6 @@ def test_memory_is_two_buckets(checkpoints: Path) -> None:
 
 def merge_sharded(path: str) -> None:
     """Rank function: adapters on DTensors, which `save_model` refuses, are merged as PEFT merges the whole model."""
-    from transformers import AutoModelForCausalLM
-
     for mesh, shard in meshes(DistributedInterface().world_size).items():
         torch.manual_seed(0)
         wanted = adapted("odd", AutoModelForCausalLM.from_pretrained(path)).merge_and_unload().state_dict()
@@ -363,8 +352,6 @@ def merge_sharded(path: str) -> None:
 
 def plan_once(path: str) -> None:
     """Rank function: a second push plans nothing, and no rank is asked what it holds."""
-    from lowmem_load.distributed.steps import RankGroup
-
     module = importlib.import_module("lowmem_load.weights_out.iter_weights")
     described, steps, describe, step = [], list[str](), module._units_of, RankGroup.step
     module._units_of = lambda *args: (described.append(1), describe(*args))[1]

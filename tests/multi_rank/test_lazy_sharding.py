@@ -4,9 +4,15 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import lowmem_load
 from tests import builders
@@ -38,8 +44,6 @@ def losses(model: Any, parameters: Any = None) -> list[float]:
 
 def shard(path: str) -> None:
     """Rank function: torch's own fully_shard reads half of the files on each of two ranks."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     start()
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     for policy in ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}):
@@ -54,9 +58,6 @@ def shard(path: str) -> None:
 
 def parallelize_both_ways(path: str) -> None:
     """Rank function: tensor parallelism, which scatters from rank 0, or cuts on each rank."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
     start()
     mesh = init_device_mesh("cpu", (2,))
     for source in (0, None):
@@ -75,10 +76,6 @@ def parallelize_both_ways(path: str) -> None:
 
 def wrap(path: str) -> None:
     """Rank function: DDP and FSDP1."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-    from torch.nn.parallel import DistributedDataParallel
-
     start()
     ours, theirs = both(path)
     assert losses(DistributedDataParallel(ours)) == losses(DistributedDataParallel(theirs))
@@ -103,8 +100,6 @@ def partition(path: str) -> None:
 
 
 def losses_of_engine(model: Any, stage: int) -> list[float]:
-    import deepspeed
-
     config = {
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "train_micro_batch_size_per_gpu": 1,

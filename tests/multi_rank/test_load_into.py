@@ -1,13 +1,20 @@
 """`load_into` fills what a mesh has sharded: every shard equals the ordinary load, whatever the placements are."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lowmem_load import (
     CheckpointError,
@@ -17,6 +24,7 @@ from lowmem_load import (
     UnsupportedError,
     get_load_report,
     load_into,
+    load_model,
 )
 from tests import builders
 from tests.model_digest import differing
@@ -46,16 +54,12 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def shard_fully(model: nn.Module, **kwargs: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     for layer in layers(model):
         fully_shard(layer, **kwargs)
     fully_shard(model, **kwargs)
 
 
 def parallelize(model: nn.Module, mesh: Any) -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     plan: dict[str, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
@@ -67,9 +71,6 @@ def parallelize(model: nn.Module, mesh: Any) -> None:
 
 def meshes(world_size: int) -> dict[str, Callable[[nn.Module], None]]:
     """How to shard a model, by name, on 2 or 4 ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
     line = init_device_mesh("cpu", (world_size,))
 
     def columns(parameter: nn.Parameter) -> Shard:
@@ -97,10 +98,6 @@ def meshes(world_size: int) -> dict[str, Callable[[nn.Module], None]]:
 
 
 def start() -> int:
-    import os
-
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())  # rank 0's counts
     return int(os.environ["WORLD_SIZE"])
@@ -206,8 +203,6 @@ def adapted_as_verl(path: str, mesh: Any, dtype: torch.dtype, adapt: Callable[[n
     Source: verl 0.9.1 `workers/engine/fsdp/transformer_impl.py`, `_build_module`, `_build_lora_module` and
     `_build_fsdp_module`; `utils/fsdp_utils.py`, `fsdp2_load_full_state_dict`.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
     is_first = torch.distributed.get_rank() == 0
     base = transformers.LlamaForCausalLM.from_pretrained(path, dtype=dtype) if is_first else built(path, dtype)
     model = adapt(base)
@@ -225,7 +220,6 @@ def adapted_as_verl(path: str, mesh: Any, dtype: torch.dtype, adapt: Callable[[n
 def adapt_all(path: str, tied: str, folder: str) -> None:
     """Rank function: adapters that are drawn, and adapters of a folder, as verl's `lora_adapter_path` names it."""
     from peft import LoraConfig, PeftModel, get_peft_model
-    from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (start(), 1), mesh_dim_names=("dp", "tp"))
     config = {"r": 3, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -272,10 +266,6 @@ def test_adapters_equal_those_of_peft_on_a_whole_model(checkpoints: Path, tmp_pa
 
 def refuse_all(path: str) -> None:
     """Rank function: what cannot be filled is one named error on all ranks, and nothing is returned."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor, Partial
-
     mesh = init_device_mesh("cpu", (start(),))
     model = built(path, torch.bfloat16)
     shard_fully(model, mesh=mesh)
@@ -315,10 +305,6 @@ def test_what_cannot_be_filled_is_refused_by_name(checkpoints: Path) -> None:
 
 def fill_in_dtypes(path: str) -> None:
     """Rank function: any floating-point dtype is that of the ordinary load, by either keyword, and no other."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from lowmem_load import load_model
-
     mesh = init_device_mesh("cpu", (start(),))
     float64, bfloat16 = torch.float64, torch.bfloat16
     ordinary = transformers.AutoModelForCausalLM.from_pretrained
@@ -369,8 +355,6 @@ class VisionLanguage(nn.Module):
 
 def fill_beside_others(path: str) -> None:
     """Rank function: what is beside the model that the files fill is named by the caller, or in one error."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (start(),))
     with torch.device("meta"):
         model = VisionLanguage(built(path, torch.float32))

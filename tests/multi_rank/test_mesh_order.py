@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from lowmem_load import RankError, UnsupportedError, consolidate, iter_weights, load_into, load_model, save_model
+from lowmem_load.engines.mesh import local_shard, part_of
 from tests import builders
 from tests.model_digest import differing, whole_tensors
 from tests.multi_rank.test_load_into import start
@@ -23,9 +29,6 @@ TRUTH = {"weight": torch.arange(84.0).reshape(7, 12), "bias": torch.arange(7.0)}
 
 def placed(mesh: Any, *, tensor_parallel: bool = False) -> nn.Module:
     """A linear layer with the values above, which torch has sharded."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-
     model = nn.Linear(12, 7)
     model.load_state_dict(TRUTH)
     if tensor_parallel:
@@ -35,8 +38,6 @@ def placed(mesh: Any, *, tensor_parallel: bool = False) -> nn.Module:
 
 
 def cases() -> dict[str, Callable[[], nn.Module]]:
-    from torch.distributed.device_mesh import DeviceMesh
-
     def mesh(ranks: Any, *names: str) -> Any:
         return DeviceMesh("cpu", ranks, mesh_dim_names=names or None)
 
@@ -55,10 +56,6 @@ def cases() -> dict[str, Callable[[], nn.Module]]:
 
 def go_both_ways(folder: Path, llama: str) -> None:
     """Rank function: each mesh, each function."""
-    from safetensors.torch import load_file, save_file
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from lowmem_load.engines.mesh import local_shard, part_of
 
     def cut(model: nn.Module) -> None:
         """As values that a script has changed are cut."""
@@ -89,8 +86,6 @@ def go_both_ways(folder: Path, llama: str) -> None:
                     parameter.zero_()
             fill(model)
             torch.testing.assert_close(whole_tensors(model), TRUTH, rtol=0, atol=0, msg=name)
-    import transformers
-
     reference = transformers.AutoModelForCausalLM.from_pretrained(llama)
     for mesh in (DeviceMesh("cpu", [2, 0, 3, 1]), DeviceMesh("cpu", [[2, 0], [3, 1]], mesh_dim_names=("dp", "shard"))):
         assert differing(load_model(llama, mesh=mesh), reference) == [], mesh

@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import groups
+from transformers import AutoModelForCausalLM
 
+from lowmem_load import load_model
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError
 from lowmem_load.text import size
 from tests import builders
@@ -96,12 +100,9 @@ def small_config(mode: Mode, swap: str) -> dict[str, Any]:
 
 
 def compare_modes(small: str, large: str, names: list[str], folder: str) -> None:
-    from deepspeed.utils import groups
-
     from benchmarks.methods import LOADERS, Job
     from benchmarks.train import training_losses
     from benchmarks.worker import digest_partitions
-    from lowmem_load.distributed.process_group import DistributedInterface
 
     group = DistributedInterface()
     gc.freeze()  # what is imported need not be looked through after each model
@@ -171,8 +172,6 @@ def test_modes_equal_stock(checkpoints: Path, tmp_path: Path, num_ranks: int, pa
 
 def load_beside_a_live_model(path: str, folder: str) -> None:
     """Rank function: what a second model may do to the first one's swap files, and a disk that is too full for both."""
-    from lowmem_load import load_model
-    from lowmem_load.distributed.process_group import DistributedInterface
 
     def config(**offload: Any) -> dict[str, Any]:
         offload = {"device": "nvme", "nvme_path": folder, "buffer_size": 700_000, "pin_memory": False, **offload}
@@ -215,12 +214,9 @@ PARALLEL: dict[str, tuple[str, dict[str, Any], int]] = {
 
 def compare_parallel_layers(path: str, more: dict[str, Any], batch_ranks: int) -> None:
     """Rank function. Stock is an ordinary load: transformers refuses tensor_parallel when it loads under ZeRO-3."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import output_capturing
 
     from benchmarks.train import training_losses
-    from lowmem_load import load_model
-    from lowmem_load.distributed.process_group import DistributedInterface
 
     # deepspeed 0.19.8 calls get(key, default) of what is a dict with another get in transformers 5.23.
     registry: Any = type(output_capturing._CAN_RECORD_REGISTRY)

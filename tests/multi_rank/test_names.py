@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 
+from lowmem_load import consolidate, iter_weights, load_into, save_model
+from lowmem_load.errors import LowMemLoadError
 from tests.ranks import run_ranks
 
 NUM_MODULES = 16
@@ -41,8 +47,6 @@ def build(seed: int, *, wraps: bool) -> nn.Module:
     words = drawn.sample(CHILDREN, 4)
 
     def wrapped(module: nn.Module) -> nn.Module:
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
         kind = drawn.random()
         if not wraps or kind > 0.3:
             return module
@@ -77,8 +81,6 @@ def differences(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Te
 
 
 def sharded(seed: int, *, has_values: bool) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
     if has_values:
         model = filled(build(seed, wraps=True))
         fully_shard(model)
@@ -90,22 +92,16 @@ def sharded(seed: int, *, has_values: bool) -> nn.Module:
 
 
 def by_save(seed: int, wanted: dict[str, torch.Tensor], folder: Path) -> str:
-    from lowmem_load import save_model
-
     save_model(sharded(seed, has_values=True), folder / "out")
     return differences(load_file(folder / "out" / "model.safetensors"), wanted)
 
 
 def by_iter(seed: int, wanted: dict[str, torch.Tensor], _: Path) -> str:
-    from lowmem_load import iter_weights
-
     buckets = list(map(list, iter_weights(sharded(seed, has_values=True))))
     return differences({name: tensor for bucket in buckets for name, tensor in bucket}, wanted)
 
 
 def by_load(seed: int, wanted: dict[str, torch.Tensor], folder: Path) -> str:
-    from lowmem_load import load_into
-
     save_file(wanted, folder / "in.safetensors")
     model, right = sharded(seed, has_values=False), build(seed, wraps=False)
     load_into(model, folder / "in.safetensors")
@@ -116,10 +112,6 @@ def by_load(seed: int, wanted: dict[str, torch.Tensor], folder: Path) -> str:
 
 def consolidated(state: dict[str, Any], weights: Mapping[str, torch.Tensor], folder: Path) -> str:
     """Without a configuration the names are those of the checkpoint, but for what all of them begin with."""
-    import torch.distributed.checkpoint as dcp
-
-    from lowmem_load import consolidate
-
     dcp.save(state, checkpoint_id=str(folder / "dcp"), no_dist=True)
     report = consolidate(folder / "dcp", folder / "out", config=False)
     found = {name: value for file in (folder / "out").rglob("*.safetensors") for name, value in load_file(file).items()}
@@ -157,10 +149,6 @@ WAYS = (by_save, by_iter, by_load, by_flat, by_nested_with_optimizer, by_flat_wi
 
 def try_all(folder: str) -> list[tuple[str, str]]:
     """Rank function; return the cases that are not right, with what is wrong, or the error."""
-    import torch.distributed as dist
-
-    from lowmem_load.errors import LowMemLoadError
-
     dist.init_process_group("gloo")
     failed: list[tuple[str, str]] = []
     for seed in range(NUM_MODULES):

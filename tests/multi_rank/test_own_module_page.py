@@ -6,13 +6,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import lowmem_load
+from lowmem_load.distributed.process_group import DistributedInterface
 from tests.model_digest import differing
 from tests.multi_rank import test_parts as parts
+from tests.multi_rank.test_diffusers import SETTINGS, adapted
 from tests.multi_rank.test_own_modules import Z3
 from tests.ranks import REPO, run_ranks
 
@@ -51,8 +57,6 @@ def write(folder: Path, checkpoints: Path) -> dict[str, str]:
 def write_diffusers(folder: Path) -> None:
     import diffusers
 
-    from tests.multi_rank.test_diffusers import SETTINGS
-
     diffusers.FluxTransformer2DModel(**SETTINGS["FluxTransformer2DModel"]).save_pretrained(
         folder / "folder/transformer"
     )
@@ -71,12 +75,6 @@ def blocks(part: int, names: dict[str, str]) -> list[str]:
 
 
 def start(folder: str) -> dict[str, Any]:
-    import deepspeed
-    from torch.distributed.fsdp import fully_shard
-
-    import lowmem_load
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     os.chdir(folder)
     rank = DistributedInterface().rank
     return {
@@ -105,9 +103,6 @@ def run_blocks_of_modules(folder: str, names: dict[str, str]) -> None:
 
 def run_blocks_of_diffusers(folder: str) -> None:
     import diffusers
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from tests.multi_rank.test_diffusers import adapted
 
     values = start(folder) | {"mesh": init_device_mesh("cpu", (2,))}
     values |= {name: getattr(diffusers, name) for name in ("DiffusionPipeline", "FluxPipeline")}

@@ -7,10 +7,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from lowmem_load import CheckpointError, RankError, get_load_report, iter_weights, load_into, save_model
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.load.execute import execute
 from tests.model_digest import differing
 from tests.ranks import run_ranks
@@ -41,8 +44,6 @@ def on_meta() -> nn.Module:
 
 
 def sharded() -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
     model = on_meta()
     fully_shard(model.wide)
     fully_shard(model)
@@ -60,10 +61,6 @@ def assert_sent_as_saved(model: nn.Module, folder: Path) -> None:
 
 def fill_all(folder: str) -> None:
     """Rank function."""
-    import torch.distributed as dist
-
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     rank = DistributedInterface().rank
     expected = wide()
     all_bytes = sum(tensor.nbytes for tensor in expected.parameters())

@@ -8,10 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
+from lowmem_load import ConfigError, RankError, get_load_report, initialize_partial, load_model, partial_zero3
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.engines import engine as engine_module
+from lowmem_load.engines.parameters import is_partitioned
+from lowmem_load.integrations.install import streaming
+from lowmem_load.partial.partial_engine import PartialEngine
 from tests import builders
 from tests.multi_rank.test_partial_training import CONFIG, TOLERANCE, WITHOUT_OPTIMIZER, train, two_rates
 from tests.multi_rank.test_partial_vision_language import stand_in_for_an_accelerator
@@ -22,16 +31,11 @@ BF16 = {**CONFIG, "bf16": {"enabled": True}}
 
 
 def plain(path: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
     return Multimodal(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
 
 
 def refuse(path: str) -> None:
     """Before anything is partitioned: each call's error has the class name and a part of the text that stand there."""
-    from lowmem_load import initialize_partial, load_model
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     rank = DistributedInterface().rank
     model, loaded = plain(path), Multimodal(load_model(path, CONFIG))
     frozen, uneven = plain(path).requires_grad_(False), plain(path)
@@ -84,8 +88,6 @@ def raises(said: str) -> Iterator[None]:
 
 def change_later(path: str) -> None:
     """What is done to a model after its engine was made."""
-    from lowmem_load import ConfigError, initialize_partial
-
     for part, name in (("picture", "picture.patches.weight"), ("llm", "llm.model.embed_tokens.weight")):
         model = plain(path).train()
         getattr(model, part).requires_grad_(False)
@@ -113,9 +115,6 @@ def change_later(path: str) -> None:
 
 def fail_and_go_on(path: str, ranks: tuple[int, ...]) -> None:
     """Rank function: after an engine that could not be made, a model is as it was, and another engine trains it."""
-    from lowmem_load import RankError, initialize_partial
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.engines import engine as engine_module
 
     def num_hooks() -> int:
         return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
@@ -156,13 +155,6 @@ def test_initialize_refuses_and_changes_after_it_are_seen(checkpoints: Path) -> 
 
 
 def load_in_several_ways(llm: str, bert: str) -> None:
-    from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
-
-    from lowmem_load import get_load_report, initialize_partial, load_model
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.engines.parameters import is_partitioned
-    from lowmem_load.integrations.install import streaming
-
     DistributedInterface()
 
     def flags(model: nn.Module) -> set[tuple[bool, torch.dtype]]:
@@ -219,14 +211,7 @@ def given(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 def call_deepspeed_initialize(path: str) -> None:
     """Rank function: what `deepspeed.initialize` follows, refuses and leaves to DeepSpeed inside the block."""
-    import deepspeed
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
-    from lowmem_load import load_model, partial_zero3
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.partial.partial_engine import PartialEngine
 
     ranks = DistributedInterface()
     stand_in_for_an_accelerator(ranks.rank, ranks.world_size)

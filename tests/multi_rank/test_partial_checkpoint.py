@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import numpy as np
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from lowmem_load import consolidate, load_checkpoint
 from lowmem_load.errors import CheckpointError, ConfigError, RankError, UnsupportedError
+from lowmem_load.training_checkpoints.zero_checkpoint import REPLICATED_FILE
 from tests import builders
 from tests.multi_rank.test_partial_training import (
     CONFIG,
@@ -42,8 +44,6 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def shifted(model: nn.Module) -> None:
     """Makes all weights other ones than the checkpoint's."""
-    import deepspeed
-
     with torch.no_grad(), deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
         for parameter in model.parameters():
             parameter.add_(1.0)
@@ -147,8 +147,6 @@ def test_resume_with_another_order_or_other_groups(checkpoints: Path, tmp_path: 
 
 def load_broken(path: str, folder: str) -> None:
     """Rank function: what is said of a folder without a checkpoint, and of one without the whole part."""
-    from lowmem_load.training_checkpoints.zero_checkpoint import REPLICATED_FILE
-
     engine = make_engine(path, CONFIG)
     assert engine.load_checkpoint(f"{folder}/nowhere") == (None, {})
     with pytest.raises(CheckpointError, match="no checkpoint 'nowhere', which 'tag' names"):

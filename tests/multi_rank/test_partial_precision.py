@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
+from lowmem_load.distributed.process_group import DistributedInterface
 from tests import builders
 from tests.multi_rank.test_partial_training import CONFIG, make_engine, train
 from tests.multimodal import batch_of, reference
@@ -21,8 +23,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 def allow_fp16() -> None:
     """DeepSpeed refuses fp16 on most CPUs for its speed; torch computes in it all the same."""
-    from deepspeed.accelerator import get_accelerator
-
     get_accelerator().is_fp16_supported = lambda: True
 
 
@@ -36,8 +36,6 @@ def train_in_low_precision(path: str) -> None:
 
 def compare_with_float32(path: str, name: str, expected: dict[str, torch.Tensor], expected_losses: list[float]) -> None:
     """Low precision ends near float32, as a share of how far training went."""
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     dtype = getattr(torch, name)
     engine = make_engine(path, {**CONFIG, **SECTIONS[name]}, dtype=dtype)
     before = engine.consolidated_state_dict()
@@ -62,8 +60,6 @@ def compare_with_float32(path: str, name: str, expected: dict[str, torch.Tensor]
 
 def overflow(path: str) -> None:
     """Takes steps in which gradients overflow on one rank: in the whole part alone, then in both."""
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     engine = make_engine(path, {**CONFIG, **SECTIONS["float16"]}, dtype=torch.float16, schedule=constant)
     rank = DistributedInterface().rank
     train(engine, 0, 2, dtype=torch.float16)

@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+from lowmem_load import initialize_partial, load_model
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.engines.parameters import is_partitioned
 from tests import builders
 from tests.multimodal import CLIP, KINDS, LR, Multimodal, batch_of, kinds_of, reference
 from tests.ranks import IS_SIMULATED, run_ranks
@@ -94,10 +99,6 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
 ) -> Any:
     """Builds the model of this rank, its language model streamed into partitions or loaded ordinarily."""
-    from transformers import AutoModelForCausalLM
-
-    from lowmem_load import initialize_partial, load_model
-
     if groups:
         config = {key: value for key, value in config.items() if key != "optimizer"}
     config = {**config, "gradient_accumulation_steps": accumulate}
@@ -120,8 +121,6 @@ def make_engine(
 
 def train(engine: Any, first: int, last: int, accumulate: int = 1, dtype: torch.dtype = torch.float32) -> list[float]:
     """Trains the steps from `first` to before `last`; returns this rank's mean loss of each."""
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     ranks, losses = DistributedInterface(), []
     for step in range(first, last):
         mean = 0.0
@@ -136,9 +135,6 @@ def train(engine: Any, first: int, last: int, accumulate: int = 1, dtype: torch.
 
 def train_as_in_one_process(path: str, steps: int, cases: list[str], loaded: bool = True) -> None:
     """Rank function: trains each case; rank 0 compares the weights with the reference."""
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.engines.parameters import is_partitioned
-
     ranks = DistributedInterface()
     for case in cases:
         options = CASES[case]
@@ -173,8 +169,6 @@ def test_twenty_steps_equal_a_single_process(checkpoints: Path) -> None:
 
 
 def test_every_way_of_training_equals_a_single_process(checkpoints: Path) -> None:
-    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
-
     path = builders.tiny_llama(checkpoints, torch.float32)
     # Before 0.19.4 what DeepSpeed's linear saves of a frozen layer is gone when a checkpoint compares it.
     is_kept = "setup_context" in vars(LinearFunctionForZeroStage3)

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments
 
+from lowmem_load import get_load_report, initialize_partial, load_model, partial_zero3
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.engines.parameters import is_partitioned
+from lowmem_load.partial.partial_engine import PartialEngine
 from tests import builders
 from tests.multi_rank.test_partial_training import TOLERANCE, WITHOUT_OPTIMIZER
 from tests.multimodal import CLIP, LR
@@ -39,8 +46,6 @@ def stage_one(model: Any) -> None:
 
 
 def trained_in_one_process(path: str, world_size: int) -> dict[str, torch.Tensor]:
-    from transformers import AutoModelForImageTextToText
-
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).train()
     stage_one(model)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -58,12 +63,6 @@ def trained_in_one_process(path: str, world_size: int) -> dict[str, torch.Tensor
 
 def train_vision_language(path: str) -> None:
     """Rank function: the first stage of LLaVA, with reentrant checkpointing."""
-    from transformers import AutoModelForImageTextToText
-
-    from lowmem_load import get_load_report, initialize_partial, load_model
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.engines.parameters import is_partitioned
-
     ranks = DistributedInterface()
     model = load_model(path, CONFIG, partition=PARTITION)
     report = get_load_report(model)
@@ -111,7 +110,6 @@ def stand_in_for_an_accelerator(rank: int, world_size: int) -> None:
     On CPU it would take each rank for the only one, though the process group and DeepSpeed know better.
     """
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
     state = PartialState()
@@ -121,14 +119,6 @@ def stand_in_for_an_accelerator(rank: int, world_size: int) -> None:
 
 def train_with_trainer(path: str, out: str) -> None:
     """Rank function: Trainer, two lines more than ever; then a resumed Trainer, whose last steps must be equal."""
-    from accelerate.state import AcceleratorState
-    from safetensors.torch import load_file
-    from transformers import Trainer, TrainingArguments
-
-    from lowmem_load import load_model, partial_zero3
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.partial.partial_engine import PartialEngine
-
     ranks = DistributedInterface()
     assert ranks.world_size == 2
     stand_in_for_an_accelerator(ranks.rank, ranks.world_size)

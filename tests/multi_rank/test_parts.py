@@ -5,10 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, CLIPVisionConfig, CLIPVisionModel
 
 from lowmem_load import CheckpointError, ConfigError, UnsupportedError, initialize_partial, load_into
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.engines.parameters import is_partitioned
 from tests import builders
 from tests.model_digest import differing
 from tests.multi_rank.test_own_modules import Z3
@@ -38,8 +43,6 @@ class Seeing(nn.Module):
 
 
 def stock(paths: dict[str, str]) -> nn.Module:
-    from transformers import AutoModelForCausalLM, CLIPVisionModel
-
     model = Seeing(
         CLIPVisionModel.from_pretrained(paths["vision"]),
         AutoModelForCausalLM.from_pretrained(paths["llm"], dtype=torch.float32),
@@ -50,8 +53,6 @@ def stock(paths: dict[str, str]) -> nn.Module:
 
 
 def built(paths: dict[str, str]) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM, CLIPVisionConfig, CLIPVisionModel
-
     llm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(paths["llm"]), dtype=torch.float32)
     return Seeing(CLIPVisionModel(CLIPVisionConfig.from_pretrained(paths["vision"])), llm)
 
@@ -64,8 +65,6 @@ def on_meta(paths: dict[str, str]) -> nn.Module:
 
 
 def sharded(paths: dict[str, str]) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
     model = on_meta(paths)
     for layer in model.llm.model.layers:
         fully_shard(layer)
@@ -80,11 +79,6 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fill(paths: dict[str, str], folder: str) -> None:
-    import torch.distributed as dist
-
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.engines.parameters import is_partitioned
-
     rank = DistributedInterface().rank
     expected = stock(paths)
     checkpoints = {**paths, "projector": f"{folder}/projector.safetensors"}
@@ -128,10 +122,6 @@ def fill(paths: dict[str, str], folder: str) -> None:
 
 def fill_transformers(path: str) -> None:
     """Rank function: a transformers model into ZeRO-3 partitions, alone and inside of a module."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     DistributedInterface()
     expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     config = AutoConfig.from_pretrained(path)
@@ -158,8 +148,6 @@ def fill_transformers(path: str) -> None:
 
 
 def write(folder: Path, checkpoints: Path) -> dict[str, str]:
-    from transformers import CLIPVisionConfig, CLIPVisionModel
-
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "image_size": 8, "patch_size": 4}
     CLIPVisionModel(CLIPVisionConfig(num_hidden_layers=2, **sizes)).save_pretrained(folder / "vision")
     llm = builders.tiny_llama(checkpoints, torch.float32)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from lowmem_load import plan
+from lowmem_load import get_load_report, load_model, plan
+from lowmem_load.load import load as stages
 from lowmem_load.planning.load_plan import LoadPlan
 from tests import builders
 from tests.multi_rank.test_formats import with_fp8
@@ -88,9 +89,6 @@ def cases(checkpoints: Path, tmp_path: Path, world_size: int) -> dict[str, Case]
 
 def executed_plans(loads: dict[str, Case]) -> dict[str, LoadPlan]:
     """Rank function: the plans that loads executed, each of which read what its plan says."""
-    from lowmem_load import get_load_report, load_model
-    from lowmem_load.load import load as stages
-
     executed: list[LoadPlan] = []
     ordinary = stages.execute
 

@@ -11,14 +11,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import deepspeed
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+import lowmem_load
 from lowmem_load import WeightSource, iter_weights, load_model, push_weights, save_model
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, RankError
 from lowmem_load.integrations.install import streaming
+from lowmem_load.weights_out.push_weights import hand_over
 from tests import builders
 from tests.multi_rank.test_iter_weights import assert_equal, counted
 from tests.multi_rank.test_load_into import filled, meshes
@@ -203,7 +207,6 @@ def push_all(path: str) -> None:
 def models_with_adapters(path: str) -> Iterator[tuple[str, Any]]:
     """Yield a whole model, and sharded ones. Each has a second adapter."""
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM
 
     def with_adapters(model: Any) -> Any:
         model.name_or_path = path
@@ -248,8 +251,6 @@ def test_clients_get_all_weights_or_all_ranks_raise(checkpoints: Path) -> None:
 
 
 def test_clients_keep_nothing_while_the_next_bucket_is_made() -> None:
-    from lowmem_load.weights_out.push_weights import hand_over
-
     tensors: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
@@ -323,10 +324,6 @@ def generation_of(
 
 def sync_as_trl(paths: dict[str, str]) -> None:
     """Rank function: TRL's sync under `install` sends what it sends by itself, without GatheredParameters."""
-    import deepspeed
-
-    import lowmem_load
-
     rank = DistributedInterface().rank
 
     def sent(send: Any) -> tuple[dict[str, torch.Tensor], int]:

@@ -6,9 +6,17 @@ Stock holds them whole on every rank until `deepspeed.initialize` cuts them up.
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+from lowmem_load import RankError, get_load_report, install, load_model, plan
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.integrations.install import uninstall
+from lowmem_load.load import execute
 from tests import builders
 from tests.parity import ADAM, BF16
 from tests.parity import train as steps_of
@@ -31,8 +39,6 @@ TRAINED = ("scales quantized", "packed")
 
 
 def quantization(kind: str) -> Any:
-    from transformers import BitsAndBytesConfig
-
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **KINDS[kind])
 
 
@@ -43,19 +49,12 @@ def loads(path: str, packed: str) -> dict[str, tuple[str, dict[str, Any]]]:
 
 def pack(path: str, folder: str) -> None:
     """Rank function: makes the packed checkpoint."""
-    from transformers import AutoModelForCausalLM
-
     config = quantization("stored as bytes")
     AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, quantization_config=config).save_pretrained(folder)
 
 
 def compare(path: str, packed: str) -> None:
     """Rank function: this rank's bytes of each parameter are those of stock's whole one."""
-    from transformers import AutoModelForCausalLM
-
-    from lowmem_load import get_load_report, load_model, plan
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     group = DistributedInterface()
     for kind, (folder, kwargs) in loads(path, packed).items():
         model = load_model(folder, BF16, **kwargs)
@@ -82,14 +81,7 @@ def train(path: str, packed: str) -> dict[str, Any]:
 
     The packed checkpoint is streamed by install(), with adapters as PEFT makes them if it is not told otherwise.
     """
-    import deepspeed
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
-
-    from lowmem_load import install, load_model
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.integrations.install import uninstall
 
     DistributedInterface()
     found: dict[str, Any] = {}
@@ -118,7 +110,6 @@ def train(path: str, packed: str) -> dict[str, Any]:
 
 
 def adapter(model: Any) -> dict[str, torch.Tensor]:
-    import deepspeed
     from peft import get_peft_model_state_dict
 
     with deepspeed.zero.GatheredParameters([p for name, p in model.named_parameters() if "lora_" in name]):
@@ -141,11 +132,6 @@ def packed(checkpoint: str, checkpoints: Path) -> str:
 
 def fail_and_compare(path: str, packed: str) -> None:
     """Rank function: after a failure of one rank, the script's collectives and the next load meet none of the load."""
-    import torch.distributed as dist
-
-    from lowmem_load import RankError, load_model
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.load import execute
 
     def fail(*args: Any, **keywords: Any) -> None:
         raise MemoryError("there is no memory")

@@ -11,7 +11,14 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
+import lowmem_load
+from lowmem_load import ConfigError, UnsupportedError, get_load_report, load_into, load_model
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.load import execute
 from lowmem_load.load.plan_model import plan_sharded
 from lowmem_load.symbolic.lazy import is_unread
 from tests import builders
@@ -60,8 +67,6 @@ def assert_same(model: nn.Module, expected: nn.Module, what: object) -> int:
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    from torch.distributed.tensor import DTensor
-
     named = model.named_parameters()
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p.data).contiguous() for name, p in named}
 
@@ -87,8 +92,6 @@ def owned(path: str, mesh: Any, **kwargs: Any) -> nn.Module:
     """Do what docs/situations/fsdp2.md says of a model that its owner shards."""
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
-    import lowmem_load
-
     config = transformers.AutoConfig.from_pretrained(path)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -106,12 +109,6 @@ def owned(path: str, mesh: Any, **kwargs: Any) -> nn.Module:
 
 def compare(path: str, packed: str) -> dict[str, int]:
     """Rank function: models over a mesh, packed at load and in the file; what the first load has read and holds."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from lowmem_load import get_load_report, load_model
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.load import execute
-
     world_size = DistributedInterface().world_size
     mesh = init_device_mesh("cpu", (world_size,))
     kinds = [quantization("nf4", double=True), quantization("fp4", double=False)]
@@ -162,8 +159,6 @@ def compare_prepared(path: str, packed: str) -> None:
     """Rank function: adapters on models that accelerate shards, under `install` and without."""
     import peft
 
-    import lowmem_load
-
     def adapted(name: str, **kwargs: Any) -> nn.Module:
         model = peft.prepare_model_for_kbit_training(stock(name, **kwargs), use_gradient_checkpointing=False)
         torch.manual_seed(0)
@@ -199,12 +194,7 @@ def test_what_accelerate_prepares_equals_stock(checkpoints: Path) -> None:
 
 def refuse(path: str, even: str, odd: str) -> None:
     """Rank function: what the bytes would not survive."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
     from transformers.distributed import DistributedConfig
-
-    from lowmem_load import ConfigError, UnsupportedError, load_into, load_model
-    from lowmem_load.distributed.process_group import DistributedInterface
 
     mesh = init_device_mesh("cpu", (DistributedInterface().world_size,))
     policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from lowmem_load import get_load_report, load_into, load_model
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.side_group import SideGroup
+from lowmem_load.errors import ConfigError, LowMemLoadError
+from lowmem_load.planning import replicas
 from tests import builders
 from tests.ranks import run_ranks
 from tests.storage import in_small_batches
@@ -26,10 +35,6 @@ MESHES = {"HSDP": torch.bfloat16, "HSDP, cast": torch.float32, "FSDP2 x TP": tor
 
 
 def load(path: str, way: str, share: Any) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from lowmem_load import load_model
-
     if way in STAGES:
         zero, how = STAGES[way]
         config = {"zero_optimization": zero, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
@@ -42,13 +47,6 @@ def load(path: str, way: str, share: Any) -> Any:
 
 def load_in_two_ways(path: str, share: Any) -> Any:
     """Loads into a model whose norms are sharded among rows of the mesh, and so held by both ranks of each column."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from lowmem_load import load_into
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).bfloat16()
@@ -77,9 +75,6 @@ def values_of(model: Any, rank: int) -> list[torch.Tensor]:
 
 def compare(path: str, ways: list[str]) -> dict[str, tuple[int, int, int]]:
     """Rank function: what this rank reads alone, and once with the others, and what it receives then."""
-    from lowmem_load import get_load_report
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     rank, found = DistributedInterface().rank, dict[str, tuple[int, int, int]]()
     for way in ways:
         alone = load(path, way, "off")
@@ -109,10 +104,6 @@ def test_values_are_those_of_ranks_that_read_alone(checkpoints: Path) -> None:
 
 def disagree(path: str) -> tuple[int, list[str]]:
     """Rank function: loads, with pieces of another size on one rank."""
-    from lowmem_load import get_load_report
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.planning import replicas
-
     if DistributedInterface().rank == 1:
         replicas.PIECE_BYTES = 1 << 10
     report = get_load_report(load(path, "ZeRO-0", "job"))
@@ -126,10 +117,6 @@ def test_ranks_that_would_share_otherwise_read_alone(checkpoints: Path) -> None:
 
 def wait_for_each_other() -> tuple[float, str]:
     """Rank function: what comes of groups that never form, as where a firewall stands between the ranks."""
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.distributed.side_group import SideGroup
-    from lowmem_load.errors import LowMemLoadError
-
     ranks, start_s = DistributedInterface(), time.monotonic()
     SideGroup._of_gloo = lambda *_: time.sleep(600)  # type: ignore[assignment,method-assign]
     with pytest.raises(LowMemLoadError) as failed, ranks.step("connecting"):
@@ -144,9 +131,6 @@ def test_ranks_that_wait_for_each_other_make_no_progress() -> None:
 
 
 def test_another_value_is_an_error() -> None:
-    from lowmem_load import load_model
-    from lowmem_load.errors import ConfigError
-
     share: Any = "on"
     with pytest.raises(ConfigError, match="share_reads: asked for 'on', expected one of auto, job, off"):
         load_model("none", {}, share_reads=share)

@@ -16,8 +16,21 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
+import lowmem_load
+from lowmem_load import CheckpointError, RankError, get_load_report, install, load_into, load_model, local_folder
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.files import object_store, stand_ins
+from lowmem_load.integrations.install import streaming, uninstall
+from lowmem_load.load import load as loading
+from lowmem_load.load import read_once as module
 from tests import builders
+from tests.hub import pointed_at
+from tests.model_digest import differing
+from tests.multi_rank.test_load_into import built, shard_fully
 from tests.parity import BF16, FP32, differences
 from tests.ranks import run_ranks
 from tests.remote.hub_front import hub_front
@@ -52,9 +65,6 @@ class Place:
 
     def start(self) -> int:
         """Make this process ready, a rank; returns its number."""
-        from lowmem_load.distributed.process_group import DistributedInterface
-        from lowmem_load.files import object_store, stand_ins
-
         stand_ins.HEAD_BYTES = 2048  # of files that are small themselves
         tempfile.tempdir = self.temporary
         object_store.DELAYS_S = (0.1, 0.1)
@@ -98,8 +108,6 @@ def run(function: Callable[..., Any], place: Place, *args: Any) -> list[Any]:
 
 def assert_loads_alike(url: str, case: Case, **kwargs: Any) -> Any:
     """Loads from a URL, and from the folder as is ordinary; returns the model."""
-    from lowmem_load import get_load_report, load_model
-
     folder, ds_config, auto_class, dtype = case
     torch.manual_seed(int(os.environ["RANK"]))
     model = load_model(url, ds_config, auto_class=auto_class, **kwargs)
@@ -132,8 +140,6 @@ def cases(checkpoints: Path) -> list[Case]:
 
 
 def load_partitions(place: Place, cases: list[Case]) -> None:
-    from lowmem_load import get_load_report
-
     place.start()
     for scheme in ("http", "s3"):
         for case in cases:
@@ -154,12 +160,6 @@ def assert_loads_alike_locally(case: Case) -> Any:
 
 def load_shards(place: Place, paths: list[str]) -> None:
     """Rank function: FSDP2 by a mesh, and into a model that is there."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from lowmem_load import get_load_report, load_into, load_model
-    from tests.model_digest import differing
-    from tests.multi_rank.test_load_into import built, shard_fully
-
     place.start()
     world_size = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
@@ -182,13 +182,6 @@ def load_shards(place: Place, paths: list[str]) -> None:
 
 def run_script(place: Place, path: str) -> None:
     """Rank function: what a script does with the folder of a URL, in a block and installed."""
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
-    import lowmem_load
-    from lowmem_load import get_load_report, local_folder
-    from lowmem_load.integrations.install import streaming
-
     place.start()
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     for scheme in ("http", "s3"):
@@ -219,9 +212,6 @@ def run_script(place: Place, path: str) -> None:
 
 def read_once(place: Place, path: str) -> dict[str, int]:
     """Rank function: bytes that the server has sent for a load, by how it was loaded."""
-    from lowmem_load import get_load_report, load_model
-    from lowmem_load.load import read_once as module
-
     place.start()
     module.LEAST_BYTES, least_bytes = 0, module.LEAST_BYTES
     reference, sent = transformers.AutoModelForCausalLM.from_pretrained(path), {}
@@ -320,11 +310,6 @@ def load_from_the_hub(place: Place, hub: Hub, case: Case) -> list[str]:
     """Rank function: without a download, in a script, and by the cache; returns what the Hub was asked for the last."""
     from huggingface_hub import snapshot_download
 
-    from lowmem_load import get_load_report
-    from lowmem_load.files import stand_ins
-    from lowmem_load.integrations.install import streaming
-    from tests.hub import pointed_at
-
     rank, reference = place.start(), transformers.AutoModelForCausalLM.from_pretrained(case[0], dtype=case[3])
     with pointed_at(hub.url, f"{place.temporary}/streamed"):
         model = assert_loads_alike("org/model", case, download=False, token="hub-token")
@@ -365,8 +350,6 @@ def test_models_on_the_hub_are_read_without_a_download(checkpoints: Path, place:
 
 def error_of(act: Callable[[], object]) -> str:
     """The text of the one error that all ranks have, in time."""
-    from lowmem_load import CheckpointError, RankError
-
     began_s = time.monotonic()
     with pytest.raises((RankError, CheckpointError)) as caught:
         act()
@@ -380,8 +363,6 @@ def error_of(act: Callable[[], object]) -> str:
 @contextlib.contextmanager
 def impatient() -> Iterator[None]:
     """Inside, requests that fail are not made again for long, nor waited for."""
-    from lowmem_load.files import object_store
-
     with mock.patch.multiple(object_store, PATIENCE_S=1.5, TIMEOUT_S=1):
         yield
 
@@ -389,8 +370,6 @@ def impatient() -> Iterator[None]:
 @contextlib.contextmanager
 def before_reading(act: Callable[[], object]) -> Iterator[None]:
     """Inside, rank 0 does something between planning and reading."""
-    from lowmem_load.load import load as loading
-
     ordinary = loading.agree_on_bytes
 
     def acting(*args: Any, **kwargs: Any) -> Any:
@@ -405,9 +384,6 @@ def before_reading(act: Callable[[], object]) -> Iterator[None]:
 
 def fail(place: Place, case: Case, hub: Hub) -> None:
     """Rank function: one failure after the other; a load after each is right."""
-    from lowmem_load import load_model
-    from tests.hub import pointed_at
-
     rank, folder = place.start(), case[0]
     for scheme in ("http", "s3"):
         url = place(folder, scheme)
@@ -466,12 +442,7 @@ def test_what_fails_is_one_error_on_all_ranks(checkpoints: Path, place: Place) -
 
 def load_into_shards(place: Place, folder: str) -> None:
     """Rank function: a URL onto a mesh and in a script, of a model whose configuration names no dtype."""
-    from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed import DistributedConfig
-
-    from lowmem_load import install, load_model
-    from lowmem_load.integrations.install import uninstall
-    from tests.model_digest import differing
 
     place.start()
     reference = transformers.LlamaForCausalLM.from_pretrained(folder)

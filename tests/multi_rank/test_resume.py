@@ -13,11 +13,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import load_file
 
+from lowmem_load import consolidate, load_checkpoint, load_model
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import CheckpointError, ConfigError, RankError, UnsupportedError
 from tests import builders
 from tests.multi_rank import test_partial_training as partial
@@ -80,8 +85,6 @@ def cases() -> list[str]:
 
 
 def _world_size() -> int:
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     return DistributedInterface().world_size
 
 
@@ -90,11 +93,6 @@ def make_engine(path: str, case: Mapping[str, Any], ds_config: dict[str, Any], *
 
     Of one that is spoilt every weight is another, so that what was not loaded shows.
     """
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    from lowmem_load import load_model
-
     if "fp16" in case:
         get_accelerator().is_fp16_supported = lambda: True  # torch's CPU knows it
     model: Any = load_model(path, ds_config)
@@ -131,9 +129,6 @@ def train(engine: Any, first: int, last: int) -> list[float]:
 
 def whole_state(engine: Any) -> dict[str, torch.Tensor]:
     """Return all values of the optimizer and all frozen ones, gathered by DeepSpeed itself."""
-    import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
     found: dict[str, torch.Tensor] = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
@@ -158,8 +153,6 @@ def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 
 def save_and_go_on(paths: dict[str, str], folder: str, names: Sequence[str]) -> dict[str, list[float]]:
     """Rank function: saves, trains on, and goes on from what was saved as the run that was not interrupted."""
-    from lowmem_load import load_checkpoint
-
     losses: dict[str, list[float]] = {}
     for name in names:
         case = CASES[name]
@@ -194,8 +187,6 @@ def save_and_go_on(paths: dict[str, str], folder: str, names: Sequence[str]) -> 
 
 def save_partial(path: str, place: str) -> None:
     """Save a run of ZeRO-3 on part of a model, and make a model folder of it."""
-    from lowmem_load import consolidate
-
     engine = partial.make_engine(path, partial.CONFIG)
     partial.train(engine, 0, 2)
     engine.save_checkpoint(place)
@@ -221,8 +212,6 @@ def save_and_resume(paths: dict[str, str], folder: str) -> None:
 
 def take_what_others_have_saved(path: str, folder: str) -> None:
     """The same state comes of a checkpoint of three ranks, and what one lacks begins anew."""
-    from lowmem_load import load_checkpoint
-
     state = torch.load(f"{folder}/bf16/whole.pt", weights_only=True)
     names = [name.removesuffix(" fp32") for name in state if name.endswith(" fp32")]
     known = names[: len(names) // 2]
@@ -258,8 +247,6 @@ def save_as_three_ranks(folder: Path, state: Mapping[str, torch.Tensor], names: 
 
 def resume_partial(path: str, folder: str) -> None:
     """A run of ZeRO-3 on part of a model goes on."""
-    from lowmem_load import load_checkpoint
-
     engine = partial.make_engine(path, partial.CONFIG)
     load_checkpoint(engine, f"{folder}/partial")
     state = engine.consolidated_state_dict()
@@ -274,8 +261,6 @@ def resume_partial(path: str, folder: str) -> None:
 
 def go_on_elsewhere(paths: dict[str, str], folder: str, expected: dict[str, list[float]], swap: str | None) -> None:
     """Rank function: goes on from each of the folders, with other settings too."""
-    from lowmem_load import load_checkpoint
-
     path = paths["bf16"]
     for name, case, sections, zero in ways(list(expected), swap):
         ds_config = {**config(case, **zero), **sections}
@@ -320,8 +305,6 @@ def fail_once(patch: pytest.MonkeyPatch) -> None:
 
 def refuse(path: str, folder: str) -> None:
     """What does not go together is an error on all ranks, and leaves the engine as it was."""
-    from lowmem_load import load_checkpoint
-
     engine = make_engine(path, BF16, config(BF16))
     engine.save_checkpoint(f"{folder}/first")
     before = train(engine, 0, 1), whole_state(engine)
@@ -400,8 +383,6 @@ def refuse_what_may_be_overwritten(engine: Any, place: str) -> None:
 
 def resume_by_two_paths(engine: Any, folder: str) -> None:
     """Rank 1 has the disk under another path, of which the system does not say that it is a link: a mount."""
-    from lowmem_load import load_checkpoint
-
     if dist.get_rank() == 0:
         Path(folder, "mounted").symlink_to(".")
         shutil.copytree(f"{folder}/bf16", f"{folder}/another-run", copy_function=shutil.copyfile)

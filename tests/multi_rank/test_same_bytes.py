@@ -7,7 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from lowmem_load import get_load_report, load_model
+from lowmem_load.load import checks
 from tests import builders
 from tests.parity import BF16
 from tests.ranks import run_ranks
@@ -15,9 +18,6 @@ from tests.ranks import run_ranks
 
 def load_own(same: list[str], copied: list[str], different: list[list[str]]) -> list[tuple[str, float]]:
     """Rank function: loads what its node has; returns the error of each that differs, and seconds until it came."""
-    from lowmem_load import get_load_report, load_model
-    from lowmem_load.load import checks
-
     sampled: list[int] = []
     ordinary = checks.sample_digests
 
@@ -44,8 +44,6 @@ def load_own(same: list[str], copied: list[str], different: list[list[str]]) -> 
 
 def with_other_tensor(folder: Path, to: Path, name: str | None) -> Path:
     """A copy of a checkpoint, with another value in all tensors or in the one of this name."""
-    from safetensors.torch import load_file, save_file
-
     shutil.copytree(folder, to)
     for file in to.glob("*.safetensors"):
         state = {key: value + (name in (None, key)) for key, value in load_file(file).items()}

@@ -8,9 +8,14 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed import zero
+from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -18,9 +23,13 @@ from lowmem_load import load_model, save_model
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, RankError, UnsupportedError
 from lowmem_load.integrations.install import streaming
+from lowmem_load.weights_out import folder as folders
+from lowmem_load.weights_out import write
 from tests import builders
+from tests.model_digest import model_digest
 from tests.multi_rank.test_modes import is_compiled
 from tests.ranks import RankFailure, run_ranks
+from tests.storage import PageCache, on_network
 
 SHARD = "30KB"
 FP32: dict[str, Any] = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
@@ -34,8 +43,6 @@ def stage_3(**zero: Any) -> dict[str, Any]:
 
 def nothing_crosses_the_network() -> Iterator[None]:
     """While it lasts, no collective of torch's may run."""
-    import torch.distributed as dist
-
     names = ("all_gather_into_tensor", "all_gather", "all_gather_object", "all_reduce", "broadcast", "send", "recv")
     before = {name: getattr(dist, name) for name in names}
     for name in names:
@@ -64,8 +71,6 @@ def ways(paths: dict[str, str], swap: str | None) -> dict[str, tuple[str, dict[s
 
 def save_all(paths: dict[str, str], out: str, swap: str | None) -> dict[str, Any]:
     """Rank function: saves each checkpoint as loaded in many ways; returns what the reports say."""
-    from tests.model_digest import model_digest
-
     world_size = DistributedInterface().world_size
     chosen = ways(paths, swap)
     if world_size != 2:  # the rest is the same for any number of ranks
@@ -98,11 +103,6 @@ def save_all(paths: dict[str, str], out: str, swap: str | None) -> dict[str, Any
 
 def save_trained(path: str, out: str) -> None:
     """Train a model of which part is frozen, and save it in both precisions."""
-    import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    from tests.model_digest import model_digest
-
     model = load_model(path, BF16)
     model.model.embed_tokens.weight.requires_grad = False
     engine = deepspeed.initialize(model=model, config={**BF16, **ADAM})[0]
@@ -142,8 +142,6 @@ def adapted(name: str, model: Any) -> Any:
 
 def save_merged(paths: dict[str, str], out: str) -> None:
     """Save models with adapters merged: partitioned adapters and whole ones."""
-    import deepspeed
-
     for name, path in {**paths, "untied": paths["tied"]}.items():
         config = BF16 if name == "llama" else FP32
         with streaming(config):  # in which PEFT gathers what it looks into
@@ -165,8 +163,6 @@ def save_merged(paths: dict[str, str], out: str) -> None:
 
 def save_by_two_paths(path: str, out: str) -> None:
     """Rank 1 has the disk under another path, of which the system does not say that it is a link: a mount."""
-    from tests.model_digest import model_digest
-
     model, is_second = load_model(path, FP32), os.environ["RANK"] == "1"
     folder, mounted, disk = Path(out, "two-paths"), Path(out, "mounted"), Path(out, "mounted-disk")
     if not is_second:
@@ -188,10 +184,6 @@ def save_by_two_paths(path: str, out: str) -> None:
 
 def save_from_two_nodes(path: str, out: str) -> None:
     """Each rank is a node, and the folder is on NFS, of which each node has all pages in its cache."""
-    from unittest import mock
-
-    from lowmem_load.weights_out import write
-    from tests.storage import PageCache, on_network
 
     class Node(PageCache):
         def fsync(self, descriptor: int) -> None:
@@ -222,11 +214,6 @@ def save_from_two_nodes(path: str, out: str) -> None:
 
 def fail_together(path: str, out: str) -> None:
     """Rank 1 fails in several ways: both raise, and what was there is there still."""
-    from deepspeed import zero
-
-    from lowmem_load.weights_out import folder as folders
-    from lowmem_load.weights_out import write
-
     model, rank = load_model(path, FP32), int(os.environ["RANK"])
     target, before = f"{out}/llama-bf16-{SHARD}", sorted(os.listdir(out))
 
@@ -344,8 +331,6 @@ def merged_as_peft_merges(paths: dict[str, str], out: Path, tmp_path: Path) -> N
 
 def die_while_writing(path: str, target: str) -> None:
     """Rank function: rank 1 is killed when it has written half of what is its to write."""
-    from lowmem_load.weights_out import write
-
     ordinary, count = write.os.pwrite, [0]
 
     def counted(*args: Any) -> int:

@@ -3,9 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.utils import set_z3_leaf_modules
+from transformers import AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
+from lowmem_load import get_load_report, load_model
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.errors import ConfigError
 from tests import builders
 from tests.parity import ADAM, BF16, FP32, differences, losses_of_engine, train
 from tests.ranks import run_ranks
@@ -28,10 +36,6 @@ def train_apart(path: str, names: list[str]) -> dict[str, list[float]]:
 
 def train_together(path: str, names: list[str]) -> dict[str, list[float]]:
     """Rank function: loads all models, makes all engines, then takes steps in turns."""
-    import deepspeed
-
-    from lowmem_load import load_model
-
     engines = {}
     models = {name: load_model(path, CONFIGS[name]) for name in names}
     for name, model in models.items():
@@ -82,14 +86,6 @@ def load_on_halves(llama: str, mixtral: str) -> list[float]:
 
     What they train has to be the same: DeepSpeed compares the order of modules over all ranks of the world.
     """
-    import deepspeed
-    import torch.distributed as dist
-    from transformers import AutoModelForCausalLM
-
-    from lowmem_load import get_load_report, load_model
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.errors import ConfigError
-
     world = DistributedInterface()
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     alone = [dist.new_group([rank]) for rank in range(4)][world.rank]
@@ -109,8 +105,6 @@ def load_on_halves(llama: str, mixtral: str) -> list[float]:
 
 
 def losses_alone(path: str) -> list[float]:
-    from lowmem_load import load_model
-
     return losses_of_engine(load_model(path, BF16), BF16)
 
 
@@ -129,13 +123,7 @@ def between_load_and_training(path: str) -> None:
 
 
 def losses_of_changed_models(path: str, how: str) -> dict[str, list[float]]:
-    import deepspeed
-    from deepspeed.utils import set_z3_leaf_modules
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-
-    from lowmem_load import load_model
 
     losses: dict[str, list[float]] = {}
     for case in ("frozen", "groups", "leaves"):

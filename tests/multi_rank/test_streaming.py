@@ -3,13 +3,29 @@
 import json
 import os
 import re
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    BertForMaskedLM,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
+from lowmem_load import ConfigError, RankError, get_load_report, load_model
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.engines.parameters import is_partitioned, partition_of
+from lowmem_load.integrations.install import streaming
 from tests import builders
 from tests.parity import BF16, FP32, differences, losses_of_engine
 from tests.ranks import run_ranks
@@ -19,8 +35,6 @@ def global_state() -> tuple[Any, ...]:
     """What streaming() may change while it is active, but for functions that ask whether it is."""
     import transformers.integrations.deepspeed as integration
     import transformers.modeling_utils as modeling
-    from torch import nn
-    from transformers import PreTrainedModel
 
     return (
         PreTrainedModel.tie_weights,
@@ -36,20 +50,12 @@ def global_state() -> tuple[Any, ...]:
 def functions() -> tuple[Any, ...]:
     """Functions that are replaced while a load is streamed."""
     import transformers.modeling_utils as modeling
-    from transformers import PreTrainedModel
 
     return modeling.safe_open, vars(PreTrainedModel)["from_pretrained"], PreTrainedModel.load_adapter
 
 
 def stream_and_restore(llama: str, bert: str) -> None:
     """Streams in blocks, also one within another."""
-    from transformers import AutoModel, AutoModelForCausalLM, BertForMaskedLM, LlamaForCausalLM
-    from transformers.integrations import is_deepspeed_zero3_enabled
-
-    from lowmem_load import get_load_report
-    from lowmem_load.engines.parameters import is_partitioned
-    from lowmem_load.integrations.install import streaming
-
     before = global_state(), functions()
     with streaming(BF16):
         assert is_deepspeed_zero3_enabled()
@@ -87,11 +93,6 @@ def compare_losses(path: str, ds_config: dict[str, Any], others: list[str]) -> N
 
 def losses_of(path: str, ds_config: dict[str, Any], how: str) -> list[float]:
     """Loads in one of three ways and trains for some steps; returns the losses of this rank."""
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
-    from lowmem_load import load_model
-
     alive = HfDeepSpeedConfig(ds_config) if how == "stock" else None
     if how == "streamed":
         model = load_model(path, ds_config)
@@ -114,10 +115,6 @@ def test_training_follows_the_ordinary_and_the_stock_model(checkpoints: Path, pr
 
 def refuse(cases: list[tuple[str, Any, dict[str, Any], str, str]]) -> None:
     """Rank function: the error of each load has the class name and a part of the text that are given."""
-    import time
-
-    from lowmem_load import load_model
-
     for name, ds_config, kwargs, kind, text in cases:
         start = time.perf_counter()
         with pytest.raises(Exception, match=re.escape(text)) as caught:
@@ -141,8 +138,6 @@ def test_bad_input_is_one_clear_error_on_every_rank(checkpoints: Path) -> None:
 
 def give_different_arguments(good: str, other: str) -> None:
     """Each call differs between the ranks in one thing."""
-    from lowmem_load import RankError, load_model
-
     first = os.environ["RANK"] == "0"
     calls: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         ("describing the model", good if first else other, BF16, {}),
@@ -164,14 +159,6 @@ def test_ranks_with_different_files_or_arguments_are_stopped(checkpoints: Path) 
 
 def load_corner_cases(llama: str, half: str) -> None:
     """Rank function: keywords and states that are easily lost on the way."""
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
-
-    from lowmem_load import get_load_report, load_model
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.engines.parameters import partition_of
-    from lowmem_load.errors import ConfigError, RankError
-    from lowmem_load.integrations.install import streaming
-
     rank = DistributedInterface().rank
     torch.manual_seed(42)
     with streaming(FP32):
@@ -215,8 +202,6 @@ def load_corner_cases(llama: str, half: str) -> None:
 
 
 def test_corner_cases(checkpoints: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     llama = builders.tiny_llama(checkpoints)
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     model.lm_head.weight.data.fill_(1e5)

@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import lowmem_load
 from lowmem_load import CheckpointError, get_load_report, load_into, load_model, plan, save_model
@@ -44,8 +45,6 @@ def with_own_head(path: str) -> nn.Module:
 
 def load_all(paths: dict[str, str], tied: str, folder: str) -> list[int]:
     """Rank function: what the load of a `DistributedConfig` has read."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (start(),))
     for name, path in {**paths, "tied": tied}.items():
         reference = ordinary(path)
@@ -187,8 +186,6 @@ def sharing_folder(cls: type, folder: str) -> str:
 
 def load_sharing(folder: str) -> list[int]:
     """Rank function: over a mesh as in an ordinary load; a forward, too. Returns what the loads have read."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh, tokens, costs = init_device_mesh("cpu", (start(),)), torch.arange(8), []
     for cls in SHARING:
         path = f"{folder}/{cls.__name__}"

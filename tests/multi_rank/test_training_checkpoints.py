@@ -6,11 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lowmem_load import RankError, consolidate
+from lowmem_load import RankError, consolidate, load_model
 from lowmem_load.distributed.process_group import DistributedInterface
 from tests import builders
 from tests.ranks import run_ranks
@@ -30,18 +37,12 @@ TP_PLAN = {"q_proj": "col", "k_proj": "col", "v_proj": "col", "o_proj": "row", "
 
 def model_of(folder: Path) -> Any:
     """Return the model of a folder with its values, on the CPU."""
-    import transformers
-
     config = transformers.AutoConfig.from_pretrained(folder)
     return getattr(transformers, config.architectures[0]).from_pretrained(folder, dtype="auto")
 
 
 def sharded(model: Any, shape: tuple[int, ...], *, tensor_parallel: bool = False) -> Any:
     """Return the model cut by FSDP2 in a mesh of this shape; with tensor parallelism along the second dim."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "model")[: len(shape)])
     layers = [module for name, module in model.named_modules() if name.rpartition(".")[2].isdigit()]
     for layer in layers:
@@ -56,9 +57,6 @@ def sharded(model: Any, shape: tuple[int, ...], *, tensor_parallel: bool = False
 
 def save_all(folders: dict[str, Path], root: Path) -> None:
     """Save each model in each way, on four ranks."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
     DistributedInterface()
     rank = dist.get_rank()
     for name, folder in folders.items():
@@ -112,11 +110,6 @@ def test_the_folder_is_that_of_save_pretrained(saved: tuple[dict[str, Path], Pat
 
 def load_all(folders: dict[str, Path], root: Path, made: Path) -> dict[str, float]:
     """Load each checkpoint into both engines; return which share of the weights this rank has read."""
-    import deepspeed
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from lowmem_load import load_model
-
     DistributedInterface()
     shares: dict[str, float] = {}
     for name, checkpoint in checkpoints_in(root):
@@ -160,8 +153,6 @@ def test_other_ranks_load_their_parts(saved: tuple[dict[str, Path], Path], tmp_p
 
 
 def fail_alike(folder: Path, checkpoint: Path) -> str:
-    from lowmem_load import load_model
-
     DistributedInterface()
     with pytest.raises(Exception, match="the weights are not of a") as caught:
         load_model(folder, {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, weights_from=checkpoint)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deepspeed
+
 from benchmarks.memory import high_water
 from lowmem_load.phases import host_memory
 
@@ -55,8 +57,6 @@ def run_pipeline(script: str, argv: list[str], rank: int) -> PipelineResult:
 @contextlib.contextmanager
 def _peaks_at_initialize() -> Iterator[list[int]]:
     """Note the high-water mark at each `deepspeed.initialize`."""
-    import deepspeed
-
     ordinary = deepspeed.initialize
     peaks: list[int] = []
 

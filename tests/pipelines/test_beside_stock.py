@@ -7,13 +7,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+import lowmem_load
+from lowmem_load import RankError, UnsupportedError, get_load_report, load_model
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.errors import ModelBuildError
+from lowmem_load.integrations.install import streaming, uninstall
 from tests import builders
 from tests.parity import BF16, FP32, differences
 from tests.ranks import run_ranks
@@ -48,8 +56,6 @@ class OnlyForZero3(LlamaForCausalLM):
     """Cannot be built as an ordinary load builds models."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        from transformers.integrations import is_deepspeed_zero3_enabled
-
         super().__init__(config)
         if not is_deepspeed_zero3_enabled():
             raise RuntimeError("not without ZeRO-3")
@@ -59,8 +65,6 @@ class CutsItself(LlamaForCausalLM):
     """Enters a zero.Init by itself."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        import deepspeed
-
         super().__init__(config)
         with deepspeed.zero.Init(config_dict_or_path=FP32):
             self.own = torch.nn.Linear(3, 3, device="cpu")
@@ -68,9 +72,6 @@ class CutsItself(LlamaForCausalLM):
 
 @contextlib.contextmanager
 def installed(**keywords: Any) -> Iterator[None]:
-    import lowmem_load
-    from lowmem_load.integrations.install import uninstall
-
     lowmem_load.install(**keywords)
     try:
         yield
@@ -92,12 +93,6 @@ def told(call: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 def patched_names(path: str) -> None:
     """As axolotl does: stock's own path ran inside ours, without a ds_config, so in fp16."""
-    import transformers
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
-    from lowmem_load import get_load_report
-
     plain = AutoModelForCausalLM.from_pretrained(path)
     with pytest.MonkeyPatch.context() as patch:
         for module in (transformers.modeling_utils, transformers.integrations.deepspeed):
@@ -113,12 +108,6 @@ def patched_names(path: str) -> None:
 
 def inside_zero_init(path: str) -> None:
     """As in Lightning's configure_model."""
-    import deepspeed
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
-    from lowmem_load import UnsupportedError, get_load_report, load_model
-    from lowmem_load.integrations.install import streaming
 
     def load() -> Any:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
@@ -149,9 +138,6 @@ def inside_zero_init(path: str) -> None:
 
 
 def unresolved_precision(path: str) -> None:
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
     for bf16, fp16 in (("auto", "auto"), (False, "auto"), ("auto", False), (True, "auto")):
         alive = HfDeepSpeedConfig({**FP32, "bf16": {"enabled": bf16}, "fp16": {"enabled": fp16}})
         stock = dtypes(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
@@ -161,13 +147,6 @@ def unresolved_precision(path: str) -> None:
 
 
 def quantized(path: str) -> None:
-    import deepspeed
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
-    from lowmem_load import UnsupportedError, get_load_report, load_model
-    from lowmem_load.integrations.install import streaming
-
     alive = HfDeepSpeedConfig(BF16)
 
     def load() -> Any:
@@ -196,9 +175,6 @@ def quantized(path: str) -> None:
 
 
 def what_cannot_be_described(path: str) -> None:
-    from transformers.integrations import HfDeepSpeedConfig
-
-    from lowmem_load.errors import ModelBuildError, UnsupportedError
 
     alive = HfDeepSpeedConfig(FP32)
     torch.manual_seed(1)
@@ -220,11 +196,6 @@ def what_cannot_be_described(path: str) -> None:
 
 def on_one_rank(path: str) -> None:
     """What only one rank cannot stream is an error on all: the others would wait in another load."""
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
-    from lowmem_load import RankError
-
     alive = HfDeepSpeedConfig(BF16)
     keywords = {"quantization_config": AsTheyAreConfig()} if os.environ["RANK"] == "1" else {}
     with installed(), pytest.raises(RankError, match="rank 1: UnsupportedError: quantization"):
@@ -239,8 +210,6 @@ CHECKS = (
 
 
 def run(checks: tuple[Callable[[str], None], ...], path: str) -> None:
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     DistributedInterface()
     for check in checks:
         check(path)

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.pipelines.pipeline import LLAMAFACTORY, PipelineResult, import_example, run_pipeline
 from tests.ranks import run_ranks
@@ -72,8 +74,6 @@ def test_fsdp2_is_as_stock(models: dict[str, Path], tmp_path: Path) -> None:
 
 def train_in_parts(script: str, switches: list[str], model: str, out: str) -> None:
     """Rank function: 4 steps at once; 2 steps, then 2 more after a resume."""
-    from accelerate.state import AcceleratorState
-
     main = import_example(script).main
     losses: dict[str, list[float]] = {}
     for name, steps, resume in (("whole", 4, False), ("parts", 2, False), ("parts", 4, True)):
@@ -117,7 +117,6 @@ def test_resume_goes_on_and_the_result_loads_elsewhere(
 def assert_loads(final: Path, base: Path, lora: bool) -> None:
     """Checks that plain transformers, and PEFT, load the folder, and that training has changed what it was to."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     before = AutoModelForCausalLM.from_pretrained(base)
     loaded: Any

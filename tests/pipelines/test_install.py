@@ -6,9 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+import lowmem_load
+from lowmem_load import LoadOrderWarning
+from lowmem_load.engines.parameters import is_partitioned
+from lowmem_load.integrations.install import streaming, uninstall
 from tests import builders
 from tests.multi_rank.test_streaming import global_state
 from tests.parity import BF16, FP32, differences
@@ -23,8 +30,6 @@ UNRESOLVED = {
 
 
 def order_warnings(call: Callable[[], Any]) -> tuple[Any, list[str]]:
-    from lowmem_load import LoadOrderWarning
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = call()
@@ -32,14 +37,6 @@ def order_warnings(call: Callable[[], Any]) -> tuple[Any, list[str]]:
 
 
 def follow(path: str) -> None:
-    import deepspeed
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
-
-    import lowmem_load
-    from lowmem_load.engines.parameters import is_partitioned
-    from lowmem_load.integrations.install import streaming, uninstall
-
     def load(**kwargs: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, **kwargs)
 

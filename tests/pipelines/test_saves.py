@@ -11,8 +11,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
+import lowmem_load
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.errors import RankError, UnsupportedError
+from lowmem_load.integrations.install import uninstall
 from tests import builders
 from tests.multi_rank.test_resume import KEYS, assert_equal, whole_state
 from tests.multi_rank.test_save import equal_folders
@@ -35,7 +41,6 @@ class Tokenizer:
 
 
 def make_trainer(path: str, out: Path, lora: bool = False, steps: int = 1, **zero: Any) -> Any:
-    from accelerate.state import AcceleratorState
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
     AcceleratorState._reset_state()  # it knows one configuration of DeepSpeed per process
@@ -74,9 +79,6 @@ class Holder(torch.nn.Module):
 
 def save_twice(path: str, out: str) -> None:
     import accelerate
-
-    import lowmem_load
-    from lowmem_load.integrations.install import uninstall
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     accelerate.PartialState(backend="gloo")
@@ -134,7 +136,6 @@ def save_twice(path: str, out: str) -> None:
 
 def resume_from_three_ranks(path: str, folder: Path) -> None:
     """A Trainer goes on from a checkpoint that three ranks have saved, as the run that was not interrupted."""
-    from transformers import TrainerCallback
 
     class Keeping(TrainerCallback):  # type: ignore[misc]
         """Keeps the state of the first checkpoint."""
@@ -173,8 +174,6 @@ def resume_from_three_ranks(path: str, folder: Path) -> None:
 
 
 def refuse_what_would_be_empty(trainer: Any, folder: Path) -> None:
-    from lowmem_load.errors import RankError, UnsupportedError
-
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)  # of PEFT
     with pytest.raises(UnsupportedError, match=r"lora_A.*: is partitioned by ZeRO-3, .* with shape \[0\]; call "):
         model.save_pretrained(folder / "empty")
@@ -225,9 +224,6 @@ def save_otherwise(trainer: Any, folder: Path) -> None:
 
 
 def save_on_one_rank(accelerator: Any, engine: Any, folder: Path) -> None:
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.errors import RankError
-
     state = accelerator.get_state_dict(engine)
     if accelerator.is_main_process:
         text = r"to be called on all ranks .*\nrank 1: has not come to this point in 0\.5 s"

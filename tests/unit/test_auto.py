@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
 from lowmem_load.config.settings import for_loading, hidden_size_of, resolve_auto
 from lowmem_load.errors import ConfigError
@@ -26,8 +27,6 @@ def resolve(config: dict[str, Any], world_size: int = 4, hidden_size: int | None
 
 
 def test_trainer_resolves_to_the_same() -> None:
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
-
     args = types.SimpleNamespace(
         world_size=4, per_device_train_batch_size=8, gradient_accumulation_steps=1, max_grad_norm=1.0,
         learning_rate=5e-5, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, weight_decay=0.0,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from lowmem_load.cli.start import main
 from lowmem_load.files import object_store
@@ -119,8 +120,6 @@ def test_run_streams_models_on_the_hub_if_it_is_told_to(options: list[str], chec
             [sys.executable, "-m", "lowmem_load", "run", *options, "--", sys.executable, "-c", SCRIPT, "org/model"],
             **{**rank, **own, **hub.environment},
         )
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     expected = sum(parameter.double().sum().item() for parameter in model.parameters())
     name, total = run.stdout.split()[-2:]

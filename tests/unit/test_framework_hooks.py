@@ -17,6 +17,7 @@ from lowmem_load import foreign_names as names
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations import accelerate, trl
 from lowmem_load.integrations.install import uninstall
+from lowmem_load.integrations.trl import sync
 from lowmem_load.replaced import holding, replaced, warn_of_missing
 from tests import ranks
 
@@ -152,8 +153,6 @@ def test_a_fill_by_the_keywords_of_accelerate_is_left_to_it() -> None:
 
 
 def test_trl_syncs_itself_where_it_keeps_other_metadata() -> None:
-    from lowmem_load.integrations.trl import sync
-
     synced: list[Any] = []
     generation = SimpleNamespace(mode="server")
     with pytest.warns(FallbackWarning, match="lacks .*VLLMGeneration._weight_metadata, so TRL gathers the weights"):

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import copy
+import ctypes
 import errno
 import functools
 import gc
@@ -365,8 +366,6 @@ def test_memory_is_real_once_somebody_has_its_address(path: str) -> None:
 
 
 def _pointer(address: int) -> Any:
-    import ctypes
-
     return ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
 
 

@@ -21,6 +21,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import CheckpointError, HeaderError
 from lowmem_load.files import object_store, stand_ins
 from lowmem_load.files.object_store import RemoteObject
@@ -369,8 +370,6 @@ def test_finding_files_ends_when_another_rank_fails(server: RangeServer, monkeyp
 
 def open_folder(url: str, temporary: str) -> str:
     """Rank function: all at once."""
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     tempfile.tempdir = temporary
     DistributedInterface().barrier()
     return folder_of_url(url)
