@@ -11,7 +11,6 @@ from torch import nn
 
 from lowmem_load.config.settings import read_settings
 from lowmem_load.engines.target import Replicated, Target
-from lowmem_load.engines.zero3_target import Zero3
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.safetensors import Safetensors
 from lowmem_load.load.describe import Described, describe
@@ -59,12 +58,8 @@ def described(file: Path, build: Build, make_target: Any = whole, *, holds_value
         return describe(call, settings, make_target, executor, holds_values=holds_values)
 
 
-def planned(file: Path, build: Build, make_target: Any = whole, *, rank: int = 0) -> LoadPlan:
-    return make_plan(described(file, build, make_target), rank).plan
-
-
-def of_rank(rank: int) -> Callable[..., Target]:
-    return lambda settings, _: Zero3(settings, rank, CPU)
+def planned(file: Path, build: Build) -> LoadPlan:
+    return make_plan(described(file, build), 0).plan
 
 
 def module(**parameters: torch.Tensor) -> nn.Module:

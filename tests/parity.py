@@ -49,19 +49,26 @@ def assert_loads_alike(
     auto_class: str | None,
     dtype: torch.dtype,
     from_pretrained_kwargs: dict[str, Any] | None = None,
+    *,
+    name: str = "",
+    **load_kwargs: Any,
 ) -> LoadReport:
-    """Streams `path` and loads it ordinarily; returns the report of the streamed load. All ranks must call it."""
+    """Streams `path`, or what `name` stands for, and loads it ordinarily; returns the report of the streamed load.
+
+    All ranks must call it.
+    """
     kwargs = from_pretrained_kwargs or {}
     torch.manual_seed(int(os.environ["RANK"]))  # ranks of a training job have seeds of their own; rank 0's counts
-    model = load_model(path, ds_config, auto_class=auto_class, **kwargs)
+    model = load_model(name or path, ds_config, auto_class=auto_class, **kwargs, **load_kwargs)
     cls = getattr(transformers, auto_class or transformers.AutoConfig.from_pretrained(path).architectures[0])
     torch.manual_seed(0)
     reference, info = cls.from_pretrained(path, dtype=dtype, output_loading_info=True, **kwargs)
     report = get_load_report(model)
-    case = f"{cls.__name__} from {path}"
+    case = f"{cls.__name__} from {name or path}"
     assert differences(model, reference) == [], case
     for kind, keys in report.loading_info.items():
         assert sorted(map(str, keys)) == sorted(map(str, info[kind])), (case, kind)
+    assert not name or model.config.name_or_path == name
     return report
 
 

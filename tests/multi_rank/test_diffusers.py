@@ -34,6 +34,7 @@ from lowmem_load.load.plan_model import plan_sharded
 from lowmem_load.symbolic.lazy import is_unread
 from tests.model_digest import differing, whole_tensors
 from tests.multi_rank.test_own_modules import Z3, assert_sent_as_saved
+from tests.multi_rank.test_save import equal_folders
 from tests.ranks import run_ranks
 
 diffusers = pytest.importorskip("diffusers")
@@ -144,10 +145,7 @@ def assert_lora_is_sent(model: Any, expected: Any) -> None:
 def assert_files_equal(reference: Any, folder: Path) -> None:
     if dist.get_rank() == 0:
         reference.save_pretrained(folder / "stock", max_shard_size="100KB")
-        names = sorted(path.name for path in (folder / "stock").iterdir())
-        assert sorted(path.name for path in (folder / "ours").iterdir()) == names
-        for name in names:
-            assert (folder / "ours" / name).read_bytes() == (folder / "stock" / name).read_bytes(), name
+        equal_folders(folder / "ours", folder / "stock")
     dist.barrier()
 
 

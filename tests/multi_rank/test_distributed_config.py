@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import lowmem_load
 from lowmem_load import (
@@ -28,7 +28,7 @@ from lowmem_load import (
 from lowmem_load.integrations.install import uninstall
 from tests import builders
 from tests.model_digest import differing
-from tests.multi_rank.test_load_into import losses, start
+from tests.multi_rank.test_load_into import losses, shard_fully, start
 from tests.multi_rank.test_plan import fp8
 from tests.ranks import run_ranks
 
@@ -99,9 +99,7 @@ def train(path: str, mesh: Any, kind: str) -> None:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     model = load_model(path, mesh=mesh, fully_shard_kwargs=policy, dtype=torch.float32)
     plain = type(model).__mro__[2].from_pretrained(path, dtype=torch.float32)
-    for layer in plain.model.layers:
-        fully_shard(layer, mesh=mesh, **policy)
-    fully_shard(plain, mesh=mesh, **policy)
+    shard_fully(plain, mesh=mesh, **policy)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     found = losses(model)
     assert found == losses(plain), kind

@@ -4,7 +4,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import transformers
@@ -17,29 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 import lowmem_load
 from tests import builders
 from tests.model_digest import differing
-from tests.multi_rank.test_load_into import layers, parallelize, shard_fully, start
-from tests.parity import train
+from tests.multi_rank.test_load_into import layers, losses, parallelize, shard_fully, start
+from tests.parity import FP32, losses_of_engine
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-TOKENS = torch.arange(1, 17).view(2, 8)
 
 
 def both(path: str) -> tuple[Any, Any]:
     ordinary = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return lowmem_load.lazy(path, dtype=torch.float32), ordinary
-
-
-def losses(model: Any, parameters: Any = None) -> list[float]:
-    optimizer, found = torch.optim.SGD(parameters or model.parameters(), lr=0.1), []
-    for _ in range(3):
-        loss = model(input_ids=TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
 
 
 def shard(path: str) -> None:
@@ -53,7 +39,7 @@ def shard(path: str) -> None:
         assert 0.4 < read_bytes / size < 0.55, read_bytes / size
         assert differing(ours, theirs) == []
         shard_fully(theirs, **policy)
-        assert losses(ours) == losses(theirs)
+        assert losses(ours, 3) == losses(theirs, 3)
 
 
 def parallelize_both_ways(path: str) -> None:
@@ -71,14 +57,14 @@ def parallelize_both_ways(path: str) -> None:
     assert differing(ours, theirs) == []
     assert sum(isinstance(parameter, DTensor) for parameter in ours.parameters()) > 0
     parallelize(theirs, mesh)
-    assert losses(ours) == losses(theirs)
+    assert losses(ours, 3) == losses(theirs, 3)
 
 
 def wrap(path: str) -> None:
     """Rank function: DDP and FSDP1."""
     start()
     ours, theirs = both(path)
-    assert losses(DistributedDataParallel(ours)) == losses(DistributedDataParallel(theirs))
+    assert losses(DistributedDataParallel(ours), 3) == losses(DistributedDataParallel(theirs), 3)
     kind = {type(layers(theirs)[0])}
     wrapped = functools.partial(
         FullyShardedDataParallel,
@@ -87,27 +73,17 @@ def wrap(path: str) -> None:
     )
     for options in ({}, {"use_orig_params": True}):
         ours, theirs = both(path)
-        assert losses(wrapped(ours, **options)) == losses(wrapped(theirs, **options)), options
+        assert losses(wrapped(ours, **options), 3) == losses(wrapped(theirs, **options), 3), options
 
 
 def partition(path: str) -> None:
     """Rank function: deepspeed.initialize of a model that nothing has partitioned before."""
     start()
     for stage in (2, 3):
-        ours, theirs = (losses_of_engine(model, stage) for model in both(path))
+        config = {**FP32, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+        ours, theirs = (losses_of_engine(model, config) for model in both(path))
         assert ours == theirs, (stage, ours, theirs)
         assert ours[-1] < ours[0]
-
-
-def losses_of_engine(model: Any, stage: int) -> list[float]:
-    config = {
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return train(deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0], 3)
 
 
 @pytest.mark.parametrize("act", [shard, parallelize_both_ways, wrap, partition])

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, CLIPVisionConfig, CLIPVisionModel
 
 from lowmem_load import CheckpointError, ConfigError, UnsupportedError, initialize_partial, load_into
@@ -16,6 +15,7 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.engines.parameters import is_partitioned
 from tests import builders
 from tests.model_digest import differing
+from tests.multi_rank.test_load_into import shard_fully
 from tests.multi_rank.test_own_modules import Z3
 from tests.ranks import run_ranks
 
@@ -66,9 +66,7 @@ def on_meta(paths: dict[str, str]) -> nn.Module:
 
 def sharded(paths: dict[str, str]) -> nn.Module:
     model = on_meta(paths)
-    for layer in model.llm.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    shard_fully(model)
     model.to_empty(device="cpu")
     return model
 

@@ -31,7 +31,7 @@ from tests import builders
 from tests.hub import pointed_at
 from tests.model_digest import differing
 from tests.multi_rank.test_load_into import built, shard_fully
-from tests.parity import BF16, FP32, differences
+from tests.parity import BF16, FP32, assert_loads_alike, differences
 from tests.ranks import run_ranks
 from tests.remote.hub_front import hub_front
 from tests.remote.range_server import FarServer, RangeServer, range_server
@@ -106,21 +106,6 @@ def run(function: Callable[..., Any], place: Place, *args: Any) -> list[Any]:
     return run_ranks(function, place, *args, timeout_s=240, env=env)
 
 
-def assert_loads_alike(url: str, case: Case, **kwargs: Any) -> Any:
-    """Loads from a URL, and from the folder as is ordinary; returns the model."""
-    folder, ds_config, auto_class, dtype = case
-    torch.manual_seed(int(os.environ["RANK"]))
-    model = load_model(url, ds_config, auto_class=auto_class, **kwargs)
-    cls = getattr(transformers, auto_class or transformers.AutoConfig.from_pretrained(folder).architectures[0])
-    torch.manual_seed(0)
-    reference, info = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    assert differences(model, reference) == [], url
-    for kind, keys in get_load_report(model).loading_info.items():
-        assert sorted(map(str, keys)) == sorted(map(str, info[kind])), (url, kind)
-    assert model.config.name_or_path == url
-    return model
-
-
 # -- what is loaded ----------------------------------------------------------------------------------------------------
 
 
@@ -144,18 +129,14 @@ def load_partitions(place: Place, cases: list[Case]) -> None:
     for scheme in ("http", "s3"):
         for case in cases:
             url = place(case[0], scheme)
-            report = get_load_report(assert_loads_alike(url, case))
+            report = assert_loads_alike(*case, name=url)
             assert report.name == url
             assert report.requests.num_requests > 0
             assert f"\n  requests: {report.requests.num_requests:,}, " in str(report)
             assert "again after" not in str(report)
-    report = get_load_report(assert_loads_alike_locally(cases[0]))
+    report = assert_loads_alike(*cases[0])
     assert report.requests == type(report.requests)()
     assert "requests" not in str(report)
-
-
-def assert_loads_alike_locally(case: Case) -> Any:
-    return assert_loads_alike(case[0], case)
 
 
 def load_shards(place: Place, paths: list[str]) -> None:
@@ -311,9 +292,10 @@ def load_from_the_hub(place: Place, hub: Hub, case: Case) -> list[str]:
     from huggingface_hub import snapshot_download
 
     rank, reference = place.start(), transformers.AutoModelForCausalLM.from_pretrained(case[0], dtype=case[3])
+    of_hub: dict[str, Any] = {"name": "org/model", "download": False, "token": "hub-token"}
     with pointed_at(hub.url, f"{place.temporary}/streamed"):
-        model = assert_loads_alike("org/model", case, download=False, token="hub-token")
-        assert get_load_report(model).requests.num_requests > 0
+        report = assert_loads_alike(*case, **of_hub)
+        assert report.requests.num_requests > 0
         with streaming(BF16, stream=True):
             again = transformers.AutoModelForCausalLM.from_pretrained(
                 "org/model", dtype=torch.bfloat16, token="hub-token"
@@ -329,10 +311,10 @@ def load_from_the_hub(place: Place, hub: Hub, case: Case) -> list[str]:
         if rank == 0:
             snapshot_download("org/model", token="hub-token")
         torch.distributed.barrier()
-        assert_loads_alike("org/model", case, download=False, token="hub-token")  # asks for what there may be besides
+        assert_loads_alike(*case, **of_hub)  # asks for what there may be besides
         at_hub, at_files = hub.stats()
-        model = assert_loads_alike("org/model", case, download=False, token="hub-token")
-        assert get_load_report(model).requests.num_requests == 0
+        report = assert_loads_alike(*case, **of_hub)
+        assert report.requests.num_requests == 0
         now_at_hub, now_at_files = hub.stats()
         assert now_at_files["requests"] == at_files["requests"]
         return now_at_hub["asked"][len(at_hub["asked"]) :]
@@ -409,7 +391,7 @@ def fail(place: Place, case: Case, hub: Hub) -> None:
         place.set(stall=0)
         missing = "does not list its files" if url.startswith("http") else "no files are there"
         assert missing in error_of(functools.partial(load, more="-not"))
-        assert_loads_alike(url, case)
+        assert_loads_alike(*case, name=url)
     urls: list[Any] = [None]
     own = RangeServer({BUCKET: Path(folder).parent}) if rank == 0 else None
     if own is not None:
@@ -430,7 +412,7 @@ def fail(place: Place, case: Case, hub: Hub) -> None:
         token = "another-token" if rank == 1 else "hub-token"
         text = error_of(lambda: load_model("org/model", BF16, download=False, token=token))
         assert "rank 1: " in text and "rank 0" not in text and "another-token" not in text
-        assert_loads_alike("org/model", case, download=False, token="hub-token")
+        assert_loads_alike(*case, name="org/model", download=False, token="hub-token")
 
 
 def test_what_fails_is_one_error_on_all_ranks(checkpoints: Path, place: Place) -> None:

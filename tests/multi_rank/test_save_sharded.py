@@ -10,12 +10,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from lowmem_load import save_model
 from tests import builders
 from tests.model_digest import model_digest
-from tests.multi_rank.test_load_into import filled, meshes, start
+from tests.multi_rank.test_load_into import filled, meshes, shard_fully, start
 from tests.ranks import run_ranks
 
 
@@ -73,9 +72,7 @@ def save_merged(path: str, folder: str) -> None:
     """Rank function: a model and its adapter, sharded by FSDP2."""
     mesh = init_device_mesh("cpu", (start(),))
     model = with_adapter(path)
-    for layer in model.get_base_model().model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_fully(model, mesh=mesh)
     save_model(model, folder, merge_adapters=True)
 
 

@@ -1,7 +1,5 @@
 """Checkpoints of FSDP2 as torch and verl save them: folders equal save_pretrained, loads on other ranks are equal."""
 
-import filecmp
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lowmem_load import RankError, consolidate, load_model
 from lowmem_load.distributed.process_group import DistributedInterface
 from tests import builders
+from tests.multi_rank.test_save import equal_folders
 from tests.ranks import run_ranks
 from tests.zero_checkpoint import save_zero3
 
@@ -89,12 +88,6 @@ def checkpoints_in(root: Path) -> list[tuple[str, Path]]:
     return [(path.name.partition("-")[0], path) for path in sorted(root.iterdir()) if path.is_dir()]
 
 
-def assert_same_folder(made: Path, expected: Path) -> None:
-    assert sorted(os.listdir(made)) == sorted(os.listdir(expected))
-    for name in os.listdir(expected):
-        assert filecmp.cmp(made / name, expected / name, shallow=False), name
-
-
 def test_the_folder_is_that_of_save_pretrained(saved: tuple[dict[str, Path], Path], tmp_path: Path) -> None:
     folders, root = saved
     for name, folder in folders.items():
@@ -104,7 +97,7 @@ def test_the_folder_is_that_of_save_pretrained(saved: tuple[dict[str, Path], Pat
     for name, checkpoint in kinds:
         dtype = torch.bfloat16 if checkpoint.name == "llama-zero" else None  # its values are fp32
         report = consolidate(checkpoint, tmp_path / checkpoint.name, config=folders[name], dtype=dtype)
-        assert_same_folder(tmp_path / checkpoint.name, tmp_path / name)
+        equal_folders(tmp_path / checkpoint.name, tmp_path / name)
         assert report.written_bytes > 0
 
 
@@ -149,7 +142,7 @@ def test_other_ranks_load_their_parts(saved: tuple[dict[str, Path], Path], tmp_p
     for name in ("llama-dcp", "mixtral-verl"):
         model = name.partition("-")[0]
         model_of(folders[model]).save_pretrained(tmp_path / model)
-        assert_same_folder(tmp_path / name, tmp_path / model)
+        equal_folders(tmp_path / name, tmp_path / model)
 
 
 def fail_alike(folder: Path, checkpoint: Path) -> str:

@@ -144,13 +144,6 @@ def test_other_loads_do_not_touch_bitsandbytes(plain: Path, monkeypatch: pytest.
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_a_weight_that_storage_does_not_divide_is_refused(checkpoints: Path) -> None:
-    path = builders.tiny_llama(checkpoints, **builders.ODD_SIZES)
-    words = r"q_proj.weight: of shape \(18, 15\), it takes 135 bytes in 4 bits.*use torch.uint8"
-    with pytest.raises(UnsupportedError, match=words):
-        plan(path, BF16, rank=0, world_size=2, quantization_config=quantization())
-
-
 def test_eight_bits_are_refused(plain: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"'bitsandbytes' cannot be partitioned by ZeRO-3.*in 4 bits"):
         plan(plain, BF16, rank=0, world_size=2, quantization_config=BitsAndBytesConfig(load_in_8bit=True))

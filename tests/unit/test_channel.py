@@ -463,27 +463,6 @@ def test_each_rank_that_failed_is_named(entries: list[Entry], failures: dict[int
     assert (dict(found.failures), found.is_alike, found.differs) == (failures, False, False)
 
 
-@pytest.mark.parametrize(
-    ("texts", "is_alike"),
-    [
-        (["no", "no"], True),
-        (["no", "not"], False),
-        (["f at 0x7f on cuda:0", "f at 0x80 on cuda:1"], True),  # addresses and devices are each rank's own
-        (["step 1", "step 2"], False),
-    ],
-)
-def test_whether_all_failed_alike(texts: list[str], is_alike: bool) -> None:
-    entries = [entry(error=text) for text in texts]
-    assert verdict_on(dict(enumerate(entries))).is_alike is is_alike
-    assert not verdict_on(dict(enumerate([*entries, entry()]))).is_alike
-
-
-@pytest.mark.parametrize(("digests", "differs"), [(["a", "a"], False), (["a", "b"], True), (["a", ""], True)])
-def test_digests_that_differ_are_no_failure_yet(digests: list[str], differs: bool) -> None:
-    found = verdict_on({rank: entry(digest=digest) for rank, digest in enumerate(digests)})
-    assert (found.differs, found.failures) == (differs, [])
-
-
 def test_each_topic_that_differs_is_measured_against_what_most_hold() -> None:
     usual = {"commit": "c1", "files": "f1", "configuration": "k1"}
     digests = [{**usual, "commit": "c2", "files": "f2"}, usual, usual, {"commit": "c1", "files": "f1"}]

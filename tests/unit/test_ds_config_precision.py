@@ -92,11 +92,6 @@ def test_the_table_of_the_docs_agrees_with_the_code() -> None:
         assert outcome(precision_of, config_with(ds_bf16, ds_fp16)) == cell, (ds_bf16, ds_fp16)
 
 
-def test_one_training_argument_leaves_the_other_absent_value_disabled() -> None:
-    # A trainer bf16=False stands in for bf16; nothing stands in for fp16, which DeepSpeed would not run.
-    assert precision_of({}, trainer_bf16=False) is torch.float32
-
-
 # ---- messages
 
 

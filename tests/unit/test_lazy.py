@@ -35,6 +35,7 @@ from lowmem_load.load.lazy import describe_lazily
 from lowmem_load.models import loader
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread
 from tests import builders, ranks
+from tests.multi_rank.test_save import equal_folders
 
 TOKENS = torch.arange(1, 9)[None]
 TINY: dict[str, Any] = {
@@ -391,10 +392,7 @@ def test_a_saved_folder_is_that_of_an_ordinary_model(path: str, tmp_path: Path, 
         model.lm_head.weight.data.mul_(2)
         model.save_pretrained(tmp_path / name, max_shard_size="20KB")
     assert num_lazy(ours) == len(list(ours.parameters()))  # one tensor at a time was in memory
-    files = sorted(file.name for file in (tmp_path / "theirs").iterdir())
-    assert sorted(file.name for file in (tmp_path / "ours").iterdir()) == files
-    for file in files:
-        assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes(), file
+    equal_folders(tmp_path / "ours", tmp_path / "theirs")
 
 
 def fetched(step: Path, folder: Path) -> str:

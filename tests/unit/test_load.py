@@ -1,21 +1,15 @@
 """What load_model, streaming, plan and get_load_report refuse before anything is read."""
 
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
-from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 import lowmem_load
-from lowmem_load import ConfigError, LoadOrderWarning, UnsupportedError, get_load_report, install, plan
-from lowmem_load.integrations.install import uninstall
+from lowmem_load import ConfigError, UnsupportedError, get_load_report, plan
 from tests import builders
-from tests.hub import hub
 
 STAGE_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
 STAGE_0 = {"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": 1}
@@ -24,13 +18,6 @@ STAGE_0 = {"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": 
 @pytest.fixture
 def llama(checkpoints: Path) -> str:
     return str(builders.tiny_llama(checkpoints))
-
-
-@pytest.fixture
-def no_active_config() -> Iterator[None]:
-    unset_hf_deepspeed_config()
-    yield
-    unset_hf_deepspeed_config()
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
@@ -69,41 +56,11 @@ def test_a_class_that_loads_in_its_own_way_has_no_plan(llama: str) -> None:
         lowmem_load.lazy(llama, auto_class=Own)
 
 
-def test_a_plan_of_a_model_on_the_hub_downloads_no_weights(llama: str) -> None:
-    expected = plan(llama, STAGE_3, rank=1, world_size=2)
-    with hub(Path(llama), "org/model"):
-        found = plan("org/model", STAGE_3, rank=1, world_size=2)
-        assert not list(Path(huggingface_hub.constants.HF_HUB_CACHE).rglob("*.safetensors"))
-    assert found.name == "org/model"
-    assert found.costs.needed_bytes == expected.costs.needed_bytes > 0
-
-
 def test_what_transformers_places_by_itself_has_no_plan(llama: str) -> None:
     with pytest.raises(UnsupportedError, match="transformers places this model by itself, so there is nothing to plan"):
         plan(llama, STAGE_0, rank=0, world_size=2, device_map="cpu")
     with pytest.raises(ConfigError, match="device_map and ZeRO-3 both place parameters; remove device_map"):
         plan(llama, STAGE_3, rank=0, world_size=2, device_map="cpu")
-
-
-@pytest.fixture
-def installed() -> Iterator[None]:
-    install()
-    yield
-    uninstall()
-
-
-def test_a_configuration_that_nobody_kept_is_named(llama: str, no_active_config: None, installed: None) -> None:
-    HfDeepSpeedConfig(STAGE_3)  # and nobody keeps it
-    with pytest.warns(LoadOrderWarning) as caught:
-        model = AutoModelForCausalLM.from_pretrained(llama)
-    assert type(next(model.parameters())) is nn.Parameter
-    assert "HfDeepSpeedConfig" in str(caught[0].message)
-
-
-def test_no_configuration_is_no_mistake(llama: str, no_active_config: None, installed: None) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", LoadOrderWarning)
-        AutoModelForCausalLM.from_pretrained(llama)
 
 
 def test_an_ordinary_model_has_no_report(llama: str) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from lowmem_load.errors import HeaderError
 from lowmem_load.files.safetensors import Safetensors
 from lowmem_load.files.source import LocalFile, OpenSources
-from lowmem_load.models.loader import SymbolicFile, TransformersCall, collecting_handlers
+from lowmem_load.models.loader import TransformersCall, collecting_handlers
 from lowmem_load.planning.expression import Expression, hold
 from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.constructor import Context
@@ -74,23 +74,6 @@ def test_an_ordinary_call_gets_what_was_taken_out_for_describing() -> None:
     )
     call.kwargs.pop("device_map")
     assert call.run()[1]["device_map"] == "meta"
-
-
-# -- files -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    save_file({"x": X, "count": torch.tensor(3)}, tmp_path / "a.safetensors", metadata={"format": "pt"})
-    return tmp_path / "a.safetensors"
-
-
-def symbolic(path: Path) -> SymbolicFile:
-    source = LocalFile(str(path))
-    try:
-        return SymbolicFile(Safetensors().describe(source), read_nothing)
-    finally:
-        source.close()
 
 
 # -- symbolic values as data of real parameters ----------------------------------------------------------------------

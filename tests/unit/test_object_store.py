@@ -61,11 +61,6 @@ def test_the_files_of_a_folder_and_of_a_subfolder_are_listed(store: RangeServer,
     assert read_bytes(RemoteFile(list_files(URL, "")["ümläut & <b>.json"]), 0, 2) == b"{}"
 
 
-def test_a_folder_that_is_not_there_is_an_error(store: RangeServer) -> None:
-    with pytest.raises(CheckpointError, match="s3://bucket/nothing: no files are there; name the folder that holds"):
-        folder_of_url("s3://bucket/nothing")
-
-
 @pytest.mark.parametrize("fault", ["error_500", "error_503", "slow_down", "too_many", "reset_before"])
 def test_a_list_is_asked_for_again(fault: str, store: RangeServer) -> None:
     store.set(**{fault: 1, "at_most": 2})

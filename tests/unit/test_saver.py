@@ -1,6 +1,5 @@
 """Which files a save would write, and what it says of them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,10 @@ from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging as hf_logging
 
 from lowmem_load import ConfigError, UnsupportedError, save_model
-from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.models.saver import describe_save_pretrained
 from tests import builders
 
-
-@pytest.fixture(autouse=True)
-def lone_process() -> Iterator[None]:
-    yield
-    DistributedInterface().destroy()
+pytestmark = pytest.mark.usefixtures("lone_process")
 
 
 def test_transformers_logs_no_folder_that_is_not_the_users(checkpoints: Path, tmp_path: Path) -> None:

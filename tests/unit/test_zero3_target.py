@@ -37,29 +37,6 @@ def settings(world_size: int, *, bf16: bool = False, config: dict[str, Any] | No
     return read_settings(sections, world_size=world_size).for_model(None)
 
 
-def held_by(target: Zero3, *shape: int, dtype: torch.dtype = torch.float32) -> list[tuple[int, int, int]]:
-    """Start, end and allocated elements of each region."""
-    layout = target.layout("w", torch.empty(shape, dtype=dtype, device="meta"))
-    return [
-        (region.start, region.end, numel)
-        for region, numel in zip(layout.regions, layout.numels, strict=True)
-        if isinstance(region, FlatRange)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("rank", "world_size", "expected"),
-    [
-        (0, 1, [(0, 10, 10), (0, 10, 10)]),  # also on one rank, as DeepSpeed has it
-        (1, 2, [(5, 10, 5), (5, 10, 5)]),
-        (2, 4, [(6, 9, 3), (0, 6, 6)]),  # partitions of ceil(10 / 4) = 3, secondary ones of two of them
-        (3, 4, [(9, 10, 3), (6, 10, 6)]),
-    ],
-)
-def test_secondary_partitions(rank: int, world_size: int, expected: list[tuple[int, int, int]]) -> None:
-    assert held_by(Zero3(settings(world_size, zero_hpz_partition_size=2), rank, CPU), 10) == expected
-
-
 @pytest.mark.parametrize(
     ("config", "zero", "group", "message"),
     [
@@ -117,15 +94,6 @@ def test_host_memory_is_that_of_what_lies_there(device: str, offload: Any, insid
     elsewhere = Zero3(with_settings, 0, torch.device(device), modules=("other",))
     buffers = inside if offload.get("device") == "nvme" else 0
     assert elsewhere.host_bytes([plan]) == HostBytes(outside + buffers)
-
-
-def test_buffers_are_kept_in_fp32_by_name(lone_process: None) -> None:
-    model = nn.ModuleDict({"norm": nn.BatchNorm1d(2), "other": nn.BatchNorm1d(2)})
-    named = {"data_types": {"keep_in_fp32_modules": ["norm"]}}
-    target = Zero3(settings(1, bf16=True, config=named), 0, CPU)
-    kept = {id(buffer) for buffer in target.fp32_buffers(model)}
-    assert id(model["norm"].running_mean) in kept
-    assert id(model["other"].running_mean) not in kept
 
 
 def plan_of(parameter: nn.Parameter, region: FlatRange) -> TargetPlan:
