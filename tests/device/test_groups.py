@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
+from lowmem_load import load_model
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, RankError
 from tests import builders
 from tests.parity import BF16, differences
@@ -19,7 +22,6 @@ ONE_VISIBLE = {**SIMULATED, "SIM_DEVICES": "2", "SIM_VISIBLE_DEVICES": "1"}
 
 
 def load(path: str) -> Any:
-    from lowmem_load import load_model
     from tests.device.simulated import counters, reset
 
     reset()
@@ -30,8 +32,6 @@ def load(path: str) -> Any:
 
 def make_and_adopt(path: str) -> None:
     """Rank function: groups made here, and groups of others, of one backend and of two."""
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     seen = []
     init = dist.init_process_group
     with pytest.MonkeyPatch.context() as patches:
@@ -61,8 +61,6 @@ def make_and_adopt(path: str) -> None:
         assert torch.accelerator.current_device_index() == local_rank
         assert next(model.parameters()).ds_tensor.device == torch.device("sim", local_rank)
         DistributedInterface().destroy(force=True)
-    from transformers import AutoModelForCausalLM
-
     dist.init_process_group(MIXED, store=dist.PrefixStore("compare", _store()), rank=local_rank, world_size=2)
     assert differences(load(path), AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)) == []
 
@@ -85,8 +83,6 @@ def test_a_load_uses_no_collective_whatever_the_group(path: str) -> None:
 
 def adopt_without_a_device(folder: str) -> None:
     """Rank function: where LOCAL_RANK is not set, a process with one device uses that."""
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     rank = int(os.environ["RANK"])
     dist.init_process_group("simccl", store=dist.FileStore(f"{folder}/first", 2), rank=rank, world_size=2)
     if rank == 1:

@@ -1,11 +1,17 @@
 """Lazy models on the simulated device: moved without a read, read straight to the device, sharded by slices."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
 
+import lowmem_load
+from lowmem_load.integrations.accelerate import is_for_fsdp2
+from lowmem_load.symbolic.lazy import is_unread
 from tests import builders
 from tests.device.test_loads import copies, ordinary
 from tests.multi_rank.test_accelerate_fsdp2 import ENVIRONMENT
@@ -14,8 +20,6 @@ from tests.ranks import SIMULATED, run_ranks
 
 def move_and_run(path: str) -> None:
     """Rank function: the values come at the forward, through pinned memory."""
-    import lowmem_load
-    from lowmem_load.symbolic.lazy import is_unread
     from tests.device.simulated import reset
 
     tokens = torch.arange(1, 9)[None].to("sim")
@@ -42,10 +46,6 @@ def move_and_run(path: str) -> None:
 
 def shard_on_device(path: str) -> None:
     """Rank function: `fully_shard` moves a model to the device before it cuts it up, and reads slices all the same."""
-    from torch.distributed.fsdp import fully_shard
-
-    import lowmem_load
-
     torch.distributed.init_process_group("sim:simccl,cpu:gloo")
     mesh = torch.distributed.init_device_mesh("sim", (2,))
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
@@ -62,14 +62,6 @@ def shard_on_device(path: str) -> None:
 
 def load_by_device_map(path: str) -> None:
     """Rank function: under `install` a device_map that names this rank's device gives a lazy model there."""
-    import warnings
-
-    from transformers import AutoModelForCausalLM
-
-    import lowmem_load
-    from lowmem_load.integrations.accelerate import is_for_fsdp2
-    from lowmem_load.symbolic.lazy import is_unread
-
     torch.distributed.init_process_group("sim:simccl,cpu:gloo")
     rank = torch.distributed.get_rank()
     torch.accelerator.set_device_index(rank)

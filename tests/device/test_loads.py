@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from lowmem_load import get_load_report, load_model, plan
+from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.engines.partition import MIN_REGISTERED_BYTES
 from lowmem_load.errors import RankError
 from lowmem_load.files.uploads import NUM_STREAMS, SLOT_BYTES
+from lowmem_load.integrations.install import streaming
 from tests import builders
+from tests.model_digest import model_digest
 from tests.parity import BF16, FP32, differences
 from tests.ranks import SIMULATED, run_ranks
 
@@ -23,7 +28,6 @@ VOCAB_SIZE = 40_000
 
 
 def loaded(path: str, ds_config: dict[str, Any]) -> Any:
-    from lowmem_load import load_model
     from tests.device.simulated import reset
 
     gc.collect()  # what an earlier load left on the device must not go in the middle of this one, which measures
@@ -32,8 +36,6 @@ def loaded(path: str, ds_config: dict[str, Any]) -> Any:
 
 
 def ordinary(path: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
 
 
@@ -49,8 +51,6 @@ def copies() -> dict[str, int]:
 
 
 def check_what_is_stated(model: Any, staging_bytes: int) -> None:
-    from lowmem_load import get_load_report
-
     report, counted = get_load_report(model), copies()
     buffer_bytes = sum(-(-buffer.nbytes // 512) * 512 for buffer in model.buffers())  # as they are allocated
     held_bytes = sum(-(-parameter.ds_tensor.nbytes // 512) * 512 for parameter in model.parameters())
@@ -70,8 +70,6 @@ def default_device(device: str) -> Iterator[None]:
 
 
 def load_in_all_ways(path: str) -> None:
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     device = f"sim:{DistributedInterface().rank}"
     bf16, fp32 = ordinary(path, torch.bfloat16), ordinary(path, torch.float32)
 
@@ -104,13 +102,6 @@ def test_memory_and_copies_are_as_stated(path: str) -> None:
 
 def do_everything_under_a_default_device(llama: str, bert: str, folder: str) -> None:
     """Rank function, in an image without a compiler, and after the script has set a default device."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    from lowmem_load import load_model, plan
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.integrations.install import streaming
-    from tests.model_digest import model_digest
-
     os.environ |= {"PATH": folder, "CXX": f"{folder}/c++", "CC": f"{folder}/cc", "TORCH_EXTENSIONS_DIR": folder}
     group = DistributedInterface()
     torch.manual_seed(0)
@@ -194,8 +185,6 @@ def test_pinned_memory_outlives_copies_of_it(path: str) -> None:
 
 
 def run_out_of_memory(path: str) -> None:
-    from lowmem_load import load_model
-    from lowmem_load.distributed.process_group import DistributedInterface
     from tests.device.simulated import set_capacity
 
     if DistributedInterface().rank == 1:

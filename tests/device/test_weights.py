@@ -1,16 +1,16 @@
 """`iter_weights` to consumers with streams of their own."""
 
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lowmem_load import iter_weights
+from lowmem_load.weights_out.push_weights import name_tensor_pairs
 from tests.ranks import SIMULATED, run_ranks
 
 
 def take_on_two_streams() -> list[str]:
     """Rank function: takes tensors as vLLM's packed producer does. Returns the names of those that are wrong."""
-    import torch
-    import torch.distributed as dist
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from lowmem_load import iter_weights
-    from lowmem_load.weights_out.push_weights import name_tensor_pairs
     from tests.device import simulated
 
     dist.init_process_group("simccl", store=dist.HashStore(), rank=0, world_size=1)

@@ -16,6 +16,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from lowmem_load import get_load_report, load_model, save_model
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.errors import LowMemLoadError
+from lowmem_load.files.source import LocalFile
+from lowmem_load.load import load, read_once
 from tests import builders
 from tests.nodes.network import ADDRESSES, INTERFACE, Cable, Unavailable, in_node
 from tests.parity import BF16
@@ -60,10 +65,6 @@ def mount(source: str, place: str) -> None:
 
 def load_error(node: int, path: str, other: str | None = None) -> str:
     """Loads; the second node finds `other` at this path. Returns the error."""
-    from lowmem_load import load_model
-    from lowmem_load.distributed.process_group import DistributedInterface
-    from lowmem_load.errors import LowMemLoadError
-
     if other is not None and node == 1:
         mount(other, path)
     DistributedInterface().barrier()
@@ -91,8 +92,6 @@ def test_nodes_whose_files_differ_under_one_path_do_not_load(cable: Cable, check
 
 def save_under_two_paths(node: int, path: str, folders: list[str]) -> list[str]:
     """Saves to one folder that the second node finds at a path of its own; returns what is there."""
-    from lowmem_load import load_model, save_model
-
     if node == 1:
         mount(folders[0], folders[1])
     model = load_model(path, BF16)
@@ -112,9 +111,6 @@ def test_a_folder_may_have_two_paths(cable: Cable, checkpoints: Path, tmp_path: 
 
 def load_whole(_: int, path: str) -> tuple[int, int, float]:
     """Loads from a network file system under ZeRO-2; returns bytes read and received, and a sum of all values."""
-    from lowmem_load import get_load_report, load_model
-    from lowmem_load.load import read_once
-
     read_once.LEAST_BYTES = 0
     with on_network():
         model = load_model(path, {**BF16, "zero_optimization": {"stage": 2}})
@@ -133,9 +129,6 @@ def test_nodes_read_once_what_all_ranks_hold(cable: Cable, checkpoints: Path) ->
 
 def read_slowly(node: int, path: str, marker: str) -> tuple[float, str]:
     """Loads, a second for each read; returns when and how that failed."""
-    from lowmem_load.files.source import LocalFile
-    from lowmem_load.load import load
-
     ordinary_read, ordinary_execute = LocalFile.read_into, load.execute
 
     def read_into(file: Any, offset: int, memory: memoryview) -> None:

@@ -61,17 +61,6 @@ def test_a_bucket_ends_before_the_tensor_that_would_exceed_it() -> None:
     assert plan_buckets([], 10) == []
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 7, 50, 333, 10_000])
-def test_there_are_few_buckets(bucket_bytes: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.randint(1, 200, (100,), generator=generator).tolist()
-    buckets = plan_buckets([unit(str(number), nbytes) for number, nbytes in enumerate(sizes)], bucket_bytes)
-    assert len(buckets) <= 2 * sum(sizes) / bucket_bytes + 1
-    assert sorted(tensor.name for bucket in buckets for tensor in bucket.sent) == sorted(map(str, range(100)))
-    for bucket in buckets:
-        assert len(bucket.units) == 1 or sum(unit.nbytes for unit in bucket.units) <= bucket_bytes
-
-
 def flat_regions(shape: tuple[int, ...], world_size: int) -> list[Region]:
     return [partition_range(math.prod(shape), rank, world_size) for rank in range(world_size)]
 

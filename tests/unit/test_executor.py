@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.errors import TruncatedFileError
 from lowmem_load.files import executor as executor_module
 from lowmem_load.files import memory as memory_module
 from lowmem_load.files.executor import Executor
@@ -88,12 +88,6 @@ def test_strided_reads_equal_torch(
             assert reader.stats.read_bytes == span.numel * 4
 
 
-def test_large_runs_are_read_in_pieces(file: Path) -> None:
-    values, reader = read(leaf(file), FlatRange(0, 720), limits=ReadLimits(direct_bytes=1000))
-    assert torch.equal(values, VALUES.reshape(-1))
-    assert reader.stats.num_reads == 3  # 2880 bytes
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_are_counted_while_a_read_goes_on(
     file: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -139,12 +133,6 @@ def test_a_file_that_shrank_is_an_error(file: Path, num_threads: int, dtype: tor
     os.truncate(file, OFFSET + VALUES.nbytes - 1)
     with pytest.raises(TruncatedFileError, match=r"data: ended at byte 2919 \(1 bytes short\) \(while 'w' was read"):
         read(ex.cast(leaf(file), dtype), FlatRange(0, 720), num_threads)
-
-
-def test_a_lost_file_is_an_error(file: Path) -> None:
-    file.unlink()
-    with pytest.raises(CheckpointError, match=r"data: cannot be read: No such file or directory \(while 'w' was read"):
-        read(leaf(file), FlatRange(0, 720))
 
 
 # -- elementwise operations ------------------------------------------------------------------------------------------

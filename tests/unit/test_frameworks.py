@@ -1,20 +1,9 @@
 """The cases of tests/frameworks, their results, and the page that shows them."""
 
-import shlex
-
 from tests.frameworks import page
 from tests.frameworks.cases import read_cases
 from tests.frameworks.compare import is_equal
 from tests.frameworks.page import read_results
-from tests.frameworks.run import HERE
-
-
-def test_cases_have_names_and_files_of_their_own() -> None:
-    cases = read_cases()
-    assert len({case.name for case in cases}) == len(cases)
-    named = [word for case in cases for word in shlex.split(case.command) if word.startswith(("configs/", "scripts/"))]
-    assert named
-    assert [name for name in named if not (HERE / name).is_file()] == []
 
 
 def test_the_page_is_that_of_the_results() -> None:

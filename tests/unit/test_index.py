@@ -151,21 +151,6 @@ def test_an_index_that_is_used_is_checked(
         load_model(checkpoint, BF16, variant=variant)
 
 
-@pytest.mark.usefixtures("lone_process")
-def test_shards_that_are_links_out_of_the_folder_are_read(checkpoint: Path, tmp_path: Path) -> None:
-    """As DVC and git-annex keep them, and as transformers follows them."""
-    (checkpoint / "model.safetensors").unlink()
-    elsewhere = tmp_path / "annex"
-    elsewhere.mkdir()
-    for number, shard in enumerate(sorted(checkpoint.glob("model-*.safetensors"))):
-        shard.rename(elsewhere / f"object{number}")
-        shard.symlink_to(elsewhere / f"object{number}")
-    ordinary = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    model = load_model(checkpoint, {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
-    for (name, value), expected in zip(model.named_parameters(), ordinary.parameters(), strict=True):
-        assert torch.equal(value.cpu(), expected), name
-
-
 # -- config.json -----------------------------------------------------------------------------------------------------
 
 

@@ -185,21 +185,6 @@ def test_shards_that_an_index_names_must_be_there(tmp_path: Path) -> None:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "rename",
-    [
-        {r"^net\.": "", r"\.gamma$": ".weight"},
-        lambda name: None if name == "net.ema" else name.removeprefix("net.").replace(".gamma", ".weight"),
-    ],
-)
-def test_names_are_turned_into_those_of_the_module(rename: Any, tmp_path: Path) -> None:
-    expected = reference()
-    tensors = {f"net.{name}".replace("1.weight", "1.gamma"): tensor for name, tensor in state(expected).items()}
-    if not isinstance(rename, dict):
-        tensors["net.ema"] = torch.ones(2)
-    assert_equal(load(in_one_file(tmp_path, tensors), rename=rename), expected)
-
-
 def test_two_names_must_not_become_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rename: .* and .* would both become x"):
         load(in_one_file(tmp_path, state(reference())), rename=lambda _: "x")

@@ -22,9 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+from lowmem_load import get_load_report, load_model, save_model
+from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.errors import UnsupportedError
 from tests import parity
 from tests.model_digest import differing
 from tests.zoo import meshes
@@ -183,8 +188,6 @@ def compare_all(cases: list[Case], method: str, precision: str, saves: bool, fol
 
 def compare_cases(cases: list[Case], compare: Callable[[Case], dict[str, Any]], folder: str, limit_s: float) -> None:
     """Compare case after case. An exception in one ends the set, since ranks may then be out of step."""
-    from lowmem_load.distributed.process_group import DistributedInterface
-
     _prepare()
     DistributedInterface()
     journal = Journal(folder, limit_s)
@@ -202,8 +205,6 @@ def compare_cases(cases: list[Case], compare: Callable[[Case], dict[str, Any]], 
 
 
 def _compare(case: Case, method: str, precision: str, save_to: Path | None) -> dict[str, Any]:
-    import torch.distributed as dist
-
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     cls = getattr(transformers, case.cls)
     try:
@@ -256,11 +257,6 @@ def _save_again(
     Where it does, and so does one of what transformers itself saves, tensor by tensor, that is transformers'. Tensors
     that are `apart` differ anyway.
     """
-    import torch.distributed as dist
-
-    from lowmem_load import save_model
-    from lowmem_load.errors import UnsupportedError
-
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of the former type
     try:
@@ -291,8 +287,6 @@ def _ordinary(cls: Any, path: str, dtype: torch.dtype) -> tuple[nn.Module, dict[
 
 
 def _streamed(cls: Any, path: str, ds_config: Any, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
-    from lowmem_load import get_load_report, load_model
-
     model = load_model(path, ds_config, auto_class=cls)
     report = get_load_report(model)
     return model, report.loading_info
@@ -300,8 +294,6 @@ def _streamed(cls: Any, path: str, ds_config: Any, dtype: torch.dtype) -> tuple[
 
 def _stock(cls: Any, path: str, ds_config: Any, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     """Loads as HfDeepSpeedConfig does; its loading info is empty by construction, so it is not compared."""
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
     alive = HfDeepSpeedConfig(dict(ds_config))
     model = cls.from_pretrained(path, dtype=dtype)
     del alive

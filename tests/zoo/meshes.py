@@ -7,7 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lowmem_load import UnsupportedError, get_load_report, lazy, load_model
+from lowmem_load.engines.mesh import shard_fully
+from lowmem_load.models.skeleton import blocks
 
 Loaded = tuple[nn.Module, dict[str, Any]]
 
@@ -20,13 +26,6 @@ def _over_mesh(shape: Callable[[int], tuple[int, ...]]) -> Callable[..., Loaded]
     """Returns a load over a mesh."""
 
     def load(cls: Any, path: str, reference: nn.Module, dtype: torch.dtype) -> Loaded:
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-
-        from lowmem_load import get_load_report, load_model
-        from lowmem_load.engines.mesh import shard_fully
-        from lowmem_load.models.skeleton import blocks
-
         sizes = shape(dist.get_world_size())
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
@@ -45,8 +44,6 @@ def _by_config(*, stock: bool = False, **sizes: int) -> Callable[..., Loaded]:
     """Returns a load by a `DistributedConfig`: ours, or transformers' own; fsdp_size makes up for the rest."""
 
     def load(cls: Any, path: str, reference: nn.Module, dtype: torch.dtype) -> Loaded:
-        from lowmem_load import UnsupportedError, get_load_report, load_model
-
         config = _config(reference, sizes)
         if stock:
             model, info = cls.from_pretrained(path, distributed_config=config, dtype=dtype, output_loading_info=True)
@@ -62,7 +59,6 @@ def _by_config(*, stock: bool = False, **sizes: int) -> Callable[..., Loaded]:
 
 def _config(reference: Any, sizes: dict[str, int]) -> Any:
     """Returns the configuration by which transformers can shard this model; it does so here, without values."""
-    import torch.distributed as dist
     from transformers.distributed import DistributedConfig
 
     rest = dist.get_world_size() // (sizes.get("tp_size", 1) * sizes.get("dp_replicate_size", 1))
@@ -85,8 +81,6 @@ def _meshes(config: str) -> Any:
 
 def _lazily(cls: Any, path: str, _: nn.Module, dtype: torch.dtype) -> Loaded:
     """Loads without a mesh: every weight is read when it is compared."""
-    from lowmem_load import get_load_report, lazy
-
     model = lazy(path, auto_class=cls, dtype=dtype)
     return model, get_load_report(model).loading_info
 
