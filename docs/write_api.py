@@ -2,8 +2,8 @@
 
 It reads the source and imports nothing of it. `tests/unit/test_docs.py` checks that the page is what this writes.
 
-Left out are methods that are not for users (the first paragraph of their docstring ends with "Internal."), and constructors
-of classes whose docstring names the function that they are "Made by".
+Left out are methods that are not for users (the first paragraph of their docstring ends with "Internal."), and the
+constructors of classes whose docstring names the function that they are "Made by".
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ PAGE = ROOT / "docs" / "reference" / "api.md"
 HEAD = """\
 # Python API
 
-Generated from the docstrings by `docs/write_api.py`. `help(lowmem_load.load_model)` shows the same.
+Generated from the docstrings by `docs/write_api.py`. `help(lowmem_load.load_model)` shows the same. *Collective* means that
+all ranks have to make the call. *Memory* is what it needs in addition to what is there before.
 """
 CHAPTERS = {
     "Load": ("load_model", "load_into", "lazy", "local_folder", "get_load_report", "LoadReport"),
