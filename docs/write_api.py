@@ -20,8 +20,8 @@ PAGE = ROOT / "docs" / "reference" / "api.md"
 HEAD = """\
 # Python API
 
-Generated from the docstrings by `docs/write_api.py`. `help(lowmem_load.load_model)` shows the same. *Collective* means that
-all ranks have to make the call. *Memory* is what it needs in addition to what is there before.
+Generated from the docstrings by `docs/write_api.py`. `help(lowmem_load.load_model)` shows the same. *Collective* means
+that all ranks have to make the call. *Memory* is what it needs in addition to what is there before.
 """
 CHAPTERS = {
     "Load": ("load_model", "load_into", "lazy", "local_folder", "get_load_report", "LoadReport"),

@@ -61,7 +61,7 @@ class Job:
 class Needs:
     """What a load reads and needs on rank 0, which holds the most: in words by topic, and in figures.
 
-    `host_bytes` and `device_bytes` are the peaks while loading, partitions included, beside the process itself.
+    `host_bytes` and `device_bytes` are the peaks of a rank while loading, partitions included, on top of the process.
     """
 
     name: str
@@ -97,7 +97,10 @@ def needs_of(name: str, job: Job, *, revision: str | None, four_bit: bool, dequa
     host_bytes += plan.partition_bytes if where == "cpu" else swap_bytes
     device_bytes += plan.partition_bytes if where == "none" else 0
     about |= _about(plan, job, where)
-    about["memory while loading"] = f"GPU {size(device_bytes)}, host {size(host_bytes)} beside the process, by a rank"
+    about["memory while loading"] = (
+        f"GPU {size(device_bytes)} and host {size(host_bytes)} for a rank, "
+        f"host {size(job.node_size * host_bytes)} for a node; the processes come on top"
+    )
     shown = {topic: text for topic, text in about.items() if text}
     figures = plan.costs, plan.partition_bytes, host_bytes, device_bytes, plan.missing_keys, plan.unexpected_keys
     return Needs(origin(name), shown, *figures)
@@ -179,7 +182,7 @@ def _about(plan: LoadPlan, job: Job, where: str) -> dict[str, str]:
         "checkpoint": stored,
         "job": str(job),
         "rank 0 holds": f"{size(plan.partition_bytes)} of the parameters in {memory}, and {size(_whole_bytes(plan))} "
-        "that all hold",
+        "that all have",
         "rank 0 reads": f"{size(costs.read_bytes)} in {costs.num_reads:,} reads",
         "a node reads": size(job.node_size * costs.read_bytes),
         "read / needed": f"{ratio:.2f}: what lies apart in the files is read with the gaps between"
