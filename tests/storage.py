@@ -1,10 +1,13 @@
 """Storage that is not there: file systems that hold what tests have written, as far as lowmem_load can tell."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
+
+import pytest
 
 BLOCK_BYTES = 16 << 10
 
@@ -25,6 +28,19 @@ def in_small_batches() -> Iterator[None]:
 
     with mock.patch.multiple(replicas, PIECE_BYTES=8 << 10, BATCH_BYTES=64 << 10):
         yield
+
+
+def fail_once(patch: pytest.MonkeyPatch, suffix: str = "") -> None:
+    """Has the next read of a file whose name ends so fail."""
+    ordinary, failing = os.preadv, [True]
+
+    def preadv(descriptor: int, *args: Any) -> int:
+        if failing and os.readlink(f"/proc/self/fd/{descriptor}").endswith(suffix):
+            failing.clear()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return ordinary(descriptor, *args)
+
+    patch.setattr(os, "preadv", preadv)
 
 
 PAGE_BYTES = 4096

@@ -40,46 +40,23 @@ class SimulatedAccelerator(CPU_Accelerator):
     def device(self, device_index: Any = None) -> torch.device:
         return torch.device(NAME, device_index)
 
-    def set_device(self, device_index: Any) -> None:
-        module.set_device(device_index)
-
-    def current_device(self) -> int:
-        return module.current_device()
+    set_device = module.set_device
+    current_device = module.current_device
+    device_count = module.device_count
+    synchronize = module.synchronize
+    current_stream = default_stream = module.current_stream
+    memory_allocated = module.memory_allocated
+    max_memory_allocated = module.max_memory_allocated
+    Stream, Event = module.Stream, module.Event
 
     def current_device_name(self) -> str:
         return f"{NAME}:{module.current_device()}"
 
-    def device_count(self) -> int:
-        return module.device_count()
-
-    def synchronize(self, device_index: Any = None) -> None:
-        module.synchronize(device_index)
-
-    @property
-    def Stream(self) -> Any:  # noqa: N802  DeepSpeed's name
-        return module.Stream
-
     def stream(self, stream: Any) -> Any:
         return contextlib.nullcontext() if stream is None else stream
 
-    def current_stream(self, device_index: Any = None) -> torch.Stream:
-        return module.current_stream(device_index)
-
-    def default_stream(self, device_index: Any = None) -> torch.Stream:
-        return module.current_stream(device_index)
-
-    @property
-    def Event(self) -> Any:  # noqa: N802
-        return torch.Event
-
     def empty_cache(self) -> None:
         torch.accelerator.empty_cache()
-
-    def memory_allocated(self, device_index: Any = None) -> int:
-        return module.memory_allocated(device_index)
-
-    def max_memory_allocated(self, device_index: Any = None) -> int:
-        return module.max_memory_allocated(device_index)
 
     def memory_reserved(self, device_index: Any = None) -> int:
         return torch.accelerator.memory_reserved(module.device(device_index))

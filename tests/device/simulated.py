@@ -61,11 +61,8 @@ class _Module(types.ModuleType):
     def is_available(self) -> bool:
         return native.device_count() > 0
 
-    def device_count(self) -> int:
-        return native.device_count()
-
-    def current_device(self) -> int:
-        return native.current_device()
+    device_count = staticmethod(native.device_count)
+    current_device = staticmethod(native.current_device)
 
     def set_device(self, device: Any) -> None:
         native.set_device(self.device(device).index)
@@ -73,14 +70,9 @@ class _Module(types.ModuleType):
     def synchronize(self, device: Any = None) -> None:
         native.synchronize(self.device(device).index)
 
-    def current_stream(self, device: Any = None) -> torch.Stream:
-        return torch.accelerator.current_stream(self.device(device))
-
-    def memory_allocated(self, device: Any = None) -> int:
-        return torch.accelerator.memory_allocated(self.device(device))
-
-    def max_memory_allocated(self, device: Any = None) -> int:
-        return torch.accelerator.max_memory_allocated(self.device(device))
+    current_stream = staticmethod(torch.accelerator.current_stream)
+    memory_allocated = staticmethod(torch.accelerator.memory_allocated)
+    max_memory_allocated = staticmethod(torch.accelerator.max_memory_allocated)
 
     def is_initialized(self) -> bool:
         return True

@@ -4,7 +4,6 @@ Starting ranks is slow, so the test starts two, once, and has what three have sa
 on elsewhere are run by `-m release`.
 """
 
-import errno
 import gc
 import os
 import shutil
@@ -28,6 +27,7 @@ from tests import builders
 from tests.multi_rank import test_partial_training as partial
 from tests.multi_rank.test_modes import is_compiled
 from tests.ranks import run_ranks
+from tests.storage import fail_once
 from tests.zero_checkpoint import save_zero3
 
 SAMPLES = 12
@@ -288,19 +288,6 @@ def ways(names: Sequence[str], swap: str | None) -> list[tuple[str, dict[str, An
     if swap is not None and "large" in names:
         found.append(("large", BF16, CPU_ADAM, on_nvme(swap)))
     return found
-
-
-def fail_once(patch: pytest.MonkeyPatch) -> None:
-    """Has the next read fail."""
-    ordinary, failing = os.preadv, [True]
-
-    def preadv(*args: Any) -> int:
-        if failing:
-            failing.clear()
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return ordinary(*args)
-
-    patch.setattr(os, "preadv", preadv)
 
 
 def refuse(path: str, folder: str) -> None:

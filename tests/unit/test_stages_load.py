@@ -1,7 +1,6 @@
 """The stages in order, as far as one process can show it: progress, changing files, and what is warned of."""
 
 import ctypes
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from lowmem_load.errors import CheckpointError, MemoryShortageError
 from lowmem_load.files import source
 from lowmem_load.load import checks
 from lowmem_load.load import load as stages
+from tests.storage import fail_once
 
 pytestmark = pytest.mark.usefixtures("lone_process")
 
@@ -133,19 +133,6 @@ def test_a_file_overwritten_in_place_is_refused(path: Path, monkeypatch: pytest.
     assert open_below(path) == []
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the next read of a shard file fail."""
-    ordinary, failing = os.preadv, [1]
-
-    def preadv(descriptor: int, *args: Any) -> int:
-        if failing and os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors"):
-            failing.clear()
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return ordinary(descriptor, *args)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-
-
 def load_sharded_elsewhere(path: Path) -> LlamaForCausalLM:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig.from_pretrained(path))
@@ -166,7 +153,7 @@ def test_reads_that_were_tried_again_are_in_the_notes(
     load: Callable[[Path], Any], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "RETRY_DELAYS_S", (0.0,))
-    fail_once(monkeypatch)
+    fail_once(monkeypatch, ".safetensors")
     (note,) = get_load_report(load(path)).notes
     assert note.startswith(f"tried again after {path}/model-")
     assert note.endswith(".safetensors: Input/output error (1x)")
