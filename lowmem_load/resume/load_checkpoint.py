@@ -104,8 +104,8 @@ def load_checkpoint(
         load_optimizer_states: whether to load moments, hyperparameters and loss scale. The fp32 weights always are.
         load_lr_scheduler_states: whether to load the state of the lr scheduler, if the engine has one.
         load_module_only: load weights and buffers only; counters and schedulers stay as well.
-        allow_pickle: let Python unpickle the model states if the client state holds objects that only their own code
-            can make. That runs code from the file.
+        allow_pickle: whether Python may unpickle the model states if the client state has objects that only their own
+            code can make. That runs code from the file. Default: False.
 
     Returns:
         Folder of the tag, and the client_state that `save_checkpoint` was given, with DeepSpeed's version and
@@ -116,8 +116,8 @@ def load_checkpoint(
     Memory: the optimizer's moments, if it has not stepped yet; 16 MiB for each reading thread where values are cast.
 
     Raises:
-        CheckpointError: it is incomplete, malformed, truncated, of another model, not the same on all ranks, or holds
-            objects.
+        CheckpointError: it is incomplete, malformed, truncated, of another model, not the same on all ranks, or has
+            objects in its client state, without `allow_pickle`.
         ConfigError: it is of another optimizer.
         UnsupportedError: the engine is not one of plain ZeRO-3, the checkpoint has another kind of parallelism, or the
             optimizer's states were asked for and have 8 bits.
