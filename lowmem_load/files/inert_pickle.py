@@ -189,7 +189,11 @@ def _checked(grad: Any) -> bool:
     return grad
 
 
-def _parameter(tensor: Any, grad: Any, _hooks: Any, state: Any = None) -> Any:
+def _parameter(tensor: Any, grad: Any, _hooks: Any) -> Any:
+    return _parameter_with_state(tensor, grad, _hooks, None)
+
+
+def _parameter_with_state(tensor: Any, grad: Any, _hooks: Any, state: Any) -> Any:
     grad = _checked(grad)
     return _of_kind(replace(tensor, requires_grad=grad), PARAMETER, state) if isinstance(tensor, Tensor) else tensor
 
@@ -207,7 +211,7 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": lambda *arguments: _tensor(arguments[0].dtype, *arguments),
     "torch._utils._rebuild_tensor_v3": lambda *arguments: _tensor(arguments[6], *arguments[:6], *arguments[7:]),
     "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
 }
 """Functions that describe tensors. None takes many arguments: a short pickle can pass one long tuple many times."""
 
