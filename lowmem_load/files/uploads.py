@@ -19,7 +19,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
@@ -48,11 +48,18 @@ class CopyStream:
         self.stream, self.lock = torch.Stream(device=device), threading.Lock()
 
 
-class Slot(NamedTuple):
+class Slot:
     """Pinned memory, and the event behind the latest copy out of it."""
 
-    memory: torch.Tensor
-    copied: torch.Event
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
+        self.memory, self.copied = memory, torch.Event(device=device)
+        self.is_copied = False  # a copy out of it may still be queued
+
+    def wait(self) -> None:
+        """Wait until it may be written again."""
+        if self.is_copied:
+            self.copied.synchronize()
+            self.is_copied = False
 
 
 class Uploads:
@@ -78,9 +85,10 @@ class Uploads:
         with naming_shortage("pinned memory for copies to the device", num_slots * SLOT_BYTES):
             ring = torch.empty(num_slots * SLOT_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         Uploads.pinned_bytes = max(Uploads.pinned_bytes, ring.nbytes)
+        self._all_slots = [Slot(memory, device) for memory in ring.view(num_slots, SLOT_BYTES)]
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        for memory in ring.view(num_slots, SLOT_BYTES):
-            self._slots.put(Slot(memory, torch.Event(device=device)))
+        for slot in self._all_slots:
+            self._slots.put(slot)
 
     def into(self, destination: torch.Tensor) -> Put:
         """Return what fills memory that the calling thread has allocated on its current stream.
@@ -104,12 +112,13 @@ class Uploads:
     ) -> None:
         copier, slot = self._copier(), self._slots.get()
         try:
-            slot.copied.synchronize()  # at once, if nothing was copied out of it
+            slot.wait()
             staged = slot.memory[: numel * dtype.itemsize].view(dtype)
             assert staged.numel() == numel, f"a read of {numel} elements of {dtype} for a slot of {SLOT_BYTES} bytes"
             write(staged)
             with copier.lock:  # so that the stream needs one buffer on the device
                 copier.stream.wait_event(ready)
+                slot.is_copied = True
                 try:
                     _copy(nest, staged, destination)
                 finally:
@@ -124,10 +133,13 @@ class Uploads:
 
     def finish(self) -> None:
         """Wait until all copies are done. No thread may fill a slot meanwhile."""
-        first, *others = (copier.stream for copier in self._streams)
-        for other in others:
-            first.wait_stream(other)
-        first.synchronize()  # once, and not for each copy
+        if any(slot.is_copied for slot in self._all_slots):
+            first, *others = (copier.stream for copier in self._streams)
+            for other in others:
+                first.wait_stream(other)
+            first.synchronize()  # once, and not for each copy
+        for slot in self._all_slots:
+            slot.is_copied = False
 
     def _copier(self) -> CopyStream:
         copier: CopyStream | None = getattr(self._local, "copier", None)
