@@ -15,8 +15,10 @@ import logging
 import os
 import platform
 import queue
+import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -139,6 +141,10 @@ class StoreChannel:
         self._unanswered_s += min(now_s - self._counted_s, self._beat_s)
         self._counted_s = now_s
         if self._unanswered_s > self.limits.gone_s:
+            if not self.broken:  # its text is equal on all ranks, so it does not have this
+                calls = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))[-3:]  # noqa: SLF001
+                where = ", ".join(f"{call.name} (line {call.lineno})" for call in calls)
+                logger.warning("lowmem_load: rank %d gives up the store, which its thread asks in %s", self.rank, where)
             self._break(f"has not answered for {self.limits.gone_s:g} s ({peers.GONE})")
 
     def _break(self, what: str) -> None:

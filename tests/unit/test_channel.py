@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import threading
 import time
 from collections import Counter
@@ -301,7 +302,7 @@ def stuck() -> Iterator[tuple[Callable[[], Any], threading.Event, threading.Even
     end.set()
 
 
-def test_a_store_that_falls_silent_is_an_error_and_no_hang(stuck: Any) -> None:
+def test_a_store_that_falls_silent_is_an_error_and_no_hang(stuck: Any, caplog: pytest.LogCaptureFixture) -> None:
     open_client, is_stuck, end = stuck
     channels = [channel_of(open_client, rank, Limits(gone_s=0.3)) for rank in range(2)]
     groups = [Ranked(channel, (0, 1)) for channel in channels]
@@ -319,6 +320,7 @@ def test_a_store_that_falls_silent_is_an_error_and_no_hang(stuck: Any) -> None:
     end.set()
     is_stuck.clear()
     assert "has not answered for 0.3 s" in failed(step(groups[1]))[0], "also when the store is back"
+    assert re.search(r"rank 1 gives up the store, which its thread asks in .+ \(line \d+\)", caplog.text)
 
 
 def test_a_rank_that_computes_for_long_does_not_take_the_store_for_silent() -> None:
