@@ -226,9 +226,8 @@ def _tiles(name: str, shard: _Shard, mesh: Sequence[int], num_ranks: int) -> Ite
     if not grid.numel:
         return
     local = shard.file.expression(shard.local, name)
-    if (
-        math.prod(map(len, grid.runs)) > shard.local.storage.numel
-    ):  # each piece has an element of its own, unless forged
+    # Each piece has an element of its own, unless the file is forged.
+    if math.prod(map(len, grid.runs)) > shard.local.storage.numel:
         raise CheckpointError(f"{shard.file.path}: {name}: has fewer elements than pieces")
     for starts, first, sizes in grid.boxes():
         values = local
