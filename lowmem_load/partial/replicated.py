@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import socket
 from collections import defaultdict
@@ -26,6 +27,8 @@ from lowmem_load.engines.zero3_target import chosen_parameters
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
 from lowmem_load.training_checkpoints.plain_values import read_plain
 from lowmem_load.training_checkpoints.zero_checkpoint import REPLICATED_FILE
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Of the file."""
@@ -187,6 +190,11 @@ class ReplicatedPart:
             raise ConfigError(
                 "the checkpoint's optimizer does not name its parameters, as lowmem_load 0.3 saved it, and the order "
                 "of the model's parameters has changed since; pass load_optimizer_states=False"
+            )
+        if "groups" not in state["whole"]:
+            logger.warning(
+                "lowmem_load: the checkpoint's optimizer does not name its parameters, as lowmem_load 0.3 saved it, so "
+                "its state is loaded by position: this optimizer must have them in the order of the one that was saved"
             )
         for name, number in self._saved_groups(state).items():
             if name in self.groups and self.groups[name] != number:

@@ -33,7 +33,7 @@ def two_layers(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}).to(dtype)
 
 
-def test_a_state_that_does_not_fit_is_refused() -> None:
+def test_a_state_that_does_not_fit_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     """That one which fits goes on as before is shown by multi_rank/test_partial_checkpoint.py."""
     other = part_of(two_layers())
     other.optimizer = torch.optim.AdamW(other.masters.values(), lr=0.1)
@@ -41,8 +41,10 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     other.check(state, strict=True, num_groups=1)
     with pytest.raises(ConfigError, match="has 1 parameter groups, this one 2"):
         other.check(state, strict=True, num_groups=2)
+    assert not caplog.messages
     del state["whole"]["groups"]  # as lowmem_load 0.3 saved it
     other.check(state, strict=True, num_groups=1)
+    assert "its state is loaded by position" in caplog.text
     masters = state["whole"]["masters"]
     state["whole"]["masters"] = dict(reversed(masters.items()))
     with pytest.raises(ConfigError, match="order of the model's parameters has changed"):
