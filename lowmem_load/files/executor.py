@@ -316,16 +316,16 @@ class Executor:
         try:
             if work is not None:
                 work.go_on(tensor.path)
-            with (tensor.files or self.sources).reading(tensor.path) as source:
-                for done in range(0, content.nbytes, PART_BYTES):
-                    part = content[done : done + PART_BYTES]
-                    if needed_bytes:
-                        make_pages(part)
-                    source.read_into(start + done, part)
-                    if work is not None:
-                        work.go_on(tensor.path)  # before what was read moves on
-                    with self._lock:
-                        self.stats.read_bytes += part.nbytes
+            source = (tensor.files or self.sources).opened(tensor.path)
+            for done in range(0, content.nbytes, PART_BYTES):
+                part = content[done : done + PART_BYTES]
+                if needed_bytes:
+                    make_pages(part)
+                source.read_into(start + done, part)
+                if work is not None:
+                    work.go_on(tensor.path)  # before what was read moves on
+                with self._lock:
+                    self.stats.read_bytes += part.nbytes
         except CheckpointError as error:
             raise type(error)(f"{error} (while {tensor.name!r} was read)") from error
         with self._lock:

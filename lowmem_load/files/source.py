@@ -1,6 +1,5 @@
 """Byte sources: what formats and the executor know of a file. `LocalFile` is the source for files on disk.
 
-Another kind of storage (HTTP, an object store) is one more class with the methods of `ByteSource`; see `RemoteFile`.
 Errors of the operating system become errors of this package here.
 
 [Note: one descriptor] Header, sample and data of a file are read from one open source, which stays open as long as
@@ -18,8 +17,7 @@ import resource
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
@@ -43,13 +41,12 @@ _retries_lock = ForkedLock()
 OPENING_BYTES = 128 << 10
 """Bytes of each of the first two calls of a large read from a disk.
 
-Where a read does not continue the last one, Linux starts its readahead anew: what the first call asks for is read in
+Where a read does not continue the last one, Linux starts its readahead again: what the first call asks for is read in
 single pages, in small disk requests, and only then do pages and requests grow. So the first calls ask for little.
 Source: Linux 6.18 `mm/readahead.c`, `page_cache_sync_ra`, `page_cache_async_ra`."""
 
-
 SPARE_FILES = 256
-"""Files that a process may open besides those of checkpoints."""
+"""Files that a process may open in addition to those of checkpoints."""
 
 
 class ByteSource(Protocol):
@@ -68,18 +65,16 @@ class ByteSource(Protocol):
 
     @property
     def version(self) -> str:
-        """Text that changes when the bytes change. Looked up anew each time."""
+        """Text that changes when the bytes change. It is looked up again each time."""
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """Fill `memory` with the bytes from `offset` on.
 
-        Raises:
-            TruncatedFileError: the source ends before the memory is full.
-            CheckpointError: the bytes cannot be read.
+        Raises TruncatedFileError if there are fewer, and CheckpointError if they cannot be read.
         """
 
     def close(self) -> None:
-        """Close the source. Closing it again does nothing."""
+        """Close the source, which never fails. Closing it again does nothing."""
 
 
 Opener = Callable[[str], ByteSource]
@@ -91,8 +86,8 @@ class LocalFile:
 
     It is closed when nobody refers to it.
 
-    Files are not mapped: mapped memory does not count as the process's own, is read page by page on network file
-    systems, and raises SIGBUS if the file is lost.
+    Files are not mapped, because mapped memory does not count as the process's own, is read page by page on network
+    file systems, and raises SIGBUS if the file is lost.
     """
 
     def __init__(self, path: str) -> None:
@@ -215,14 +210,6 @@ def read_bytes(source: ByteSource, offset: int, nbytes: int) -> bytes:
 # -- the open files of a load -----------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Entry:
-    """The source of a path, which the first thread that reads it opens under `lock`."""
-
-    source: ByteSource | None = None
-    lock: ForkedLock = field(default_factory=ForkedLock)
-
-
 class OpenSources:
     """Opens sources when they are first read, and keeps them open. Any number of threads may use it.
 
@@ -233,7 +220,7 @@ class OpenSources:
         self._opener = open_source
         self.files: dict[str, PlannedFile] = {}  # that were planned against, by path
         self._versions: dict[str, str] = {}
-        self._entries: dict[str, _Entry] = {}
+        self._sources: dict[str, ByteSource] = {}
 
     def expect(self, files: Iterable[PlannedFile]) -> None:
         """Refuse files that have another version than was planned against. Raises CheckpointError if one had before."""
@@ -241,35 +228,30 @@ class OpenSources:
             self._check(file.path, file.version)
             self.files[file.path] = file
 
-    @contextlib.contextmanager
-    def reading(self, path: str) -> Iterator[ByteSource]:
-        """Yield the open source of a path. Raises CheckpointError if it cannot be opened or has changed."""
-        entry = self._entries.get(path) or self._entries.setdefault(path, _Entry())
-        with entry.lock:
-            if entry.source is None:
-                source = self._opener(path)
-                try:
-                    self._check(path, source.version)
-                except CheckpointError:
+    def opened(self, path: str) -> ByteSource:
+        """Return the open source of a path. Raises CheckpointError if it cannot be opened or has changed."""
+        found = self._sources.get(path)
+        if found is None:
+            source = self._opener(path)
+            try:
+                self._check(path, source.version)
+                found = self._sources.setdefault(path, source)
+            finally:
+                if found is not source:  # it has changed, or another thread was first
                     source.close()
-                    raise
-                entry.source = source
-        yield entry.source
+        return found
 
     def check_unchanged(self, paths: Iterable[str] | None = None) -> None:
         """Raise CheckpointError if an open source, of these paths or of all, has changed."""
-        entries = dict(self._entries)  # others may open some meanwhile
-        for path in entries if paths is None else paths:
-            if path in entries and (source := entries[path].source) is not None:
+        for path in list(self._sources) if paths is None else paths:
+            if (source := self._sources.get(path)) is not None:
                 self._check(path, source.version)
 
     def close(self) -> None:
         """Close all sources without a check. Nobody may read them any more."""
-        with contextlib.ExitStack() as closing:  # if one cannot be closed, the others are
-            for entry in self._entries.values():
-                if entry.source is not None:
-                    closing.callback(entry.source.close)
-        self._entries.clear()
+        for source in self._sources.values():
+            source.close()
+        self._sources.clear()
 
     def _check(self, path: str, version: str) -> None:
         if self._versions.setdefault(path, version) != version:

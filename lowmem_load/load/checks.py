@@ -200,12 +200,11 @@ def sample_digests(
     """
 
     def digest(file: PlannedFile, offsets: Sequence[int]) -> str:
-        with sources.reading(file.path) as source:
-            hasher = hashlib.blake2b(digest_size=16)
-            for offset in offsets:
-                hasher.update(read_bytes(source, offset, BLOCK_BYTES))
-                on_block()
-            return hasher.hexdigest()
+        source, hasher = sources.opened(file.path), hashlib.blake2b(digest_size=16)
+        for offset in offsets:
+            hasher.update(read_bytes(source, offset, BLOCK_BYTES))
+            on_block()
+        return hasher.hexdigest()
 
     sources.expect(files)
     with ThreadPoolExecutor(NUM_THREADS, "lowmem_load-sample") as pool:

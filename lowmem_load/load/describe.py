@@ -93,7 +93,7 @@ def describe(
         return kept
 
     initialiser = Initialiser(reads.now, None if holds_values else reads.note)
-    context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.reading)
+    context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.opened)
     context.is_partitioned, context.is_quiet = settings.stage == 3, is_quiet
     context.compares_values = holds_values and settings.world_size > 1
     context.weights = None if weights is None else _training_weights(weights, executor, context)

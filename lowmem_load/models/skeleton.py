@@ -124,8 +124,7 @@ def _on_meta(path: str) -> dict[str, torch.Tensor]:
         if os.path.isdir(path):
             expressions = {name: values.whole for name, values in open_model(path, executor).tensors.items()}
         else:
-            with executor.sources.reading(path) as source:
-                file = file_format(path).describe(source)
+            file = file_format(path).describe(executor.sources.opened(path))
             names = sorted(file.names) if path.endswith(".safetensors") else file.names  # as transformers
             expressions = {name: file.expression(name) for name in names}
     return {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in expressions.items()}

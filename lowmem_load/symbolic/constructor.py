@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -399,7 +398,7 @@ class Context:
         initialiser: writes into the parameters that are not in the files.
         keeps_of: called with the model once it has its parameters; returns what this rank keeps of each.
         check_built: called with the model as soon as it is built; raises for one that cannot be described.
-        reading: opens a file of the checkpoint for a block; the file may stay open afterwards.
+        opened: returns the open file of the checkpoint at a path, which stays open.
         constructor: the values that the model's constructor computes.
         is_partitioned: whether the load is one of ZeRO-3, or of shards.
         weights: take the place of those in the files.
@@ -411,7 +410,7 @@ class Context:
     initialiser: Initialiser
     keeps_of: Callable[[nn.Module], Keeps]
     check_built: Callable[[nn.Module], None]
-    reading: Callable[[str], AbstractContextManager[ByteSource]]
+    opened: Callable[[str], ByteSource]
     files: dict[str, CheckpointFile] = field(default_factory=dict)
     constructor: Constructor = field(default_factory=Constructor)
     is_partitioned: bool = True
@@ -427,6 +426,5 @@ class Context:
     def file(self, path: str, checkpoint_format: CheckpointFormat) -> CheckpointFile:
         """Return the description of a file, which is read once."""
         if path not in self.files:
-            with self.reading(path) as source:
-                self.files[path] = checkpoint_format.describe(source)
+            self.files[path] = checkpoint_format.describe(self.opened(path))
         return self.files[path]

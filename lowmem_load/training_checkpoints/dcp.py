@@ -73,9 +73,9 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
         UnsupportedError: chunks are compressed or encrypted.
     """
     files, path = Files(folder, executor), os.path.join(folder, METADATA)
-    with executor.sources.reading(path) as source:
-        saved, digest = read_metadata(source)
-        files.opened.append(PlannedFile(path, source.nbytes, digest, source.version))
+    source = executor.sources.opened(path)
+    saved, digest = read_metadata(source)
+    files.opened.append(PlannedFile(path, source.nbytes, digest, source.version))
     by_file: dict[str, list[tuple[SavedTensor, Chunk]]] = {}
     for tensor in saved.values():
         for chunk in tensor.chunks:
@@ -88,16 +88,16 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
         end = max(chunk.start + chunk.nbytes for _, chunk in chunks)
         digest = fingerprint(f"{tensor.name} {chunk}" for tensor, chunk in chunks)
         what, advice = f"{len(chunks)} chunks of weights", "copy the files of all ranks to one folder"
-        with executor.sources.reading(files.raw(name, end, what, advice, digest)) as source:
-            for tensor, chunk in chunks:
-                values = zips.find(source, chunk.start, chunk.nbytes, tensor.name)
-                if (values.shape, values.dtype) != (chunk.sizes, tensor.dtype):
-                    raise CheckpointError(
-                        f"{source.path}: {tensor.name}: is {values.dtype} of shape {values.shape} at byte "
-                        f"{chunk.start}, where .metadata says {tensor.dtype} of shape {chunk.sizes}: another save "
-                        "has written one of them"
-                    )
-                tiles[tensor.name].append(Tile(chunk.offsets, values))
+        source = executor.sources.opened(files.raw(name, end, what, advice, digest))
+        for tensor, chunk in chunks:
+            values = zips.find(source, chunk.start, chunk.nbytes, tensor.name)
+            if (values.shape, values.dtype) != (chunk.sizes, tensor.dtype):
+                raise CheckpointError(
+                    f"{source.path}: {tensor.name}: is {values.dtype} of shape {values.shape} at byte "
+                    f"{chunk.start}, where .metadata says {tensor.dtype} of shape {chunk.sizes}: another save "
+                    "has written one of them"
+                )
+            tiles[tensor.name].append(Tile(chunk.offsets, values))
     check_written_before(path, [file.path for file in files.opened[1:]])
     tensors = {tensor.keys: assemble(f"{folder}: {name}", tensor.shape, tiles[name]) for name, tensor in saved.items()}
     return SavedState(folder, "torch DCP", tensors, tuple(files.opened))

@@ -154,8 +154,8 @@ def read_plain(path: str, *, with_elements: bool = True) -> Any:
 
     Raises CheckpointError if it is malformed, or holds objects that only their own code can create.
     """
-    with Executor() as executor, executor.sources.reading(path) as source:
-        file = describe_objects(source)
+    with Executor() as executor:
+        file = describe_objects(executor.sources.opened(path))
         try:
             return PlainValues(file, executor if with_elements else None).value(file.tree)
         except NeedsCodeError as error:

@@ -62,8 +62,7 @@ class Files:
 
     def open(self, name: str, describe: Callable[[ByteSource], File]) -> File:
         """Return what a file holds, without weights."""
-        with self.executor.sources.reading(os.path.join(self.folder, name)) as source:
-            file = describe(source)
+        file = describe(self.executor.sources.opened(os.path.join(self.folder, name)))
         self.opened.append(PlannedFile(file.path, file.nbytes, file.digest, file.version))
         return file
 
@@ -72,8 +71,8 @@ class Files:
         path = os.path.join(self.folder, name)
         if not os.path.exists(path):
             raise CheckpointError(f"{path}: is missing, with {what}; {advice}")
-        with self.executor.sources.reading(path) as source:
-            self.opened.append(PlannedFile(path, source.nbytes, digest, source.version))
+        source = self.executor.sources.opened(path)
+        self.opened.append(PlannedFile(path, source.nbytes, digest, source.version))
         if self.opened[-1].nbytes < nbytes:
             raise TruncatedFileError(
                 f"{path}: has {self.opened[-1].nbytes} bytes, {nbytes} are expected, with {what}; copy it again"

@@ -223,11 +223,11 @@ class ZeroCheckpoint:
                     f"nothing was run: {error}. If you trust whoever has saved it, pass allow_pickle=True, which lets "
                     "Python unpickle this file"
                 ) from error
-        with executor.sources.reading(file.path) as source:
-            if not isinstance(source, LocalFile):
-                raise UnsupportedError(f"{file.path}: can be unpickled only on a disk; copy it there")
-            tree = torch.load(source.path_of_open, map_location="cpu", mmap=True, weights_only=False)
-            return copy.deepcopy((tree.get("lr_scheduler"), _client_state(tree)))  # not mapped
+        source = executor.sources.opened(file.path)
+        if not isinstance(source, LocalFile):
+            raise UnsupportedError(f"{file.path}: can be unpickled only on a disk; copy it there")
+        tree = torch.load(source.path_of_open, map_location="cpu", mmap=True, weights_only=False)
+        return copy.deepcopy((tree.get("lr_scheduler"), _client_state(tree)))  # not mapped
 
 
 def _client_state(tree: Mapping[Any, Any]) -> dict[Any, Any]:

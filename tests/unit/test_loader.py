@@ -130,7 +130,7 @@ def test_tensors_are_made_without_threads() -> None:
 @pytest.fixture
 def context() -> Iterator[Context]:
     sources = OpenSources(LocalFile)
-    yield Context(read_nothing, Initialiser(read_nothing), pytest.fail, lambda model: None, sources.reading)
+    yield Context(read_nothing, Initialiser(read_nothing), pytest.fail, lambda model: None, sources.opened)
     sources.close()
 
 

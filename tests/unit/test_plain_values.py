@@ -25,7 +25,8 @@ def read(value: Any, folder: Path) -> Any:
     """Return what is read of a value that torch.save has saved."""
     path = folder / "saved.pt"
     torch.save(value, path)
-    with Executor() as executor, executor.sources.reading(str(path)) as source:
+    with Executor() as executor:
+        source = executor.sources.opened(str(path))
         return PlainValues(describe_objects(source), executor).value(describe_objects(source).tree)
 
 
