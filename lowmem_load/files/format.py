@@ -10,7 +10,7 @@ from lowmem_load.files.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Expression
 
 NESTS = ("state_dict", "model_state_dict", "model", "module")
-"""Keys under which training code saves a state dict, beside an optimizer's and the like."""
+"""Keys under which training code saves a state dict, next to an optimizer's and the like."""
 
 
 class CheckpointFile(NamedTuple):

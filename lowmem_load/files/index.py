@@ -1,4 +1,4 @@
-"""Names of files of weights, and the JSON files beside them: indexes, configurations of models and adapters."""
+"""Names of files of weights, and the JSON files next to them: indexes, configurations of models and adapters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import re
 import reprlib
-from pathlib import Path
 from typing import Any
 
 from lowmem_load.errors import CheckpointError, listed
@@ -44,16 +43,11 @@ def check_index(index: str, *, needs_metadata: bool = True) -> None:
         raise CheckpointError(f"{index}: has no weight_map that gives the file of each tensor")
     if needs_metadata and not isinstance(content.get("metadata"), dict):
         raise CheckpointError(f"{index}: has no metadata, which transformers reads; write an empty object")
-    seen: set[str] = set()
     for name, file in weight_map.items():
-        if isinstance(file, str) and file in seen:
-            continue
-        what = f"{index}: tensor {name!r} is said to be in {reprlib.repr(file)}"
-        if not _is_file_name(file):
-            raise CheckpointError(f"{what}, which is no name of a file")
-        if os.path.isabs(file) or ".." in Path(file).parts:
-            raise CheckpointError(f"{what}, outside of the folder")
-        seen.add(file)
+        is_name = _is_file_name(file)
+        if not is_name or os.path.isabs(file) or ".." in file.split("/"):
+            what = "outside of the folder" if is_name else "which is not a name of a file"
+            raise CheckpointError(f"{index}: tensor {name!r} is said to be in {reprlib.repr(file)}, {what}")
 
 
 def check_files(index: str) -> None:
@@ -76,7 +70,7 @@ def base_of_adapter(path: str) -> str:
     content = read_json(path)
     base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
     if not isinstance(base, str) or not base:
-        raise CheckpointError(f"{path}: names no base_model_name_or_path")
+        raise CheckpointError(f"{path}: lacks a base_model_name_or_path that names its base model")
     return base
 
 

@@ -1,7 +1,7 @@
 """Reads the pickle of a torch file without running it: describes tensors and plain values, names other objects.
 
 The pickle is untrusted. A first pass refuses opcodes outside of a list. `_Unpickler` is the standard library's, and
-each opcode that could call something is replaced: globals are kept as their names, so its stack holds nothing that can
+each opcode that could call something is replaced: globals are kept as their names, so its stack has nothing that can
 be called. The faster one in C would hash a deeply nested tuple as the key of a dict, which overflows the stack of C.
 torch's weights-only unpickler refuses DeepSpeed's objects, also under `FakeTensorMode`, which would give the places of
 storages.
@@ -80,7 +80,7 @@ class Foreign:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The entry `data/<key>` holds `numel` elements of `dtype`."""
+    """The entry `data/<key>` has `numel` elements of `dtype`."""
 
     key: str
     dtype: torch.dtype
@@ -189,11 +189,7 @@ def _checked(grad: Any) -> bool:
     return grad
 
 
-def _parameter(tensor: Any, grad: Any, _hooks: Any) -> Any:
-    return _parameter_with_state(tensor, grad, _hooks, None)
-
-
-def _parameter_with_state(tensor: Any, grad: Any, _hooks: Any, state: Any) -> Any:
+def _parameter(tensor: Any, grad: Any, state: Any) -> Any:
     grad = _checked(grad)
     return _of_kind(replace(tensor, requires_grad=grad), PARAMETER, state) if isinstance(tensor, Tensor) else tensor
 
@@ -210,11 +206,10 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     "torch.Size": _shape,
     "torch._utils._rebuild_tensor_v2": lambda *arguments: _tensor(arguments[0].dtype, *arguments),
     "torch._utils._rebuild_tensor_v3": lambda *arguments: _tensor(arguments[6], *arguments[:6], *arguments[7:]),
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
+    "torch._utils._rebuild_parameter": lambda tensor, grad, _hooks: _parameter(tensor, grad, None),
+    "torch._utils._rebuild_parameter_with_state": lambda tensor, grad, _hooks, state: _parameter(tensor, grad, state),
 }
 """Functions that describe tensors. None takes many arguments: a short pickle can pass one long tuple many times."""
-
 
 WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 """Name of a `Foreign` that is a DTensor: class, dtype, shape, strides, ...; its state has the local tensor."""
@@ -252,8 +247,8 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (as torch.package does)
             return DTYPES[full]
         if self._only_tensors and full not in STORAGE_DTYPES and full not in _CALLS:
             raise CheckpointError(
-                f"{self._path}: its pickle names {full:.200}, which describes no tensor; nothing was run. If you trust "
-                "its maker, save the tensors alone: torch.save(model.state_dict(), path), or better as safetensors"
+                f"{self._path}: its pickle names {full:.200}, which does not describe a tensor; nothing was run. If "
+                "you trust its maker, save its tensors alone: torch.save(model.state_dict(), path), or as safetensors"
             )
         return Global(full)
 
@@ -308,7 +303,9 @@ def _check_opcodes(pickled: bytes, path: str, nbytes_per_object: int) -> None:
     num_made = num_remembered = 0
     for opcode, _, position in pickletools.genops(pickled):
         if opcode.name not in _ALLOWED:
-            raise CheckpointError(f"{path}: its pickle is malformed: it uses {opcode.name}, which no state dict needs")
+            raise CheckpointError(
+                f"{path}: its pickle is malformed: it uses {opcode.name}, which state dicts do not need"
+            )
         num_made += opcode.name in _MAKES
         num_remembered += opcode.name in _REMEMBERS
         if max(num_made, num_remembered) > FREE_OBJECTS + (position or 0) // nbytes_per_object:

@@ -6,12 +6,13 @@ A file has 8 bytes of little-endian header length, the header as JSON, then the 
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import json
 import math
 import reprlib
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,6 @@ from lowmem_load.errors import HeaderError, TruncatedFileError, UnsupportedError
 from lowmem_load.files.format import CheckpointFile, refuse_git_lfs_pointer
 from lowmem_load.files.source import ByteSource, read_bytes
 from lowmem_load.planning.expression import Source
-from lowmem_load.text import key_of
 
 PREFIX_NBYTES = 8
 METADATA, FIELDS = "__metadata__", {"dtype", "shape", "data_offsets"}
@@ -58,61 +58,20 @@ BITS: Mapping[str, int] = {code: bits for code, (bits, _) in _DTYPES.items()}
 DTYPES: Mapping[str, torch.dtype] = {code: getattr(torch, name) for code, (_, name) in _DTYPES.items() if name}
 """The dtypes that torch has too."""
 
+CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+
 PACKED = {"F4": 2}
 """Elements along the last dimension that torch packs into one element of its dtype."""
 
 
-class TensorEntry(NamedTuple):
-    """One tensor of a file, as the file spells it. torch may be unable to hold it; only using it is an error then.
+class Entry(NamedTuple):
+    """One tensor as the header describes it: the bytes of the file that are its data, and its name, dtype and shape."""
 
-    `start` is the first byte of the data, absolute in the file.
-    """
-
-    file_name: str
-    name: str
-    dtype_code: str
-    file_shape: tuple[int, ...]
     start: int
-
-    @property
-    def where(self) -> str:
-        """Its name in messages."""
-        return f"{self.file_name}: tensor {self.name!r}"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype as torch names it."""
-        if self.dtype_code not in DTYPES:
-            raise UnsupportedError(f"{self.where}: torch {torch.__version__} has no dtype for its {self.dtype_code}")
-        return DTYPES[self.dtype_code]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape in elements of `dtype`, as in safetensors' own loader."""
-        if math.prod(max(1, size) for size in self.file_shape) > MAX_TORCH_SIZE:
-            raise UnsupportedError(f"{self.where}: its shape {self.file_shape} is beyond what torch can hold")
-        packed = PACKED.get(self.dtype_code, 1)
-        if packed == 1:
-            return self.file_shape
-        *rows, last = self.file_shape
-        if last % packed:
-            raise UnsupportedError(
-                f"{self.where}: its shape {self.file_shape} is odd in the last dimension, along which torch packs "
-                f"{packed} elements of {self.dtype_code} into one"
-            )
-        return (*rows, last // packed)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the data."""
-        return math.prod(self.file_shape) * BITS[self.dtype_code] // 8
-
-
-class Header(NamedTuple):
-    """A validated header."""
-
-    tensors: Mapping[str, TensorEntry]
-    metadata: Mapping[str, str] | None
+    end: int
+    name: str
+    code: str
+    shape: tuple[int, ...]
 
 
 def header_nbytes(prefix: bytes, file_name: str, file_nbytes: int) -> int:
@@ -126,14 +85,14 @@ def header_nbytes(prefix: bytes, file_name: str, file_nbytes: int) -> int:
         )
     if PREFIX_NBYTES + nbytes > file_nbytes:
         raise TruncatedFileError(
-            f"{file_name}: the header needs {PREFIX_NBYTES + nbytes} bytes, the file has {file_nbytes}; "
+            f"{file_name}: the header needs {PREFIX_NBYTES + nbytes} bytes, but the file has {file_nbytes}; "
             "download it again"
         )
     return int(nbytes)
 
 
-def parse_header(header: bytes, file_name: str, file_nbytes: int) -> Header:
-    """Parse and validate the JSON `header` of a file of `file_nbytes` bytes."""
+def parse_header(header: bytes, file_name: str, file_nbytes: int) -> tuple[dict[str, Entry], dict[str, str] | None]:
+    """Return the validated tensors and the metadata of the JSON `header` of a file of `file_nbytes` bytes."""
     data_start = PREFIX_NBYTES + len(header)
     try:
         tensors = json.loads(header.decode("utf-8"), object_pairs_hook=_without_twins, parse_constant=_refuse)
@@ -148,11 +107,11 @@ def parse_header(header: bytes, file_name: str, file_nbytes: int) -> Header:
         raise HeaderError(f"{file_name}: header is not valid JSON of tensors: {error}") from error
     entries = {name: _entry(name, fields, data_start, file_name) for name, fields in tensors.items()}
     _check_tiling(entries, data_start, file_name, file_nbytes)
-    return Header(entries, metadata)
+    return entries, metadata
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of the JSON. Of two equal names safetensors and Python take the last, without a word."""
+    """Return an object of the JSON. If two names are equal, safetensors and Python silently take the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = collections.Counter(name for name, _ in pairs)
@@ -168,7 +127,7 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE
 
 
-def _entry(name: str, fields: Any, data_start: int, file_name: str) -> TensorEntry:
+def _entry(name: str, fields: Any, data_start: int, file_name: str) -> Entry:
     where = f"{file_name}: tensor {name!r}"
     if not isinstance(fields, dict) or not fields.keys() >= FIELDS:
         raise HeaderError(f"{where} lacks dtype, shape or data_offsets")
@@ -187,33 +146,27 @@ def _entry(name: str, fields: Any, data_start: int, file_name: str) -> TensorEnt
     nbits = numel * BITS[code]
     if nbits > MAX_SIZE:
         raise HeaderError(f"{where} has shape {reprlib.repr(shape)}, too large to be counted")
+    what = f"{where} of shape {tuple(shape)} and dtype {code}"
     if nbits % 8:
-        raise HeaderError(
-            f"{where} of shape {tuple(shape)} and dtype {code} has {nbits} bits, no whole number of bytes"
-        )
-    if offsets[1] - offsets[0] != nbits // 8:
-        raise HeaderError(
-            f"{where} of shape {tuple(shape)} and dtype {code} needs {nbits // 8} bytes, "
-            f"its data_offsets {offsets} hold {offsets[1] - offsets[0]}"
-        )
-    return TensorEntry(file_name, name, code, tuple(shape), data_start + offsets[0])
+        raise HeaderError(f"{what} has {nbits} bits, which is not a whole number of bytes")
+    start, end = offsets
+    if end - start != nbits // 8:
+        raise HeaderError(f"{what} needs {nbits // 8} bytes, but its data_offsets {offsets} have {end - start}")
+    return Entry(data_start + start, data_start + end, name, code, tuple(shape))
 
 
-def _check_tiling(entries: Mapping[str, TensorEntry], data_start: int, file_name: str, file_nbytes: int) -> None:
+def _check_tiling(entries: Mapping[str, Entry], data_start: int, file_name: str, file_nbytes: int) -> None:
     end = data_start
-    # Two sorts, since one by pairs needs twice the memory. Empty tensors come before others of the same start.
-    in_file = sorted(entries.values(), key=lambda entry: entry.nbytes)
-    in_file.sort(key=lambda entry: entry.start)
-    for entry in in_file:
+    for entry in sorted(entries.values()):  # empty tensors come before others of the same start
         if entry.start != end:
             raise HeaderError(
-                f"{entry.where} starts at byte {entry.start}, the one before it ends at {end}; "
-                "safetensors allows neither holes nor overlaps"
+                f"{file_name}: tensor {entry.name!r} starts at byte {entry.start}, but the one before it ends at "
+                f"{end}; safetensors allows neither holes nor overlaps"
             )
-        end += entry.nbytes
+        end = entry.end
     if file_nbytes < end:
         raise TruncatedFileError(
-            f"{file_name}: the header promises {end} bytes, the file has {file_nbytes}; download it again"
+            f"{file_name}: the header promises {end} bytes, but the file has {file_nbytes}; download it again"
         )
     if file_nbytes > end:
         raise HeaderError(f"{file_name}: {file_nbytes - end} bytes follow the last tensor; the file is corrupt")
@@ -228,30 +181,25 @@ class Safetensors:
         refuse_git_lfs_pointer(source)
         prefix = read_bytes(source, 0, PREFIX_NBYTES)
         raw = read_bytes(source, PREFIX_NBYTES, header_nbytes(prefix, path, source.nbytes))
-        header = parse_header(raw, path, source.nbytes)
+        entries, metadata = parse_header(raw, path, source.nbytes)
         digest = hashlib.sha256(raw).hexdigest()[:16]
-        expression = _expressions(path, header.tensors)
-        return CheckpointFile(path, source.nbytes, digest, version, tuple(header.tensors), header.metadata, expression)
+        expression = functools.cache(lambda name: _source(path, entries[name]))
+        return CheckpointFile(path, source.nbytes, digest, version, tuple(entries), metadata, expression)
 
 
-def _expressions(path: str, entries: Mapping[str, TensorEntry]) -> Callable[[str], Source]:
-    """Return a function from names to sources. It shares equal shapes: there may be a hundred thousand tensors."""
-    shapes: dict[bytes, tuple[int, ...]] = {}
-    sources: dict[str, Source | str] = {}
-    for name, entry in entries.items():
-        try:
-            shape = entry.shape
-            sources[name] = Source(path, name, entry.start, shapes.setdefault(key_of(shape), shape), entry.dtype)
-        except UnsupportedError as error:  # only a model that uses this tensor fails
-            sources[name] = str(error)
-
-    def expression(name: str) -> Source:
-        source = sources[name]
-        if isinstance(source, str):
-            raise UnsupportedError(source)
-        return source
-
-    return expression
-
-
-CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+def _source(path: str, entry: Entry) -> Source:
+    """Return a tensor as safetensors' own loader gives it. UnsupportedError: torch lacks its dtype or shape."""
+    where, code, shape = f"{path}: tensor {entry.name!r}", entry.code, entry.shape
+    if math.prod(max(1, size) for size in shape) > MAX_TORCH_SIZE:
+        raise UnsupportedError(f"{where}: its shape {shape} is too large for torch")
+    if code not in DTYPES:
+        raise UnsupportedError(f"{where}: torch {torch.__version__} has no dtype for its {code}")
+    if code in PACKED:
+        *rows, last = shape
+        if last % PACKED[code]:
+            raise UnsupportedError(
+                f"{where}: its shape {shape} is odd in the last dimension, along which torch packs {PACKED[code]} "
+                f"elements of {code} into one"
+            )
+        shape = (*rows, last // PACKED[code])
+    return Source(path, entry.name, entry.start, shape, DTYPES[code])

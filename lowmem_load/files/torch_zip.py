@@ -84,60 +84,58 @@ class _Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TorchObjects:
-    """A torch file and the tree of its pickle. For the other fields see `CheckpointFile`."""
+    """A torch file, the tree of its pickle, and its storages by key. For the other fields see `CheckpointFile`."""
 
     path: str
     nbytes: int
     digest: str
     version: str
     tree: Any
-    prefix: str
-    entries: Mapping[str, _Entry]
+    storages: Mapping[str, _Entry]
 
     def shifted(self, start: int) -> TorchObjects:
         """Return this for a zip that begins at byte `start` of its file."""
-        entries = {name: entry._replace(start=start + entry.start) for name, entry in self.entries.items()}
-        return replace(self, entries=entries)
+        storages = {key: entry._replace(start=start + entry.start) for key, entry in self.storages.items()}
+        return replace(self, storages=storages)
 
     def checksum(self, tensor: Tensor) -> int | None:
-        """Return the zip's checksum of a tensor's data; None if the data hold more than the tensor."""
-        entry = self.entries.get(f"{self.prefix}/data/{tensor.storage.key}")
-        is_whole = entry is not None and entry.nbytes == math.prod(tensor.size) * tensor.dtype.itemsize
-        return (entry.checksum or None) if entry is not None and is_whole else None  # 0: it was not computed
+        """Return the zip's checksum of a tensor's data; None if it has none, or the data are more than the tensor."""
+        entry = self.storages.get(tensor.storage.key)
+        if entry is None or entry.nbytes != math.prod(tensor.size) * tensor.dtype.itemsize:
+            return None
+        return entry.checksum or None  # 0: it was not computed
 
     def storage(self, tensor: Tensor, name: str) -> Source:
         """Return all bytes of the storage in which a tensor lies. See `expression`, which checks that it does."""
         self.expression(tensor, name)
-        entry = self.entries[f"{self.prefix}/data/{tensor.storage.key}"]
+        entry = self.storages[tensor.storage.key]
         return Source(self.path, name, entry.start, (entry.nbytes,), torch.uint8)
 
     def expression(self, tensor: Tensor, name: str) -> Expression:
         """Return a tensor of the tree, `name` in messages: a view of the bytes that it spans in its storage."""
-        path, entry = self.path, self.entries.get(f"{self.prefix}/data/{tensor.storage.key}")
         storage, size, itemsize = tensor.storage, tensor.size, tensor.dtype.itemsize
+        where, entry = f"{self.path}: tensor {name!r}", self.storages.get(storage.key)
         storage_nbytes = storage.numel * storage.dtype.itemsize
         if entry is None or entry.nbytes != storage_nbytes:
             state = "is absent" if entry is None else f"has {entry.nbytes} bytes"
-            raise CheckpointError(
-                f"{path}: tensor {name!r} needs data/{storage.key} of {storage_nbytes} bytes, which {state}"
-            )
+            raise CheckpointError(f"{where} needs data/{storage.key} of {storage_nbytes} bytes, which {state}")
         if math.prod(max(1, n) for n in size) * itemsize >= 1 << 63:
-            raise CheckpointError(f"{path}: tensor {name!r} has the impossible shape {size}")
+            raise CheckpointError(f"{where} has the impossible shape {size}")
         span = 1 + sum((n - 1) * stride for n, stride in zip(size, tensor.strides, strict=True)) if 0 not in size else 0
         if (tensor.offset + span) * itemsize > storage_nbytes:
             raise CheckpointError(
-                f"{path}: tensor {name!r} ends at element {tensor.offset + span} of data/{storage.key}, "
-                f"which has {storage_nbytes // itemsize}"
+                f"{where} ends at element {tensor.offset + span} of data/{storage.key}, which has "
+                f"{storage_nbytes // itemsize}"
             )
-        stored = Source(path, name, entry.start + tensor.offset * itemsize, (span,), tensor.dtype)
+        stored = Source(self.path, name, entry.start + tensor.offset * itemsize, (span,), tensor.dtype)
         if not span or merged_dims(size, tensor.strides) in ([], [(span, 1)]):
             return replace(stored, shape=size)
         if are_nested(size, tensor.strides):
             return strided(stored, 0, tensor.strides, size)
         if math.prod(size) * itemsize > storage_nbytes:  # each rank would compute them all
             raise CheckpointError(
-                f"{path}: tensor {name!r} of shape {size} and strides {tensor.strides} has its elements several times, "
-                f"and more of them than data/{storage.key}; save it again as {name}.clone()"
+                f"{where} of shape {size} and strides {tensor.strides} has its elements several times, and more of "
+                f"them than data/{storage.key}; save it again as {name}.clone()"
             )
 
         def view(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -153,7 +151,7 @@ def describe_objects(source: ByteSource, read: Callable[[bytes, str], Any] = obj
     entries = _read_directory(source)
     prefixes = [name[: -len("/data.pkl")] for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(prefixes) != 1:
-        raise CheckpointError(f"{source.path}: a zip with {len(prefixes)} data.pkl, expected one; no torch checkpoint")
+        raise CheckpointError(f"{source.path}: has {len(prefixes)} data.pkl instead of one, as a torch checkpoint has")
     (prefix,) = prefixes
     if f"{prefix}/constants.pkl" in entries:
         raise CheckpointError(f"{source.path}: is a TorchScript program; save its state dict with torch.save instead")
@@ -163,8 +161,9 @@ def describe_objects(source: ByteSource, read: Callable[[bytes, str], Any] = obj
     pickled = _read_entry(source, entries[f"{prefix}/data.pkl"], MAX_PICKLE_NBYTES)
     places = repr(sorted((name, entry.start, entry.nbytes) for name, entry in entries.items()))
     digest = hashlib.sha256(pickled + places.encode()).hexdigest()[:16]
-    tree = read(pickled, source.path)
-    return TorchObjects(source.path, source.nbytes, digest, version, tree, prefix, entries)
+    data = f"{prefix}/data/"
+    storages = {name.removeprefix(data): entry for name, entry in entries.items() if name.startswith(data)}
+    return TorchObjects(source.path, source.nbytes, digest, version, read(pickled, source.path), storages)
 
 
 class _ZipSource:
@@ -184,7 +183,7 @@ class _ZipSource:
     def read(self, nbytes: int = -1) -> bytes:
         if nbytes > MAX_DIRECTORY_NBYTES:  # zipfile would parse a huge forged directory
             raise CheckpointError(
-                f"{self._source.path}: zip directory of {nbytes} bytes, at most {MAX_DIRECTORY_NBYTES}"
+                f"{self._source.path}: has a zip directory of {nbytes} bytes, expected at most {MAX_DIRECTORY_NBYTES}"
             )
         content = read_bytes(self._source, self._at, nbytes if nbytes >= 0 else self._source.nbytes)
         self._at += len(content)
@@ -202,14 +201,13 @@ def _read_directory(source: ByteSource) -> dict[str, _Entry]:
         raise CheckpointError(f"{path}: is not a torch file: it does not begin as a zip does")
     try:
         if not zipfile.is_zipfile(file):
-            raise TruncatedFileError(f"{path}: no zip directory at its end, byte {source.nbytes}; download it again")
+            raise TruncatedFileError(f"{path}: ends at byte {source.nbytes} without a zip directory; download it again")
         archive = zipfile.ZipFile(file)
     except CheckpointError:  # which is a ValueError
         raise
     except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, OSError) as error:
         raise CheckpointError(f"{path}: its zip directory is malformed: {error}") from error
-    infos, directory_start = archive.infolist(), archive.start_dir
-    infos.sort(key=lambda info: info.header_offset)
+    infos, directory_start = sorted(archive.infolist(), key=lambda info: info.header_offset), archive.start_dir
     starts = [*(info.header_offset for info in infos), directory_start]
     entries: dict[str, _Entry] = {}
     end = 0
@@ -239,9 +237,9 @@ def _data_start(source: ByteSource, info: zipfile.ZipInfo) -> int:
     name = _name(info)
     path, header = source.path, read_bytes(source, info.header_offset, 30 + len(name))
     if len(header) < 30 + len(name) or header[:4] != b"PK\x03\x04" or header[30:] != name:
-        raise CheckpointError(f"{path}: no header of zip entry {info.orig_filename!r} at byte {info.header_offset}")
+        raise CheckpointError(f"{path}: zip entry {info.orig_filename!r} lacks its header at byte {info.header_offset}")
     method, *_, stored, size, name_nbytes, extra_nbytes = struct.unpack("<4x2xxxH2H3L2H", header[:30])
-    follows = bool(info.flag_bits & 8)  # a descriptor after the data may hold the sizes
+    follows = bool(info.flag_bits & 8)  # a descriptor after the data may have the sizes
     known = {info.file_size, 0xFFFFFFFF} | ({0} if follows else set())
     if method != zipfile.ZIP_STORED or name_nbytes != len(name) or not {stored, size} <= known:
         raise CheckpointError(f"{path}: header and directory disagree on zip entry {info.orig_filename!r}")
@@ -263,14 +261,16 @@ def _read_entry(source: ByteSource, entry: _Entry | None, max_nbytes: int) -> by
     if entry is None:
         return b""
     if entry.nbytes > max_nbytes:
-        raise CheckpointError(f"{source.path}: a zip entry for metadata has {entry.nbytes} bytes, at most {max_nbytes}")
+        raise CheckpointError(
+            f"{source.path}: a zip entry for metadata has {entry.nbytes} bytes, expected at most {max_nbytes}"
+        )
     return read_bytes(source, entry.start, entry.nbytes)
 
 
 def tensors_of(tensors: Any, path: str) -> dict[str, Tensor]:
     """Return a pickled tree if it is a state dict: tensors by name."""
     if not isinstance(tensors, dict):
-        raise CheckpointError(f"{path}: holds a {type(tensors).__name__}, expected a dict of tensors by name")
+        raise CheckpointError(f"{path}: contains a {type(tensors).__name__}, expected a dict of tensors by name")
     for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise CheckpointError(
@@ -280,7 +280,7 @@ def tensors_of(tensors: Any, path: str) -> dict[str, Tensor]:
     return tensors
 
 
-# -- zips of one tensor inside a larger file, as torch DCP writes them one behind the other ----------------------------
+# -- zips of one tensor within a larger file, as torch DCP writes them one after the other -----------------------------
 
 HEAD_NBYTES = 1024
 """Bytes read of each zip: those before the data, which are 704 in torch 2.13."""
@@ -309,8 +309,7 @@ class ZippedTensors:
     def find(self, source: ByteSource, start: int, nbytes: int, name: str) -> Expression:
         """Return the tensor of the zip that lies at `start`, and is of `nbytes` bytes; `name` is for messages.
 
-        Raises:
-            CheckpointError: there is no torch zip of one tensor; another save has written the file, say.
+        Raises CheckpointError if a torch zip of one tensor is not there; another save has written the file, say.
         """
         window = _Window(source, start, nbytes)
         head = read_bytes(window, 0, HEAD_NBYTES)
@@ -320,12 +319,12 @@ class ZippedTensors:
         try:
             zipped = describe_objects(window).shifted(start)
             if not isinstance(zipped.tree, Tensor):
-                raise CheckpointError(f"{source.path}: holds no tensor")
+                raise CheckpointError(f"{source.path}: does not contain a tensor")
             expression = zipped.expression(zipped.tree, name)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{source.path}: no tensor {name} in the {nbytes} bytes from byte {start} on, where .metadata says it "
-                f"is: another save may have written the file ({error})"
+                f"{source.path}: tensor {name} is not in the {nbytes} bytes from byte {start} on, where .metadata says "
+                f"it is: another save may have written the file ({error})"
             ) from error
         if isinstance(expression, Source) and expression.start - start <= HEAD_NBYTES:
             self._known.setdefault(nbytes, []).append((head[: expression.start - start], expression))

@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 import torch
 
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.files.safetensors import BITS, DTYPES, METADATA, PACKED
+from lowmem_load.files.safetensors import BITS, CODES, METADATA, PACKED
 from lowmem_load.models.saver import SavedFile
 from lowmem_load.planning.expression import Expression, Held, leaves, numel
 from lowmem_load.planning.nest import Copy, plan_copies
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.text import fingerprint
 
-_CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 _ORDER = {code: number for number, code in enumerate(BITS)}
 _ALIGNMENT = 8
 
@@ -68,7 +67,7 @@ def lay_out(file: SavedFile) -> FileLayout:
     """Return the layout of a safetensors file; raise UnsupportedError if it cannot hold the dtype of a tensor."""
     name, tensors = file.name, file.tensors
     for key, part in tensors.items():
-        if part.dtype not in _CODES or (_CODES[part.dtype] in PACKED and not part.shape):
+        if part.dtype not in CODES or (CODES[part.dtype] in PACKED and not part.shape):
             raise UnsupportedError(
                 f"{name}: {key} is {part.shape} of {part.dtype}, which a safetensors file cannot hold"
             )
@@ -76,13 +75,13 @@ def lay_out(file: SavedFile) -> FileLayout:
         raise UnsupportedError(f"{name}: {wrong[0]!a} cannot be a name in a safetensors file; rename that tensor")
 
     def place(key: str) -> tuple[int, bytes]:
-        return -_ORDER[_CODES[tensors[key].dtype]], key.encode()
+        return -_ORDER[CODES[tensors[key].dtype]], key.encode()
 
     entries: dict[str, object] = {METADATA: dict(file.metadata)} if file.metadata else {}
     offsets: dict[str, int] = {}
     end = 0
     for key in sorted(tensors, key=place):
-        shape, dtype, code = tensors[key].shape, tensors[key].dtype, _CODES[tensors[key].dtype]
+        shape, dtype, code = tensors[key].shape, tensors[key].dtype, CODES[tensors[key].dtype]
         offsets[key], end = end, end + math.prod(shape) * dtype.itemsize
         in_file = [*shape[:-1], shape[-1] * PACKED[code]] if code in PACKED else list(shape)
         entries[key] = {"dtype": code, "shape": in_file, "data_offsets": [offsets[key], end]}

@@ -260,17 +260,17 @@ def safetensors_file(data: bytes) -> None:
 def _without_ignored(data: bytes, refusal: Exception) -> dict[str, Any]:
     """Return what safetensors finds in a file once its header has nothing but what we read."""
     (nbytes,) = struct.unpack_from("<Q", data)
-    read = parse_header(data[PREFIX_NBYTES : PREFIX_NBYTES + nbytes], "x", len(data))
+    tensors, metadata = parse_header(data[PREFIX_NBYTES : PREFIX_NBYTES + nbytes], "x", len(data))
     start = PREFIX_NBYTES + nbytes
-    header: dict[str, Any] = {} if read.metadata is None else {METADATA: read.metadata}
-    for name, entry in read.tensors.items():
-        offsets = [entry.start - start, entry.start - start + entry.nbytes]
-        header[name] = {"dtype": entry.dtype_code, "shape": entry.file_shape, "data_offsets": offsets}
+    header: dict[str, Any] = {} if metadata is None else {METADATA: metadata}
+    for name, entry in tensors.items():
+        offsets = [entry.start - start, entry.end - start]
+        header[name] = {"dtype": entry.code, "shape": entry.shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
     try:
         found = safetensors.deserialize(struct.pack("<Q", len(text)) + text + data[start:])
     except safetensors.SafetensorError:
-        raise Finding(f"we take {list(read.tensors)!r:.200}, and safetensors does not: {refusal}") from None
+        raise Finding(f"we take {list(tensors)!r:.200}, and safetensors does not: {refusal}") from None
     return {name: tensor["dtype"] for name, tensor in found}
 
 
@@ -315,8 +315,8 @@ def objects(data: bytes) -> None:
 def client_state(data: bytes) -> None:
     """The `data.pkl` of model states, all of it a client's. Its tensors lie in three floats of a file."""
     tree = inert_pickle.objects(data, "x.pt")
-    storages = {f"x/data/{key}": SimpleNamespace(start=0, nbytes=12) for key in range(3)}
-    file = TorchObjects("x.pt", len(data), "", "", tree, "x", storages)
+    storages = {str(key): SimpleNamespace(start=0, nbytes=12) for key in range(3)}
+    file = TorchObjects("x.pt", len(data), "", "", tree, storages)
     with Executor(open_source=lambda _path: Memory(bytes(12))) as executor:
         try:
             values = [PlainValues(file, executor).value(tree)]
@@ -351,7 +351,7 @@ def dcp_metadata(data: bytes) -> None:
 def rank_file(data: bytes) -> None:
     """The `data.pkl` of one rank's file, of two ranks that saved alike."""
     tree = inert_pickle.objects(data, "x.pt")
-    files = [TorchObjects(f"{rank}.pt", len(data), "", "", tree, "x", {}) for rank in range(2)]
+    files = [TorchObjects(f"{rank}.pt", len(data), "", "", tree, {}) for rank in range(2)]
     with Executor() as executor:
         put_together("folder", files, executor)
 

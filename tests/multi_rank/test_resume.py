@@ -310,7 +310,9 @@ def refuse(path: str, folder: str) -> None:
     if dist.get_rank() == 0:
         victim.write_bytes(content[:-1000])
     dist.barrier()
-    with pytest.raises(CheckpointError, match=r"rank_1_mp_rank_00_optim_states\.pt: no zip directory"):
+    with pytest.raises(
+        CheckpointError, match=r"rank_1_mp_rank_00_optim_states\.pt: ends at byte .* without a zip directory"
+    ):
         load_checkpoint(engine, f"{folder}/bf16")
     assert_equal(whole_state(engine), before[1])
     dist.barrier()

@@ -218,7 +218,7 @@ def test_what_all_ranks_have_is_compared(has_checksums: bool, tmp_path: Path) ->
 
 def test_a_mesh_may_have_hundreds_of_ranks() -> None:
     tree = objects((CORPUS / "rank_file" / "dtensor").read_bytes(), "x.pt")
-    file = TorchObjects("x.pt", 4096, "", "", tree, "x", {})
+    file = TorchObjects("x.pt", 4096, "", "", tree, {})
     value = tree["w"]
     value.state[1]["_spec"].state["mesh"].state["_flatten_rank_map"] = tuple(range(512))
     assert _dtensor(file, "w", value, 512).shape == (3, 2)
@@ -235,7 +235,7 @@ def test_a_mesh_may_have_hundreds_of_ranks() -> None:
 )
 def test_a_forged_cut_does_not_make_as_many_pieces_as_it_says(num_dims: int, size: int, factor: int, text: str) -> None:
     """One element is stored, which a stride of 0 repeats."""
-    file = TorchObjects("f.pt", 4, "", "", None, "x", {"x/data/0": _Entry(0, 4, 0)})
+    file = TorchObjects("f.pt", 4, "", "", None, {"0": _Entry(0, 4, 0)})
     storage, zeros = Storage("0", torch.float32, 1), (0,) * num_dims
     local = Tensor(storage, torch.float32, 0, (size // 2,) * num_dims, zeros)
     states = [{"dim": dim, "split_factor": factor} for dim in range(num_dims)]

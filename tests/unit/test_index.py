@@ -34,12 +34,12 @@ def write(folder: Path, weight_map: dict[str, Any], name: str = INDEX) -> str:
         ("../secret.safetensors", "outside of the folder"),
         ("/etc/secret", "outside of the folder"),
         ("a/../../secret", "outside of the folder"),
-        (7, "no name of a file"),
-        (None, "no name of a file"),
-        (["model-1.safetensors"], "no name of a file"),
-        ("", "no name of a file"),
-        ("model\0-1.safetensors", "no name of a file"),
-        ("\ud800", "no name of a file"),
+        (7, "not a name of a file"),
+        (None, "not a name of a file"),
+        (["model-1.safetensors"], "not a name of a file"),
+        ("", "not a name of a file"),
+        ("model\0-1.safetensors", "not a name of a file"),
+        ("\ud800", "not a name of a file"),
     ],
 )
 def test_an_index_may_not_point_outside(tmp_path: Path, file: object, message: str) -> None:
@@ -93,7 +93,7 @@ def test_anything_but_a_regular_file_is_refused_at_once(
 @pytest.mark.parametrize("text", ["[]", "{}", '{"base_model_name_or_path": ""}', '{"base_model_name_or_path": 7}'])
 def test_an_adapter_must_name_its_base(tmp_path: Path, text: str) -> None:
     (tmp_path / "adapter_config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"adapter_config\.json: names no base_model_name_or_path"):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: lacks a base_model_name_or_path"):
         base_of_adapter(str(tmp_path / "adapter_config.json"))
 
 

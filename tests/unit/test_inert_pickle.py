@@ -65,7 +65,7 @@ def test_code_is_refused_by_name_and_not_run(tmp_path: Path, function: Any, name
         (assembled(b"ctorch\nfloat32\n)R"), "malformed"),  # calls a dtype
         (assembled(b"ctorch\nload\n"), "names torch.load"),
         (assembled(b"ctorch\nload.__globals__\n"), "names torch.load.__globals__"),
-        (assembled(b"]"), "holds a list"),
+        (assembled(b"]"), "contains a list"),
         (assembled(b"ccollections\nOrderedDict\n)RK\x01b"), "BUILD changes a OrderedNames"),
         (assembled(NAMED + b"K\x01s"), "entry 'a' is a int"),
         (assembled(b"}K\x01K\x01s"), "entry 1 is a int"),

@@ -33,7 +33,7 @@ def read(value: Any, folder: Path) -> Any:
 def made_of(body: bytes) -> Any:
     """Return what is made of opcodes."""
     pickled = assembled(body)
-    file = TorchObjects("x.pt", len(pickled), "", "", objects(pickled, "x.pt"), "x", {})
+    file = TorchObjects("x.pt", len(pickled), "", "", objects(pickled, "x.pt"), {})
     with Executor() as executor:
         return PlainValues(file, executor).value(file.tree)
 

@@ -204,14 +204,14 @@ def test_forged_directories(tmp_path: Path) -> None:
     longer = (pickle_nbytes + 64).to_bytes(4, "little")
     refused({first + 20: longer, first + 24: longer}, "header and directory disagree")
     refused({first + 20: longer, first + 24: longer, 18: longer, 22: longer}, "overlaps")
-    refused({second + 42: data[first + 42 : first + 46]}, "overlaps|no header of zip entry")
-    refused({second + 42: (len(data) - 5).to_bytes(4, "little")}, "no header of zip entry")
+    refused({second + 42: data[first + 42 : first + 46]}, "overlaps|zip entry .* lacks its header")
+    refused({second + 42: (len(data) - 5).to_bytes(4, "little")}, "zip entry .* lacks its header")
     refused({first + 24: longer}, "compressed")
     refused({first + 8: b"\x01\x00"}, "compressed or encrypted")
     refused({0: b"PK\x03\x05"}, "not begin as a zip")
     refused({first: b"PK\x01\x03"}, "malformed")
     huge = (1 << 30).to_bytes(4, "little")
-    refused({len(data) - 10: huge}, "zip directory is malformed|zip directory of .* bytes, at most")
+    refused({len(data) - 10: huge}, "zip directory is malformed|zip directory of .* bytes, expected at most")
 
 
 def test_two_entries_of_one_name(tmp_path: Path) -> None:
