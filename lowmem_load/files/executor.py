@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.files.memory import Take, Temporaries, compute_into, make_pages, naming_shortage, scatter_elements
+from lowmem_load.files.memory import Temporaries, compute_into, make_pages, naming_shortage, scatter_elements
 from lowmem_load.files.remote_file import CHECK_S
 from lowmem_load.files.source import Opener, OpenSources
 from lowmem_load.files.stand_ins import open_file
@@ -32,7 +32,7 @@ from lowmem_load.planning.planner import Constants
 from lowmem_load.planning.reads import Apply, ApplyPiece, Fill, Read, Step
 
 PART_BYTES = 16 << 20
-"""Bytes of a read after which they are counted: from slow storage a whole read may take minutes."""
+"""Bytes of a read after which they are counted, because a read from slow storage may take minutes."""
 
 MAX_WAITING = 64
 """Most tasks that wait for the threads: enough that no thread waits for the calling one."""
@@ -45,12 +45,10 @@ Task = Callable[[], None]
 
 LEAVE_S = 4.0
 """Seconds to wait for reads at work when their load fails, and when their memory is filled again; see `refuse_left`.
-
-Those that are repeated, as local files may be after an error, end within it.
-"""
+Reads of local files that are repeated after an error end within it."""
 
 MIN_DEVICE_THREADS = 2
-"""Fewest threads that read for a device. Most of the time they wait, for storage or for a copy to the device."""
+"""Fewest threads that read for a device. Most of the time they wait for storage or for a copy to the device."""
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +67,7 @@ class Work:
 
 
 _of_thread = threading.local()
-"""Its `work` is that of this thread, if it has any."""
+"""Its `go_on` is that of the work that this thread is at, if it is at any."""
 
 _left: set[Tasks] = set()
 """Tasks of failed loads, of which some have not ended."""
@@ -84,7 +82,7 @@ def refuse_left(name: str, memory: torch.Tensor | None = None) -> None:
     may write into is not filled again until it has ended, for which this waits as long.
     """
     give_up_s = time.monotonic() + LEAVE_S
-    while left := [work for tasks in list(_left) for work in tasks.running() if _may_write(work, memory)]:
+    while left := [work for tasks in list(_left) for work in list(tasks.running) if _may_write(work, memory)]:
         if time.monotonic() > give_up_s:
             raise CheckpointError(
                 f"{name}: cannot be filled, because a load that has failed is still reading {left[0].path} into its "
@@ -116,7 +114,7 @@ class Tasks:
         self._num_given = 0  # tasks that threads have, and have not ended
         self._num_enough = 0  # the calling thread goes on when only so many of them are left
         self._failed: Future[None] | None = None
-        self._running: set[Work] = set()
+        self.running: set[Work] = set()
         self.is_closed = False  # no further task begins, and those that run end at their next part of a file
         if num_threads > 1:
             self.have_threads(num_threads)
@@ -163,27 +161,23 @@ class Tasks:
             _left.add(self)  # before the wait, which may be interrupted
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._changed:
-            has_ended = self._changed.wait_for(lambda: not self._running, LEAVE_S)
+            has_ended = self._changed.wait_for(lambda: not self.running, LEAVE_S)
         if has_ended:
             _left.discard(self)
             self._pool.shutdown()
 
-    def running(self) -> list[Work]:
-        """Return what threads are at."""
-        return list(self._running)
-
     def _work(self, task: Task, work: Work) -> None:
         with self._changed:
             work.go_on()
-            self._running.add(work)
-        _of_thread.work = work
+            self.running.add(work)
+        _of_thread.go_on = work.go_on
         try:
             task()
         finally:
-            del _of_thread.work
+            del _of_thread.go_on
             with self._changed:
-                self._running.discard(work)
-                if self.is_closed and not self._running:
+                self.running.discard(work)
+                if self.is_closed and not self.running:
                     _left.discard(self)
                     self._changed.notify_all()
 
@@ -258,7 +252,7 @@ class Executor:
             raise
 
     def renew_tasks(self, num_threads: int) -> None:
-        """Leave further reads to other threads, without a look at those that there were."""
+        """Leave further reads to other threads, whatever those that there were are at."""
         check = self.tasks.check
         self.tasks, self._uploads = Tasks(num_threads), None
         self.tasks.check = check
@@ -291,7 +285,7 @@ class Executor:
             self.tasks.run(partial(_naming, name, task) if name else task, destination)
 
     def fill_parts(self, parts: Iterable[tuple[Fill, torch.Tensor]], constants: Constants) -> list[Future[None]]:
-        """Start to fill parts of memory by steps that need no values, in threads; return what ends as they do."""
+        """Start to fill parts of memory by steps that do not need values, in threads; return what ends as they do."""
         self.tasks.have_threads(1)
         tasks = ((task, memory) for fill, memory in parts for task in self._tasks_of(fill.steps, memory, constants))
         return [self.tasks.submit(task, memory) for task, memory in tasks]
@@ -312,26 +306,22 @@ class Executor:
         """Fill host memory with the elements of a tensor from number `first` on. Raises as `finish`."""
         self.stats.path, content = tensor.path, memory.view(torch.uint8).numpy().data
         start = tensor.start + first * tensor.dtype.itemsize
-        work: Work | None = getattr(_of_thread, "work", None)
+        go_on: Callable[[str], object] = getattr(_of_thread, "go_on", no_callback)
         try:
-            if work is not None:
-                work.go_on(tensor.path)
+            go_on(tensor.path)
             source = (tensor.files or self.sources).opened(tensor.path)
             for done in range(0, content.nbytes, PART_BYTES):
                 part = content[done : done + PART_BYTES]
-                if needed_bytes:
-                    make_pages(part)
+                make_pages(part)
                 source.read_into(start + done, part)
-                if work is not None:
-                    work.go_on(tensor.path)  # before what was read moves on
+                go_on(tensor.path)  # before what was read moves on
                 with self._lock:
                     self.stats.read_bytes += part.nbytes
         except CheckpointError as error:
             raise type(error)(f"{error} (while {tensor.name!r} was read)") from error
         with self._lock:
             self.stats.num_reads += 1
-        if needed_bytes:
-            self.on_bytes(needed_bytes)
+        self.on_bytes(needed_bytes)
 
     def finish(self) -> None:
         """Wait until all memory is filled. Raises CheckpointError, or RuntimeError of the device."""
@@ -347,9 +337,9 @@ class Executor:
         inputs = []
         for fill, shape in zip(value.inputs, value.input_shapes, strict=True):
             with naming_shortage(f"input of {value.operation}", fill.numel * fill.dtype.itemsize):
-                whole = torch.empty(fill.numel, dtype=fill.dtype, device="cpu")
-            self.fill(fill, whole, values, constants)
-            inputs.append(whole.view(shape))
+                full = torch.empty(fill.numel, dtype=fill.dtype, device="cpu")
+            self.fill(fill, full, values, constants)
+            inputs.append(full.view(shape))
         self.tasks.finish()
         # The function may compute elsewhere, on a stream of this thread. So this thread copies the result to the host.
         return constants.functions[value.function](inputs).detach().cpu().contiguous().view(-1)
@@ -366,45 +356,29 @@ class Executor:
                     else:
                         yield partial(self._staged_read, step, first, step.nest.shifted(destination=shift), put)
             elif isinstance(step, Apply):
-                apply = partial(self._apply_on_host, destination) if destination.is_cpu else partial(self._apply, put)
                 index = _device_in_use()
                 for piece in step.pieces:
-                    yield partial(_on_device, index, partial(apply, step, piece, known))
+                    yield partial(_on_device, index, partial(self._apply, put, step, piece, known))
             elif destination.is_cpu:
                 scatter_elements(step.nest, known.tensors[step.value], destination)
             else:
                 yield from move_tasks(step.nest, known.tensors[step.value], put)
 
     def _staged_read(self, step: Read, first: int, nest: Nest, put: Put) -> None:
-        with naming_shortage(f"tensor {step.tensor.name!r}", step.numel * step.tensor.dtype.itemsize):
-            put(nest, step.numel, step.tensor.dtype, partial(self.read, step.tensor, first))
-        self.on_bytes(step.needed_bytes_each)
+        tensor, read = step.tensor, partial(self.read, step.tensor, first, needed_bytes=step.needed_bytes_each)
+        with naming_shortage(f"tensor {tensor.name!r}", step.numel * tensor.dtype.itemsize):
+            put(nest, step.numel, tensor.dtype, read)
 
     def _apply(self, put: Put, step: Apply, piece: ApplyPiece, known: Constants) -> None:
         def write(memory: torch.Tensor) -> None:
             with self._temporaries.frame() as take:
-                inputs = self._inputs(piece, known, take)
+                inputs = [take(fill.numel, fill.dtype) for fill in piece.inputs]
+                for fill, values in zip(piece.inputs, inputs, strict=True):
+                    for task in self._tasks_of(fill.steps, values, known):
+                        task()
                 compute_into(memory, known.functions[step.function], inputs, step.group, step.part_group)
 
         put(piece.nest, piece.numel, step.dtype, write)
-
-    def _apply_on_host(self, destination: torch.Tensor, step: Apply, piece: ApplyPiece, known: Constants) -> None:
-        with self._temporaries.frame() as take:
-            inputs = self._inputs(piece, known, take)
-            if step.overwrites:
-                result = next(memory for memory in inputs if memory.dtype == step.dtype)
-            else:
-                result = take(piece.numel, step.dtype)
-            compute_into(result, known.functions[step.function], inputs, step.group, step.part_group)
-            scatter_elements(piece.nest, result, destination)
-
-    def _inputs(self, piece: ApplyPiece, known: Constants, take: Take) -> list[torch.Tensor]:
-        inputs = []
-        for fill in piece.inputs:
-            inputs.append(take(fill.numel, fill.dtype))
-            for task in self._tasks_of(fill.steps, inputs[-1], known):
-                task()
-        return inputs
 
     def _put_on_host(
         self,
@@ -428,12 +402,9 @@ class Executor:
 
     def check_unchanged(self, expressions: Iterable[Expression]) -> None:
         """Raise CheckpointError if a file has changed that expressions have elements of."""
-        paths: dict[OpenSources, set[str]] = {}
-        for leaf in (leaf for expression in expressions for leaf in leaves(expression)):
-            if isinstance(leaf, Source):
-                paths.setdefault(leaf.files or self.sources, set()).add(leaf.path)
-        for sources, of_them in paths.items():
-            sources.check_unchanged(of_them)
+        parts = (leaf for expression in expressions for leaf in leaves(expression) if isinstance(leaf, Source))
+        for sources, path in {(leaf.files or self.sources, leaf.path) for leaf in parts}:
+            sources.check_unchanged([path])
 
 
 def _device_in_use() -> int | None:

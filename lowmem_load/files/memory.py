@@ -54,10 +54,7 @@ def compute_into(
     group: int = 1,
     part_group: int = 1,
 ) -> None:
-    """Fill `result` with an elementwise operation, block by block. `result` may be one of the inputs.
-
-    For groups, see `Elementwise`.
-    """
+    """Fill `result` with an elementwise operation, block by block. For groups, see `Elementwise`."""
     num_groups = BLOCK_NUMEL if part_group == 1 else GROUPED_NUMEL // part_group
     for first in range(0, -(-result.numel() // group), num_groups):
         end = first + num_groups

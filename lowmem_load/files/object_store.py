@@ -59,14 +59,10 @@ ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_S
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Answers after which a request may be made again."""
 
-DENIED = frozenset({401, 403})
 EXPIRED = frozenset({400, 401, 403, 404, 410})
 """Answers of stores to a signed URL that has expired."""
 
 USE_ANOTHER = "use a server that serves ranges, or download the checkpoint and name its folder"
-
-METADATA_HOST = "169.254.169.254"
-"""Where machines of the providers have their credentials."""
 
 _used_by: list[int] = []  # the process that has used obstore
 
@@ -88,9 +84,9 @@ class RemoteObject:
     """
 
     url: str
-    """Of the folder, or of the file itself on the Hub; without credentials, also those of HF_ENDPOINT."""
+    """The URL of the folder, or that of the file itself on the Hub, without credentials, also those of HF_ENDPOINT."""
     key: str
-    """Path in the folder; "" on the Hub."""
+    """The path in the folder; "" on the Hub."""
     nbytes: int
     version: str
     """An ETag or a date, as `_version` returns it; a commit on the Hub. Equal on all ranks."""
@@ -104,13 +100,10 @@ class RemoteObject:
     @property
     def name(self) -> str:
         """The URL of the file without credentials, for messages."""
-        return _name(self.url, self.key) if self.key else self.url
+        return _name(self.url, self.key)
 
     def fetch(self, offset: int, memory: memoryview) -> None:
-        """Fill `memory` with the bytes from `offset` on.
-
-        Raises CheckpointError: the file has changed, is not there, or cannot be read.
-        """
+        """Fill `memory` with the bytes from `offset` on. CheckpointError: the file has changed or cannot be read."""
         if self.on_hub:
             self._fetch_from_hub(offset, memory)
             return
@@ -145,12 +138,9 @@ class RemoteObject:
         _get(self.name, store, unquote(key), offset, memory, {})
 
     def _look_up(self) -> str:
-        def ask() -> str:
-            url = _with_endpoint_login(self.name)
-            return str(huggingface_hub.get_hf_file_metadata(url, token=self.secret).location)
-
+        url = _with_endpoint_login(self.name)
         try:
-            location = _repeated(ask)
+            location = str(_repeated(lambda: huggingface_hub.get_hf_file_metadata(url, token=self.secret)).location)
         except huggingface_hub.errors.HfHubHTTPError as error:
             raise _status_error(self.name, error.response.status_code) from None
         except Exception as error:  # noqa: BLE001  of the client that huggingface_hub uses
@@ -174,7 +164,7 @@ def _get(name: str, store: Any, key: str, offset: int, memory: memoryview, condi
         result = obstore.get(store, key, options=options)
         encoding: Any = result.attributes.get("Content-Encoding", "identity")
         if encoding != "identity":
-            raise CheckpointError(f"{name}: the server sends compressed bytes ({encoding:.20})")
+            raise CheckpointError(f"{name}: the server sends compressed bytes ({encoding:.20}); {USE_ANOTHER}")
         filled = 0
         for part in result.stream(min_chunk_size=PART_BYTES):
             view = memoryview(part)
@@ -183,7 +173,7 @@ def _get(name: str, store: Any, key: str, offset: int, memory: memoryview, condi
             memory[filled : filled + view.nbytes] = view
             filled += view.nbytes
     if filled < memory.nbytes:
-        raise CheckpointError(f"{name}: the store sent {filled} bytes, expected {memory.nbytes}")
+        raise CheckpointError(f"{name}: the store sent {filled} bytes, expected {memory.nbytes}; load again")
     return _version(result.meta)
 
 
@@ -248,13 +238,13 @@ def _object(url: str, meta: Any, *, unsigned: bool = False) -> RemoteObject:
 def _version(meta: Any) -> str:
     """Return the ETag as HTTP has it, with quotes that lists of Azure and GCS leave out; else the date; else ""."""
     tag, changed = meta["e_tag"], meta["last_modified"]
-    if tag is not None and not tag.startswith("W/"):  # a weak tag is no condition
+    if tag is not None and not tag.startswith("W/"):  # a weak tag cannot be a condition
         return f'"{tag.strip(chr(34))}"'
     return changed.isoformat() if changed.timestamp() > 0 else ""  # obstore's default is 1970
 
 
 def read_list(folder: str, file: str) -> bytes | None:
-    """Return a file of an HTTP server that lists others, or the page of the folder for ""; None if there is none."""
+    """Return a file of an HTTP server that lists others, or for "" the page of the folder; None if it is not there."""
     parts = urlsplit(folder)
     path = f"{parts.path.rstrip('/')}/{quote(file)}"
     plain, headers = _split_login(parts._replace(path=quote(path, safe="/%")).geturl())
@@ -269,7 +259,7 @@ def read_list(folder: str, file: str) -> bytes | None:
             return _body(response, name)
 
     try:
-        content = _repeated(read)
+        return _repeated(read)
     except HTTPError as error:
         error.close()
         if error.code in (404, 410):
@@ -277,7 +267,6 @@ def read_list(folder: str, file: str) -> bytes | None:
         raise _status_error(name, error.code) from None
     except (OSError, HTTPException) as error:
         raise _status_error(name, 0, without_secrets(f"{type(error).__name__}: {error}")) from None
-    return content
 
 
 def _body(response: HTTPResponse, name: str) -> bytes:
@@ -287,7 +276,7 @@ def _body(response: HTTPResponse, name: str) -> bytes:
         content += part
         missing = None if missing is None else missing - len(part)
         if len(content) > MAX_LIST_NBYTES:
-            raise CheckpointError(f"{name}: has more than {MAX_LIST_NBYTES} bytes, which is no list of files")
+            raise CheckpointError(f"{name}: has more than {MAX_LIST_NBYTES} bytes, so it is not a list of files")
         if time.monotonic() > give_up_s:
             raise CheckpointError(f"{name}: only {len(content)} bytes of this list of files came in {LIST_S:g} s")
     if missing:
@@ -309,7 +298,7 @@ def _repeated(request: Callable[[], T]) -> T:
 
 
 def _name(url: str, key: str) -> str:
-    return f"{plain_url(url).rstrip('/')}/{key}"
+    return "/".join(filter(None, (plain_url(url).rstrip("/"), key)))
 
 
 # -- stores ------------------------------------------------------------------------------------------------------------
@@ -349,7 +338,7 @@ def _store(url: str, headers: tuple[tuple[str, str], ...], unsigned: bool, _: ob
             store = from_url(plain_url(url), client_options=options, retry_config=retries, **config)
     except (exceptions.BaseError, ValueError) as error:
         reason = without_secrets(str(error).partition("\n")[0])[:200]
-        raise CheckpointError(f"{plain_url(url)}: is no URL of a store, or one that lacks settings: {reason}") from None
+        raise CheckpointError(f"{plain_url(url)}: is not the URL of a store, or lacks settings: {reason}") from None
     if _used_by and _used_by[0] != os.getpid():  # threads of obstore are not in this process, so it would hang
         raise ConfigError(
             f"{plain_url(url)}: this process was forked from one that has read from a store; start it by spawn"
@@ -434,7 +423,7 @@ def _status_error(name: str, status: int, what: str = "") -> CheckpointError:
         return replaced_error(name)
     reason = what or f"status {status}"
     text = f"cannot be read: {reason}"
-    if status in DENIED:
+    if status in (401, 403):
         text = f"the store refuses access ({reason}); check the credentials, and that they may list and read it"
     elif status in (404, 410):
         text = "is not there"
@@ -448,12 +437,12 @@ def replaced_error(name: str) -> CheckpointError:
 
 def _redirect_error(name: str) -> CheckpointError:
     return CheckpointError(
-        f"{name}: redirects from https to what is not https, or without an end; name the URL that it leads to"
+        f"{name}: redirects from https to what is not https, or endlessly; name the URL that it leads to"
     )
 
 
 def _summary(error: Exception) -> str:
-    """Return what an error of obstore says, without its text: that quotes answers, which may hold session tokens."""
+    """Return what an error of obstore says, without its text, which quotes answers that may have session tokens."""
     text = str(error)
     patterns = r"status: (\d{3})", r"\b(\d{3}) [A-Z][a-z]+", r"<Code>(\w{1,64})</Code>", r"kind: (\w{1,32})"
     matches = (re.search(pattern, text) for pattern in patterns)
@@ -462,6 +451,6 @@ def _summary(error: Exception) -> str:
         *("Requested", "incorrectly configured region"),  # S3 redirects to another region
     )
     details = [match[1] for match in matches if match] + [cause for cause in causes if cause in text][:1]
-    if METADATA_HOST in text:
-        details.append("asked this machine for credentials, as the environment has none")
+    if "169.254.169.254" in text:  # where machines of the providers have their credentials
+        details.append("asked this machine for credentials, as the environment does not have any")
     return ", ".join(dict.fromkeys([type(error).__name__, *details]))

@@ -7,7 +7,6 @@ import os
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 
 import huggingface_hub
@@ -25,9 +24,7 @@ from lowmem_load.text import is_http, plain_url, without_secrets
 def folder_of_url(url: str, *, subfolder: str = "", check: Check = no_callback) -> str:
     """Return the folder that stands for a URL. `check` is called while this waits, and may raise to end it.
 
-    Raises:
-        CheckpointError: there is no checkpoint, or it cannot be read.
-        ConfigError: a package is not installed.
+    Raises CheckpointError if a checkpoint is not there or cannot be read, and ConfigError if a package is missing.
     """
     _check_url(url)
     origin = plain_url(url).rstrip("/")
@@ -40,7 +37,7 @@ def folder_of_url(url: str, *, subfolder: str = "", check: Check = no_callback) 
     else:
         (files,) = map_in_threads(lambda folder: object_store.list_files(url, folder), [subfolder], check)
     if not files:
-        raise CheckpointError(f"{origin}: no files are there; name the folder that holds config.json")
+        raise CheckpointError(f"{origin}: no files are there; name the folder that has config.json")
     return lay_out(origin, files, lambda _, item: read_front(item, item.nbytes), check)
 
 
@@ -91,8 +88,8 @@ def _check_url(url: str) -> None:
         has_host = False
     if not has_host:  # the text is not quoted: what looks like a path may be the rest of a password
         raise CheckpointError(
-            f"{url.partition(':')[0]}://...: the URL names no host or bucket, or a port that is no number; in a "
-            "password, write / and @ as %2F and %40"
+            f"{url.partition(':')[0]}://...: the URL does not name a host or bucket, or its port is not a number; in "
+            "a password, write / and @ as %2F and %40"
         )
 
 
@@ -107,10 +104,19 @@ def folder_of_model(
 ) -> tuple[str, str]:
     """Return the folder that stands for a model on the Hub, and its commit. Small files go through the Hub's cache.
 
-    Raises:
-        CheckpointError: there is no such model, or the Hub cannot be reached.
+    Raises CheckpointError if the model is not there, or the Hub cannot be reached.
     """
-    info = _model_info(name, revision, token)
+    try:
+        info = huggingface_hub.HfApi(token=token).model_info(name, revision=revision, files_metadata=True)
+    except HFValidationError as error:
+        raise CheckpointError(f"{name}: neither a folder nor a Hub id: {error}") from error
+    except HfHubHTTPError as error:
+        raise CheckpointError(f"{name}: no such folder, and the Hub says: {without_secrets(str(error))}") from None
+    except Exception as error:  # noqa: BLE001  of httpx or requests, depending on huggingface_hub
+        raise CheckpointError(
+            f"{name}: no such folder, and the Hub at {plain_url(huggingface_hub.constants.ENDPOINT)} cannot be "
+            f"reached: {without_secrets(str(error))}"
+        ) from None  # the errors themselves quote URLs with logins
     commit = str(info.sha)
     note_secret(name, token if isinstance(token, str) else None)
     files: dict[str, RemoteObject] = {}
@@ -132,17 +138,3 @@ def folder_of_model(
             ) from None  # the error itself quotes signed URLs
 
     return lay_out(name, files, fetch, check, tokenizers=False), commit
-
-
-def _model_info(name: str, revision: str | None, token: str | bool | None) -> Any:
-    try:
-        return huggingface_hub.HfApi(token=token).model_info(name, revision=revision, files_metadata=True)
-    except HFValidationError as error:
-        raise CheckpointError(f"{name}: neither a folder nor a Hub id: {error}") from error
-    except HfHubHTTPError as error:
-        raise CheckpointError(f"{name}: no such folder, and the Hub says: {without_secrets(str(error))}") from None
-    except Exception as error:  # noqa: BLE001  of httpx or requests, depending on huggingface_hub
-        raise CheckpointError(
-            f"{name}: no such folder, and the Hub at {plain_url(huggingface_hub.constants.ENDPOINT)} cannot be "
-            f"reached: {without_secrets(str(error))}"
-        ) from None  # the errors themselves quote URLs with logins

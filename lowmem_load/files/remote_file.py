@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from lowmem_load.errors import CheckpointError, TruncatedFileError
+from lowmem_load.files.object_store import RemoteObject
 from lowmem_load.locks import ForkedLock
-
-if TYPE_CHECKING:
-    from lowmem_load.files.object_store import RemoteObject
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -63,10 +61,7 @@ def requests_in_flight(num_ranks: int) -> int:
 
 
 class RemoteFile:
-    """A `ByteSource` in a remote store, whose first bytes may be here already.
-
-    `path` is that of the file that stands for it, if there is one.
-    """
+    """A `ByteSource` in a remote store, whose first bytes, and a file that stands for it at `path`, may be here."""
 
     is_remote = True
 
@@ -78,7 +73,7 @@ class RemoteFile:
         """See `ByteSource`."""
         global _counts  # noqa: PLW0603  of the process, as its connections
         if (missing := offset + memory.nbytes - self.nbytes) > 0:
-            raise TruncatedFileError(f"{self._item.name}: ended at byte {self.nbytes} ({missing} short)")
+            raise TruncatedFileError(f"{self._item.name}: ended at byte {self.nbytes} ({missing} bytes short)")
         if offset + memory.nbytes <= len(self._head):
             memory[:] = self._head[offset : offset + memory.nbytes]
             return
@@ -96,7 +91,7 @@ class RemoteFile:
 
 
 def results_of(futures: Iterable[Future[T]], check: Check) -> list[T]:
-    """Return the results of all futures; raise what one of them raised. `check` is called now and then."""
+    """Return the results of all futures, or raise what one of them raised. `check` is called now and then."""
     futures = list(futures)
     while True:
         done, waiting = wait(futures, CHECK_S, FIRST_EXCEPTION)

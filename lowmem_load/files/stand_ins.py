@@ -2,8 +2,8 @@
 
 A stand-in is a folder `lowmem_load-UID/NAME-DIGEST/NAME` of the temporary one, which only this user may enter. It has
 the small files. In place of each other one it has a file with the first bytes of a safetensors file, or an empty one.
-The manifest next to it says where those are, so any process opens them. Credentials are not in it: those of a URL, and
-a `token=`, are known to the process that was given them. The digest is of the names and versions of the files: the
+The manifest next to it says where those are, so any process can open them. It has no credentials: only the process that
+was given those of a URL, or a `token=`, knows them. The digest is that of the names and versions of the files, so the
 ranks of a node share the folder, and the first one fills it.
 """
 
@@ -17,17 +17,15 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from filelock import FileLock, Timeout
 
 from lowmem_load.errors import CheckpointError
+from lowmem_load.files.object_store import RemoteObject
 from lowmem_load.files.remote_file import CHECK_S, HEAD_BYTES, Check, RemoteFile, map_in_threads
 from lowmem_load.files.source import ByteSource, LocalFile, read_bytes
 from lowmem_load.text import fingerprint, plain_url
-
-if TYPE_CHECKING:
-    from lowmem_load.files.object_store import RemoteObject
 
 URL_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "http", "https")
 
@@ -41,21 +39,18 @@ MAX_FILES = 4096
 """Most files of a checkpoint: twenty times as many as the largest published ones have."""
 
 MAX_SMALL_NBYTES = 64 << 20
-"""Most bytes of a file that is fetched whole, such as an index."""
+"""Most bytes of a file of which all are fetched, such as an index."""
 
 MAX_SMALL_NBYTES_IN_ALL = 256 << 20
-"""Most bytes of all files that are fetched whole."""
+"""Most bytes of all these files."""
 
 SMALL = (".json", ".py", ".sha256", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe", "SHA256SUMS")
-"""Ends of names of files that are fetched whole: configurations, tokenizers, code, checksums."""
+"""Ends of their names: configurations, tokenizers, code, checksums."""
 
-MAX_NAME_NBYTES = 255
-"""Most bytes of a file name, as on most file systems."""
-
-Listing: TypeAlias = "Mapping[str, RemoteObject]"
+Listing: TypeAlias = Mapping[str, RemoteObject]
 """Files by their path in the checkpoint: "config.json", "subfolder/config.json"."""
 
-Fetch: TypeAlias = "Callable[[str, RemoteObject], bytes]"
+Fetch: TypeAlias = Callable[[str, RemoteObject], bytes]
 """Returns the content of a small file, given its path in the checkpoint."""
 
 _secrets: dict[str, str | None] = {}  # a URL with credentials, or a token, by the URL without them or the Hub id
@@ -77,7 +72,7 @@ def cache_folder() -> str:
 
 
 def manifest_of(path: str) -> tuple[dict[str, Any], str] | None:
-    """Return the manifest of the stand-in that a path is in, and the path inside of it; None if it is in none."""
+    """Return the manifest of the stand-in that a path is in, and the path within it; None if it is not in one."""
     base = cache_folder()
     inside = os.path.relpath(os.path.abspath(path), base).split(os.sep)
     if len(inside) < 2 or inside[0] == os.pardir:
@@ -113,8 +108,6 @@ def open_file(path: str) -> ByteSource:
     entry = manifest["files"].get(file)
     if entry is None:
         return LocalFile(path)
-    from lowmem_load.files.object_store import RemoteObject
-
     item = RemoteObject(**entry, secret=_secrets.get(manifest["origin"]))
     return RemoteFile(item, Path(path).read_bytes(), path)
 
@@ -135,7 +128,7 @@ def _is_plain(name: str) -> bool:
         nbytes = len(name.encode())
     except UnicodeEncodeError:  # half of a surrogate pair, from JSON
         return False
-    is_name = name not in ("", ".", "..") and nbytes <= MAX_NAME_NBYTES
+    is_name = name not in ("", ".", "..") and nbytes <= 255  # as on most file systems
     return is_name and not any(character in name for character in ("/", "\\", "\0", "?", "#"))
 
 
@@ -163,8 +156,8 @@ def lay_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, tokeni
     sizes = {file: listing[file].nbytes if file in small else heads.get(file, 0) for file in listing}
     paths = {os.path.join(folder, file): nbytes for file, nbytes in sizes.items()}
     with _locked(f"{place}.lock", check):
-        is_whole = all(os.path.isfile(path) and os.path.getsize(path) == nbytes for path, nbytes in paths.items())
-        if not is_whole or not os.path.isfile(os.path.join(place, MANIFEST)):
+        is_full = all(os.path.isfile(path) and os.path.getsize(path) == nbytes for path, nbytes in paths.items())
+        if not is_full or not os.path.isfile(os.path.join(place, MANIFEST)):
             _remove(place)  # a cleaner of old files may have been at work
 
             def content(file: str) -> bytes:
@@ -176,7 +169,7 @@ def lay_out(origin: str, listing: Listing, fetch: Fetch, check: Check, *, tokeni
 
 @contextlib.contextmanager
 def _locked(path: str, check: Check) -> Iterator[None]:
-    """Have a lock of this user's processes. While one of them has it, `check` is called, and may raise."""
+    """Have a lock of this user's processes. While another one has it, `check` is called, and may raise."""
     lock = FileLock(path)
     while not lock.is_locked:
         try:
@@ -218,7 +211,7 @@ def _fill_folder(
     try:
         map_in_threads(fill, files, check)
         Path(made, MANIFEST).write_text(manifest, encoding="utf-8")
-        os.rename(made, target)  # there at once and whole, or not at all
+        os.rename(made, target)  # all of it is there at once, or nothing
     except BaseException as error:
         _remove(made)
         if isinstance(error, OSError):

@@ -92,8 +92,7 @@ class Planner:
 
     def _apply(self, name: str, leaf: Elementwise, copy: Copy) -> Apply:
         part_bytes = leaf.part_group * sum(part.dtype.itemsize for part in leaf.parts)
-        overwrites = leaf.part_group == 1 and leaf.dtype in [part.dtype for part in leaf.parts]
-        nbytes_each = -(-part_bytes // leaf.group) + (0 if overwrites else leaf.dtype.itemsize)
+        nbytes_each = -(-part_bytes // leaf.group) + leaf.dtype.itemsize
         pieces: list[ApplyPiece] = []
         for first, size, nest in plan_pieces(copy, nbytes_each, self._limits):
             if len(pieces) == MAX_COPIES:
@@ -160,8 +159,8 @@ class Planner:
         return of_pieces.plus(Costs(needed, read, num_reads, staging))
 
     def _piece_costs(self, step: Apply, piece: ApplyPiece) -> Costs:
-        piece_bytes = sum(fill.numel * fill.dtype.itemsize for fill in piece.inputs)
-        piece_bytes += 0 if step.overwrites else piece.numel * step.dtype.itemsize
+        piece_bytes = piece.numel * step.dtype.itemsize
+        piece_bytes += sum(fill.numel * fill.dtype.itemsize for fill in piece.inputs)
         # All inputs are filled before the first block is computed, so the two never need memory at the same time.
         block = min(piece.numel, BLOCK_NUMEL) * step.dtype.itemsize
         inputs = Costs()

@@ -114,7 +114,7 @@ class ApplyPiece(NamedTuple):
 class Apply(NamedTuple):
     """An elementwise operation: function number `function` of the constants, applied piece by piece.
 
-    The result of a piece overwrites an input of the same dtype, if there is one. For groups, see `Elementwise`.
+    For groups, see `Elementwise`.
     """
 
     operation: str
@@ -123,12 +123,6 @@ class Apply(NamedTuple):
     pieces: tuple[ApplyPiece, ...]
     group: int = 1
     part_group: int = 1
-
-    @property
-    def overwrites(self) -> bool:
-        """Whether the result of a piece overwrites an input."""
-        dtypes = [fill.dtype for fill in self.pieces[0].inputs] if self.pieces else []
-        return self.part_group == 1 and self.dtype in dtypes
 
 
 Step = Read | Move | Apply

@@ -73,7 +73,7 @@ def test_a_list_is_asked_for_again(fault: str, store: RangeServer) -> None:
     ["s3://bucket name/a", "s3://bucket//a", "az://container/a", "abfss://a/b"],
 )
 def test_urls_that_name_nothing_are_told_at_once(url: str, store: RangeServer) -> None:
-    with pytest.raises(CheckpointError, match="is no URL of a store, or one that lacks settings: "):
+    with pytest.raises(CheckpointError, match="is not the URL of a store, or lacks settings: "):
         folder_of_url(url)
     with pytest.raises(CheckpointError) as caught:
         folder_of_url(url.replace("://", "://user:session-token@", 1) + "?X-Amz-Signature=1")

@@ -66,7 +66,7 @@ def test_the_first_bytes_are_not_asked_for_again() -> None:
 
 def test_nothing_beyond_the_end_is_asked_for() -> None:
     item = Memory()
-    with pytest.raises(TruncatedFileError, match=r"s3://bucket/file: ended at byte 4096 \(4 short\)"):
+    with pytest.raises(TruncatedFileError, match=r"s3://bucket/file: ended at byte 4096 \(4 bytes short\)"):
         RemoteFile(item).read_into(4000, memoryview(bytearray(100)))
     RemoteFile(item).read_into(0, memoryview(bytearray()))
     assert item.asked == []
