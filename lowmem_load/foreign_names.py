@@ -191,6 +191,7 @@ SHARD_FILES = _modeling("get_checkpoint_shard_files")
 IS_ON_HF_MOUNT = _modeling("_is_on_hf_mount", "files on a mount of the Hub are read whole before the load")
 DEEPCOPY = _collecting("deepcopy", _EXPERTS)
 SPAWN_MATERIALIZE = _collecting("spawn_materialize", _EXPERTS)
+SORTING_KEY = _collecting("dot_natural_key", _EXPERTS)
 
 # What transformers asks while it loads. Its other modules ask functions that look at the configuration, whose reference
 # is replaced, too. Axolotl puts its own answer in both places of `is_deepspeed_zero3_enabled`.

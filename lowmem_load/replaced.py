@@ -105,17 +105,21 @@ def replaced(handlers: Handlers, *, everywhere: bool = False) -> Iterator[None]:
 def _tolerant(name: ForeignName, handler: Handler) -> Handler:
     """Return a handler of an optional name that leaves calls to the function itself which have arguments it lacks."""
     signature = inspect.signature(handler)
+    fitting: set[tuple[object, ...]] = set()  # forms of calls: `bind` takes longer than most handlers do
 
     def handle(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            signature.bind(ordinary, *args, **kwargs)
-        except TypeError as error:
-            package, _, newest = name.releases
-            warn_of_loss(
-                f"{name} of {package} {installed_release(package)} is called with other arguments than in {newest} "
-                f"({error}), so {name.loss}"
-            )
-            return ordinary(*args, **kwargs)
+        form = len(args), *kwargs
+        if form not in fitting:
+            try:
+                signature.bind(ordinary, *args, **kwargs)
+            except TypeError as error:
+                package, _, newest = name.releases
+                warn_of_loss(
+                    f"{name} of {package} {installed_release(package)} is called with other arguments than in "
+                    f"{newest} ({error}), so {name.loss}"
+                )
+                return ordinary(*args, **kwargs)
+            fitting.add(form)
         return handler(ordinary, *args, **kwargs)
 
     return handle

@@ -34,11 +34,11 @@ class FineGrainedFp8(QuantizedFormat):
         ) -> torch.Tensor:
             if not (isinstance(quantized, SymbolicTensor) and isinstance(scales, SymbolicTensor)):
                 return ordinary(operation, quantized, scales, *args, **kwargs)
+
             # transformers divides rows by scales: 192 rows in blocks of 128 would get the scales of blocks of 96. So a
             # partial last block is padded, dequantized by transformers, and cut again. The padding is never read.
-            padding = _padding(operation, quantized, scales)
-
             def padded(quantized: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+                padding = _padding(operation, quantized, scales)
                 for dim, size in zip((-2, -1), padding, strict=True):
                     if size:
                         last = quantized.narrow(dim, quantized.shape[dim] - 1, 1)
@@ -50,7 +50,7 @@ class FineGrainedFp8(QuantizedFormat):
 
             config = operation.hf_quantizer.quantization_config
             configs[id(config)] = config
-            settings = type(operation), id(config), padding, args, *sorted(kwargs.items())
+            settings = type(operation), id(config), args, *sorted(kwargs.items())
             return patterns.applied(padded, (quantized, scales), settings)
 
         return {foreign_names.FP8_DEQUANTIZE: dequantize}

@@ -118,6 +118,15 @@ def test_a_copy_that_has_collected_nothing_is_handed_out_again() -> None:
         assert first.layer_targets == {"model.experts.up": {"experts.0.up"}}
 
 
+def test_names_are_sorted_by_keys_that_share_their_parts() -> None:
+    names = ["layers.10.experts.2.up", "layers.9.experts.2.up", "layers.9.shard_3"]
+    ordinary = [loading.dot_natural_key(name) for name in names]
+    with replaced(collecting_handlers()):
+        keys = [loading.dot_natural_key(name) for name in names]
+    assert keys == ordinary
+    assert keys[0][2] is keys[1][2]
+
+
 def test_tensors_are_made_without_threads() -> None:
     tensor = torch.arange(3.0)
     with replaced(collecting_handlers()):
