@@ -1,6 +1,6 @@
 """A ZeRO-3 engine over the chosen modules of a model, and only those, for partial ZeRO-3 (deepspeed 0.18.4 to 0.19.8).
 
-DeepSpeed gets a `Shell` that holds the chosen modules under their own names. Its forward is the full model's.
+DeepSpeed gets a `Shell` that contains the chosen modules under their own names. Its forward is the full model's.
 
 [Note: one more norm group] The ZeRO-3 optimizer combines the gradient norms of its parameter groups. If one is not
 finite, it skips the step and lowers the loss scale. The replicated part joins as one more group, so both parts share
@@ -28,6 +28,7 @@ import deepspeed
 import torch
 from torch import nn
 
+from lowmem_load.engines.engine_states import is_plain_zero3
 from lowmem_load.engines.hooks import FULL_MODEL
 from lowmem_load.engines.parameters import is_partitioned
 from lowmem_load.errors import ConfigError, UnsupportedError
@@ -50,11 +51,10 @@ require(
 )
 
 from deepspeed.runtime import lr_schedules  # noqa: E402  the contract gives the better error
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
 
 
 class Shell(nn.Module):
-    """Stands for the chosen modules of a model: empty containers, named as in the model, hold them."""
+    """Stands for the chosen modules of a model, in empty containers that are named as in the model."""
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Module], placeholder: nn.Parameter | None) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Shell(nn.Module):
             self.register_parameter(PLACEHOLDER, placeholder)
         # No checkpoint has the placeholder: a frozen part may be trained later.
         self.register_state_dict_post_hook(_drop_placeholder)
-        self.train(model.training)
+        self.training = model.training  # of the shell alone: a script may have frozen modules in eval mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the full model's forward."""
@@ -87,7 +87,7 @@ def check_engine(engine: Any) -> None:
     require_attributes(
         DEEPSPEED, engine, ("basic_optimizer", "client_optimizer", "device", "global_steps", "optimizer")
     )
-    if type(engine.optimizer) is not DeepSpeedZeroOptimizer_Stage3:
+    if not is_plain_zero3(engine):
         raise UnsupportedError(
             f"partial ZeRO-3 needs DeepSpeed's plain ZeRO-3 optimizer, not {type(engine.optimizer).__name__}"
         )
@@ -110,7 +110,8 @@ class PartitionedPart:
     ) -> None:
         _refuse(ds_config)
         config = {key: value for key, value in ds_config.items() if key != "scheduler"}
-        self.optimizer_params = copy.deepcopy((config.get("optimizer") or {}).get("params") or {})
+        # Before 0.19.6 the engine removes settings from the ds_config.
+        self._optimizer_params = copy.deepcopy((config.get("optimizer") or {}).get("params") or {})
         trainable = [p for module in chosen.values() for p in module.parameters() if p.requires_grad]
         self.frozen = not trainable
         placeholder = None
@@ -185,6 +186,20 @@ class PartitionedPart:
         clip = (float(self.engine.get_global_grad_norm()) + 1e-6) / limit if limit > 0 else 1.0
         return 1.0 / (scale * max(clip, 1.0))
 
+    def optimizer_over(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the ds_config's optimizer over parameters outside of the engine, which live on its device.
+
+        Where offload_optimizer asks for DeepSpeed's CPU Adam, which steps parameters in host memory, it is torch's.
+        """
+        name, params = str(self.engine.optimizer_name()).lower(), copy.deepcopy(self._optimizer_params)
+        if self.engine.zero_use_cpu_optimizer() and name in ("adam", "adamw"):
+            decoupled = name == "adamw" or params.get("adam_w_mode", True)
+            kept = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if key in params}
+            return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **kept)
+        if params:
+            self.engine.optimizer_params().update(params)
+        return self.engine._configure_basic_optimizer(parameters)
+
     def _norm_groups(self) -> list[torch.Tensor]:
         """See [Note: one more norm group]."""
         norm = torch.tensor(self._replicated_norm, dtype=torch.float32, device=self.engine.device)
@@ -215,20 +230,20 @@ class PartitionedPart:
         self._depth -= 1
 
 
-def whole_state_dict(model: nn.Module, *, without_frozen: bool) -> dict[str, torch.Tensor] | None:
+def full_state_dict(model: nn.Module, *, without_frozen: bool) -> dict[str, torch.Tensor] | None:
     """Return a model's full state dict in host memory on rank 0, None on the others. Collective: all ranks."""
     rank = deepspeed.comm.get_rank()
-    whole: dict[int, torch.Tensor] = {}  # by identity: a tied parameter has several names
+    full: dict[int, torch.Tensor] = {}  # by identity: a tied parameter has several names
     state = {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
         if value.requires_grad or not (without_frozen and isinstance(value, nn.Parameter))
     }
     for value in state.values():
-        if id(value) not in whole:
+        if id(value) not in full:
             with deepspeed.zero.GatheredParameters([value], enabled=is_partitioned(value)):
-                whole[id(value)] = value.detach().to("cpu", copy=True) if rank == 0 else torch.empty(0)
-    return {name: whole[id(value)] for name, value in state.items()} if rank == 0 else None
+                full[id(value)] = value.detach().to("cpu", copy=True) if rank == 0 else torch.empty(0)
+    return {name: full[id(value)] for name, value in state.items()} if rank == 0 else None
 
 
 def _refuse(ds_config: Mapping[str, Any]) -> None:
@@ -250,25 +265,6 @@ def _refuse(ds_config: Mapping[str, Any]) -> None:
         raise UnsupportedError(f"partial ZeRO-3 does not support {', '.join(names)}; remove it from the ds_config")
 
 
-# -- optimizers and lr schedulers --------------------------------------------------------------------------------------
-
-
-def optimizer_over(engine: Any, params: Mapping[str, Any], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the ds_config's optimizer over parameters outside of an engine, which live on its device.
-
-    Where offload_optimizer asks for DeepSpeed's CPU Adam, which steps parameters in host memory, it is torch's.
-    `params` are those of the ds_config: before 0.19.6 the engine removes settings from it.
-    """
-    name, params = str(engine.optimizer_name()).lower(), copy.deepcopy(dict(params))
-    if engine.zero_use_cpu_optimizer() and name in ("adam", "adamw"):
-        decoupled = name == "adamw" or params.get("adam_w_mode", True)
-        kept = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if key in params}
-        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **kept)
-    if params:
-        engine.optimizer_params().update(params)
-    return engine._configure_basic_optimizer(parameters)
-
-
 def scheduler_class(section: Mapping[str, Any]) -> Callable[..., Any]:
     """Return the class of the lr scheduler that a ds_config's "scheduler" section names, DeepSpeed's or torch's."""
     # Source: deepspeed 0.19.8 runtime/engine.py, _scheduler_from_config.
@@ -276,7 +272,7 @@ def scheduler_class(section: Mapping[str, Any]) -> Callable[..., Any]:
     owner = lr_schedules if name in lr_schedules.VALID_LR_SCHEDULES else torch.optim.lr_scheduler
     scheduler: Callable[..., Any] | None = getattr(owner, str(name), None)
     if scheduler is None:
-        raise ConfigError(f"ds_config scheduler.type: no lr scheduler {name!r} in DeepSpeed or torch")
+        raise ConfigError(f"ds_config scheduler.type: {name!r} is not an lr scheduler of DeepSpeed or torch")
     return scheduler
 
 

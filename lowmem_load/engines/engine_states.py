@@ -1,6 +1,6 @@
 """The training state of a ZeRO-3 engine, opened to be filled from a checkpoint.
 
-[Note: sub-groups] The optimizer holds this rank's partitions of its parameters as flat fp32 tensors, one for each
+[Note: sub-groups] The optimizer keeps this rank's partitions of its parameters as flat fp32 tensors, one for each
 sub-group, and its moments in tensors of the same length. They are filled in place, or made if the optimizer has not
 stepped yet. Then the code with which DeepSpeed ends a step copies the values to the 16-bit partitions. A sub-group that
 is offloaded to nvme is read into the swapper's buffers for that, one at a time.
@@ -25,8 +25,6 @@ from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.training_checkpoints.zero_checkpoint import PLACEHOLDER
 
-_OPTIMIZER = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-
 OF_IMPLEMENTATIONS = frozenset(
     {"params", "foreach", "fused", "capturable", "differentiable", "bias_correction", "step"}
 )
@@ -41,13 +39,10 @@ ADAM_MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 require(
     DEEPSPEED,
     {
-        _OPTIMIZER: (
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": (
             *("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
             *("_reassign_or_swap_out_partitioned_parameters", "_swappable_optimizer_subgroup"),
             *("checkpoint_event_epilogue", "checkpoint_event_prologue"),
-        ),
-        "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
-            "swap_out_and_release",
         ),
     },
 )
@@ -87,7 +82,7 @@ class Zero3State:
         trained = {id(part.tensor) for group in self.sub_groups for part in group}
         frozen = [p for p in engine.module.parameters() if id(p) not in trained]
         self.frozen = [part for p in frozen for part in _parts_of([p], names, p.ds_tensor.dtype)]
-        self.optional = {PLACEHOLDER} & set(names.values())  # no parameters of the model
+        self.optional = {PLACEHOLDER} & set(names.values())  # not in the model
         state = engine.module.state_dict(keep_vars=True)
         self.buffers = {name: buffer for name, buffer in engine.module.named_buffers() if name in state}
 
@@ -102,8 +97,7 @@ class Zero3State:
 
     def check_groups(self, saved: Sequence[Mapping[str, Any]], moments: frozenset[str]) -> None:
         """Raise ConfigError unless the optimizer can continue with saved groups and moments."""
-        groups = self.base.param_groups
-        kind = type(self.base).__name__
+        groups, kind = self.base.param_groups, type(self.base).__name__
         if len(saved) != len(groups):
             raise ConfigError(
                 f"the checkpoint's optimizer has {len(saved)} groups of parameters, this one {len(groups)}"
@@ -149,7 +143,7 @@ class Zero3State:
                 zero._optimizer_states_and_gradient_swap_out(sub_group, set())
 
     def set_scalars(self, sub_group: int, scalars: Mapping[str, Any]) -> None:
-        """Set what the optimizer keeps for a sub-group besides tensors, such as its number of steps."""
+        """Set what the optimizer keeps for a sub-group other than tensors, such as its number of steps."""
         master = self._zero.fp32_partitioned_groups_flat[sub_group]
         state = self.base.state[master]
         for key, value in scalars.items():
@@ -202,18 +196,16 @@ def is_plain_zero3(engine: Any) -> bool:
     return type(getattr(engine, "optimizer", None)) is DeepSpeedZeroOptimizer_Stage3
 
 
-def mark_unusable(engine: nn.Module) -> None:
-    """Make an engine's forward raise, since it is about to hold half of a checkpoint."""
+@contextlib.contextmanager
+def unusable_until_filled(engine: nn.Module) -> Iterator[None]:
+    """Inside, an engine's forward raises, since it has half of a checkpoint. After an error it goes on to raise."""
 
     def refuse(*_: Any) -> None:
         raise ConfigError("a checkpoint was loaded into this engine halfway; load one again before you run it")
 
     if _REFUSAL not in engine.__dict__:
         engine.__dict__[_REFUSAL] = engine.register_forward_pre_hook(refuse)
-
-
-def mark_usable(engine: nn.Module) -> None:
-    """Undo `mark_unusable`."""
+    yield
     engine.__dict__.pop(_REFUSAL).remove()
 
 
@@ -242,14 +234,8 @@ def _plain_zero3(engine: Any) -> Any:
             f"load_checkpoint fills engines of plain ZeRO-3 that train, not one with {type(zero).__name__}; use the "
             "engine's own load_checkpoint"
         )
-    require_attributes(
-        DEEPSPEED,
-        zero,
-        (
-            *("fp16_groups", "fp32_partitioned_groups_flat", "loss_scaler", "optimizer", "overflow"),
-            "sub_group_to_group_id",
-        ),
-    )
+    names = ("fp16_groups", "fp32_partitioned_groups_flat", "loss_scaler", "optimizer", "overflow")
+    require_attributes(DEEPSPEED, zero, (*names, "sub_group_to_group_id"))
     require_attributes(DEEPSPEED, engine, ("global_samples", "global_steps", "lr_scheduler", "skipped_steps"))
     if engine.random_ltd_enabled() or engine.curriculum_learning_enabled():
         raise UnsupportedError("random LTD and curriculum learning: use the engine's own load_checkpoint")

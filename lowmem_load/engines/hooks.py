@@ -1,11 +1,10 @@
-"""Hands calls of DeepSpeed, whoever makes them, to a handler of ours first while a block lasts."""
+"""Handlers of functions of DeepSpeed, and what an engine says about its weights."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import deepspeed
@@ -14,23 +13,18 @@ from torch import nn
 
 from lowmem_load import foreign_names
 from lowmem_load.foreign_names import DEEPSPEED, ForeignName, require
-from lowmem_load.replaced import replaced
 
 _STATE, _MAY_GATHER = "_zero3_consolidated_16bit_state_dict", "zero_gather_16bit_weights_on_model_save"
 
 require(
-    DEEPSPEED,
-    {
-        "deepspeed": ("initialize",),
-        "deepspeed:DeepSpeedEngine": (_STATE, _MAY_GATHER, "load_checkpoint"),
-    },
+    DEEPSPEED, {"deepspeed": ("initialize",), "deepspeed:DeepSpeedEngine": (_STATE, _MAY_GATHER, "load_checkpoint")}
 )
 
 Handler: TypeAlias = "Callable[[dict[str, Any]], Any]"
 """Gets the arguments that are given by name; returns the result of the call, or None to let the call go on."""
 
 FULL_MODEL = "_full_model"
-"""Attribute of the stand-in for a model that a partial engine gives to `deepspeed.initialize`: the full model."""
+"""Attribute of the `Shell` that a partial engine gives to `deepspeed.initialize`: the full model."""
 
 # DeepSpeed's own: a wrapper of somebody else, set later, may take *args and **kwargs.
 _SIGNATURES = {
@@ -40,7 +34,7 @@ _SIGNATURES = {
 
 
 def asked_first(name: ForeignName, handler: Handler) -> Callable[..., Any]:
-    """Return what stands in for a function of DeepSpeed: it asks `handler` first."""
+    """Return a handler for `replaced`: it asks `handler` first, and then the function of DeepSpeed."""
 
     def call(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -51,11 +45,6 @@ def asked_first(name: ForeignName, handler: Handler) -> Callable[..., Any]:
         return ordinary(*args, **kwargs) if result is None else result
 
     return call
-
-
-def hooked(handler: Handler) -> AbstractContextManager[None]:
-    """Inside, every `deepspeed.initialize` asks `handler` first; of several blocks, the innermost."""
-    return replaced({foreign_names.INITIALIZE: asked_first(foreign_names.INITIALIZE, handler)}, everywhere=True)
 
 
 def is_shell(model: nn.Module) -> bool:

@@ -18,16 +18,17 @@ from lowmem_load.errors import UnsupportedError
 from lowmem_load.foreign_names import DEEPSPEED, require
 from lowmem_load.planning.regions import FlatRange, partition_range
 
-_ZERO = "deepspeed.runtime.zero.partition_parameters"
-
 require(
     DEEPSPEED,
     {
-        _ZERO: ("PartitionedParamStatus.AVAILABLE", "ZeroParamStatus.AVAILABLE"),
+        "deepspeed.runtime.zero.partition_parameters": (
+            "PartitionedParamStatus.AVAILABLE",
+            "ZeroParamStatus.AVAILABLE",
+        ),
         "deepspeed.runtime.zero.utils": ("is_zero_param",),
         "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
             *("available_swap_in_buffers", "remove_partition_and_release_buffers", "swap_in"),
-            "synchronize_reads",
+            *("swap_out_and_release", "synchronize_reads"),
         ),
     },
 )
@@ -50,7 +51,7 @@ def may_be_on_nvme(parameter: torch.Tensor) -> bool:
 
 
 def refuse_parallel(name: str, parameter: torch.Tensor) -> None:
-    """Raise UnsupportedError for a parameter of which other ranks hold other rows or experts.
+    """Raise UnsupportedError for a parameter of which other ranks own other rows or experts.
 
     Source: deepspeed 0.19.8 `module_inject/layers.py:501`, `moe/experts.py:25`, `module_inject/auto_ep_layer.py:673`.
     """
@@ -70,18 +71,13 @@ def partition_of(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.ds_tensor
 
 
-def group_size_of(parameter: torch.Tensor) -> int:
-    """Return the number of ranks among which a ZeRO-3 parameter is partitioned."""
-    return dist.get_world_size(group_of(parameter))
-
-
 def group_of(parameter: torch.Tensor) -> Any:
     """Return the process group among whose ranks a ZeRO-3 parameter is partitioned."""
     return parameter.ds_process_group
 
 
 def has_master(parameter: torch.Tensor) -> bool:
-    """Return whether an optimizer of DeepSpeed holds fp32 master values of a ZeRO-3 parameter."""
+    """Return whether an optimizer of DeepSpeed keeps fp32 master values of a ZeRO-3 parameter."""
     # Source: deepspeed 0.19.8 utils/tensor_fragment.py, safe_get_local_fp32_param.
     return getattr(parameter, "_z3_optimizer", None) is not None and parameter.requires_grad
 
@@ -139,13 +135,14 @@ def gathered_by_others(parameters: Sequence[torch.Tensor]) -> list[int]:
 
     Changes in such a block reach the partitions only at its end. Engines gather without one.
     """
-    # Older releases do not mark its parameters, but in all releases it is an object that lives while it is open.
-    if not any(is_zero_param(p) and p.ds_status == ZeroParamStatus.AVAILABLE for p in parameters):
+    available = {
+        id(parameter): position
+        for position, parameter in enumerate(parameters)
+        if is_zero_param(parameter) and parameter.ds_status == ZeroParamStatus.AVAILABLE
+    }
+    if not available:
         return []
+    # Older releases do not mark its parameters, but in all releases it is an object that lives while it is open.
     blocks = [block for block in gc.get_objects() if type(block) is GatheredParameters and block.enabled]
     gathered_ids = {id(parameter) for block in blocks for parameter in block.params}
-    return [
-        position
-        for position, parameter in enumerate(parameters)
-        if id(parameter) in gathered_ids and parameter.ds_status == ZeroParamStatus.AVAILABLE
-    ]
+    return [position for key, position in available.items() if key in gathered_ids]

@@ -7,18 +7,21 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from deepspeed import comm
 from torch import nn
 
 from lowmem_load.config.ds_config import AUTO, comparable, given_ds_configs
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.engines.engine import scheduler_class
-from lowmem_load.engines.hooks import hooked, is_shell
-from lowmem_load.engines.parameters import full_numel, group_size_of, is_partitioned
-from lowmem_load.engines.zero3_target import check_ties, choose, chosen_parameters, partitioned_modules
+from lowmem_load.engines.engine import PartitionedPart, scheduler_class
+from lowmem_load.engines.hooks import asked_first, is_shell
+from lowmem_load.engines.parameters import full_numel, group_of, is_partitioned
+from lowmem_load.engines.zero3_target import check_ties, choose, chosen_parameters, mark, partitioned_modules
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
+from lowmem_load.foreign_names import INITIALIZE
 from lowmem_load.partial.partial_engine import PartialEngine
-from lowmem_load.partial.replicated import SplitOptimizer, options_of
+from lowmem_load.partial.replicated import ReplicatedPart, SplitOptimizer, options_of
+from lowmem_load.replaced import replaced
 from lowmem_load.text import fingerprint
 
 
@@ -63,23 +66,45 @@ def initialize_partial(
     with distributed.step("preparing partial ZeRO-3") as step:
         settings = _settings(ds_config, model, distributed.world_size)
         config = settings.ds_config
-        chosen, plain = _chosen(model, partition)
-        inside = chosen_parameters(chosen)
-        split = _split(model, optimizer, config, inside)
+        chosen, is_plain = _chosen(model, partition, distributed.world_size)
+        split = _split(model, optimizer, config, chosen_parameters(chosen))
         if config.get("scheduler"):
             scheduler_class(config["scheduler"])
         step.digest = _digest(model, chosen, config, split)
-    engine: PartialEngine | None = None
-    try:
+    derive = None if split is None else lambda parameters: split.derive({id(p): p for p in parameters})
+    with contextlib.ExitStack() as undo:  # an error on any rank takes the hooks off the model
+        with distributed.step("making the ZeRO-3 engine"):
+            part = PartitionedPart(model, chosen, config, derive)
+            undo.callback(part.destroy)
+        with distributed.step("moving the replicated part"):  # before the broadcast, which cannot report a failure
+            mark(chosen.values())
+            replicated = ReplicatedPart(model, chosen)
+            undo.callback(replicated.destroy)
+            replicated.move_to(part.engine.device, settings.dtype if is_plain else None)
+        with distributed.step("broadcasting the replicated part"):
+            replicated.broadcast()
         with distributed.step("making the engine of partial ZeRO-3"):
-            engine = PartialEngine(model, chosen, settings, split)
-            engine.train_replicated(settings.dtype if plain else None)
-            engine.set_lr_scheduler(lr_scheduler, config.get("scheduler"))
-    except BaseException:
-        if engine is not None:
-            engine.destroy()  # its hooks are on the model
-        raise
+            if split is None:
+                trained = [name for name, p in replicated.parameters.items() if p.requires_grad]
+                replicated.train(dict.fromkeys(trained, 0), part.engine.device)
+                replicated.optimizer = part.optimizer_over([*replicated.masters.values()]) if trained else None
+            else:
+                replicated.train(split.groups_of(model), part.engine.device)
+                masters = {id(replicated.parameters[name]): master for name, master in replicated.masters.items()}
+                replicated.optimizer = split.derive(masters)
+            engine = PartialEngine(model, part, replicated, split)
+            engine.lr_scheduler = _lr_scheduler(lr_scheduler, config.get("scheduler"), engine.optimizer.leader)
+        undo.pop_all()
     return engine
+
+
+def _lr_scheduler(lr_scheduler: Any, section: Mapping[str, Any] | None, leader: torch.optim.Optimizer) -> Any:
+    """Return the lr scheduler, given one, a function that makes one, or a ds_config's section."""
+    if lr_scheduler is None and section:
+        return scheduler_class(section)(leader, **(section.get("params") or {}))
+    if lr_scheduler is None or hasattr(lr_scheduler, "step"):
+        return lr_scheduler
+    return lr_scheduler(leader)
 
 
 def _settings(ds_config: Any, model: nn.Module, world_size: int) -> Settings:
@@ -95,7 +120,7 @@ def _settings(ds_config: Any, model: nn.Module, world_size: int) -> Settings:
     return resolved
 
 
-def _chosen(model: nn.Module, partition: Partition | None) -> tuple[dict[str, nn.Module], bool]:
+def _chosen(model: nn.Module, partition: Partition | None, world_size: int) -> tuple[dict[str, nn.Module], bool]:
     """Return the chosen modules, and whether no parameter of the model is partitioned yet."""
     already = partitioned_modules(model, is_partitioned)
     chosen = already if partition is None else choose(model, partition)
@@ -110,8 +135,7 @@ def _chosen(model: nn.Module, partition: Partition | None) -> tuple[dict[str, nn
     stray = [name for name, p in model.named_parameters() if is_partitioned(p) and id(p) not in inside]
     if stray:
         raise ConfigError(f"partition leaves out {listed(stray)}, which is partitioned already; choose it too")
-    world_size = DistributedInterface().world_size
-    if any(is_partitioned(p) and group_size_of(p) != world_size for p in model.parameters()):
+    if any(is_partitioned(p) and comm.get_world_size(group_of(p)) != world_size for p in model.parameters()):
         raise UnsupportedError(
             "the model was loaded with data_parallel_group, but partial ZeRO-3 trains among all ranks; load it without"
         )
@@ -151,14 +175,14 @@ def _split(model: nn.Module, optimizer: Any, config: Mapping[str, Any], inside: 
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
-    in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
     to_train = {id(p) for p in model.parameters() if p.requires_grad}
-    if not in_optimizer & to_train:
-        raise ConfigError("optimizer holds no trainable parameter of this model; make it from model.parameters()")
-    if to_train & inside and not in_optimizer & inside:
+    trained = to_train & {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not trained:
+        raise ConfigError("optimizer has no trainable parameter of this model; make it from model.parameters()")
+    if to_train & inside and not trained & inside:
         raise ConfigError(
-            "optimizer holds no parameter of the partitioned part, though some require a gradient; add them, or freeze "
-            "that part with requires_grad_(False)"
+            "optimizer has no trainable parameter of the partitioned part, though some require a gradient; add them, "
+            "or freeze that part with requires_grad_(False)"
         )
     on_host = any(cls.__name__ == "DeepSpeedCPUAdam" for cls in type(optimizer).mro())
     if on_host and to_train - inside and DistributedInterface().device.type != "cpu":
@@ -211,7 +235,7 @@ def partial_zero3(partition: Partition | None = None) -> Iterator[None]:
         )
         return engine, engine.optimizer, None, engine.lr_scheduler
 
-    with hooked(initialize_partly):
+    with replaced({INITIALIZE: asked_first(INITIALIZE, initialize_partly)}, everywhere=True):
         yield
 
 
@@ -238,7 +262,7 @@ def _translate(arguments: Mapping[str, Any]) -> tuple[Any, Any]:
     if len(configs) != 1:
         raise ConfigError(f"deepspeed.initialize was given {len(configs)} ds_configs; give one, as config")
     optimizer, parameters = arguments.get("optimizer"), arguments.get("model_parameters")
-    if parameters is None or isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed ignores them beside an optimizer
+    if parameters is None or isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed ignores them then
         return configs[0], optimizer
     groups = list(parameters)
     if optimizer is not None:

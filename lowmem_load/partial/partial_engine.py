@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.config.settings import Settings
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.engines.engine import PartitionedPart, optimizer_over, scheduler_class, whole_state_dict
-from lowmem_load.engines.engine_states import mark_unusable, mark_usable
-from lowmem_load.engines.zero3_target import mark
+from lowmem_load.engines.engine import PartitionedPart, full_state_dict
+from lowmem_load.engines.engine_states import unusable_until_filled
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.partial.replicated import (
     PartialOptimizer,
@@ -46,59 +44,17 @@ class PartialEngine(Wrapper):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        chosen: dict[str, nn.Module],
-        settings: Settings,
-        split: SplitOptimizer | None,
+        self, model: nn.Module, part: PartitionedPart, replicated: ReplicatedPart, split: SplitOptimizer | None
     ) -> None:
         super().__init__()
-        self.module, self._split = model, split
+        self.module, self._part, self._replicated, self._split = model, part, replicated, split
+        self.optimizer = PartialOptimizer(part, replicated, split)
         self.lr_scheduler: Any = None
-        derive = None if split is None else lambda parameters: split.derive({id(p): p for p in parameters})
-        try:
-            with DistributedInterface().step("making the ZeRO-3 engine"):
-                self._part = PartitionedPart(model, chosen, settings.ds_config, derive)
-        except BaseException:
-            if "_part" in self.__dict__:  # another rank has failed
-                self._part.destroy()
-            raise
-        mark(chosen.values())
-        self._replicated = ReplicatedPart(model, chosen)
-
-    def train_replicated(self, dtype: torch.dtype | None) -> None:
-        """Prepare the replicated part for training, cast to `dtype` if one is given. Collective. Internal."""
-        part, split, replicated = self._part, self._split, self._replicated
-        device, distributed = part.engine.device, DistributedInterface()
-        with distributed.step("moving the replicated part"):  # before the broadcast, which cannot report a failure
-            replicated.move_to(device, dtype)
-        with distributed.step("broadcasting the replicated part"):
-            replicated.broadcast()
-        trained = {name: p for name, p in replicated.parameters.items() if p.requires_grad}
-        groups = dict.fromkeys(trained, 0)
-        if split is not None:
-            groups = split.groups_of(self.module)
-            trained = {name: p for name, p in trained.items() if name in groups}
-        replicated.train(trained, groups, device)
-        if trained and split is not None:
-            replicated.optimizer = split.derive({id(p): replicated.masters[name] for name, p in trained.items()})
-        elif trained:
-            replicated.optimizer = optimizer_over(part.engine, part.optimizer_params, [*replicated.masters.values()])
-        self.optimizer = PartialOptimizer(part, replicated, self._leader)
 
     @property
     def zero3(self) -> Any:
-        """The `DeepSpeedEngine` of the partitioned part. It is no child of this module: `module` has its parameters."""
+        """The `DeepSpeedEngine` of the partitioned part. It is not a child of this module, whose `module` has all."""
         return self._part.engine
-
-    @property
-    def _leader(self) -> torch.optim.Optimizer:
-        """The optimizer whose groups hold the learning rates of both parts."""
-        if self._split is not None:
-            return self._split.optimizer
-        if self._part.frozen and self._replicated.optimizer is not None:
-            return self._replicated.optimizer
-        return self._part.optimizer
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -118,14 +74,11 @@ class PartialEngine(Wrapper):
                 f"{listed(thawed)} did not require a gradient when this engine was made, so the engine does not train "
                 "it; call destroy(), then initialize again"
             )
-        self._replicated.end_micro_batch()  # after a loss.backward() of the caller
         return self._part.forward(args, kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> Any:
         """Accumulate the gradients of `loss`, as `DeepSpeedEngine.backward`. Collective: all ranks."""
-        result = self._part.backward(loss, **kwargs)
-        self._replicated.end_micro_batch()
-        return result
+        return self._part.backward(loss, **kwargs)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Update both parts at the accumulation boundary; before it, only count. Collective: all ranks."""
@@ -136,12 +89,12 @@ class PartialEngine(Wrapper):
             self._split.sync()
         factor = self._part.step(self._replicated.reduce())
         for parameter in self._replicated.parameters.values():
-            parameter.grad = None  # of parameters that no optimizer holds
+            parameter.grad = None  # of parameters that no optimizer updates
         if factor is None:
             self._replicated.clear()
             return
-        if self._leader is self._part.optimizer and self._replicated.optimizer is not None:
-            options = options_of(self._leader.param_groups[0])
+        if self._split is None and self._replicated.optimizer is not None:
+            options = options_of(self.optimizer.param_groups[0])
             for group in self._replicated.optimizer.param_groups:
                 group.update({key: value for key, value in options.items() if key in group})
         self._replicated.step(factor)
@@ -155,14 +108,6 @@ class PartialEngine(Wrapper):
         super().train(mode)
         self.zero3.train(mode)
         return self
-
-    def set_lr_scheduler(self, lr_scheduler: Any, section: Mapping[str, Any] | None) -> None:
-        """Set the lr scheduler: a scheduler, a function that makes one, or that of a ds_config's section. Internal."""
-        if lr_scheduler is None and section:
-            lr_scheduler = scheduler_class(section)(self._leader, **(section.get("params") or {}))
-        elif lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
-            lr_scheduler = lr_scheduler(self._leader)
-        self.lr_scheduler = lr_scheduler
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each group of `optimizer`."""
@@ -191,7 +136,7 @@ class PartialEngine(Wrapper):
             if distributed.rank == 0:  # before DeepSpeed names this checkpoint the latest
                 state = {
                     **self._replicated.state(exclude_frozen=exclude_frozen_parameters),
-                    "groups": [options_of(group) for group in self._leader.param_groups],
+                    "groups": [options_of(group) for group in self.optimizer.param_groups],
                     "schedule": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
                     STEPS: self.zero3.global_steps,
                 }
@@ -231,7 +176,7 @@ class PartialEngine(Wrapper):
             step.digest = {"checkpoint": "none" if folder is None else os.path.basename(folder)}
             if folder is not None:
                 state = load_replicated(folder)
-                num_groups = len(self._leader.param_groups) if load_optimizer_states else None
+                num_groups = len(self.optimizer.param_groups) if load_optimizer_states else None
                 self._replicated.check(state, strict=load_module_strict, num_groups=num_groups)
         if folder is None:
             return None, {}
@@ -244,20 +189,18 @@ class PartialEngine(Wrapper):
             load_module_only=load_module_only,
             allow_pickle=allow_pickle,
         )
-        mark_unusable(self.zero3)
-        with distributed.step("loading", name=load_dir):
+        with unusable_until_filled(self.zero3), distributed.step("loading", name=load_dir):
             self._replicated.load(state, optimizer=load_optimizer_states)
             if load_optimizer_states:
-                for group, options in zip(self._leader.param_groups, state["groups"], strict=True):
+                for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
                     group.update(options)
             if load_lr_scheduler_states and not load_module_only and None not in (self.lr_scheduler, state["schedule"]):
                 self.lr_scheduler.load_state_dict(state["schedule"])
-        mark_usable(self.zero3)
         return path, client_state
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
         """Return the model's full state dict in host memory on rank 0, None on the others. Collective: all ranks."""
-        return whole_state_dict(self.module, without_frozen=exclude_frozen_parameters)
+        return full_state_dict(self.module, without_frozen=exclude_frozen_parameters)
 
     _zero3_consolidated_16bit_state_dict = consolidated_state_dict  # accelerate calls it
 

@@ -2,13 +2,12 @@
 
 [Note: one reduction] When autograd has accumulated a gradient, it is added to one flat float32 buffer, which is zero
 for unused parameters. At the accumulation boundary one all-reduce sums the buffer over the ranks, whatever each rank
-has run. Behind the gradients the buffer has, per parameter, the number of micro-batches that used it.
+has run. Behind the gradients the buffer has, for each parameter, the number of ranks that used it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import socket
@@ -17,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from deepspeed import comm
 from torch import nn
@@ -43,11 +41,19 @@ class _Slot:
     parameter: nn.Parameter
     master: nn.Parameter  # the parameter itself if it is float32, else a float32 copy
     gradient: torch.Tensor  # a view of the flat buffer
-    used: bool = False  # by the current micro-batch
+    is_used: bool = False  # on this rank, since the last step
+
+    @torch.no_grad()
+    def collect(self, parameter: torch.Tensor) -> None:
+        """Add the gradient that a backward pass has given the parameter to that of the step."""
+        if parameter.grad is not None:
+            self.gradient.add_(parameter.grad)
+            parameter.grad = None
+            self.is_used = True
 
 
 class ReplicatedPart:
-    """The tensors that every rank holds in full, outside of `chosen` modules.
+    """The tensors outside of `chosen` modules, which every rank keeps in full.
 
     Memory: a float32 gradient per trained element, and a float32 master copy of parameters in lower precision.
     """
@@ -64,12 +70,11 @@ class ReplicatedPart:
         self._model = model
         self._slots: dict[str, _Slot] = {}
         self._hooks: list[Any] = []
-        self._used_counts: list[int] = []
-        self._flat = self._gradients = self._counts = torch.empty(0)
+        self._flat = self._gradients = self._num_users = torch.empty(0)
 
     def move_to(self, device: torch.device, dtype: torch.dtype | None) -> None:
         """Move all tensors to a device; cast the parameters if a dtype is given."""
-        for parameter in self.parameters.values():  # by .data: the user's optimizer holds these objects
+        for parameter in self.parameters.values():  # by .data: the user's optimizer refers to these objects
             parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
         for buffer in self.buffers.values():
             buffer.data = buffer.data.to(device)  # in place: several modules may share it
@@ -82,30 +87,22 @@ class ReplicatedPart:
             comm.broadcast(values.view(-1).view(torch.uint8), 0)  # gloo knows fewer dtypes than torch
             tensor.detach().copy_(values)
 
-    def train(self, parameters: Mapping[str, nn.Parameter], groups: Mapping[str, int], device: torch.device) -> None:
-        """Take over the gradients of these parameters, which are distinct and on `device`; see `groups`."""
-        wrong = [f"{name} ({p.dtype})" for name, p in parameters.items() if p.dtype not in _DTYPES]
+    def train(self, groups: Mapping[str, int], device: torch.device) -> None:
+        """Take over the gradients of the parameters in `groups` that require one. They are on `device`."""
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad and name in groups}
+        wrong = [f"{name} ({p.dtype})" for name, p in trained.items() if p.dtype not in _DTYPES]
         if wrong:
             raise ConfigError(f"{listed(wrong)}: replicated parameters are trained in float32, bfloat16 or float16")
-        numels = [parameter.numel() for parameter in parameters.values()]
+        numels = [parameter.numel() for parameter in trained.values()]
         self.groups = groups
         self._flat = torch.zeros(sum(numels) + len(numels), device=device)
-        self._gradients, self._counts = torch.split(self._flat, [sum(numels), len(numels)])
-        for (name, p), piece in zip(parameters.items(), torch.split(self._gradients, numels), strict=True):
+        self._gradients, self._num_users = torch.split(self._flat, [sum(numels), len(numels)])
+        for (name, p), piece in zip(trained.items(), torch.split(self._gradients, numels), strict=True):
             # In lower precision small updates would be rounded away.
             master = p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone())
             self.masters[name] = master
             self._slots[name] = slot = _Slot(p, master, piece.view(p.shape))
-            collect = functools.partial(_collect, slot)
-            self._hooks.append(p.register_post_accumulate_grad_hook(collect))  # type: ignore[no-untyped-call]
-
-    def end_micro_batch(self) -> None:
-        """Count the parameters that backward passes have used since the last call. Local."""
-        used = [number for number, slot in enumerate(self._slots.values()) if slot.used]
-        if used:
-            self._counts[used] += 1
-        for slot in self._slots.values():
-            slot.used = False
+            self._hooks.append(p.register_post_accumulate_grad_hook(slot.collect))  # type: ignore[no-untyped-call]
 
     def reduce(self) -> float:
         """Average the gradients, loss scale included, over the ranks; return their norm, not finite on overflow.
@@ -114,9 +111,8 @@ class ReplicatedPart:
         """
         if not self._slots:
             return 0.0
-        self.end_micro_batch()
+        self._num_users.copy_(torch.tensor([slot.is_used for slot in self._slots.values()]))
         comm.all_reduce(self._flat)
-        self._used_counts = [int(count) for count in self._counts.tolist()]
         self._gradients.div_(comm.get_world_size())
         return float(torch.linalg.vector_norm(self._gradients))
 
@@ -125,8 +121,8 @@ class ReplicatedPart:
         if self.optimizer is None:
             return
         self._gradients.mul_(factor)
-        for slot, count in zip(self._slots.values(), self._used_counts, strict=True):
-            slot.master.grad = slot.gradient if count else None  # None: not even weight decay, as in one process
+        for slot, num_users in zip(self._slots.values(), self._num_users.tolist(), strict=True):
+            slot.master.grad = slot.gradient if num_users else None  # None: not even weight decay, as in one process
         self.optimizer.step()
         for slot in self._slots.values():
             slot.master.grad = None
@@ -137,7 +133,7 @@ class ReplicatedPart:
         """Clear all gradients of the current step. Local."""
         self._flat.zero_()
         for slot in self._slots.values():
-            slot.used = False
+            slot.is_used = False
 
     def destroy(self) -> None:
         """Remove the hooks from the parameters."""
@@ -155,7 +151,7 @@ class ReplicatedPart:
         }
 
     def state(self, *, exclude_frozen: bool) -> dict[str, Any]:
-        """Return what a checkpoint holds of this part."""
+        """Return what a checkpoint contains of this part."""
         return {
             "buffers": {name: buffer.detach() for name, buffer in self._persistent()["buffers"].items()},
             "parameters": {
@@ -183,20 +179,22 @@ class ReplicatedPart:
             raise ConfigError(
                 f"the checkpoint's optimizer has {len(state['groups'])} parameter groups, this one {num_groups}"
             )
-        different = sorted(set(state["whole"]["masters"]) ^ set(self._slots))
-        if different:
+        masters = state["whole"]["masters"]
+        if different := sorted(set(masters) ^ set(self.masters)):
             raise ConfigError(f"the checkpoint's replicated part trains other parameters: {listed(different)}")
-        if "groups" not in state["whole"] and list(state["whole"]["masters"]) != list(self.masters):
-            raise ConfigError(
-                "the checkpoint's optimizer does not name its parameters, as lowmem_load 0.3 saved it, and the order "
-                "of the model's parameters has changed since; pass load_optimizer_states=False"
-            )
         if "groups" not in state["whole"]:
+            nameless = "the checkpoint's optimizer does not name its parameters, as lowmem_load 0.3 saved it"
+            if list(masters) != list(self.masters):
+                raise ConfigError(
+                    f"{nameless}, and the order of the model's parameters has changed since; pass "
+                    "load_optimizer_states=False"
+                )
             logger.warning(
-                "lowmem_load: the checkpoint's optimizer does not name its parameters, as lowmem_load 0.3 saved it, so "
-                "its state is loaded by position: this optimizer must have them in the order of the one that was saved"
+                "lowmem_load: %s, so its state is loaded by position: this optimizer must have them in the order of "
+                "the one that was saved",
+                nameless,
             )
-        for name, number in self._saved_groups(state).items():
+        for name, number in state["whole"].get("groups", {}).items():
             if name in self.groups and self.groups[name] != number:
                 raise ConfigError(
                     f"{name}: is in group {self.groups[name]} of the optimizer, and was in group {number} when the "
@@ -218,14 +216,10 @@ class ReplicatedPart:
                 self.optimizer.load_state_dict(self._in_own_order(state))
             self.clear()
 
-    def _saved_groups(self, state: Mapping[str, Any]) -> Mapping[str, int]:
-        """Return `groups` of a checkpoint. lowmem_load 0.3 saved none: its optimizers are loaded by position."""
-        groups: Mapping[str, int] = state["whole"].get("groups", self.groups)
-        return groups
-
     def _in_own_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved state of the optimizer, which numbers the parameters in its order, in this one's order."""
-        saved = (name for name in self._saved_groups(state) if name in self.masters)
+        # lowmem_load 0.3 saved no groups, so its optimizers are loaded by position.
+        saved = (name for name in state["whole"].get("groups", self.groups) if name in self.masters)
         own = {name: number for number, name in enumerate(name for name in self.groups if name in self.masters)}
         numbers = {number: own[name] for number, name in enumerate(saved)}
         optimizer = state["whole"]["optimizer"]
@@ -244,15 +238,7 @@ class ReplicatedPart:
                 slot.parameter.copy_(slot.master)
 
 
-@torch.no_grad()
-def _collect(slot: _Slot, parameter: torch.Tensor) -> None:
-    if parameter.grad is not None:
-        slot.gradient.add_(parameter.grad)
-        parameter.grad = None
-        slot.used = True
-
-
-# -- the file of a checkpoint that holds this part ---------------------------------------------------------------------
+# -- the file of a checkpoint that contains this part ------------------------------------------------------------------
 
 
 def save_replicated(folder: str, state: Mapping[str, Any]) -> None:
@@ -261,7 +247,7 @@ def save_replicated(folder: str, state: Mapping[str, Any]) -> None:
     path = os.path.join(folder, REPLICATED_FILE)
     unfinished = f"{path}.{socket.gethostname()}.{os.getpid()}"
     try:
-        torch.save(_plain({"format": FORMAT, **state}), unfinished)
+        torch.save({"format": FORMAT, **state}, unfinished)
         read_plain(unfinished, with_elements=False)
     except Exception as error:
         with contextlib.suppress(FileNotFoundError):
@@ -270,28 +256,14 @@ def save_replicated(folder: str, state: Mapping[str, Any]) -> None:
     os.replace(unfinished, path)
 
 
-def _plain(value: Any) -> Any:
-    """Return `value` with Python numbers for those of numpy, which functions of schedulers often return."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, dict):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_plain(item) for item in value)
-    return value
-
-
 def load_replicated(folder: str) -> dict[str, Any]:
     """Return the state that `save_replicated` wrote, in host memory. No pickled code is run."""
     path = os.path.join(folder, REPLICATED_FILE)
     if not os.path.isfile(path):
-        raise CheckpointError(f"{folder}: no {REPLICATED_FILE}; this is not a checkpoint that partial ZeRO-3 has saved")
-    try:
-        state = read_plain(path)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        raise CheckpointError(f"{folder}: has no {REPLICATED_FILE}, so it was not saved by partial ZeRO-3")
+    state = read_plain(path)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not of format {FORMAT}; it was written by another version of lowmem_load")
+        raise CheckpointError(f"{path}: is not of format {FORMAT}; it was written by another version of lowmem_load")
     return state
 
 
@@ -299,16 +271,22 @@ def load_replicated(folder: str) -> dict[str, Any]:
 
 
 class PartialOptimizer:
-    """The engine's `optimizer`: learning rates to read and write, and whether a step was skipped."""
+    """The engine's `optimizer`: learning rates to read and write, and whether a step was skipped.
 
-    def __init__(self, part: PartitionedPart, replicated: ReplicatedPart, leader: torch.optim.Optimizer) -> None:
-        self._part, self._replicated, self._leader = part, replicated, leader
-        self.defaults = leader.defaults
+    Both parts use the options of the `leader`, the user's optimizer or else the ds_config's.
+    """
+
+    def __init__(self, part: PartitionedPart, replicated: ReplicatedPart, split: SplitOptimizer | None) -> None:
+        self._part, self._replicated = part, replicated
+        self.leader: torch.optim.Optimizer = part.optimizer if split is None else split.optimizer
+        if split is None and part.frozen and replicated.optimizer is not None:
+            self.leader = replicated.optimizer
+        self.defaults = self.leader.defaults
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the user's or else the ds_config's optimizer. Both parts use their options."""
-        return self._leader.param_groups
+        """The groups of the leader."""
+        return self.leader.param_groups
 
     @property
     def overflow(self) -> bool:
@@ -332,7 +310,7 @@ class SplitOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer.state:
             raise UnsupportedError(
-                f"{type(optimizer).__name__} holds state already and cannot be split between the two parts; pass one "
+                f"{type(optimizer).__name__} has state already, so it cannot be split between the two parts; pass one "
                 'that has not stepped, or write an "optimizer" section in the ds_config'
             )
         self.optimizer = optimizer
@@ -345,7 +323,7 @@ class SplitOptimizer:
         return {names[id(p)]: number for number, group in groups for p in group["params"] if id(p) in names}
 
     def derive(self, stands_for: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer | None:
-        """Return an optimizer over tensors that stand for parameters, given by their ids; None if it holds none."""
+        """Return an optimizer over tensors that stand for parameters, given by their ids; None if it has none."""
         # Not by the class's __init__, whose arguments are not known; add_param_group takes the options of each group.
         derived = object.__new__(type(self.optimizer))
         # An lr scheduler that counts calls sets "step"; like the hooks, it concerns the user's object only.

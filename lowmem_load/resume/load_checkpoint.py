@@ -143,7 +143,7 @@ def load_checkpoint(
 
 
 def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dict[str, Any]]:
-    from lowmem_load.engines.engine_states import Zero3State, mark_unusable, mark_usable
+    from lowmem_load.engines.engine_states import Zero3State, unusable_until_filled
 
     ranks = ranks_of(engine)
     with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, cores(1))) as executor:
@@ -163,12 +163,11 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
             return None, {}
         # Of equal names, sizes and shapes are two saves of one run, too.
         agree_on_bytes(ranks, folder, checkpoint.files, executor.sources, step.payloads)
-        mark_unusable(engine)
-        _fill(ranks, plan, state, executor, name)
-        with ranks.step("setting scalars, scheduler and counters", name=name):
-            _set_rest(engine, state, plan, wanted)
-        state.finish()
-        mark_usable(engine)
+        with unusable_until_filled(engine):
+            _fill(ranks, plan, state, executor, name)
+            with ranks.step("setting scalars, scheduler and counters", name=name):
+                _set_rest(engine, state, plan, wanted)
+            state.finish()
     return folder, plan.client_state
 
 

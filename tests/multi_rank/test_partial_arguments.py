@@ -41,6 +41,9 @@ def refuse(path: str) -> None:
     frozen, uneven = plain(path).requires_grad_(False), plain(path)
     uneven.picture.requires_grad_(rank == 0)
     encoders = torch.optim.AdamW(model.picture.parameters())
+    partly = plain(path)
+    embedding = partly.llm.get_input_embeddings().requires_grad_(False)
+    only_frozen = torch.optim.AdamW([*partly.picture.parameters(), embedding.weight])
     stranger = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     zenflow = {**CONFIG, "zero_optimization": {"stage": 3, "zenflow": {"topk_ratio": 0.1}}}
     adam, warmup = {"optimizer": torch.optim.AdamW}, {"type": "Warmup", "params": None}
@@ -60,8 +63,9 @@ def refuse(path: str) -> None:
         ),
         ("ConfigError: the ds_config has stage 2", model, {**CONFIG, "zero_optimization": {"stage": 2}}, llm),
         ('ConfigError: write an "optimizer" section', model, WITHOUT_OPTIMIZER, llm),
-        ("ConfigError: holds no parameter of the partitioned part", model, CONFIG, {**llm, "optimizer": encoders}),
-        ("ConfigError: holds no trainable parameter of this model", model, CONFIG, {**llm, "optimizer": stranger}),
+        ("ConfigError: no trainable parameter of the partitioned part", model, CONFIG, {**llm, "optimizer": encoders}),
+        ("ConfigError: no trainable parameter of the part", partly, CONFIG, {**llm, "optimizer": only_frozen}),
+        ("ConfigError: has no trainable parameter of this model", model, CONFIG, {**llm, "optimizer": stranger}),
         ("ConfigError: there is nothing to train", frozen, CONFIG, llm),
         ("RankError: holds parameters", uneven, CONFIG, llm),
         ('ConfigError: optimizer.params: lr is "auto"', model, auto_rate, llm),
@@ -69,7 +73,7 @@ def refuse(path: str) -> None:
         ("UnsupportedError: checkpoint.use_node_local_storage", model, {**CONFIG, **local}, llm),
         ("RankError: partition", model, CONFIG, {"partition": "llm" if rank else ["llm", "sound"]}),
         ("RankError: ds_config", model, {**CONFIG, "gradient_clipping": 1.0 + rank}, llm),
-        ("ConfigError: no lr scheduler 'Warmup'", model, {**CONFIG, "scheduler": warmup}, llm),
+        ("ConfigError: 'Warmup' is not an lr scheduler", model, {**CONFIG, "scheduler": warmup}, llm),
         ("UnsupportedError: loaded with data_parallel_group", grouped, CONFIG, {}),
     ]
     for said, module, config, kwargs in calls:

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from lowmem_load.engines.engine import PartitionedPart, arguments_with_gradient, optimizer_over, with_gradient
+from lowmem_load.engines.engine import PartitionedPart, Shell, arguments_with_gradient, with_gradient
+
+
+def part_of(params: dict[str, Any], **engine: Any) -> PartitionedPart:
+    """A part whose engine answers so, and whose ds_config had these params of the optimizer."""
+    part = PartitionedPart.__new__(PartitionedPart)
+    part.engine, part._optimizer_params = SimpleNamespace(**engine), params
+    return part
 
 
 @pytest.mark.parametrize(
@@ -25,33 +32,33 @@ from lowmem_load.engines.engine import PartitionedPart, arguments_with_gradient,
 def test_beside_an_optimizer_in_host_memory_torch_steps_the_other_parameters(
     name: str, params: dict[str, Any], expected: type[torch.optim.Optimizer]
 ) -> None:
-    asked = SimpleNamespace(optimizer_name=lambda: name, zero_use_cpu_optimizer=lambda: True)
-    made = optimizer_over(asked, params, [torch.nn.Parameter(torch.ones(1))])
+    part = part_of(params, optimizer_name=lambda: name, zero_use_cpu_optimizer=lambda: True)
+    made = part.optimizer_over([nn.Parameter(torch.ones(1))])
     assert type(made) is expected
     (group,) = made.param_groups
-    assert {key: group[key] for key in params if key != "adam_w_mode"} == {
-        key: value for key, value in params.items() if key != "adam_w_mode"
-    }
+    known = {key: value for key, value in params.items() if key != "adam_w_mode"}
+    assert {key: group[key] for key in known} == known
 
 
 def test_an_engine_that_took_settings_out_gets_them_back_for_the_other_parameters() -> None:
     """As releases before 0.19.6 do: without `torch_adam` the other part would have DeepSpeed's own Adam."""
     params = {"lr": 0.5, "torch_adam": True}
     left = {"lr": 0.5}
-    asked = SimpleNamespace(
+    part = part_of(
+        params,
         optimizer_name=lambda: "AdamW",
         optimizer_params=lambda: left,
         zero_use_cpu_optimizer=lambda: False,
         _configure_basic_optimizer=lambda parameters: (parameters, dict(left)),
     )
-    assert optimizer_over(asked, params, []) == ([], params)
+    assert part.optimizer_over([]) == ([], params)
 
 
 def test_where_the_loss_scale_grows_both_parts_are_unscaled_by_the_new_one() -> None:
     """As DeepSpeed does: it updates the scale, then unscales and clips."""
     zero = SimpleNamespace(loss_scale=4.0, overflow=False)
-    part = PartitionedPart.__new__(PartitionedPart)
-    part.engine = SimpleNamespace(
+    part = part_of(
+        {},
         optimizer=zero,
         step=lambda: vars(zero).update(loss_scale=8.0),
         fp16_enabled=lambda: True,
@@ -59,6 +66,13 @@ def test_where_the_loss_scale_grows_both_parts_are_unscaled_by_the_new_one() -> 
         get_global_grad_norm=lambda: 2.0,
     )
     assert part.step(16.0) == pytest.approx(1 / (8.0 * 2.0))
+
+
+def test_modules_in_eval_mode_stay_so_under_an_engine() -> None:
+    model = nn.ModuleDict({"llm": nn.Dropout(), "head": nn.Linear(2, 2)}).train()
+    model["llm"].eval()
+    shell = Shell(model, {"llm": model["llm"]}, None)
+    assert shell.training and not model["llm"].training
 
 
 # -- what enters the partitioned part needs a gradient -----------------------------------------------------------------

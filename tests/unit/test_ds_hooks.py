@@ -1,40 +1,25 @@
-"""Hooks on deepspeed.initialize: what they are given, what they decide, and that nothing is asked after they end."""
+"""Handlers of deepspeed.initialize: what they are given, and what they decide."""
 
-from collections.abc import Callable
 from typing import Any
 
-import deepspeed
-import pytest
-
-from lowmem_load.engines.hooks import Handler, hooked
+from lowmem_load.engines.hooks import asked_first
+from lowmem_load.foreign_names import INITIALIZE
 
 
-@pytest.fixture
-def ordinary(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    def initialize(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return "ordinary", args, kwargs
-
-    monkeypatch.setattr(deepspeed, "initialize", initialize)
-    return initialize
+def ordinary(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    return "ordinary", args, kwargs
 
 
-def recorder(seen: list[Any], answer: tuple[Any, ...] | None = None) -> Handler:
-    def handler(given: dict[str, Any]) -> tuple[Any, ...] | None:
-        seen.append(given)
-        return answer
-
-    return handler
-
-
-def test_a_handler_may_answer(ordinary: Callable[..., Any]) -> None:
-    outer: list[Any] = []
-    with hooked(recorder(outer)), hooked(recorder([], ("ours",))):
-        assert deepspeed.initialize(model=1) == ("ours",)
-    assert outer == []
-
-
-def test_what_cannot_be_bound_is_for_deepspeed_to_refuse() -> None:
+def test_a_handler_gets_the_arguments_by_name_and_may_answer() -> None:
+    """What cannot be bound is for DeepSpeed to refuse."""
     seen: list[Any] = []
-    with hooked(recorder(seen)), pytest.raises(TypeError, match="unexpected keyword argument 'modell'"):
-        deepspeed.initialize(modell=1)
-    assert seen == []
+
+    def answer(arguments: dict[str, Any]) -> str | None:
+        seen.append(arguments)
+        return "ours" if arguments["model"] == 1 else None
+
+    call = asked_first(INITIALIZE, answer)
+    assert call(ordinary, None, 1) == "ours"
+    assert call(ordinary, model=2) == ("ordinary", (), {"model": 2})
+    assert call(ordinary, modell=1) == ("ordinary", (), {"modell": 1})
+    assert seen == [{"args": None, "model": 1}, {"model": 2}]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("lone_process")
 
 def part_of(model: nn.Module) -> ReplicatedPart:
     part = ReplicatedPart(model, {})
-    part.train(part.parameters, dict.fromkeys(part.parameters, 0), torch.device("cpu"))
+    part.train(dict.fromkeys(part.parameters, 0), torch.device("cpu"))
     return part
 
 
@@ -34,7 +34,6 @@ def two_layers(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def test_a_state_that_does_not_fit_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """That one which fits goes on as before is shown by multi_rank/test_partial_checkpoint.py."""
     other = part_of(two_layers())
     other.optimizer = torch.optim.AdamW(other.masters.values(), lr=0.1)
     state = {**copy.deepcopy(other.state(exclude_frozen=False)), "groups": [{}]}  # from a file they are copies, too
@@ -93,7 +92,7 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model["a"](torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    with pytest.raises(UnsupportedError, match="holds state already"):
+    with pytest.raises(UnsupportedError, match="has state already"):
         SplitOptimizer(optimizer)
 
 
@@ -112,8 +111,7 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     save_replicated(str(folder), {"module": {"w": weight}, "steps": [1, None], **of_numpy})
     state = load_replicated(str(folder))
     assert torch.equal(state.pop("module")["w"], weight)
-    assert state == {"format": FORMAT, "steps": [1, None], "lrs": [0.5, 0.25], "pair": (3, {7: True})}
-    assert [type(value) for value in (*state["lrs"], state["pair"][0])] == [float, float, int]
+    assert state == {"format": FORMAT, "steps": [1, None], **of_numpy}
     assert [file.name for file in folder.iterdir()] == [REPLICATED_FILE]
 
 
@@ -129,8 +127,8 @@ def test_a_file_that_is_damaged_or_of_another_format_is_refused(tmp_path: Path) 
     save_replicated(str(tmp_path), {"w": torch.ones(300)})
     path = tmp_path / REPLICATED_FILE
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(CheckpointError, match=f"{REPLICATED_FILE}: cannot be read"):
+    with pytest.raises(CheckpointError, match=f"{REPLICATED_FILE}: no zip directory at its end"):
         load_replicated(str(tmp_path))
     torch.save({"format": FORMAT + 1}, path)
-    with pytest.raises(CheckpointError, match=f"{REPLICATED_FILE}: not of format {FORMAT}"):
+    with pytest.raises(CheckpointError, match=f"{REPLICATED_FILE}: is not of format {FORMAT}"):
         load_replicated(str(tmp_path))
