@@ -47,20 +47,17 @@ def shard_fully(model: nn.Module, mesh: Any, blocks: Iterable[nn.Module], policy
     fully_shard(model, mesh=mesh, **policy)
 
 
-def refuse_fsdp1(model: nn.Module) -> None:
-    """Raise UnsupportedError for FSDP1, whose parameters do not say which part of which tensor they are."""
+def reshard(model: nn.Module) -> None:
+    """Put the DTensors back in the place of what FSDP2 keeps gathered, as after a forward without gradients. Local.
+
+    Raise UnsupportedError for FSDP1, whose parameters do not say which part of which tensor they are.
+    """
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise UnsupportedError(
                 f"{name or type(model).__name__}: is wrapped by FSDP1 (FullyShardedDataParallel), whose flat "
                 "parameters have no placements; use FSDP2 (torch.distributed.fsdp.fully_shard)"
             )
-
-
-def reshard(model: nn.Module) -> None:
-    """Put the DTensors back in the place of what FSDP2 keeps gathered, as after a forward without gradients. Local."""
-    refuse_fsdp1(model)
-    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
@@ -113,7 +110,7 @@ def made_real(make_real: Callable[[torch.Tensor], torch.Tensor]) -> contextlib.A
 
 
 def part_of(values: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Return the elements of a whole tensor that a grid holds, flat and in its order."""
+    """Return the elements of a full tensor that are in a grid, flat and in its order."""
     values = values.reshape(values.shape or (1,))
     for dim, runs in enumerate(grid.runs):
         parts = [values.narrow(dim, start, end - start) for start, end in runs]
@@ -128,14 +125,14 @@ CUTS_AS_HERE = Version(Version(torch.__version__).public) >= Version("2.11")
 
 
 def local_shard(name: str, tensor: torch.Tensor, *, needs_memory: bool) -> tuple[Grid, torch.Tensor]:
-    """Return the elements of a tensor that this rank holds, and the memory that holds them: flat, row-major. Local.
+    """Return the elements of a tensor that this rank owns, and the memory that has them: flat, row-major. Local.
 
-    A tensor that is no DTensor is held in full. Without `needs_memory` it may be on the meta device.
+    Unless it is a DTensor, each rank owns all of it. Without `needs_memory` it may be on the meta device.
     """
     grid, local = grid_of(tensor.shape, ()), tensor.detach()
     if isinstance(tensor, DTensor):
         mesh, grid = tensor.device_mesh, Grid((((0, 0),),))
-        if mesh.get_coordinate():  # else this rank is not part of the mesh, so it holds nothing
+        if mesh.get_coordinate():  # else this rank is not part of the mesh, so it owns nothing
             splits = dict(_splits(name, tensor))
             _check_places(name, mesh, list(splits))
             # Not the coordinate: a group has its ranks in ascending order, in whatever order the mesh has them.
@@ -160,7 +157,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_ranks() -> Any:
-    """Return the default process group, whose ranks hold the shards of all DTensors together."""
+    """Return the default process group, whose ranks own the shards of all DTensors together."""
     return dist.group.WORLD
 
 
@@ -181,10 +178,10 @@ def _check_places(name: str, mesh: DeviceMesh, dims: Sequence[int]) -> None:
 
 
 def is_first_replica(tensor: Any) -> bool:
-    """Return whether this rank is the first of those that hold equal shards of a DTensor.
+    """Return whether this rank is the first of those that own equal shards of a DTensor.
 
     Replicas lie along the mesh dims of `Replicate`. Where the mesh is one of several equal parts of a root mesh, each
-    part holds a replica; the first part has the first rank of the root.
+    part has a replica; the first part has the first rank of the root.
     """
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None or _root_mesh(mesh).mesh.flatten()[0] not in mesh.mesh:
@@ -209,8 +206,8 @@ def cuts_of(name: str, tensor: Any, meshes: dict[Any, Rooted]) -> Cuts:
     for mesh_dim, split in _splits(name, tensor):
         if (along := dims[mesh_dim]) is None:
             raise UnsupportedError(
-                f"{name}: dim {mesh_dim} of {tensor.device_mesh} is no dim of the mesh that it was made of; slice that "
-                "one, or flatten some of its dims"
+                f"{name}: dim {mesh_dim} of {tensor.device_mesh} is not a dim of the mesh that it was made of; slice "
+                "that one, or flatten some of its dims"
             )
         cuts.append((along, split))
     return Cuts(tuple(tensor.shape), mesh, tuple(cuts))
@@ -231,7 +228,7 @@ def _rooted(mesh: Any, meshes: dict[Any, Rooted]) -> Rooted:
 
 
 def holders(tensor: Any, world_size: int, known: dict[Any, Sequence[int]]) -> Sequence[int]:
-    """Return the ranks that hold the same elements as this one; none where that is not known.
+    """Return the ranks that own the same elements as this one; none where that is not known.
 
     `known` has those of tensors before, and gets its own.
     """

@@ -19,7 +19,7 @@ import importlib.util
 import mmap
 import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +40,6 @@ from lowmem_load.planning.regions import FlatRange, partition_range, secondary_r
 
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
 
-
 require(
     DEEPSPEED,
     {
@@ -58,10 +57,6 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap  # noqa: E402  the c
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E402
 from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus, ZeroParamStatus  # noqa: E402
 
-with contextlib.suppress(ImportError):  # since 0.19 DeepSpeedConfig imports it, in the first load
-    import deepspeed.module_inject.auto_ep_config
-
-
 MIN_REGISTERED_BYTES = 1 << 20
 """From this size on, memory is mapped and registered with the device. torch rounds a pinned block up to a power of two,
 and never gives it back."""
@@ -72,45 +67,13 @@ HAS_AUTOEP = "deepspeed.module_inject.auto_ep_config"
 
 
 class Partitioner:
-    """Makes ZeRO-3 parameters among the ranks of `group`, None for all. Needs DeepSpeed's `comm` and `LOCAL_RANK`.
+    """Makes ZeRO-3 parameters as a `zero.Init` of DeepSpeed does. Needs DeepSpeed's `comm` and `LOCAL_RANK`.
 
-    `rank` and `world_size` are those of the group; `secondary` those of the group that
-    shares hpZ's secondary partitions, (0, 0) without hpZ.
+    `rank` and `world_size` are those of the group among whose ranks parameters are partitioned; `secondary` those of
+    the group that shares hpZ's secondary partitions, (0, 0) without hpZ.
     """
 
-    def __init__(self, ds_config: Mapping[str, Any], group: Any = None) -> None:
-        refuse_what_is_absent(ds_config)
-        mpu = None
-        if group is not None:
-            mpu = _unit_of(dist.get_world_size(group) // ds_config.get("sequence_parallel_size", 1))
-        _check_by_deepspeed(ds_config, mpu)
-        swap_folder = swapping.folder_of(ds_config)
-        if swap_folder is not None:
-            swapping.prepare(swap_folder, ds_config)
-        secondary_size = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
-        init = Init(
-            module=None,
-            config_dict_or_path=dict(ds_config),
-            data_parallel_group=group,
-            zero_param_parallel_group=_secondary_group(secondary_size),
-            mpu=mpu,
-        )
-        self._take(init, swap_folder)
-        if self._init.mem_efficient_linear:  # zero.Init does this when it is entered
-            enable = getattr(self._init, "_enable_mem_efficient_linear", None)  # since deepspeed 0.19.4
-            if enable is not None:
-                enable()
-            else:
-                torch.nn.functional.linear = zero3_linear_wrap
-
-    @classmethod
-    def of(cls, init: Any) -> Partitioner:
-        """Return one that makes parameters for a zero.Init of DeepSpeed's own, which is converting a module."""
-        partitioner = cls.__new__(cls)
-        partitioner._take(init, None)
-        return partitioner
-
-    def _take(self, init: Any, swap_folder: Folder | None) -> None:
+    def __init__(self, init: Any, swap_folder: Folder | None = None) -> None:
         require_attributes(
             DEEPSPEED,
             init,
@@ -123,13 +86,39 @@ class Partitioner:
         self._init = init
         self.swapping = None if init.param_swapper is None else Swapping(init.param_swapper, swap_folder)
         self.group, self.module = init.ds_process_group, init.module
-        self.dtype: torch.dtype = self._init.dtype
-        self.device: torch.device = self._init.local_device
-        self.rank: int = self._init.get_partition_rank()
-        self.world_size: int = self._init.num_partitions
+        self.dtype: torch.dtype = init.dtype
+        self.device: torch.device = init.local_device
+        self.rank: int = init.get_partition_rank()
+        self.world_size: int = init.num_partitions
         self.secondary: tuple[int, int] = (0, 0)
-        if self._init.zero_param_process_group is not None:
-            self.secondary = self._init.rank_in_group, self._init.num_ranks_in_param_group
+        if init.zero_param_process_group is not None:
+            self.secondary = init.rank_in_group, init.num_ranks_in_param_group
+
+    @classmethod
+    def from_config(cls, ds_config: Mapping[str, Any], group: Any = None) -> Partitioner:
+        """Return one that partitions among the ranks of `group`, None for all."""
+        refuse_what_is_absent(ds_config)
+        num_ranks = None
+        if group is not None:
+            num_ranks = dist.get_world_size(group) // ds_config.get("sequence_parallel_size", 1)
+        check_by_deepspeed(ds_config, num_ranks)
+        swap_folder = swapping.prepare(ds_config)
+        secondary_size = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
+        init = Init(
+            module=None,
+            config_dict_or_path=dict(ds_config),
+            data_parallel_group=group,
+            zero_param_parallel_group=_secondary_group(secondary_size),
+            mpu=_unit_of(num_ranks),
+        )
+        partitioner = cls(init, swap_folder)
+        if init.mem_efficient_linear:  # zero.Init does this when it is entered
+            enable = getattr(init, "_enable_mem_efficient_linear", None)  # since deepspeed 0.19.4
+            if enable is not None:
+                enable()
+            else:
+                torch.nn.functional.linear = zero3_linear_wrap
+        return partitioner
 
     def reserve_ids(self, module: nn.Module) -> dict[int, int]:
         """Return the `ds_id` of each parameter by `id(parameter)`, in the order in which zero.Init would give them."""
@@ -173,18 +162,22 @@ class Partitioner:
         )
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
-    def regions(self, numel: int) -> list[FlatRange]:
-        """Return which elements of a parameter this rank's partition holds, and under hpZ its secondary partition."""
-        regions = [partition_range(numel, self.rank, self.world_size)]
-        if self.secondary[1]:
-            regions.append(secondary_range(numel, self.secondary[0], self.world_size, self.secondary[1])[0])
-        return regions
+    def make_room(self, wait: Callable[[], object]) -> None:
+        """Make room for one more partition. `wait`, which fills all that were allocated, may be called first."""
+        if self.swapping is not None and self.swapping.is_swap_due:
+            wait()  # the buffers are written now
+            self.swapping.swap_out()
 
-    def allocate(self, parameter: nn.Parameter, numels: Sequence[int]) -> list[torch.Tensor]:
+    def finish(self) -> None:
+        """Write partitions that belong on nvme to their files, once all are filled."""
+        if self.swapping is not None:
+            self.swapping.finish()
+
+    def allocate(self, parameter: nn.Parameter) -> list[tuple[FlatRange, torch.Tensor]]:
         """Allocate the partition of `parameter` and, under hpZ, its secondary partition; the caller fills them.
 
-        `numels` are the elements of the parameter in each of them. Under offload_param to nvme the partition lies in
-        one of the swapper's buffers. `Swapping.swap_out` must follow, at the latest when `is_swap_due`.
+        Returns the elements of the parameter that belong in each, and its memory, where padding follows them. Under
+        offload_param to nvme it is one of the swapper's buffers, so `make_room` must come before, and `finish` last.
         """
         init = self._init
         if not parameter.requires_grad and init.quantized_nontrainable_weights:
@@ -201,14 +194,15 @@ class Partitioner:
             partition = self._new_partition(padded_numel, parameter.dtype)
         parameter.ds_tensor = partition
         parameter.ds_numel_aligned = aligned
-        tensors = [partition]
-        if init.zero_param_process_group is not None:
-            secondary = self._new_partition(aligned // init.num_ranks_in_param_group, parameter.dtype)
+        parts = [(partition_range(parameter.ds_numel, self.rank, self.world_size), partition)]
+        rank, size = self.secondary
+        if size:
+            secondary = self._new_partition(aligned // size, parameter.dtype)
             parameter.ds_secondary_tensor = secondary
-            tensors.append(secondary)
-        for tensor, numel in zip(tensors, numels, strict=True):
-            tensor[numel:].zero_()  # DeepSpeed leaves padding uninitialized, so its hashes differ from run to run
-        return tensors
+            parts.append((secondary_range(parameter.ds_numel, rank, self.world_size, size)[0], secondary))
+        for region, memory in parts:
+            memory[region.numel :].zero_()  # DeepSpeed leaves it uninitialized, so its hashes differ from run to run
+        return parts
 
     def _new_partition(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         remote = self._init.remote_device  # nvme takes only partitions that are large enough
@@ -227,22 +221,18 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     yield module
 
 
-def check_by_deepspeed(ds_config: Mapping[str, Any], world_size: int) -> None:
-    """Refuse, without ranks, what DeepSpeed would refuse in a job of this many."""
-    _check_by_deepspeed(ds_config, _unit_of(world_size))
-
-
-def _unit_of(world_size: int) -> Any:
-    """Return all that DeepSpeedConfig asks of a model-parallel unit."""
-    return SimpleNamespace(get_data_parallel_world_size=lambda: world_size)
-
-
-def _check_by_deepspeed(ds_config: Mapping[str, Any], mpu: Any) -> None:
+def check_by_deepspeed(ds_config: Mapping[str, Any], world_size: int | None = None) -> None:
+    """Raise ConfigError for what DeepSpeed would refuse in a job of this many ranks; None: in the one that runs."""
     try:
-        DeepSpeedConfig(dict(ds_config), mpu)
+        DeepSpeedConfig(dict(ds_config), _unit_of(world_size))
     except Exception as error:  # of any class, since it does not check types
         problem = re.sub(r"\n *For further information visit .*", "", f"{type(error).__name__}: {error}")
         raise ConfigError(f"deepspeed {deepspeed.__version__} refuses the ds_config: {problem}") from error
+
+
+def _unit_of(world_size: int | None) -> Any:
+    """Return all that DeepSpeedConfig asks of a model-parallel unit, or None as it takes it."""
+    return None if world_size is None else SimpleNamespace(get_data_parallel_world_size=lambda: world_size)
 
 
 def _secondary_group(size: int) -> Any:
@@ -251,7 +241,7 @@ def _secondary_group(size: int) -> Any:
     if group is not None and dist.get_world_size(group) != min(size, dist.get_world_size()):
         raise ConfigError(
             f"zero_hpz_partition_size {size}: an earlier model in this process has {dist.get_world_size(group)}, and "
-            "DeepSpeed knows one size per process; use the same"
+            "DeepSpeed has one size per process; use the same"
         )
     return group
 
@@ -266,7 +256,7 @@ def _as_partition(memory: torch.Tensor, final_location: OffloadDeviceEnum | None
 
 
 def new_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return flat page-locked memory, uninitialised; ordinary memory if the accelerator is the CPU."""
+    """Return flat page-locked memory, uninitialized; ordinary memory if the accelerator is the CPU."""
     accelerator = get_accelerator()
     nbytes = numel * dtype.itemsize
     if nbytes >= MIN_REGISTERED_BYTES and accelerator.device_name() != "cpu":
@@ -303,7 +293,7 @@ def _unregister(accelerator: Any, device: int, address: int) -> None:
     accelerator.unregister_host_memory(address)
 
 
-# -- what the installed release lacks, most of which it would ignore without a word ----------------------------------
+# -- what the installed release lacks, and would ignore silently -------------------------------------------------------
 
 
 def has(module: str) -> bool:
@@ -318,7 +308,7 @@ def refuse_what_is_absent(ds_config: Mapping[str, Any]) -> None:
         if section.get(name) and get_accelerator().device_name() == "cpu":
             raise UnsupportedError(f"{name}: DeepSpeed's quantizer is a CUDA kernel; remove it on CPU")
     if (ds_config.get("expert_parallel") or {}).get("enabled") and not has(HAS_AUTOEP):
-        raise _absent("expert_parallel", "would ignore it", "0.19.8 does not")
+        raise _absent("expert_parallel")
 
 
 def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -328,7 +318,7 @@ def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[to
     """
     if not has(KEEPS_FP32):
         if isinstance(setting, list) and setting:
-            raise _absent("data_types.keep_in_fp32_modules", "would ignore it", "0.19.8 is the first that does not")
+            raise _absent("data_types.keep_in_fp32_modules")
         return []
     require(DEEPSPEED, {KEEPS_FP32: ("buffers_to_keep_in_fp32", "keep_in_fp32_pattern")})
     from deepspeed.runtime.keep_in_fp32 import buffers_to_keep_in_fp32, keep_in_fp32_pattern
@@ -337,7 +327,7 @@ def fp32_buffers(module: nn.Module, setting: Any, dtype: torch.dtype) -> list[to
     return [] if pattern is None else buffers_to_keep_in_fp32(module, pattern)
 
 
-def _absent(setting: str, lack: str, releases: str) -> UnsupportedError:
+def _absent(setting: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{setting}: deepspeed {deepspeed.__version__} {lack} ({releases}); remove it, or install another release"
+        f"{setting}: deepspeed {deepspeed.__version__} would ignore it; remove it, or install deepspeed>=0.19.8"
     )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowmem_load.config.settings import Settings
-from lowmem_load.engines.mesh import dtypes_of_computation, holders, local_shard, part_of, refuse_fsdp1
+from lowmem_load.engines.mesh import dtypes_of_computation, holders, local_shard, part_of
 from lowmem_load.engines.target import HostBytes, Layout, Target
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.files.memory import untouched_bytes
@@ -34,7 +34,6 @@ class ShardedModel:
         *,
         is_skeleton: bool = False,
     ) -> None:
-        refuse_fsdp1(model)
         self.model = model
         self.left, self.planned_device = {plain_name(model, name) for name in left}, planned_device
         self.is_skeleton = is_skeleton
@@ -50,7 +49,7 @@ class ShardedModel:
         return Sharded(self, described, settings.world_size)
 
     def shard(self, tensor: torch.Tensor) -> tuple[Grid, torch.Tensor]:
-        """Return what this rank holds of one of the tensors, and its memory. See `local_shard`."""
+        """Return which elements of one of the tensors this rank owns, and its memory. See `local_shard`."""
         return self._shards[id(tensor)]
 
     def tie(self, groups: Iterable[Sequence[str]]) -> None:
@@ -109,16 +108,33 @@ class ShardedModel:
             memory.copy_(part_of(buffer, grid))
 
 
-class Sharded(Target):
-    """Every parameter in the memory where its owner keeps this rank's shard. `described` is the model of that load."""
+class Unfilled(Target):
+    """Every parameter without memory on this rank: it is filled by others, or later. A `Target`."""
 
-    device = torch.device("cpu")  # buffers are read there; `ShardedModel.fill_buffers` moves them on
+    device = torch.device("cpu")
+
+    def layout(self, name: str, parameter: torch.Tensor) -> Layout:
+        """See `Target`."""
+        return Layout(SHARDED, parameter.dtype, (FlatRange(0, 0),), (0,), on_host=True)
+
+    def make(
+        self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
+    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
+        """See `Target`."""
+        values = torch.empty(plan.shape, dtype=plan.dtype, device="meta")
+        return nn.Parameter(values, requires_grad=parameter.requires_grad), [torch.empty(0, dtype=plan.dtype)]
+
+
+class Sharded(Unfilled):
+    """Every parameter in the memory where its owner keeps this rank's shard. `described` is the model of that load.
+
+    What the caller fills is `Unfilled`. Buffers are read on the host, and `ShardedModel.fill_buffers` moves them on.
+    """
 
     def __init__(self, sharded: ShardedModel, described: nn.Module, world_size: int = 1) -> None:
         self._sharded, self._described, self._world_size = sharded, described, world_size
         self._names: dict[str, list[str]] = {}
         self._holders: dict[Any, Sequence[int]] = {}
-        self._left: Target = Unfilled()
 
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:
         """See `Target`. Tied parameters have one region for each tensor that the sharded model has for them."""
@@ -129,7 +145,7 @@ class Sharded(Target):
             return Layout(SHARDED, parameter.dtype, (FlatRange(0, numel),), (numel,), on_host=True)
         tensors = list(self._tensors(self._names.get(name, [name])))
         if not tensors:
-            return self._left.layout(name, parameter)
+            return super().layout(name, parameter)
         shards = [self._sharded.shard(tensor) for tensor in tensors]
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
@@ -141,7 +157,7 @@ class Sharded(Target):
         return Layout(SHARDED, dtypes.pop(), grids, numels, on_host, keeps_casts=True, holders=of_grids)
 
     def fp32_buffers(self, model: nn.Module) -> list[torch.Tensor]:
-        """Return the buffers that the sharded model holds in fp32: a cast to a smaller dtype would lose bits."""
+        """Return the buffers that the sharded model keeps in fp32: a cast to a smaller dtype would lose bits."""
         names = {name for name, buffer in self._sharded.buffers.items() if buffer.dtype == torch.float32}
         return [buffer for name, buffer in _tensors(model)[1].items() if name in names]
 
@@ -165,7 +181,7 @@ class Sharded(Target):
         """Return the sharded model's parameter and its memory. See `Target`."""
         tensors = list(self._tensors(plan.names))
         if not tensors:
-            return self._left.make(plan, parameter, wait)
+            return super().make(plan, parameter, wait)
         for tensor in tensors if self._sharded.is_skeleton else ():
             tensor.requires_grad_(parameter.requires_grad)  # not as the constructor has set it
         return tensors[0], [self._sharded.shard(tensor)[1] for tensor in tensors]
@@ -181,7 +197,7 @@ class Sharded(Target):
 
 
 def _check_packed(described: nn.Module, sharded: ShardedModel) -> None:
-    """Raise for packed weights that the sharded model cannot hold, or that FSDP2 would cast as if they were numbers."""
+    """Raise for packed weights that do not fit the sharded model, or that FSDP2 would cast as if they were numbers."""
     for name, (parameter, packing) in packed_parameters(described).items():
         own = sharded.parameters.get(plain_name(described, name))
         if own is None:
@@ -189,36 +205,16 @@ def _check_packed(described: nn.Module, sharded: ShardedModel) -> None:
         shape = tuple(parameter.shape)
         if tuple(own.shape) != shape or own.dtype != parameter.dtype:
             raise UnsupportedError(
-                f"{name}: is held packed as {shape} of {parameter.dtype}, and the model has {tuple(own.shape)} of "
+                f"{name}: stays packed as {shape} of {parameter.dtype}, but the model has {tuple(own.shape)} of "
                 f"{own.dtype}; before you shard the model set it to nn.Parameter(torch.empty({shape}, "
                 f'dtype={parameter.dtype}, device="meta"), requires_grad=False)'
             )
         if casts := sharded.casts - {parameter.dtype}:
             raise ConfigError(
                 f"{name}: its packed values are stored as {parameter.dtype}, and FSDP2 would cast them to "
-                f"{casts.pop()} as if they were numbers (mp_policy); use that dtype as {packing.storage_option}, with "
-                "a checkpoint that is packed already by packing it anew"
+                f"{casts.pop()} as if they were numbers (mp_policy); use that dtype as {packing.storage_option}, and "
+                "pack a checkpoint again that is packed already"
             )
-
-
-class Unfilled(Target):
-    """Every parameter without memory on this rank: it is filled by others, or later. A `Target`."""
-
-    device = torch.device("cpu")
-
-    def layout(self, name: str, parameter: torch.Tensor) -> Layout:
-        """See `Target`."""
-        return Layout(SHARDED, parameter.dtype, (FlatRange(0, 0),), (0,), on_host=True)
-
-    def make(
-        self,
-        plan: TargetPlan,
-        parameter: nn.Parameter,
-        wait: Callable[[], None],
-    ) -> tuple[nn.Parameter, list[torch.Tensor]]:
-        """See `Target`."""
-        values = torch.empty(plan.shape, dtype=plan.dtype, device="meta")
-        return nn.Parameter(values, requires_grad=parameter.requires_grad), [torch.empty(0, dtype=plan.dtype)]
 
 
 def _tensors(model: nn.Module, left: Collection[str] = ()) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:

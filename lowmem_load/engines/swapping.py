@@ -11,7 +11,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,15 +21,12 @@ from lowmem_load.errors import ConfigError
 from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
 from lowmem_load.text import size
 
-_SWAPPER = "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper"
-
-
 require(
     DEEPSPEED,
     {
         "deepspeed.ops.op_builder": ("AsyncIOBuilder",),
         "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.nvme",),
-        _SWAPPER: (
+        "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
             *("_io_aligned_numel", "available_swap_in_buffers", "get_buffer", "get_path", "swap_out_and_release"),
             *("swappable_tensor", "synchronize_writes"),
         ),
@@ -41,21 +38,29 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum  # noqa: E40
 Folder = tuple[str, str]
 """The nvme_path and the precision of a swapper: DeepSpeed has a folder for each of these."""
 
+_LIVE: weakref.WeakValueDictionary[Folder, Any] = weakref.WeakValueDictionary()
+"""The live swappers of this process by folder."""
 
-def folder_of(ds_config: Mapping[str, Any]) -> Folder | None:
-    """Return the folder of the swapper that zero.Init will make; None if it will make none."""
+
+def prepare(ds_config: Mapping[str, Any]) -> Folder | None:
+    """Return the folder of the swapper that zero.Init will make; None if it will make none.
+
+    Raises ConfigError for what zero.Init does not check, or reports badly.
+    """
     offload = ds_config["zero_optimization"].get("offload_param") or {}
     if offload.get("device") != OffloadDeviceEnum.nvme:
         return None
     enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
-    return os.path.realpath(offload["nvme_path"]), " ".join(enabled)
-
-
-def prepare(folder: Folder, ds_config: Mapping[str, Any]) -> None:
-    """Check what zero.Init does not check, or reports badly."""
-    Swapping.refuse_held(folder)
+    folder = os.path.realpath(offload["nvme_path"]), " ".join(enabled)
+    if folder in _LIVE:
+        gc.collect()  # parameters and their methods refer to each other
+    if folder in _LIVE:
+        raise ConfigError(
+            f"offload_param.nvme_path {folder[0]}: has the weights of another model of this process, and DeepSpeed "
+            "would delete them; give each model a folder of its own"
+        )
     if (ds_config.get("aio") or {}).get("use_gds"):
-        return  # another op, which needs no libaio
+        return folder  # another op, which needs no libaio
     try:
         load_async_io()  # zero.Init loads it too, but raises RuntimeError for other reasons as well
     except (ImportError, RuntimeError) as error:
@@ -63,36 +68,21 @@ def prepare(folder: Folder, ds_config: Mapping[str, Any]) -> None:
             f"offload_param.device 'nvme': DeepSpeed cannot build or load its async_io op: {error}; install libaio "
             "(libaio-dev on Debian) and what else it names, or use device 'cpu'"
         ) from error
+    return folder
 
 
 class Swapping:
     """Partitions in the buffers of a swapper: half of the buffers are written to files while the others are filled."""
 
-    # Live swappers by folder. One table per process, as DeepSpeed empties such a folder whenever it makes a swapper.
-    _live: ClassVar[weakref.WeakValueDictionary[Folder, Any]] = weakref.WeakValueDictionary()
-
     def __init__(self, swapper: Any, folder: Folder | None) -> None:
         require_attributes(
-            DEEPSPEED,
-            swapper,
-            (*("elements_per_buffer", "param_buffer_count", "swap_element_size", "swap_folder"),),
+            DEEPSPEED, swapper, ("elements_per_buffer", "param_buffer_count", "swap_element_size", "swap_folder")
         )
         self._swapper = swapper
         self._filling: list[nn.Parameter] = []
         self._writing: list[tuple[str, int]] = []  # path and final length in bytes of each file
         if folder is not None:  # else it is an engine's own
-            Swapping._live[folder] = swapper
-
-    @classmethod
-    def refuse_held(cls, folder: Folder) -> None:
-        """Raise ConfigError if a live model's weights lie in the folder: DeepSpeed empties it for each swapper."""
-        if folder in cls._live:
-            gc.collect()  # parameters and their methods refer to each other
-        if folder in cls._live:
-            raise ConfigError(
-                f"offload_param.nvme_path {folder[0]} holds the weights of another model of this "
-                "process, and DeepSpeed would delete them; give each model a folder of its own"
-            )
+            _LIVE[folder] = swapper
 
     def swaps(self, numel: int) -> bool:
         """Return whether partitions of `numel` elements are large enough for files."""
@@ -147,8 +137,7 @@ class Swapping:
         if not self._writing:
             return
         self._swapper.synchronize_writes()
-        files = list(self._writing)
-        self._writing.clear()
+        files, self._writing = self._writing, []
         for path, written in files:
             nbytes = os.stat(path).st_size if os.path.exists(path) else 0
             if nbytes < written:  # DeepSpeed would train on zeros

@@ -97,10 +97,7 @@ class Replicated(Target):
         return Layout(REPLICATED, parameter.dtype, whole, (numel,), on_host, holders=self._holders)
 
     def make(
-        self,
-        plan: TargetPlan,
-        parameter: nn.Parameter,
-        wait: Callable[[], None],
+        self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
     ) -> tuple[nn.Parameter, list[torch.Tensor]]:
         """See `Target`."""
         values = torch.empty(plan.shape, dtype=plan.dtype, device=self.device)

@@ -4,7 +4,7 @@ The layout is arithmetic; DeepSpeed is imported only when memory is made. `parti
 class or predicate. The choice is remembered on the modules.
 
 [Note: chosen modules] A chosen module is partitioned with all that lies below it, so only topmost ones are named. A
-parameter that a chosen and another module share cannot be both partitioned and whole; that is refused, never guessed.
+parameter that a chosen and another module share cannot be both partitioned and replicated, so that is refused.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _FP32_NAMES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
 
 
 class Zero3(Target):
-    """The parameters of `modules`, topmost ones by name, become ZeRO-3 parameters; those of others are held whole.
+    """The parameters of `modules`, topmost ones by name, become ZeRO-3 parameters; those of others are replicated.
 
     `rank` is that of the partition group; `group` None means all ranks. For planning the device needs no index.
     """
@@ -67,8 +67,7 @@ class Zero3(Target):
         modules: Collection[str] = ("",),
     ) -> None:
         _refuse(settings, group)
-        self._settings, self._group, self._modules = settings, group, modules
-        self._world_size, self._rank = settings.world_size, rank
+        self._settings, self._rank, self._group, self._modules = settings, rank, group, modules
         self.device, self._outside = device, Replicated(device, settings.world_size)
         self._partitioner: Partitioner | None = None
         self._ids: dict[int, int] = {}
@@ -78,7 +77,7 @@ class Zero3(Target):
         if not is_below(name, self._modules):
             return self._outside.layout(name, parameter)
         numel, stored = parameter.numel(), parameter.dtype
-        world_size, secondary_size = self._world_size, self._settings.secondary_size
+        world_size, secondary_size = self._settings.world_size, self._settings.secondary_size
         regions, numels = [partition_range(numel, self._rank, world_size)], [partition_numel(numel, world_size)]
         holders = [range(self._rank, self._rank + 1)]
         if secondary_size:
@@ -106,63 +105,52 @@ class Zero3(Target):
 
     def host_bytes(self, plans: Sequence[TargetPlan], /) -> HostBytes:
         """See `Target`. Under offload_param to nvme, small partitions stay on the host; they are not counted."""
-        split: dict[bool, list[TargetPlan]] = {False: [], True: []}
-        for plan in plans:
-            split[is_below(plan.name, self._modules)].append(plan)
-        new_bytes = self._outside.host_bytes(split[False]).new
+        new_bytes = self._outside.host_bytes([plan for plan in plans if plan.kind != KIND]).new
         if self._settings.offload_device == "nvme":
             uses_gds = (self._settings.ds_config.get("aio") or {}).get("use_gds")  # its buffers lie on the device
             new_bytes += 0 if uses_gds else self._settings.swap_bytes
         elif self.device.type == "cpu" or self._settings.offload_device == "cpu":
-            new_bytes += sum(plan.held_bytes for plan in split[True])
+            new_bytes += sum(plan.held_bytes for plan in plans if plan.kind == KIND)
         return HostBytes(new_bytes)
 
     def prepare(self, model: nn.Module, /) -> None:
         """See `Target`. Needs DeepSpeed's `comm` and `LOCAL_RANK`, which `DistributedInterface` sets up."""
         from lowmem_load.engines.partition import Partitioner
 
-        partitioner = Partitioner(self._settings.ds_config, self._group)
-        secondary_size = self._settings.secondary_size
+        made = Partitioner.from_config(self._settings.ds_config, self._group)
+        world_size, secondary_size = self._settings.world_size, self._settings.secondary_size
         secondary = (self._rank % secondary_size, secondary_size) if secondary_size else (0, 0)
-        planned = (self._settings.dtype, self.device.type, self._rank, self._world_size, secondary)
-        actual = (
-            partitioner.dtype,
-            partitioner.device.type,
-            partitioner.rank,
-            partitioner.world_size,
-            partitioner.secondary,
-        )
+        planned = (self._settings.dtype, self.device.type, self._rank, world_size, secondary)
+        actual = (made.dtype, made.device.type, made.rank, made.world_size, made.secondary)
         if actual != planned:
             raise IncompatibleVersionError(
                 "zero.Init takes dtype, device, rank, world size, and rank and size of hpZ's group "
                 f"{actual} from this ds_config, the plan {planned}"
             )
-        self._partitioner, self._ids = partitioner, partitioner.reserve_ids(model)
-        self.device = partitioner.device
+        self._partitioner, self._ids = made, made.reserve_ids(model)
+        self.device = made.device
         mark(model.get_submodule(name) for name in self._modules)
 
     def files(self, plans: Sequence[TargetPlan], /) -> Mapping[str, int]:
         """See `Target`. Only the swapper of offload_param to nvme writes files."""
         assert self._partitioner is not None  # prepare comes first
         swapping = self._partitioner.swapping
-        partitioned = [plan.destinations[0].numel for plan in plans if is_below(plan.name, self._modules)]
+        partitioned = [plan.destinations[0].numel for plan in plans if plan.kind == KIND]
         return {} if swapping is None else swapping.files(partitioned)
 
     def make(
         self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]
     ) -> tuple[nn.Parameter, list[torch.Tensor]]:
         """See `Target`."""
-        if not is_below(plan.name, self._modules):
+        if plan.kind != KIND:
             return self._outside.make(plan, parameter, wait)
         partitioner = self._partitioner
         assert partitioner is not None  # prepare comes first
-        if partitioner.swapping is not None and partitioner.swapping.is_swap_due:
-            wait()  # reads may still fill the buffers that are written now
-            partitioner.swapping.swap_out()
+        partitioner.make_room(wait)
         partitioned = partitioner.new_parameter(
             torch.Size(plan.shape), plan.dtype, parameter.requires_grad, self._ids[id(parameter)]
         )
-        tensors = partitioner.allocate(partitioned, [destination.region.numel for destination in plan.destinations])
+        tensors = [memory for _, memory in partitioner.allocate(partitioned)]
         actual = [tensor.numel() for tensor in tensors]
         planned = [destination.numel for destination in plan.destinations]
         if actual != planned:
@@ -172,9 +160,9 @@ class Zero3(Target):
         return partitioned, tensors
 
     def finish(self) -> None:
-        """Write the swapper's buffers to its files."""
-        if self._partitioner is not None and self._partitioner.swapping is not None:
-            self._partitioner.swapping.finish()
+        """See `Target`."""
+        assert self._partitioner is not None  # prepare comes first
+        self._partitioner.finish()
 
 
 def target_maker(rank: int, device: torch.device, group: Any = None) -> TargetMaker:
@@ -205,7 +193,7 @@ def _refuse(settings: Settings, group: Any) -> None:
         raise UnsupportedError("weight_quantization.quantized_initialization quantizes whole layers; remove it")
     section = settings.ds_config["zero_optimization"]
     if settings.offload_device == "nvme" and not (section.get("offload_param") or {}).get("nvme_path"):
-        raise ConfigError("offload_param.device is 'nvme', but there is no offload_param.nvme_path; name a folder")
+        raise ConfigError("offload_param.device is 'nvme', but offload_param.nvme_path is missing; name a folder")
     if has_secondary and settings.offload_device == "nvme":
         raise UnsupportedError(
             "zero_hpz_partition_size with offload_param.device 'nvme': DeepSpeed has no swapper for secondary "
@@ -235,7 +223,7 @@ def check_packed(model: nn.Module, settings: Settings) -> None:
         return
     for setting, does in _LOSSY.items():
         if settings.ds_config["zero_optimization"].get(setting):
-            raise ConfigError(f"{setting}: DeepSpeed {does}, and packed weights are no numbers; remove it")
+            raise ConfigError(f"{setting}: DeepSpeed {does}, but packed weights are not numbers; remove it")
     if settings.partition is not None:
         raise UnsupportedError("partition= with packed weights has not been tried; load all of it into ZeRO-3")
     for name, (parameter, packing) in packed.items():
@@ -244,7 +232,7 @@ def check_packed(model: nn.Module, settings: Settings) -> None:
             raise ConfigError(
                 f"{name}: its packed values are stored as {storage}, and DeepSpeed, which runs in {settings.dtype} "
                 f"under this ds_config, would cast them as if they were numbers; use {packing.storage_option}="
-                f"{settings.dtype} (or torch.uint8), with a checkpoint that is packed already by packing it anew"
+                f"{settings.dtype} (or torch.uint8), and pack a checkpoint again that is packed already"
             )
         if settings.offload_device == "nvme" and storage != settings.dtype:
             raise UnsupportedError(
@@ -259,27 +247,22 @@ def check_packed(model: nn.Module, settings: Settings) -> None:
 def choose(model: nn.Module, partition: Partition, *, must_match: bool = True) -> dict[str, nn.Module]:
     """Return the topmost chosen modules by their first names, in the order of the model; "" is the model itself."""
     entries = choices_of(partition)
-    hits = [0] * len(entries)
-    matched: set[int] = set()
-    for name, module in model.named_modules(remove_duplicate=False):  # a shared module has several names
-        matching = [number for number, entry in enumerate(entries) if _matches(entry, name, module)]
-        for number in matching:
-            hits[number] += 1
-            matched.add(id(module))
+    named = list(model.named_modules(remove_duplicate=False))  # a shared module has several names
+    matches = [{id(module) for name, module in named if _matches(entry, name, module)} for entry in entries]
+    matched: set[int] = set().union(*matches)
     chosen: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if id(module) in matched and not is_below(name, chosen):  # a module comes before those below it
             chosen[name] = module
-    idle = [entry for entry, count in zip(entries, hits, strict=True) if not count]
+    idle = [getattr(entry, "__name__", repr(entry)) for entry, ids in zip(entries, matches, strict=True) if not ids]
     if idle and must_match:
-        names = [name for name, _ in model.named_modules() if name]
         raise ConfigError(
-            f"partition: {', '.join(getattr(entry, '__name__', repr(entry)) for entry in idle)} choose(s) no module of "
-            f"{type(model).__name__}; its modules are {listed(names)}"
+            f"partition: {', '.join(idle)} choose(s) no module of {type(model).__name__}; its modules are "
+            f"{listed([name for name, _ in model.named_modules() if name])}"
         )
     empty = [name for name, module in chosen.items() if next(module.parameters(), None) is None]
     if empty and must_match:
-        raise ConfigError(f"partition: {listed(empty)} hold(s) no parameter, so there is nothing to partition")
+        raise ConfigError(f"partition: {listed(empty)} has no parameters, so there is nothing to partition")
     return {name: module for name, module in chosen.items() if name not in empty}
 
 
@@ -316,25 +299,21 @@ def partitioned_modules(model: nn.Module, is_partitioned: Callable[[torch.Tensor
     """Return the topmost modules that are partitioned already, by name.
 
     These are the marked ones. Where a model was partitioned by other means, they are the modules of which all
-    parameters are partitioned, and those that own a partitioned one beside whole ones further below.
+    parameters are partitioned, and those that own a partitioned one while others below are not.
     """
     topmost: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if not is_below(name, topmost) and (_is_marked(module) or _is_partitioned_unmarked(module, is_partitioned)):
+        parameters, own = list(module.parameters()), module.parameters(recurse=False)
+        # No module above a marked one, which may be called on its own.
+        is_full = not any(map(_is_marked, module.modules())) and parameters and all(map(is_partitioned, parameters))
+        if not is_below(name, topmost) and (_is_marked(module) or is_full or any(map(is_partitioned, own))):
             topmost[name] = module
     return topmost
 
 
 def _is_marked(module: nn.Module) -> bool:
-    # Not getattr: wrappers such as PeftModel answer for what they wrap, and also hold parameters of their own.
+    # Not getattr: wrappers such as PeftModel answer for what they wrap, and also have parameters of their own.
     return bool(vars(module).get(MARK, False))
-
-
-def _is_partitioned_unmarked(module: nn.Module, is_partitioned: Callable[[torch.Tensor], bool]) -> bool:
-    if any(is_partitioned(parameter) for parameter in module.parameters(recurse=False)):
-        return True
-    parameters = list(module.parameters())  # no module above a marked one, which may be called on its own
-    return bool(parameters) and all(map(is_partitioned, parameters)) and not any(map(_is_marked, module.modules()))
 
 
 def _matches(entry: Choice, name: str, module: nn.Module) -> bool:

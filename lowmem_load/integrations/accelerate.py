@@ -156,7 +156,7 @@ def _partition(ordinary: Callable[..., None], init: Any, parameters: Iterable[nn
     """
     from lowmem_load.engines.partition import Partitioner
 
-    ordinary(init, fill_partitions(Partitioner.of(init), list(parameters)))
+    ordinary(init, fill_partitions(Partitioner(init), list(parameters)))
 
 
 def _broadcast_model(ordinary: Callable[..., None], engine: Any) -> None:

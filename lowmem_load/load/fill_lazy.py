@@ -131,14 +131,11 @@ def fill_partitions(partitioner: Partitioner, parameters: Sequence[nn.Parameter]
             parts.clear()
 
         for parameter in taken.values():
-            if partitioner.swapping is not None and partitioner.swapping.is_swap_due:
-                read()
-                partitioner.swapping.swap_out()
+            partitioner.make_room(read)
             reader = reader_of(parameter)  # which a lazy tensor alone has
             parts.setdefault(reader, []).extend(_partition(partitioner, parameter))
         read()
-        if partitioner.swapping is not None:
-            partitioner.swapping.finish()
+        partitioner.finish()
         with ranks.step("reading what was changed"):
             for number in lazy.keys() - taken.keys():
                 local = lazy[number]
@@ -153,14 +150,11 @@ def fill_partitions(partitioner: Partitioner, parameters: Sequence[nn.Parameter]
 
 def _partition(partitioner: Partitioner, parameter: Any) -> list[Part]:
     """Let a lazy parameter be one of ZeRO-3; return what its partitions are to be filled with."""
-    expression, regions = parameter.expression, partitioner.regions(parameter.numel())
+    expression = parameter.expression
     partitioner.convert(parameter)
     replace_in_place(parameter, torch.empty(0, dtype=parameter.dtype, device=partitioner.device))
-    tensors = partitioner.allocate(parameter, [region.numel for region in regions])
-    name = name_in_files(expression)
-    return [
-        Part(name, expression, region, tensor[: region.numel]) for region, tensor in zip(regions, tensors, strict=True)
-    ]
+    parts, name = partitioner.allocate(parameter), name_in_files(expression)
+    return [Part(name, expression, region, memory[: region.numel]) for region, memory in parts]
 
 
 def allocate_shards(model: nn.Module, device: torch.device) -> None:

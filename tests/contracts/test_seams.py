@@ -101,13 +101,13 @@ def test_a_zero_init_that_does_not_set_an_attribute_is_refused(
     init.__wrapped__ = ordinary  # type: ignore[attr-defined]
     monkeypatch.setattr(pp.Init, "__init__", init)
     with pytest.raises(IncompatibleVersionError, match=OF_DEEPSPEED.format(rf"Init\.{name}")):
-        zero3.Partitioner(STAGE_3)
+        zero3.Partitioner.from_config(STAGE_3)
 
 
 def test_a_parameter_that_is_not_given_an_attribute_is_refused(
     lone_process: DistributedInterface, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    partitioner = zero3.Partitioner(STAGE_3)
+    partitioner = zero3.Partitioner.from_config(STAGE_3)
     ordinary = pp.Init._convert_to_deepspeed_param
 
     def convert(self: Any, parameter: nn.Parameter) -> None:

@@ -178,7 +178,7 @@ def load_beside_a_live_model(path: str, folder: str) -> None:
         return {"zero_optimization": {"stage": 3, "offload_param": offload}}
 
     model = load_model(path, config())
-    with pytest.raises(ConfigError, match="holds the weights of another model"):
+    with pytest.raises(ConfigError, match="has the weights of another model"):
         load_model(path, config())
     with pytest.raises(ConfigError, match=r"offload_param\.buffer_size is 10 elements"):
         load_model(path, config(nvme_path=f"{folder}/other", buffer_size=10))

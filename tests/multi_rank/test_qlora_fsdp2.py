@@ -207,7 +207,7 @@ def refuse(path: str, even: str, odd: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     shard_fully(model, mesh=mesh)
     model.to_empty(device="cpu")
-    with pytest.raises(UnsupportedError, match=r"q_proj.weight: is held packed as \(180, 1\) of torch.bfloat16"):
+    with pytest.raises(UnsupportedError, match=r"q_proj.weight: stays packed as \(180, 1\) of torch.bfloat16"):
         load_into(model, path, quantization_config=quantization())
 
 
