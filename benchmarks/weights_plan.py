@@ -25,7 +25,7 @@ from lowmem_load.planning.nest import Axis, Copy, Nest
 from lowmem_load.planning.regions import Cuts, Mesh, Partitions, Rule, Split
 from lowmem_load.text import fingerprint
 from lowmem_load.weights_out.buckets import Bucket, PlannedTensor, Unit, plan_buckets, plan_messages
-from lowmem_load.weights_out.rank_shards import RankShard, digest_of_rules, layouts_by_rule
+from lowmem_load.weights_out.rank_shards import RankShard, layouts_by_rule
 
 COLUMNS = ("model", "tensors", "under", "ranks", "store, KiB", "CPU s", "peak, MiB")
 LLAMA = {"q": (8192, 8192), "k": (1024, 8192), "v": (1024, 8192), "o": (8192, 8192), "gate": (28672, 8192)}
@@ -70,11 +70,11 @@ def shards_of(sources: Sequence[Source], rules: Sequence[Rule], rank: int, world
 def plan(shards: Sequence[RankShard], rules: Sequence[Rule], buckets: Sequence[Bucket], world_size: int) -> str:
     """Plan what one rank plans; return the digest of the rules."""
     rank = world_size // 2
-    layouts, shares = layouts_by_rule(shards, rules, rank, world_size), {}
+    (layouts, digest), shares = layouts_by_rule(shards, rules, rank, world_size), {}
     for bucket in buckets:
         for _ in plan_messages(bucket, layouts, world_size, shares).parts(rank):
             pass
-    return digest_of_rules(rules)
+    return digest
 
 
 def store_bytes(digest: str, world_size: int) -> int:

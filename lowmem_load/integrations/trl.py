@@ -19,9 +19,9 @@ from lowmem_load import foreign_names
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.replaced import Handlers, holding, warn_of_missing
 from lowmem_load.weights_out.iter_weights import Arguments, plan_weights
-from lowmem_load.weights_out.push_weights import metadata_of, name_tensor_pairs
+from lowmem_load.weights_out.push_weights import metadata_of
 from lowmem_load.weights_out.rank_shards import group_of
-from lowmem_load.weights_out.send import Sending, delivery
+from lowmem_load.weights_out.send import Sending, delivery, name_tensor_pairs
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,7 @@ def _planned(model: Any, mode: str) -> Sending | None:
     is_peft = hasattr(model, "merge_adapter")  # TRL merges adapters, too
     dst: Any = "all" if mode == "colocate" else 0
     try:
-        arguments = Arguments(bucket_bytes=BUCKET_BYTES, dst=dst, dtype=None, names=None, merge_adapters=is_peft)
-        return plan_weights(model, arguments)
+        return plan_weights(model, Arguments(bucket_bytes=BUCKET_BYTES, dst=dst, merge_adapters=is_peft))
     except UnsupportedError as error:  # on all ranks alike
         warnings.warn(f"TRL gathers the weights for vLLM, as they cannot be sent in buckets: {error}", stacklevel=2)
         return None

@@ -149,18 +149,13 @@ class ShareOfTensor:
 
     name: str
     tensor: BandedTensor
-    span: FlatRange
+    region: FlatRange
     executor: Executor
     buffer: torch.Tensor
 
-    @property
-    def mine(self) -> tuple[FlatRange, ...]:
-        """One range."""
-        return (self.span,)
-
     def memory(self) -> contextlib.AbstractContextManager[Iterator[MemoryPiece]]:
         """Yield the elements chunk by chunk. Each is overwritten by the next one."""
-        return contextlib.closing(read_chunks(self.name, self.tensor, self.span, self.executor, self.buffer))
+        return contextlib.closing(read_chunks(self.name, self.tensor, self.region, self.executor, self.buffer))
 
 
 # -- what the files of the new folder are ------------------------------------------------------------------------------

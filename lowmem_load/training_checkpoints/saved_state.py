@@ -211,14 +211,14 @@ def _cut(what: str, tiles: Sequence[Tile], start: Shape, sizes: Shape, dim: int)
 
 def read_chunks(
     name: str, tensor: BandedTensor, span: FlatRange, executor: Executor, buffer: torch.Tensor
-) -> Generator[tuple[torch.Tensor, int], None, None]:
-    """Yield elements of a tensor chunk by chunk, each with the number of its first one and overwritten by the next."""
+) -> Generator[tuple[torch.Tensor, FlatRange], None, None]:
+    """Yield elements of a tensor chunk by chunk, each with its range and overwritten by the next."""
     memory = buffer.view(tensor.dtype)
     for start in range(span.start, span.end, memory.numel()):
         elements = FlatRange(start, min(start + memory.numel(), span.end))
         chunk = memory[: elements.numel]
         fill([Part(name, *tensor.part(elements), chunk)], executor)
-        yield chunk, start
+        yield chunk, elements
 
 
 def are_equal(name: str, one: BandedTensor, other: BandedTensor, executor: Executor) -> bool:

@@ -123,7 +123,7 @@ class Messages:
                 end += nest.numel * itemsize
 
 
-def whole_tensor(source: Source) -> PlannedTensor:
+def full_tensor(source: Source) -> PlannedTensor:
     """Return a parameter or buffer as it is."""
     copy = Copy(source, Nest(0, 0, (Axis(math.prod(source.shape), 1, 1),)))
     return PlannedTensor(source.name, source.shape, source.dtype, (copy,))
@@ -133,7 +133,7 @@ def merge_unit(merge: Merge, made: Sequence[PlannedTensor], sources: Mapping[int
     """Return what has to be sent together to make tensors of merged parameters. `sources` has all, by `id`."""
     needed = {sources[id(parameter)]: None for parameter in (*merge.parameters, *merge.adapters())}
     needed |= {source: None for tensor in made for source in tensor.sources}
-    return Unit(tuple(map(whole_tensor, needed)), tuple(made), merge)
+    return Unit(tuple(map(full_tensor, needed)), tuple(made), merge)
 
 
 def in_batches(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:

@@ -25,7 +25,7 @@ from lowmem_load.renamed import renamed_keywords
 from lowmem_load.weights_out.buckets import PlannedTensor, Unit, merge_unit
 from lowmem_load.weights_out.rank_shards import RankShard, rank_shards, ranks_of, unwrapped
 from lowmem_load.weights_out.send import Sending, SendPlan, Tensors, plan_sending
-from lowmem_load.weights_out.weights import describe_files, proved_copies
+from lowmem_load.weights_out.weights import proved_copies, weights_of_model
 
 Names: TypeAlias = "Collection[str] | Callable[[str], bool]"
 
@@ -98,7 +98,7 @@ class Arguments:
     def check(self, world_size: int) -> None:
         """Raise ConfigError if one cannot be used."""
         if self.bucket_bytes < 1:
-            raise ConfigError(f"iter_weights: bucket_bytes: {self.bucket_bytes!r} is no positive number of bytes")
+            raise ConfigError(f"iter_weights: bucket_bytes: {self.bucket_bytes!r} is not a positive number of bytes")
         if self.dst != "all" and self.dst not in range(world_size):
             raise ConfigError(f"iter_weights: dst: {self.dst!r} is neither 'all' nor a rank below {world_size}")
 
@@ -171,10 +171,11 @@ def _units_of(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard
     options: dict[str, Any] = {"dtype": arguments.dtype, "merge_adapters": arguments.merge_adapters, "kwargs": {}}
     options |= {"max_shard_size": 1 << 60, "has_configs": False}  # one file
     with tempfile.TemporaryDirectory(prefix="lowmem_load-") as made:
-        files, merges = describe_files(model, Path(made), sources, **options)
+        weights = weights_of_model(model, shards, Path(made), **options)
+    files = weights.files
     names = {(file.name, name): name for file in files for name in file.tensors}
     prove_names("iter_weights: the files of a save", names, names)  # each adapter has a file, with the same names
-    merge_of = {sources[id(parameter)].name: merge for merge in merges for parameter in merge.parameters}
+    merge_of = {sources[id(parameter)].name: merge for merge in weights.merges for parameter in merge.parameters}
     merged: dict[Merge, list[PlannedTensor]] = {}
     units: list[Unit] = []
     for name, part in arguments.choose({name: part for file in files for name, part in file.tensors.items()}).items():

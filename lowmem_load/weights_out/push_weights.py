@@ -20,7 +20,7 @@ from lowmem_load.renamed import renamed_keywords
 from lowmem_load.weights_out.buckets import PlannedTensor
 from lowmem_load.weights_out.iter_weights import Arguments, plan_weights
 from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
-from lowmem_load.weights_out.send import Sending, Tensors, delivery
+from lowmem_load.weights_out.send import Sending, Tensors, delivery, name_tensor_pairs
 
 _OF_TRL, _OF_OLD_TRL, _OF_SGLANG = "update_named_params", "update_named_param", "update_weights_from_tensor"
 _METHODS = _OF_TRL, _OF_OLD_TRL, _OF_SGLANG
@@ -57,15 +57,16 @@ def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
     """
     ranks = ranks_of(unwrapped(model))
     with ranks.step("finding who takes the weights") as step:
-        step.payload = True if client is not None else None
+        step.payload = client is not None
         arguments = Arguments(dst="all", **keywords)
         if client is not None and not callable(client) and _method_of(client) is None:
             raise ConfigError(
-                f"push_weights: client: a {type(client).__name__} is no function and has none of {', '.join(_METHODS)}"
+                f"push_weights: client: a {type(client).__name__} is not a function and has none of the methods "
+                f"{', '.join(_METHODS)}; pass a function that takes a bucket, or an object with one of them"
             )
-    takers = [rank for rank, takes in enumerate(step.payloads or [client is not None]) if takes]
+    takers = [rank for rank, takes in enumerate(step.payloads) if takes]
     if not takers:
-        raise ConfigError("push_weights: client: no rank has one")
+        raise ConfigError("push_weights: client: no rank has one; pass it on the rank that is to take the weights")
     dst: int | Literal["all"] = takers[0] if len(takers) == 1 else "all"
     sending = plan_weights(model, replace(arguments, dst=dst))
     with delivery(sending) as buckets:
@@ -75,8 +76,8 @@ def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
             answer = _finished(getattr(client, reset)())
             if answer is False or getattr(answer, "success", True) is False:  # vLLM's and SGLang's
                 raise ConfigError(
-                    f"push_weights: client: {reset} failed, so what was computed with the old weights is used on; end "
-                    "all requests of the engine, and reset its cache again"
+                    f"push_weights: client: {reset} failed, so what was computed with the old weights is still used; "
+                    "end all requests of the engine, and reset its cache again"
                 )
 
 
@@ -120,7 +121,7 @@ def _method_of(client: Any) -> str | None:
 
 
 def hand_over(client: Any, sending: Sending, buckets: Iterator[Tensors]) -> None:
-    """Hand all buckets to a client; of a rank that has none, take them."""
+    """Hand all buckets to a client; take them on a rank that has none."""
     method = _method_of(client)
     if client is None:
         for _ in buckets:
@@ -154,11 +155,3 @@ def _finished(answer: Any) -> Any:
 def metadata_of(sending: Sending) -> list[tuple[str, str, list[int]]]:
     """Return name, dtype ("bfloat16") and shape of each tensor in order, as TRL's client wants to know them before."""
     return [(tensor.name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in sending.tensors]
-
-
-def name_tensor_pairs(buckets: Iterator[Tensors]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors of all buckets."""
-    for bucket in buckets:
-        bucket.reverse()
-        while bucket:
-            yield bucket.pop()  # so that nothing here keeps it while the next bucket is made

@@ -1,9 +1,8 @@
-"""What this rank holds of a model that is saved or sent, which elements it writes, and what the others hold."""
+"""What this rank owns of a model that is saved or sent, which elements it writes, and what the other ranks own."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,29 +22,28 @@ from lowmem_load.planning.regions import (
     NOTHING,
     Distribution,
     FlatRange,
-    Grid,
     OnFirst,
     Partitions,
     Region,
     Rule,
-    flat_ranges,
 )
 from lowmem_load.symbolic.lazy import values_of
 from lowmem_load.text import fingerprint
 
-MemoryPiece: TypeAlias = "tuple[torch.Tensor, int]"
-"""Flat memory, and the number of its first element in the whole tensor."""
+MemoryPiece: TypeAlias = "tuple[torch.Tensor, Region]"
+"""Flat memory, and the elements of the full tensor that it contains, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """What this rank holds of a parameter or buffer.
+    """What this rank owns of a parameter or buffer.
 
     Attributes:
-        source: the whole tensor in the plan: its first name, its shape, and the dtype of its memory.
+        source: the full tensor in the plan: its first name, its shape, and the dtype of its memory.
         tensor: the parameter or buffer.
-        local_region: elements that are in its memory, of a whole tensor on rank 0 alone. Only a DTensor has a grid.
-        region: elements that this rank writes: those that it holds, if it is the first of the ranks that hold them.
+        local_region: elements that are in its memory; rank 0 counts as the only owner of a replicated tensor. Only a
+            DTensor has a grid.
+        region: elements that this rank writes: the local ones on their first owner, none on the other owners.
         is_partitioned, is_master: whether it is a ZeRO-3 parameter, and whether its fp32 values are written.
     """
 
@@ -55,13 +53,6 @@ class RankShard:
     region: Region
     is_partitioned: bool
     is_master: bool
-
-    @property
-    def mine(self) -> tuple[FlatRange, ...]:
-        """The elements that this rank writes, in the order of its memory. Only a DTensor has more than one range."""
-        if isinstance(self.region, Grid):
-            return tuple(flat_ranges(self.region, self.source.shape))
-        return (self.region,) if self.region.numel else ()
 
     @property
     def state(self) -> tuple[int, ...]:
@@ -77,15 +68,13 @@ class RankShard:
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[list[MemoryPiece]]:
-        """Yield the pieces of memory that hold the elements this rank writes."""
-        mine = self.mine
-        ends = itertools.accumulate(part.numel for part in mine)
+        """Yield the memory with the elements that this rank writes, in one piece."""
         with self.flat() as memory:
-            yield [(memory[end - part.numel : end], part.start) for part, end in zip(mine, ends, strict=True)]
+            yield [(memory, self.region)]
 
     @contextlib.contextmanager
     def flat(self) -> Iterator[torch.Tensor]:
-        """Yield the flat memory: that of `local_region` in order, of a whole tensor on each rank all of it."""
+        """Yield the flat memory: that of `local_region` in order; of a replicated tensor, all of it on each rank."""
         if is_dtensor(self.tensor):
             yield local_shard(self.source.name, self.tensor, needs_memory=True)[1]
         elif not self.is_partitioned:
@@ -107,7 +96,7 @@ def zero3() -> Any:
 
 
 class Wrapper(nn.Module):
-    """Base class of the engines of lowmem_load: trains the model that `module` holds."""
+    """Base class of the engines of lowmem_load: trains the model in its attribute `module`."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -139,9 +128,9 @@ def _inside(model: nn.Module) -> nn.Module | None:
 def rank_shards(model: nn.Module, rank: int, *, masters: bool) -> list[RankShard]:
     """Return each parameter and buffer of a model once.
 
-    Every rank writes its partitions. Rank 0 writes what all ranks hold in full: their values may differ (buffers,
-    adapters that each rank initialised for itself), and a mixture would be no rank's model. With `masters`, the
-    optimizer's fp32 values of partitioned parameters are written where there are some.
+    Every rank writes its partitions. Rank 0 writes what is replicated: the values of the ranks may differ (buffers,
+    adapters that each rank initialized for itself), and a mixture would not be the model of any rank. With `masters`,
+    the optimizer's fp32 values of partitioned parameters are written where there are some.
     """
     named = list(nn.Module.named_parameters(model))  # one of a class of its own may leave some out
     places = zero3().gathered_by_others([parameter for _, parameter in named]) if zero3() is not None else []
@@ -163,7 +152,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def group_of(tensor: torch.Tensor) -> Any:
-    """Return the group of torch.distributed whose ranks hold the pieces of a tensor; None if each holds it in full."""
+    """Return the group of torch.distributed whose ranks own the pieces of a tensor; None if it is replicated."""
     if is_dtensor(tensor):
         return all_ranks()
     parameters = zero3()
@@ -171,7 +160,7 @@ def group_of(tensor: torch.Tensor) -> Any:
 
 
 def rank_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool) -> RankShard:
-    """Return what this rank holds of a tensor. Of ranks that hold the same, the first one writes it."""
+    """Return what this rank owns of a tensor. The first of several owners of the same elements writes them."""
     parameters = zero3()
     if isinstance(tensor, nn.Parameter) and parameters is not None:
         parameters.refuse_parallel(name, tensor)
@@ -179,12 +168,12 @@ def rank_shard_of(name: str, tensor: torch.Tensor, rank: int, *, masters: bool) 
             # DeepSpeed quantizes frozen weights where zero_quantized_nontrainable_weights says so.
             stored = parameters.partition_of(tensor).dtype
             if stored.is_floating_point != tensor.dtype.is_floating_point:
-                raise UnsupportedError(f"{name}: is {tensor.dtype}, but its partitions hold {stored}, quantized")
+                raise UnsupportedError(f"{name}: is {tensor.dtype}, but its partitions are quantized, as {stored}")
             is_master = masters and tensor.dtype != torch.float32 and parameters.has_master(tensor)
             dtype = torch.float32 if is_master else tensor.dtype
             region = parameters.held_range(tensor)
-            whole = Source("", name, 0, parameters.full_shape(tensor), dtype)
-            return RankShard(whole, tensor, region, region, True, is_master)
+            full = Source("", name, 0, parameters.full_shape(tensor), dtype)
+            return RankShard(full, tensor, region, region, True, is_master)
     source = Source("", name, 0, tuple(tensor.shape), tensor.dtype)
     if is_dtensor(tensor):
         grid, _ = local_shard(name, tensor, needs_memory=True)
@@ -206,7 +195,7 @@ def ranks_of(model: nn.Module, *, may_be_alone: bool = False) -> RankGroup:
     return Alone() if may_be_alone else DistributedInterface()
 
 
-# -- what all ranks hold, by rule, so that none has to be asked --------------------------------------------------------
+# -- what all ranks own, by rule, so that none has to be asked ---------------------------------------------------------
 
 
 def rules_of(shards: Sequence[RankShard]) -> list[Rule]:
@@ -221,17 +210,13 @@ def rules_of(shards: Sequence[RankShard]) -> list[Rule]:
     return rules
 
 
-def digest_of_rules(rules: Sequence[Rule]) -> str:
-    """Return a digest of all that the rules say."""
-    numbers: dict[Rule, int] = {}
-    chosen = [numbers.setdefault(rule, len(numbers)) for rule in rules]
-    return fingerprint((*map(repr, numbers), repr(chosen)))
-
-
 def layouts_by_rule(
     shards: Sequence[RankShard], rules: Sequence[Rule], rank: int, world_size: int
-) -> dict[str, Distribution]:
-    """Return the layout of each parameter. Raise UnsupportedError unless that of this rank's elements is its rule's."""
+) -> tuple[dict[str, Distribution], str]:
+    """Return the layout of each parameter, and a digest of all that the rules say.
+
+    Raises UnsupportedError unless this rank's elements lie by the rule.
+    """
     layouts: dict[Rule, Distribution] = {}
     named: dict[str, Distribution] = {}
     for shard, rule in zip(shards, rules, strict=True):
@@ -240,5 +225,6 @@ def layouts_by_rule(
         layout = named[shard.source.name] = layouts[rule]
         by_rule, here = layout.regions[rank], shard.local_region
         if by_rule != here and by_rule.numel + here.numel:
-            raise UnsupportedError(f"{shard.source.name}: this rank holds {here} of it, and by {rule} {by_rule}")
-    return named
+            raise UnsupportedError(f"{shard.source.name}: this rank owns {here} of it, but by {rule} {by_rule}")
+    numbers = {rule: number for number, rule in enumerate(layouts)}  # a rule may name thousands of ranks
+    return named, fingerprint((*map(repr, layouts), repr([numbers[rule] for rule in rules])))

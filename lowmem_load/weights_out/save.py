@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import nn
 
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.models.active import load_lock
-from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
-from lowmem_load.weights_out.weights import weights_of_model
+from lowmem_load.weights_out.rank_shards import rank_shards, ranks_of, unwrapped
+from lowmem_load.weights_out.weights import Weights, weights_of_model, with_merging
 from lowmem_load.weights_out.write import SaveReport, write
 
 
@@ -77,7 +77,13 @@ def save_by(
     kwargs: Mapping[str, Any],
 ) -> SaveReport:
     """Do what `save_model` does with a model that nothing wraps, by its options and keywords. Collective: the ranks."""
-    weights = functools.partial(weights_of_model, model, ranks, kwargs=kwargs, **options)
+
+    def weights(scratch: Path) -> Weights:
+        masters = options["dtype"] == torch.float32 and not options.get("merge_adapters")
+        shards = rank_shards(model, ranks.rank, masters=masters)
+        described = weights_of_model(model, shards, scratch, kwargs=kwargs, **options)
+        return with_merging(described, model, shards, ranks)
+
     compared = {**options, **{key: value for key, value in kwargs.items() if key != "rename"}}  # a function
     with load_lock():
         return write(ranks, folder, weights, compared, title="save_model")

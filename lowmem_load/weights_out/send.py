@@ -51,15 +51,7 @@ from lowmem_load.weights_out.buckets import (
     plan_buckets,
     plan_messages,
 )
-from lowmem_load.weights_out.rank_shards import (
-    RankShard,
-    digest_of_rules,
-    is_dtensor,
-    layouts_by_rule,
-    rules_of,
-    unwrapped,
-    zero3,
-)
+from lowmem_load.weights_out.rank_shards import RankShard, is_dtensor, layouts_by_rule, rules_of, unwrapped, zero3
 
 Tensors: TypeAlias = "list[tuple[str, torch.Tensor]]"
 """Names and values of a bucket's tensors."""
@@ -90,10 +82,9 @@ def plan_sending(units: Sequence[Unit], shards: Sequence[RankShard], ranks: Rank
 
     The ranks have to agree on `tensors` and `rules`.
     """
-    rules = rules_of(shards)
-    layouts = layouts_by_rule(shards, rules, ranks.rank, ranks.world_size)
+    layouts, rules = layouts_by_rule(shards, rules_of(shards), ranks.rank, ranks.world_size)
     tensors = fingerprint(map(_unit_text, units))
-    return SendPlan(plan_buckets(units, bucket_bytes), bucket_bytes, tensors, digest_of_rules(rules), layouts)
+    return SendPlan(plan_buckets(units, bucket_bytes), bucket_bytes, tensors, rules, layouts)
 
 
 def _unit_text(unit: Unit) -> str:
@@ -271,6 +262,14 @@ def delivery(sending: Sending) -> Iterator[Iterator[Tensors]]:
             buckets.close()
         if failures:  # all ranks know of it, whatever the client has made of it
             raise failures[0]
+
+
+def name_tensor_pairs(buckets: Iterator[Tensors]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and tensors of all buckets."""
+    for bucket in buckets:
+        bucket.reverse()
+        while bucket:
+            yield bucket.pop()  # so that nothing here keeps it while the next bucket is made
 
 
 @functools.cache

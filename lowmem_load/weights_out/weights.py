@@ -1,4 +1,4 @@
-"""Weights: tensors as expressions of what the ranks hold, and the owner of each part. They go into files or messages.
+"""Weights: tensors as expressions of what the ranks own, and the owner of each part. They go into files or messages.
 
 A live model and a training checkpoint give weights. `write` puts them into files, and `Sending` into messages.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,9 +24,9 @@ from lowmem_load.models.wrappers import NamedTensor, named_tensors
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Leaf, Source, leaves, numel
 from lowmem_load.planning.nest import Copy, plan_copies
 from lowmem_load.planning.proof import prove_coverage, prove_names
-from lowmem_load.planning.regions import FlatRange
-from lowmem_load.weights_out.buckets import merge_unit, whole_tensor
-from lowmem_load.weights_out.rank_shards import MemoryPiece, RankShard, rank_shards
+from lowmem_load.planning.regions import FlatRange, Region, partition_range
+from lowmem_load.weights_out.buckets import full_tensor, merge_unit
+from lowmem_load.weights_out.rank_shards import MemoryPiece, RankShard
 from lowmem_load.weights_out.send import Sending, plan_sending
 
 
@@ -34,70 +34,75 @@ class OwnElements(Protocol):
     """The elements of one tensor that this rank writes. All ranks together have each element once."""
 
     @property
-    def mine(self) -> Sequence[FlatRange]:
+    def region(self) -> Region:
         """Which elements of the tensor these are."""
 
     def memory(self) -> contextlib.AbstractContextManager[Iterable[MemoryPiece]]:
-        """Yield memory that holds them. A piece may end when the next one is asked for."""
+        """Yield memory that has them. A piece may end when the next one is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What is written.
+    """What leaves a model or a training checkpoint.
 
     Attributes:
         files: of weights. Their expressions have `Source`s with the names of `elements`.
-        elements: of each tensor what this rank writes, by name.
-        merging: sends the parameters that adapters are merged into to all ranks, merge by merge.
-        left_out, num_masters, num_merged, source: see `SaveReport`.
+        elements: what this rank writes of each tensor, by name.
+        merges: of adapters into parameters, before these leave.
+        merging: puts the merged parameters together on all ranks, merge by merge; see `with_merging`.
+        left_out, num_masters, source: see `SaveReport`.
     """
 
     files: Sequence[SavedFile]
     elements: Mapping[str, OwnElements]
+    merges: Sequence[Merge] = ()
     merging: Sending | None = None
     left_out: Sequence[str] = ()
     num_masters: int = 0
-    num_merged: int = 0
     source: str = ""
 
 
-def weights_of_model(model: nn.Module, ranks: RankGroup, scratch: Path, **options: Any) -> Weights:
-    """Return the weights of a live model, in the files that `describe_files` returns by these options."""
-    masters = options["dtype"] == torch.float32 and not options.get("merge_adapters")
-    shards = rank_shards(model, ranks.rank, masters=masters)
-    sources = {id(shard.tensor): shard.source for shard in shards}
-    files, merges = describe_files(model, scratch, sources, **options)
-    used, merging = used_sources(files), None
-    if merges:  # merged parameters are put together on all ranks, one merge at a time
-        wholes = [[whole_tensor(sources[id(parameter)]) for parameter in merge.parameters] for merge in merges]
-        units = [merge_unit(merge, made, sources) for merge, made in zip(merges, wholes, strict=True)]
-        merging = Sending(model, plan_sending(units, shards, ranks, bucket_bytes=1), shards, ranks, to=None)
-    return Weights(
-        files,
-        {shard.source.name: shard for shard in shards},
-        merging,
-        left_out=_left_out(model, shards, used, merges),
-        num_masters=sum(shard.is_master for shard in shards if shard.source.name in used),
-        num_merged=sum(len(merge.layers) for merge in merges),
-    )
-
-
-def describe_files(
+def weights_of_model(
     model: nn.Module,
+    shards: Sequence[RankShard],
     scratch: Path,
-    sources: Mapping[int, Source],
     *,
     merge_adapters: bool = False,
     has_configs: bool = True,
     **options: Any,
-) -> tuple[list[SavedFile], list[Merge]]:
-    """Return the files that a save has, and the merges of adapters; see `models.saver.describe_save_pretrained`."""
-    whole, merges = peft.unloaded(model) if merge_adapters else (model, [])
-    if not hasattr(whole, "save_pretrained"):
-        files = _describe_by_names(whole, scratch, sources, **options)
+) -> Weights:
+    """Return the weights of a live model. For the options, see `models.saver.describe_save_pretrained`."""
+    sources = {id(shard.tensor): shard.source for shard in shards}
+    full, merges = peft.unloaded(model) if merge_adapters else (model, [])
+    if hasattr(full, "save_pretrained"):
+        files = saver.describe_save_pretrained(full, scratch, sources, has_configs=has_configs, **options)
     else:
-        files = saver.describe_save_pretrained(whole, scratch, sources, has_configs=has_configs, **options)
-    return files, merges
+        files = _describe_by_names(full, scratch, sources, **options)
+    used = used_sources(files)
+    return Weights(
+        files,
+        {shard.source.name: shard for shard in shards},
+        merges,
+        left_out=_left_out(model, shards, used, merges),
+        num_masters=sum(shard.is_master for shard in shards if shard.source.name in used),
+    )
+
+
+def with_merging(weights: Weights, model: nn.Module, shards: Sequence[RankShard], ranks: RankGroup) -> Weights:
+    """Have merged parameters put together on all ranks, one merge at a time. Each rank writes a share of each."""
+    if not weights.merges:
+        return weights
+    shard_of = {id(shard.tensor): shard for shard in shards}
+    sources = {key: shard.source for key, shard in shard_of.items()}
+    units, elements = [], dict(weights.elements)
+    for merge in weights.merges:
+        merged = [shard_of[id(parameter)] for parameter in merge.parameters]
+        units.append(merge_unit(merge, [full_tensor(shard.source) for shard in merged], sources))
+        for shard in merged:
+            share = partition_range(numel(shard.source), ranks.rank, ranks.world_size)
+            elements[shard.source.name] = replace(shard, region=share)
+    plan = plan_sending(units, shards, ranks, bucket_bytes=1)
+    return replace(weights, elements=elements, merging=Sending(model, plan, shards, ranks, to=None))
 
 
 def _describe_by_names(
@@ -109,7 +114,7 @@ def _describe_by_names(
     max_shard_size: int | str,
     kwargs: Mapping[str, Any],
 ) -> list[SavedFile]:
-    """Return the files of a module that has no way to save of its own: a tied weight once, by its first name."""
+    """Return the files of a module that has no `save_pretrained`: a tied weight once, by its first name."""
     kwargs = dict(kwargs)
     rename = kwargs.pop("rename", None)
     saver.refuse_arguments(dtype, kwargs)

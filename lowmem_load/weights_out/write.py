@@ -3,7 +3,7 @@
 [Note: the plan read backwards] A load asks which bytes of files fill a rank's partition. A save asks which bytes of
 files a rank's partition fills. `plan_copies` answers the first half for both: it describes every tensor of a file as
 copies from parameters. They are equal on all ranks, and are proved to cover each tensor once. A rank takes the part of
-each copy whose elements it holds. Ranks hold disjoint ranges that together are the parameter, so exactly one rank
+each copy whose elements it owns. Ranks own disjoint regions that together are the parameter, so exactly one rank
 writes each byte. The ranks add up their bytes to check that.
 
 [Note: pages of two nodes] Ranges of two nodes meet within a page. Where a client of NFS has the page, because somebody
@@ -30,13 +30,13 @@ from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import CheckpointError, PlanError, listed
 from lowmem_load.files.mounts import has_caches_apart
 from lowmem_load.phases import Phases, Progress, progress_bar
-from lowmem_load.planning.expression import Source
-from lowmem_load.planning.nest import Copy, Nest, offsets
-from lowmem_load.planning.regions import FlatRange
+from lowmem_load.planning.expression import Shape, Source
+from lowmem_load.planning.nest import Nest, nests_within, offsets
+from lowmem_load.planning.regions import FlatRange, Region
 from lowmem_load.text import share, size
 from lowmem_load.weights_out import folder as folders
 from lowmem_load.weights_out.file_layout import FileLayout, digest_of_files, lay_out, offset_in
-from lowmem_load.weights_out.send import delivery, gather_elements
+from lowmem_load.weights_out.send import delivery, gather_elements, name_tensor_pairs
 from lowmem_load.weights_out.weights import Weights, needs_gathering, proved_copies
 
 STAGING_BYTES = 8 << 20
@@ -117,9 +117,8 @@ def write(
             own_bytes = sum(
                 part.nbytes
                 for name, of_one in writes.items()
-                for span in weights.elements[name].mine
                 for each in of_one
-                for part in each.within(span)
+                for part in each.within(weights.elements[name].region)
             )
             all_bytes = sum(each.nbytes for of_one in writes.values() for each in of_one)
             step.digest = {key: repr(value) for key, value in arguments.items()}
@@ -131,12 +130,12 @@ def write(
         nbytes, targets, nodes = zip(*step.payloads, strict=True)
         if sum(nbytes) != all_bytes:  # see [Note: the plan read backwards]
             raise PlanError(
-                f"{report.folder}: the ranks hold {sum(nbytes)} bytes of {all_bytes} that are to be written "
+                f"{report.folder}: the ranks own {sum(nbytes)} bytes of {all_bytes} that are to be written "
                 f"(by rank: {', '.join(map(str, nbytes))}); were all ranks of the model called?"
             )
         report.files = {file.name: file.nbytes for file in files}
         report.left_out, report.num_masters = list(weights.left_out), weights.num_masters
-        report.num_merged, report.source = weights.num_merged, weights.source
+        report.num_merged, report.source = sum(len(merge.layers) for merge in weights.merges), weights.source
         with _shared_staging(ranks, report, files, targets) as staging:
             paths = [staging.path / file.name for file in files]
             past_cache = len(set(nodes)) > 1 and has_caches_apart(target)
@@ -198,20 +197,20 @@ def _write_files(
     with bar as update, Writer(paths, on_bytes, past_cache=past_cache) as writer:
         if weights.merging is not None:
             with report.phase("merge"), delivery(weights.merging) as buckets:
-                for bucket in buckets:
-                    for name, merged in bucket:
-                        flat = merged.reshape(-1)
-                        for span in weights.elements[name].mine:
-                            writer.write_parts(todo.get(name, ()), flat[span.start : span.end], span.start)
-                        todo.pop(name, None)
+                for name, merged in name_tensor_pairs(buckets):
+                    own_share = weights.elements[name].region
+                    assert isinstance(own_share, FlatRange)  # by `with_merging`
+                    flat = merged.reshape(-1)[own_share.start : own_share.end]
+                    writer.write_parts(todo.pop(name, ()), flat, own_share)
                     report.sample_memory()
+                    del merged, flat  # before the next ones are made
         with ranks.step("writing", name=report.folder, progress=progress):
             with report.phase("write"):
                 for name, of_one in todo.items():
                     own = weights.elements[name]
-                    with own.memory() if own.mine else contextlib.nullcontext([]) as pieces:
-                        for memory, first in pieces:
-                            writer.write_parts(of_one, memory, first)
+                    with own.memory() if own.region.numel else contextlib.nullcontext([]) as pieces:
+                        for memory, region in pieces:
+                            writer.write_parts(of_one, memory, region)
                             report.sample_memory()
                 if writer.written_bytes != own_bytes:
                     raise PlanError(f"{report.folder}: wrote {writer.written_bytes} bytes, expected {own_bytes}")
@@ -229,25 +228,30 @@ def _in_turn(writes: Mapping[str, list[Write]], num_files: int, ranks: RankGroup
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Elements of one parameter that go to a tensor of a file: its number, and byte and dtype of the tensor in it.
+    """Elements of one parameter (or buffer) that go to a tensor of a file.
 
-    `copy` is from the whole parameter (or buffer) to the tensor.
+    Attributes:
+        file: its number.
+        start, dtype: first byte of the tensor in the file, and its dtype.
+        shape: that of the parameter.
+        nest: from the full parameter to the tensor; from the memory of a region for the parts `within` that.
     """
 
     file: int
     start: int
     dtype: torch.dtype
-    copy: Copy
+    shape: Shape
+    nest: Nest
 
     @property
     def nbytes(self) -> int:
         """Bytes written."""
-        return self.copy.nest.numel * self.dtype.itemsize
+        return self.nest.numel * self.dtype.itemsize
 
-    def within(self, span: FlatRange) -> Iterator[Write]:
-        """Yield the parts of this write whose elements of the parameter lie in `span`."""
-        for nest in self.copy.nest.clipped(span.start, span.end, "source"):
-            yield replace(self, copy=replace(self.copy, nest=nest))
+    def within(self, region: Region) -> Iterator[Write]:
+        """Yield the parts of this write whose elements of the parameter lie in a region."""
+        for nest in nests_within(self.nest, region, self.shape):
+            yield replace(self, nest=nest)
 
 
 def plan_writes(files: Sequence[FileLayout]) -> dict[str, list[Write]]:
@@ -261,7 +265,7 @@ def plan_writes(files: Sequence[FileLayout]) -> dict[str, list[Write]]:
             for copy in proved_copies(f"{layout.name}: {name}", expression):
                 leaf = copy.leaf
                 if isinstance(leaf, Source):
-                    one = Write(number, layout.starts[name], expression.dtype, copy)
+                    one = Write(number, layout.starts[name], expression.dtype, leaf.shape, copy.nest)
                     writes.setdefault(leaf.name, []).append(one)
                 elif offset_in(layout.starts[name], copy) not in layout.others:
                     raise needs_gathering(f"{layout.name}: {name}", leaf)
@@ -292,26 +296,32 @@ class Writer:
             with contextlib.suppress(OSError):  # `sync` has raised if anything was lost
                 os.close(self._opened[1])
 
-    def write_parts(self, writes: Iterable[Write], memory: torch.Tensor, first: int) -> None:
-        """Write the parts of some writes that lie in `memory`. See `write`."""
-        span = FlatRange(first, first + memory.numel())
+    def write_parts(self, writes: Iterable[Write], memory: torch.Tensor, region: Region) -> None:
+        """Write the parts of some writes that lie in a region of their parameter, which `memory` has, flat."""
         for write in writes:
-            for part in write.within(span):
-                self.write(part, memory, first)
+            for part in write.within(region):
+                self._write(part, memory)
 
-    def write(self, write: Write, memory: torch.Tensor, first: int) -> None:
-        """Write elements of a parameter. `memory` is flat; its first element is element `first` of the parameter."""
-        nest, itemsize = write.copy.nest.shifted(source=-first), write.dtype.itemsize
-        is_same = {memory.dtype, *nest.casts} == {write.dtype}
-        if nest.is_run and is_same and memory.device.type == "cpu":
-            at = write.start + nest.destination * itemsize
-            self.put(write.file, memory[nest.source : nest.source + nest.numel], at)
+    def _write(self, write: Write, memory: torch.Tensor) -> None:
+        nest, itemsize = write.nest, write.dtype.itemsize
+        is_in_order = nest.gathered().axes == nest.axes
+        if is_in_order and {memory.dtype, *nest.casts} == {write.dtype} and memory.device.type == "cpu":
+            self._put_runs(write, nest, memory[nest.source : nest.source + nest.numel])
             return
         for part in nest.split(max(1, STAGING_BYTES // itemsize)):
             staged = self._stage(part, memory, write.dtype)
             self.staged_bytes += staged.numel() * itemsize
-            for first_staged, destination, run in _runs(part):
-                self.put(write.file, staged[first_staged : first_staged + run], write.start + destination * itemsize)
+            self._put_runs(write, part, staged)
+
+    def _put_runs(self, write: Write, part: Nest, elements: torch.Tensor) -> None:
+        """Write the elements of a part of a write, in the order of its axes."""
+        run, inner = 1, len(part.axes)  # the length of a run, and how many axes are outside of it
+        while inner and part.axes[inner - 1].destination == run:
+            run *= part.axes[inner - 1].size
+            inner -= 1
+        for number, (_, shift) in enumerate(offsets(part.axes[:inner])):
+            offset = write.start + (part.destination + shift) * write.dtype.itemsize
+            self._put(write.file, elements[number * run : (number + 1) * run], offset)
 
     def sync(self) -> None:
         """Have all that was written reach the disk."""
@@ -328,7 +338,7 @@ class Writer:
         gather_elements(part, memory, staged)
         return staged
 
-    def put(self, number: int, elements: torch.Tensor, offset: int) -> None:
+    def _put(self, number: int, elements: torch.Tensor, offset: int) -> None:
         """Write a flat, contiguous host tensor from a byte of file `number` on."""
         data = memoryview(elements.view(torch.uint8).numpy().data)
         while data:
@@ -362,13 +372,3 @@ class Writer:
                     "Lustre, GPFS, CephFS or NFS, or from one node"
                 )
             raise CheckpointError(f"{self._paths[number]}: cannot be written: {error}{advice}") from error
-
-
-def _runs(part: Nest) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of a part in its file: first staged element, first element in the tensor, number of elements."""
-    run, inner = 1, len(part.axes)
-    while inner and part.axes[inner - 1].destination == run:
-        run *= part.axes[inner - 1].size
-        inner -= 1
-    for number, (_, shift) in enumerate(offsets(part.axes[:inner])):
-        yield number * run, part.destination + shift, run

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lowmem_load import iter_weights
-from lowmem_load.weights_out.push_weights import name_tensor_pairs
+from lowmem_load.weights_out.send import name_tensor_pairs
 from tests.ranks import SIMULATED, run_ranks
 
 

@@ -13,7 +13,7 @@ from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.files.safetensors import DTYPES, PACKED
 from lowmem_load.models.saver import SavedFile
 from lowmem_load.planning.expression import Computed, Expression, Source
-from lowmem_load.planning.regions import FlatRange, partition_range
+from lowmem_load.planning.regions import FlatRange, Region, Split, flat_ranges, grid_of, partition_range
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.weights_out import write as write_module
 from lowmem_load.weights_out.file_layout import FileLayout, lay_out
@@ -61,17 +61,29 @@ def described() -> dict[str, Expression]:
 
 
 def write_part(
-    writer: Writer, writes: Mapping[str, list[Write]], values: Mapping[str, torch.Tensor], rank: int, world_size: int
+    writer: Writer,
+    writes: Mapping[str, list[Write]],
+    values: Mapping[str, torch.Tensor],
+    rank: int,
+    world_size: int,
+    dim: int | None = None,
 ) -> None:
-    """Write what one rank writes, from memory that has nothing else."""
+    """Write what one rank writes, from memory that has nothing else: its partition, or its shard along a dim."""
     for name, of_one in writes.items():
-        span = partition_range(values[name].numel(), rank, world_size)
-        writer.write_parts(of_one, values[name].reshape(-1)[span.start : span.end].clone(), span.start)
+        shape, flat = values[name].shape, values[name].reshape(-1)
+        region: Region = partition_range(flat.numel(), rank, world_size)
+        spans = [region]
+        if dim is not None and shape:
+            region = grid_of(shape, [Split(dim % len(shape), world_size, rank)])
+            spans = list(flat_ranges(region, shape))
+        parts = [flat[span.start : span.end] for span in spans]
+        writer.write_parts(of_one, torch.cat(parts) if parts else flat[:0], region)
 
 
+@pytest.mark.parametrize("dim", [None, 0, -1])
 @pytest.mark.parametrize("staging_bytes", [8 << 20, 24, 1])
 def test_all_ranks_together_write_each_byte_once(
-    staging_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    staging_bytes: int, dim: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_module, "STAGING_BYTES", max(staging_bytes, 4))
     tensors, path = described(), tmp_path / "f"
@@ -83,7 +95,7 @@ def test_all_ranks_together_write_each_byte_once(
         written = 0
         for rank in range(world_size):
             with Writer([path], lambda _: None) as writer:
-                write_part(writer, writes, values, rank, world_size)
+                write_part(writer, writes, values, rank, world_size, dim)
                 writer.sync()
             written += writer.written_bytes
         assert written == layout.nbytes - len(layout.header)  # and each is right, so none was written twice
@@ -109,20 +121,18 @@ def test_a_file_system_that_refuses_to_be_written_past_its_cache_is_named(
             Writer([tmp_path / "f"], lambda _: None, past_cache=past_cache) as writer,
             pytest.raises(CheckpointError, match=text),
         ):
-            writer.write(plan_writes([layout])["a"][0], memory(0)["a"].reshape(-1), 0)
+            writer.write_parts(plan_writes([layout])["a"], memory(0)["a"].reshape(-1), FlatRange(0, 60))
 
 
 def test_a_partition_is_one_write_of_its_own_memory(tmp_path: Path) -> None:
     """No copy: a parameter that is saved as it is goes to the file in one call, straight from where it lies."""
     leaf = Source("", "p", 0, (10, 10), torch.float32)
     layout = layout_of("f", {"p": leaf})
-    ((whole,),) = plan_writes([layout]).values()
-    (write,) = whole.within(FlatRange(34, 67))
-    assert write.nbytes == 33 * 4
+    sizes: list[int] = []
     (tmp_path / "f").write_bytes(bytes(layout.nbytes))
-    with Writer([tmp_path / "f"], lambda _: None) as writer:
-        writer.write(write, torch.ones(34), 34)
-        assert (writer.written_bytes, writer.staged_bytes) == (33 * 4, 0)
+    with Writer([tmp_path / "f"], sizes.append) as writer:
+        writer.write_parts(plan_writes([layout])["p"], torch.ones(34), FlatRange(34, 67))
+        assert (sizes, writer.written_bytes, writer.staged_bytes) == ([33 * 4], 33 * 4, 0)
 
 
 def test_one_file_is_open_at_a_time(tmp_path: Path) -> None:
@@ -137,7 +147,7 @@ def test_one_file_is_open_at_a_time(tmp_path: Path) -> None:
         (tmp_path / layout.name).write_bytes(layout.header + bytes(layout.nbytes - len(layout.header)))
     with Writer(paths, lambda _: None) as writer:
         for write in plan_writes(files)["p"]:
-            writer.write(write, torch.arange(200.0), 0)
+            writer.write_parts([write], torch.arange(200.0), FlatRange(0, number))
             most = max(most, len(os.listdir("/proc/self/fd")) - before)
         writer.sync()
         assert most == 1 and writer.num_synced == number

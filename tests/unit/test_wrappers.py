@@ -11,11 +11,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.models.modules import tensors_of
+from lowmem_load.models.saver import SavedFile
 from lowmem_load.models.wrappers import named_tensors, plain_modules, plain_name
 from lowmem_load.planning.expression import Source
 from lowmem_load.weights_out.file_layout import lay_out
 from lowmem_load.weights_out.rank_shards import rank_shards
-from lowmem_load.weights_out.weights import describe_files
+from lowmem_load.weights_out.weights import weights_of_model
 
 WORDS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_module")
 
@@ -45,9 +46,13 @@ def names_of(model: nn.Module) -> list[str]:
 
 def saved(model: nn.Module, scratch: Path) -> dict[str, str]:
     """Return the names in the files of a save, with those of their parameters."""
-    sources = {id(shard.tensor): shard.source for shard in rank_shards(model, 0, masters=False)}
-    ((file,), _) = describe_files(model, scratch, sources, dtype=None, max_shard_size="5GB", kwargs={})
-    return {name: part.name for name, part in file.tensors.items() if isinstance(part, Source)}
+    return {name: part.name for name, part in file_of(model, scratch).tensors.items() if isinstance(part, Source)}
+
+
+def file_of(model: nn.Module, scratch: Path) -> SavedFile:
+    shards = rank_shards(model, 0, masters=False)
+    [file] = weights_of_model(model, shards, scratch, dtype=None, max_shard_size="5GB", kwargs={}).files
+    return file
 
 
 def test_a_save_has_what_named_parameters_leaves_out(tmp_path: Path) -> None:
@@ -60,8 +65,7 @@ def test_a_save_has_what_named_parameters_leaves_out(tmp_path: Path) -> None:
 def test_a_name_that_no_file_can_have_is_refused(name: str, tmp_path: Path) -> None:
     model = blocks()
     model.register_parameter(name, nn.Parameter(torch.ones(2)))
-    sources = {id(shard.tensor): shard.source for shard in rank_shards(model, 0, masters=False)}
-    ((file,), _) = describe_files(model, tmp_path, sources, dtype=None, max_shard_size="5GB", kwargs={})
+    file = file_of(model, tmp_path)
     with pytest.raises(UnsupportedError, match="cannot be a name in a safetensors file"):
         lay_out(file)
 
