@@ -1,9 +1,9 @@
 """accelerate: models that are lazy until FSDP2 shards or ZeRO-3 partitions them.
 
 FSDP2:
-By default every rank builds the whole model, in fp32 if it trains in mixed precision, before it is sharded. With
-`cpu_ram_efficient_loading` rank 0 then broadcasts it, tensor by tensor. Of a lazy model `fully_shard` reads slices by
-itself, and `fsdp2_load_full_state_dict` has each rank read its shards, all together.
+By default every rank builds the full model, in fp32 if it trains in mixed precision, before it is sharded. With
+`cpu_ram_efficient_loading` rank 0 then broadcasts it, tensor by tensor. If the model is lazy, `fully_shard` reads
+slices by itself, and `fsdp2_load_full_state_dict` has each rank read its shards, all together.
 
 Source: accelerate 1.15 `utils/fsdp_utils.py`, `fsdp2_prepare_model` and `fsdp2_load_full_state_dict`, and
 `accelerator.py`, `Accelerator._prepare_fsdp2`, which knows the parameters of an optimizer by their addresses.
@@ -77,7 +77,7 @@ def is_for_fsdp2(kwargs: Mapping[str, Any]) -> bool:
 
 
 def may_be_lazy(kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a load with these keywords makes a whole model, where this rank will need it."""
+    """Return whether a load with these keywords makes a full model, where this rank will need it."""
     if kwargs.get("device_map") is not None and not _is_of_this_rank(_device_of(kwargs["device_map"])):
         return False
     if nn.Module.register_parameter.__module__.startswith("accelerate."):  # init_empty_weights: nobody wants values
@@ -123,7 +123,9 @@ def _fsdp_version() -> str:
 def _lazy_target(_: Any, model: Any) -> Target:
     quantization = getattr(getattr(model, "config", None), "quantization_config", None)
     if quantization is not None and not stays_packed(quantization):
-        raise UnsupportedError(f"{type(model).__name__}: not lazy where quantized, but in 4 bits")
+        raise UnsupportedError(
+            f"{type(model).__name__}: is quantized, and can only be lazy if its quantized weights stay packed"
+        )
     return Unfilled()
 
 
@@ -141,7 +143,7 @@ def _prepare_all(ordinary: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _prepare_model(ordinary: Any, accelerator: Any, model: nn.Module) -> Any:
-    """Keep apart what transformers has found to differ: accelerate ties by the configuration, and loses one of both."""
+    """Keep apart what transformers has found to differ: accelerate ties by the configuration, and loses one of two."""
     with ties_kept():
         return ordinary(accelerator, model)
 
@@ -152,7 +154,7 @@ def _prepare_model(ordinary: Any, accelerator: Any, model: nn.Module) -> Any:
 def _partition(ordinary: Callable[..., None], init: Any, parameters: Iterable[nn.Parameter]) -> None:
     """Have each rank read its partitions of what is still as in the files; all else is partitioned as by default.
 
-    Also of models that are ordinary on this rank: they may be lazy on others.
+    This is also for models that are ordinary on this rank, because they may be lazy on others.
     """
     from lowmem_load.engines.partition import Partitioner
 
@@ -160,7 +162,7 @@ def _partition(ordinary: Callable[..., None], init: Any, parameters: Iterable[nn
 
 
 def _broadcast_model(ordinary: Callable[..., None], engine: Any) -> None:
-    """Leave out what is broadcast again as it is partitioned, and would have a lazy model read whole."""
+    """Leave out what is broadcast again as it is partitioned, and would have a lazy model read in full."""
     from lowmem_load.engines.hooks import partitions_all
 
     if not partitions_all(engine):

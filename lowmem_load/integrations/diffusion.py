@@ -1,6 +1,6 @@
 """diffusers under `install`: its models are lazy until DeepSpeed or accelerate's FSDP2 takes them.
 
-diffusers knows no ZeRO-3: its models are whole until `deepspeed.initialize`, and scripts change them before that.
+diffusers does not know ZeRO-3: its models are in full until `deepspeed.initialize`, and scripts change them before.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lowmem_load.models import diffusion
 from lowmem_load.models.active import active_zero3_config, inside_load
 from lowmem_load.models.loader import taking_calls
 from lowmem_load.replaced import Handlers
-from lowmem_load.weights_out.rank_shards import group_of, ranks_of
-from lowmem_load.weights_out.save import save_model
+from lowmem_load.weights_out.rank_shards import group_of
+from lowmem_load.weights_out.save import save_when_all_call
 
 
 def handlers(options: Options) -> Handlers:
-    """Return what streams models of diffusers."""
+    """Return what loads models of diffusers."""
     load = functools.partial(load_lazily, options=options)
     return {
         foreign_names.DIFFUSERS_FROM_PRETRAINED: taking_calls(load, diffusion.DiffusersCall, _is_wanted),
@@ -49,7 +49,7 @@ def _load_pipeline(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs
 def _load_single_file(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
     if _is_wanted(cls, kwargs):
         text = (
-            f"{cls.__name__}.from_single_file: lowmem_load cannot load this, so diffusers does, a whole model on each "
+            f"{cls.__name__}.from_single_file: lowmem_load cannot load this, so diffusers loads the full model on each "
             "rank; save it once by save_pretrained, and load that folder"
         )
         warnings.warn(text, FallbackWarning, stacklevel=outside_level())
@@ -63,7 +63,7 @@ _TRANSLATED = ("is_main_process", "max_shard_size", "variant")
 
 
 def _save_pretrained(ordinary: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Do what `ModelMixin.save_pretrained` does. Of a model in parts: collective, all ranks that hold one."""
+    """Do what `ModelMixin.save_pretrained` does. Collective for a model in parts: all ranks that own some."""
     signature = inspect.signature(ordinary)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -82,10 +82,8 @@ def _save_pretrained(ordinary: Callable[..., None], *args: Any, **kwargs: Any) -
             f"save_pretrained: {given}: the weights of this model lie on many ranks, which write safetensors files; "
             "leave it out"
         )
-    title = "save_pretrained of a model in parts, to be called on all ranks and not by the main one alone"
-    with ranks_of(model).step(title, is_prompt=True):
-        pass  # wait for all ranks
-    save_model(model, folder, max_shard_size=arguments["max_shard_size"], variant=arguments["variant"])
+    keywords = {key: arguments[key] for key in ("max_shard_size", "variant")}
+    save_when_all_call("save_pretrained of a model in parts", model, folder, **keywords)
 
 
 SAVE_HANDLERS: Handlers = {foreign_names.DIFFUSERS_SAVE: _save_pretrained}

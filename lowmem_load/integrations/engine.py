@@ -40,7 +40,7 @@ def _before_engine(arguments: Mapping[str, Any]) -> None:
 
 
 def _cast_adapters(model: nn.Module, settings: Settings) -> None:
-    """Cast what was added to a loaded model of 4-bit weights: DeepSpeed's engine does, where nothing is partitioned."""
+    """Cast what was added to a loaded model of 4-bit weights, as DeepSpeed's engine does if nothing is partitioned."""
     reports = [getattr(inner, REPORT_ATTRIBUTE, None) for inner in transformers_models(model)]
     is_packed = any(report is not None and report.num_quantized for report in reports)
     if not is_packed or settings.dtype is torch.float32:
@@ -57,8 +57,8 @@ def _check_load_order(model: nn.Module) -> None:
         if parameters and not any(map(is_partitioned, parameters)) and not fallback_of(inner):
             mib = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / 2**20
             warnings.warn(
-                f"{type(inner).__name__}: every rank holds {mib:.1f} MiB of it whole, and ZeRO-3 partitions it only "
-                "now: no ZeRO-3 configuration was active when it was loaded. First make TrainingArguments("
+                f"{type(inner).__name__}: every rank has all {mib:.1f} MiB of it, and ZeRO-3 partitions it only now, "
+                "because no ZeRO-3 configuration was active when it was loaded. First make TrainingArguments("
                 "deepspeed=...), Accelerator(deepspeed_plugin=...) or HfDeepSpeedConfig(...), keep it in a variable, "
                 "then call from_pretrained",
                 LoadOrderWarning,

@@ -2,7 +2,7 @@
 
 It follows the configuration that is active in transformers and accelerate, and lets the default loader do what it
 cannot. It also hooks into `deepspeed.initialize`, saves, and `engine.load_checkpoint`, once a program imports what is
-replaced there. `streaming` of 0.3 goes by a ds_config of its own, in one thread, and is strict.
+replaced there.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from lowmem_load.errors import LoadOrderWarning, RankError, outside_level
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations import accelerate
 from lowmem_load.integrations import diffusion as diffusers
-from lowmem_load.integrations.imports import after_import
-from lowmem_load.integrations.switch import keywords_of_run
-from lowmem_load.load.load import Options, fall_back, fallback_reason, find
+from lowmem_load.integrations.startup_hook import after_import, keywords_of_run
+from lowmem_load.load.load import Load, Options, fall_back, fallback_reason, find
 from lowmem_load.load.load_into import filling, skeletons_sharded
 from lowmem_load.load.report import OnLoad
 from lowmem_load.load.request import make_load
@@ -52,39 +51,20 @@ def streaming(
     stream: bool = False,
     share_reads: ShareReads = "auto",
 ) -> Iterator[None]:
-    """Inside, any `from_pretrained` of a transformers model loads as `load_model` does, whoever calls it.
+    """Inside, each `from_pretrained` of this thread loads as `load_model` does by these arguments. A name of 0.3.
 
-    Under stages 0 to 2 models keep the dtype that the caller asked for; under stage 3 the ds_config decides, as in
-    DeepSpeed's own loading. Other threads load in the ordinary way. On exit everything is as before.
-
-    Collective: all ranks.
-
-    Args:
-        ds_config: as for `load_model`.
-        partition: as for `load_model`, for each model that is loaded inside. A model without a chosen module stays
-            whole.
-        stream: as for `load_model`.
-        share_reads: as for `load_model`.
-
-    Raises:
-        ConfigError: ds_config cannot be used. Loads inside raise as `load_model` does.
+    Under stages 0 to 2 models keep the dtype that the caller asked for. Collective: all ranks.
     """
+    options = Options(stream=stream, share_reads=share_reads)
     with load_lock():
-        ranks = DistributedInterface()
-        with ranks.step("checking the ds_config") as step:
-            settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition)
-            step.digest = settings.compared
-    load = make_load(ranks, settings, Options(stream=stream, share_reads=share_reads))
-    with (
-        deepspeed_config(settings.ds_config),  # for code that asks for it: generate, resize_token_embeddings
-        loader.intercepted(load),
-        diffusion.intercepted(load),
-    ):
+        load = _load_by(ds_config, options, partition=partition)
+    # Code that the block calls may ask for the ds_config: generate, resize_token_embeddings.
+    with deepspeed_config(load.settings.ds_config), loader.intercepted(load), diffusion.intercepted(load):
         try:
             yield
         except BaseException as error:
             if not isinstance(error, RankError):
-                ranks.abort("streaming()", error)
+                load.ranks.abort("streaming()", error)
             raise
 
 
@@ -173,23 +153,26 @@ def uninstall() -> None:
 # -- loads of transformers models --------------------------------------------------------------------------------------
 
 
+def _load_by(ds_config: Any, options: Options, **how: Any) -> Load:
+    """Return what loads by a ds_config, which all ranks have alike. `how` is for `read_settings`. Collective."""
+    ranks = DistributedInterface()
+    with ranks.step("checking the ds_config") as step:
+        settings = read_settings(ds_config, world_size=ranks.world_size, **how)
+        step.digest = settings.compared
+    return make_load(ranks, settings, options)
+
+
 def _load_by_active_config(call: Call, *, options: Options) -> tuple[nn.Module, dict[str, Any]]:
     """Run a call by the ds_config that is active in transformers. Collective."""
-    ds_config = active_zero3_config()
-    assert ds_config is not None  # `_is_for_zero3`
-    ranks = DistributedInterface()
-    with ranks.step("checking the active ds_config") as step:
-        settings = read_settings(ds_config, world_size=ranks.world_size, is_active=True)
-        step.digest = settings.compared
-    return make_load(ranks, settings, options)(call)
+    return _load_by(active_zero3_config(), options, is_active=True)(call)
 
 
 def _is_for_zero3(_: Mapping[str, Any]) -> bool:
     if was_dropped():
         text = (
-            "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded whole on every rank, not "
-            "into ZeRO-3 partitions; transformers holds the object weakly: keep it in a variable for as long as models "
-            "are loaded. If the load is meant to be an ordinary one, call "
+            "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded in full on every rank, "
+            "and not into ZeRO-3 partitions. transformers has only a weak reference to the object: keep it in a "
+            "variable for as long as models are loaded. If the load is meant to be an ordinary one, call "
             "transformers.integrations.unset_hf_deepspeed_config() before it"
         )
         warnings.warn(text, LoadOrderWarning, stacklevel=outside_level())
@@ -246,7 +229,7 @@ def _late(module: str) -> Any:
 
 
 def _save(name: ForeignName, ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # What DeepSpeed has not partitioned, others can save. The handlers need DeepSpeed: 70 MiB, and seconds of imports.
+    # Others can save what DeepSpeed has not partitioned. The handlers need DeepSpeed: 70 MiB, and seconds of imports.
     if "deepspeed" not in sys.modules:
         return ordinary(*args, **kwargs)
     return _late("saves").HANDLERS[name](ordinary, *args, **kwargs)
@@ -255,7 +238,7 @@ def _save(name: ForeignName, ordinary: Callable[..., Any], *args: Any, **kwargs:
 def _replaced_once_imported(names: Sequence[ForeignName], handlers: Callable[[], Handlers]) -> contextlib.ExitStack:
     """Return a block: inside, handlers are called in place of names once their module is imported, in all threads.
 
-    These names are private, and any release may move them. An import of a user must work all the same, so what a
+    These names are private, and any release may move them. An import of a user must work nevertheless, so what a
     release lacks is one warning.
     """
     stack = contextlib.ExitStack()
@@ -278,7 +261,7 @@ def _replaced_once_imported(names: Sequence[ForeignName], handlers: Callable[[],
 
 
 def _check_module(names: Sequence[ForeignName], package: ModuleType) -> None:
-    """Warn if the module of names is no file of its package, which has just been imported. Imports nothing."""
+    """Warn if a package, which has just been imported, does not have the module of names. Imports nothing."""
     path, parts = getattr(package, "__path__", []), names[0].module.split(".")
     for depth in range(2, len(parts) + 1):
         spec = PathFinder.find_spec(".".join(parts[:depth]), path)

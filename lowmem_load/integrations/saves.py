@@ -1,4 +1,4 @@
-"""Saves under `install`: the same files, but each rank writes what it holds. `save_pretrained` takes a placeholder.
+"""Saves under `install`: the same files, but each rank writes what it owns. `save_pretrained` takes a placeholder.
 
 [Note: saved afterwards] Trainer and scripts with accelerate ask for all weights on all ranks, and pass them to
 `save_pretrained` on rank 0. Here they get a placeholder, which only `save_pretrained` may look at, and `save_model`
@@ -25,7 +25,7 @@ from lowmem_load.errors import ConfigError, UnsupportedError, outside_level
 from lowmem_load.models.saver import OURS, default_shard_size
 from lowmem_load.replaced import Handlers, holding
 from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
-from lowmem_load.weights_out.save import save_model
+from lowmem_load.weights_out.save import save_model, save_when_all_call
 
 
 class LookedIntoError(UnsupportedError):
@@ -47,13 +47,13 @@ class NotGathered(dict[str, Any]):
 
 
 WantedSave: TypeAlias = "tuple[nn.Module, str, dict[str, Any]]"
-"""A call of `save_pretrained` with a `NotGathered`: model, folder, and keywords without those in `OURS`."""
+"""A call of `save_pretrained` with a `NotGathered`: model, folder, and keywords of `save_model`."""
 
 NOTED_SAVES: ContextVar[list[WantedSave] | None] = ContextVar("lowmem_load_noted_saves", default=None)
 """The calls of `save_pretrained` in the `Trainer.save_model` that is running, which saves them itself."""
 
-IN_STOCK: ContextVar[bool] = ContextVar("lowmem_load_in_stock", default=False)
-"""Whether a save of Trainer's own is running. It asks accelerate for the state, and copes if it gets none."""
+IN_TRAINER: ContextVar[bool] = ContextVar("lowmem_load_in_trainer", default=False)
+"""Whether Trainer saves by itself. It asks accelerate for the state, and copes if it gets none."""
 
 
 def save_pretrained(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -72,20 +72,13 @@ def save_pretrained(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             f"{', '.join(wrong)}: the weights are not gathered; leave it out (`hf upload` uploads the saved folder)"
         )
     others = {key: value for key, value in arguments.items() if key not in (*OURS, "self", "save_directory")}
+    keywords = {"max_shard_size": default_shard_size(), **others}
     folder = str(arguments["save_directory"])
     if (noted := NOTED_SAVES.get()) is not None:
-        noted.append((model, folder, others))
-        return None
-    title = "save_pretrained with the state of get_state_dict, to be called on all ranks and not by the main one alone"
-    with ranks_of(model).step(title, is_prompt=True):
-        pass  # wait for all ranks
-    write(model, folder, others)
+        noted.append((model, folder, keywords))
+    else:
+        save_when_all_call("save_pretrained with the state of get_state_dict", model, folder, **keywords)
     return None
-
-
-def write(model: nn.Module, folder: str, kwargs: dict[str, Any]) -> None:
-    """Write the weights to the folder. Collective."""
-    save_model(model, folder, **{"max_shard_size": default_shard_size(), **kwargs})
 
 
 def refuse_empty(model: Any) -> None:
@@ -112,7 +105,7 @@ def save_trained(ordinary: Callable[..., None], trainer: Any, *args: Any, **kwar
     run = functools.partial(ordinary, trainer, *args, **kwargs)
     model, engine = unwrapped(trainer.model), getattr(trainer, "deepspeed", None)
     if engine is None or not any(map(is_partitioned, model.parameters())) or not _is_plain(trainer, model):
-        with holding(IN_STOCK, True):
+        with holding(IN_TRAINER, True):
             run()
         return
     ranks = ranks_of(model)
@@ -129,11 +122,11 @@ def save_trained(ordinary: Callable[..., None], trainer: Any, *args: Any, **kwar
         if ranks.rank == 0:
             text = f"Trainer.save_model gathers the weights, as without lowmem_load: {reason}"
             warnings.warn(text, stacklevel=outside_level())
-        with holding(IN_STOCK, True):
+        with holding(IN_TRAINER, True):
             run()
         return
     for folder, keywords in saves:
-        write(model, folder, keywords)
+        save_model(model, folder, **keywords)
 
 
 def _note_saves(run: Callable[[], None], model: nn.Module, engine: Any, state: Any) -> tuple[str, list[Any]]:
@@ -176,7 +169,7 @@ def get_state_dict(ordinary: Callable[..., Any], accelerator: Any, model: Any, *
     `model` has accelerate's name for it: callers may pass it by that.
     """
     inner = unwrapped(model)
-    is_left = inner is model or IN_STOCK.get() or not any(map(is_partitioned, inner.parameters()))
+    is_left = inner is model or IN_TRAINER.get() or not any(map(is_partitioned, inner.parameters()))
     return ordinary(accelerator, model, *args, **kwargs) if is_left or may_gather(model) else NotGathered()
 
 

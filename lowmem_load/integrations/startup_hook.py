@@ -19,14 +19,19 @@ from __future__ import annotations
 import os
 import sys
 
-from lowmem_load.integrations.imports import Finder, after_import
-from lowmem_load.integrations.switch import NO_DOWNLOAD, OFF, ON, STRICT, SWITCH, keywords_of_run
-
 TYPE_CHECKING = False  # typing's own would import typing
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
     from lowmem_load.load.report import LoadReport
+
+SWITCH = "LOWMEM_LOAD_INSTALL"
+"""The variable: OFF, ON, or STRICT and NO_DOWNLOAD with a comma, for `install(strict=True, download=False)`."""
+
+OFF, ON, STRICT, NO_DOWNLOAD, STREAM = "0", "1", "strict", "no-download", "stream"  # the last as in 0.3
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "on_pythonpath")
 """The entry of PYTHONPATH."""
@@ -47,14 +52,28 @@ def switched_on(environment: Mapping[str, str], *, strict: bool = False, downloa
     return {**environment, SWITCH: keywords, "PYTHONPATH": os.pathsep.join([FOLDER, *others])}
 
 
+def keywords_of_run() -> dict[str, Any]:
+    """Return the keywords of `install` that the variable gives."""
+    text = os.environ.get(SWITCH) or OFF
+    known = {ON: {}, STRICT: {"strict": True}, NO_DOWNLOAD: {"download": False}, STREAM: {"stream": True}}
+    words = text.split(",") if text != OFF else []
+    if not known.keys() >= {*words}:
+        from lowmem_load.errors import LowMemLoadError
+
+        raise LowMemLoadError(
+            f"{SWITCH} is {text!r}; expected {ON}, {STRICT}, {NO_DOWNLOAD}, or {OFF} to leave lowmem_load off"
+        )
+    return {key: value for word in words for key, value in known[word].items()}
+
+
 def watch() -> None:
-    """Call `switch_on` before the first load of this process, unless the environment says no."""
+    """Call `switch_on` before the first load of this process, unless the environment turns that off."""
     if os.environ.get(SWITCH) not in ("", OFF) and not any(isinstance(finder, Finder) for finder in sys.meta_path):
         after_import(AWAITED, lambda module: before_first_load(module.PreTrainedModel, switch_on))
 
 
 def before_first_load(model_class: type, prepare: Callable[[], None]) -> None:
-    """Have `prepare` called in the first load of a model, which then begins anew. While it fails, every load fails."""
+    """Have `prepare` called in the first load of a model, which then begins again. While it fails, so do all loads."""
     import functools
     import threading
 
@@ -94,7 +113,7 @@ def switch_on() -> None:
         install(**keywords, on_load=_print_summary)
     except (ImportError, LowMemLoadError) as error:  # code around a load may take the first for an absent package
         raise LowMemLoadError(
-            f"lowmem_load is switched on for this process, and cannot be installed in it: {error}\n"
+            f"lowmem_load is switched on for this process, but cannot be installed in it: {error}\n"
             f"To go on without it, start the job without `lowmem-load run`, or with {SWITCH}={OFF}"
         ) from error
     # These are what `run` is for: PYTHONWARNINGS=ignore must not hide them.
@@ -112,3 +131,60 @@ def _print_summary(report: LoadReport) -> None:
 def _print(text: str) -> None:
     sys.stderr.write(f"lowmem_load: {text}\n")
     sys.stderr.flush()
+
+
+# -- acting right after a module is imported ---------------------------------------------------------------------------
+
+
+def after_import(name: str, act: Callable[[ModuleType], object]) -> Callable[[], None]:
+    """Call `act` with a module once the import system has executed it. Return what calls this off."""
+    if name in sys.modules:
+        act(sys.modules[name])
+        return lambda: None
+    finder = Finder(name, act)
+    sys.meta_path.insert(0, finder)
+    return finder.leave
+
+
+class Finder:
+    """Finds a module as the finders behind it do, and acts after it was executed: `find_spec` alone loads nothing."""
+
+    def __init__(self, awaited: str, act: Callable[[ModuleType], object]) -> None:
+        self._awaited, self._act = awaited, act
+
+    def leave(self) -> None:
+        """Await nothing any more."""
+        if sys.meta_path and self in sys.meta_path:  # None when Python ends
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        if name != self._awaited:
+            return None
+        # Python itself asks the finders in front. One of them may be like this one, and would ask it again.
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(name, path, target) for finder in behind)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._act_after(spec.loader)
+        return spec
+
+    def _act_after(self, loader: object) -> None:
+        """Replace `exec_module` of this object only: inspect and importlib.resources look at its class.
+
+        The loader of a zip archive is that of all its modules, of which the awaited one may import others.
+        """
+        execute = loader.exec_module  # type: ignore[attr-defined]  # importlib.abc.Loader declares it for some only
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if module.__name__ != self._awaited:
+                return
+            vars(loader).pop("exec_module", None)  # another finder may have awaited the same module
+            if self in sys.meta_path:  # else nobody waits any more
+                self.leave()
+                self._act(module)
+
+        loader.exec_module = exec_module  # type: ignore[attr-defined]

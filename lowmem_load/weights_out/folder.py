@@ -36,8 +36,8 @@ _SAVING = "saving-"
 _FORMER, _REPLACING = ".former", ".replacing"
 """Folder in a staging folder, for files of the target that the new ones replace, and its name when all are there."""
 
-_SHARD = r"-\d{5}-of-\d{5}"
-"""In the name of a file of weights where there are several."""
+_WEIGHTS = re.compile(r"(.+?)(-\d{5}-of-\d{5})?\.(safetensors|bin)(?:\.index(\..+)?\.json)?")
+"""The name of a file of weights, of one of several, or of their index, which has the variant at another place."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """How a URL begins, also one of which `pathlib` has made a path."""
@@ -98,9 +98,9 @@ def make_staging(folder: str, files: Sequence[FileLayout]) -> Staging:
         needed_bytes = sum(file.nbytes for file in files)
         free_bytes = shutil.disk_usage(staging.path.parent).free
         if free_bytes < needed_bytes:
-            beside = " beside the former files, which stay until the new ones are complete" if target.is_dir() else ""
+            former = " next to the former files, which stay until the new ones are complete" if target.is_dir() else ""
             raise ConfigError(
-                f"{target}: needs {size(needed_bytes)}{beside}, but {size(free_bytes)} are free; nothing was written. "
+                f"{target}: needs {size(needed_bytes)}{former}, but {size(free_bytes)} are free; nothing was written. "
                 "Free space, remove the former files first, or save to another folder"
             )
         staging.path.mkdir()
@@ -127,7 +127,7 @@ def check_seen(staging: Staging, made: str) -> None:
     )
 
 
-def put_beside(staging: Staging, scratch: Path) -> None:
+def add_files(staging: Staging, scratch: Path) -> None:
     """Copy all files below a folder into the staging folder, and have them reach the disk."""
     for path in sorted(scratch.rglob("*")):
         if path.is_file():
@@ -175,7 +175,7 @@ def _make_file(path: Path, file: FileLayout) -> None:
                 raise OSError(number, os.strerror(number))
             if number:
                 os.ftruncate(opened.fileno(), file.nbytes)
-            for offset, data in {0: file.header, **file.others}.items():
+            for offset, data in {0: file.header, **file.constants}.items():
                 opened.seek(offset)
                 opened.write(data)
             opened.flush()
@@ -243,32 +243,26 @@ def _replace(staging: Path, target: Path) -> None:
 
 def _replaced_by(names: Sequence[Path], target: Path) -> set[Path]:
     """Return the files of the target that are of an earlier save of the same weights as these: shards, file, index."""
-    weights = [name for name in names if _is_of_weights(name.name)]
+    saved = {name.parent / weights for name in names if (weights := _weights_in(name.name))}
     found = set()
-    for folder in {name.parent for name in weights}:
-        stale = _stale([name.name for name in weights if name.parent == folder])
+    for folder in {path.parent for path in saved}:
         with contextlib.suppress(FileNotFoundError):
-            found |= {folder / entry.name for entry in (target / folder).iterdir() if stale.fullmatch(entry.name)}
+            found |= {
+                folder / old.name for old in (target / folder).iterdir() if folder / _weights_in(old.name) in saved
+            }
     return found
 
 
-def _is_of_weights(name: str) -> bool:
-    return re.search(r"\.(safetensors|bin)\b", name) is not None
+def _weights_in(name: str) -> str:
+    """Return the name that a file of weights would have if it were the only one; "" for a file without weights."""
+    match = _WEIGHTS.fullmatch(name)
+    return f"{match[1]}{match[4] or ''}.{match[3]}" if match else ""
 
 
 def _opens(name: str) -> bool:
-    return _is_of_weights(name) and re.search(_SHARD, name) is None
-
-
-def _stale(weights: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern of the names that an earlier save may have given the same weights: shards, one file, index."""
-    patterns = []
-    for name in weights:
-        stem, suffix = map(re.escape, os.path.splitext(re.sub(_SHARD, "", name)))
-        base, dot, variant = stem.partition(r"\.")
-        patterns.append(f"{stem}({_SHARD})?{suffix}")
-        patterns.append(rf"{base}{suffix}\.index{dot}{variant}\.json")
-    return re.compile("|".join(patterns))
+    """Return whether loaders look for a file: a single one, or an index."""
+    match = _WEIGHTS.fullmatch(name)
+    return match is not None and match[2] is None
 
 
 def _sync(path: Path) -> None:

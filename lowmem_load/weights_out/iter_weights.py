@@ -24,8 +24,8 @@ from lowmem_load.planning.proof import prove_names
 from lowmem_load.renamed import renamed_keywords
 from lowmem_load.weights_out.buckets import PlannedTensor, Unit, merge_unit
 from lowmem_load.weights_out.rank_shards import RankShard, rank_shards, ranks_of, unwrapped
-from lowmem_load.weights_out.send import Sending, SendPlan, Tensors, plan_sending
-from lowmem_load.weights_out.weights import proved_copies, weights_of_model
+from lowmem_load.weights_out.send import Sending, SendPlan, Tensors
+from lowmem_load.weights_out.weights import plan_tensor, weights_of_model
 
 Names: TypeAlias = "Collection[str] | Callable[[str], bool]"
 
@@ -104,14 +104,11 @@ class Arguments:
 
     def choose(self, tensors: Mapping[str, Expression]) -> dict[str, Expression]:
         """Return the tensors to yield."""
-        names = self.names
-        if names is None:
-            return dict(tensors)
-        if callable(names):
-            return {name: part for name, part in tensors.items() if names(name)}
-        if unknown := sorted(set(names) - tensors.keys()):
+        names = tensors.keys() if self.names is None else self.names
+        if not callable(names) and (unknown := sorted(set(names) - tensors.keys())):
             raise ConfigError(f"iter_weights: names: {', '.join(unknown)}: not in the checkpoint of this model")
-        return {name: part for name, part in tensors.items() if name in names}
+        is_chosen = names if callable(names) else names.__contains__
+        return {name: part for name, part in tensors.items() if is_chosen(name)}
 
 
 _KEPT: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], SendPlan]] = weakref.WeakKeyDictionary()
@@ -146,7 +143,7 @@ def _plan(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard], r
     before, plan = _KEPT.pop(model, (None, None))
     if plan is None or before != state:
         units = _units_of(model, arguments, shards)
-        plan = plan_sending(units, shards, ranks, arguments.bucket_bytes)
+        plan = SendPlan(units, shards, ranks, arguments.bucket_bytes)
     if not callable(arguments.names):  # it may choose others the next time
         _KEPT[model] = state, plan
     return plan
@@ -179,7 +176,7 @@ def _units_of(model: nn.Module, arguments: Arguments, shards: Sequence[RankShard
     merged: dict[Merge, list[PlannedTensor]] = {}
     units: list[Unit] = []
     for name, part in arguments.choose({name: part for file in files for name, part in file.tensors.items()}).items():
-        tensor = PlannedTensor(name, part.shape, part.dtype, tuple(proved_copies(name, part)))
+        tensor = plan_tensor(name, part)
         found = {merge_of[source.name] for source in tensor.sources if source.name in merge_of}
         if len(found) > 1:
             raise ConfigError(f"{name}: is made of parameters that are merged apart; save the model instead")

@@ -69,6 +69,14 @@ def save_model(
     return save_by(ranks_of(model, may_be_alone=True), model, folder, options, save_pretrained_kwargs)
 
 
+def save_when_all_call(what: str, model: nn.Module, folder: str | os.PathLike[str], **keywords: Any) -> None:
+    """Do what `save_model` does in place of `what`, which scripts may call on one rank only: then raise soon."""
+    title = f"{what}, to be called on all ranks and not by the main one alone"
+    with ranks_of(model).step(title, is_prompt=True):
+        pass  # wait for all ranks
+    save_model(model, folder, **keywords)
+
+
 def save_by(
     ranks: RankGroup,
     model: nn.Module,

@@ -4,13 +4,13 @@
 they begin the next collective, which runs while the consumer has the bucket. So no rank waits in a collective for one
 that does not come: a consumer that stopped, raised or hangs, or a weight that changed, is an error of the next step.
 
-[Note: early ends] Python closes an iterator that nobody holds, and may do so at any time, in any thread, on one rank
-only. So no step of all ranks is made then: this rank tells the others that it has left the loop. They raise if they
-come to its next step, whatever steps the script has made within the loop. If all ranks have left it at the same bucket,
-nobody comes, and all is well.
+[Note: early ends] Python closes an iterator that nobody refers to, and may do so at any time, in any thread, on one
+rank only. So a step of all ranks cannot be made then: this rank tells the others that it has left the loop. They raise
+if they come to its next step, whatever steps the script has made within the loop. If all ranks have left it at the same
+bucket, nobody comes, and all is well.
 
-[Note: fresh memory] Each tensor is in memory that nobody else holds, so one that a consumer keeps stays right. The list
-is emptied when the next bucket is asked for; else a `for` loop would keep three buckets alive.
+[Note: fresh memory] Each tensor has memory of its own, so one that a consumer keeps stays right. The list is emptied
+when the next bucket is asked for; otherwise a `for` loop would keep three buckets alive.
 
 [Note: streams] A consumer may ask for buckets on one stream and use them on another, as vLLM's packed producer does. So
 buckets are made on a stream of our own, and are complete before they are handed out. All work of the device is over
@@ -24,8 +24,8 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -57,34 +57,17 @@ Tensors: TypeAlias = "list[tuple[str, torch.Tensor]]"
 """Names and values of a bucket's tensors."""
 
 
-@dataclass(frozen=True, slots=True)
 class SendPlan:
-    """What the ranks send of a model.
+    """What the ranks send of a model, by rules that all ranks know: see [Note: rules] in `planning/regions.py`. Local.
 
-    Attributes:
-        buckets: what is sent at a time.
-        bucket_bytes: how many bytes these may have.
-        tensors, rules: digests of what is sent and of how it lies.
-        layouts: what each rank has of each parameter.
-        shares: of copies; see `plan_messages`.
+    The ranks have to agree on the digests `tensors` and `rules`, of what is sent and of how it lies.
     """
 
-    buckets: Sequence[Bucket]
-    bucket_bytes: int
-    tensors: str
-    rules: str
-    layouts: Mapping[str, Distribution]
-    shares: dict[tuple[Distribution, Nest], Shares] = field(default_factory=dict)
-
-
-def plan_sending(units: Sequence[Unit], shards: Sequence[RankShard], ranks: RankGroup, bucket_bytes: int) -> SendPlan:
-    """Return what is sent, from rules that all ranks know: see [Note: rules] in `planning/regions.py`. Local.
-
-    The ranks have to agree on `tensors` and `rules`.
-    """
-    layouts, rules = layouts_by_rule(shards, rules_of(shards), ranks.rank, ranks.world_size)
-    tensors = fingerprint(map(_unit_text, units))
-    return SendPlan(plan_buckets(units, bucket_bytes), bucket_bytes, tensors, rules, layouts)
+    def __init__(self, units: Sequence[Unit], shards: Sequence[RankShard], ranks: RankGroup, bucket_bytes: int) -> None:
+        self.buckets, self.bucket_bytes = plan_buckets(units, bucket_bytes), bucket_bytes
+        self.tensors = fingerprint(map(_unit_text, units))
+        self.layouts, self.rules = layouts_by_rule(shards, rules_of(shards), ranks.rank, ranks.world_size)
+        self.shares: dict[tuple[Distribution, Nest], Shares] = {}  # of copies; see `plan_messages`
 
 
 def _unit_text(unit: Unit) -> str:
@@ -103,7 +86,7 @@ class _Sent:
 
 
 class Sending:
-    """Weights of a model on their way to all ranks, or to the rank `to`. Of an engine, the optimizer is watched."""
+    """Weights of a model on their way to all ranks, or to the rank `to`. The optimizer of an engine is watched."""
 
     def __init__(
         self, engine: nn.Module, plan: SendPlan, shards: Sequence[RankShard], ranks: RankGroup, *, to: int | None
@@ -115,7 +98,7 @@ class Sending:
 
     @property
     def tensors(self) -> list[PlannedTensor]:
-        """What the buckets hold, in order."""
+        """What the buckets contain, in order."""
         return [tensor for bucket in self.plan.buckets for unit in bucket.units for tensor in unit.made or unit.sent]
 
     def buckets(self) -> Generator[Tensors, None, None]:
@@ -137,24 +120,18 @@ class Sending:
                         tensors = self._put_together(sent) if sent else []
                         sent = self._fill(number, side, sent) if number < len(self.plan.buckets) else None
                 if sent:
-                    self._start(sent.exchange, loop)
+                    with loop.session("sending the weights"):
+                        sent.exchange.start()
                 if number:
                     yield from self._hand_out(tensors, number, loop)
             with self._step(len(self.plan.buckets) + 1, loop):
                 pass  # the consumers of all ranks have come to the end
         finally:
-            changes.close()
+            changes.hook.remove()
             side.close()
 
     def _step(self, number: int, loop: RankGroup) -> contextlib.AbstractContextManager[Any]:
         return loop.step(f"sending the weights ({number} of {len(self.plan.buckets)} buckets)")
-
-    def _start(self, exchange: Exchange, loop: RankGroup) -> None:
-        try:
-            exchange.start()
-        except BaseException as error:
-            loop.abort("sending the weights", error)
-            raise
 
     def _hand_out(self, tensors: Tensors, number: int, loop: RankGroup) -> Iterator[Tensors]:
         """Yield a bucket. See [Note: early ends]."""
@@ -178,7 +155,7 @@ class Sending:
         if exchange.mine is not None:
             planned, parts = bucket.sent, messages.parts(self.ranks.rank)
             by_name = operator.attrgetter("parameter")
-            # Of nvme each parameter is read once for the bucket, whatever the order of the parts.
+            # Each parameter is read once from nvme for the bucket, whatever the order of the parts.
             for name, group in itertools.groupby(sorted(parts, key=by_name), by_name):
                 with self._shards[name].flat() as memory:
                     for part in group:
@@ -241,7 +218,7 @@ def delivery(sending: Sending) -> Iterator[Iterator[Tensors]]:
             failures.append(failure)
             raise
 
-    # Of errors that come after the last bucket, such as an answer of the server, the other ranks learn at this step.
+    # The other ranks learn at this step of errors that come after the last bucket, such as an answer of the server.
     with sending.ranks.step("handing out the weights"):
         # The first one is asked for here: an error before a generator has begun would not reach the other ranks.
         first = [bucket for bucket in (next(buckets, None),) if bucket is not None]
@@ -295,7 +272,7 @@ def _on(stream: torch.Stream | None) -> Iterator[None]:
 
 
 def gather_elements(nest: Nest, source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Put the elements of the flat tensor `source` that a nest moves side by side into `destination`, cast."""
+    """Put the elements of the flat tensor `source` that a nest moves into `destination`, cast and without gaps."""
     values = source_elements(nest, source)
     for cast in nest.casts[:-1]:
         values = values.to(cast)
@@ -307,7 +284,7 @@ def _piece(message: torch.Tensor, part: MessagePart, dtype: torch.dtype) -> torc
 
 
 def _place_constants(tensor: PlannedTensor, value: torch.Tensor) -> None:
-    """Put values that are no parameter's, such as padding, into a tensor."""
+    """Put values that are not those of a parameter, such as padding, into a tensor."""
     for copy in tensor.copies:
         if isinstance(copy.leaf, Held):
             flat = copy.leaf.flat.to(value.device)
@@ -315,7 +292,7 @@ def _place_constants(tensor: PlannedTensor, value: torch.Tensor) -> None:
 
 
 class _Changes:
-    """Notices changes of the weights while they are sent: buckets from before and after one would be no model's."""
+    """Notices changes of the weights while they are sent: buckets from before and after one would not be a model."""
 
     def __init__(self, engine: nn.Module, shards: Sequence[RankShard]) -> None:
         self._model, self._shards = unwrapped(engine), shards
@@ -324,7 +301,7 @@ class _Changes:
         optimizers = [] if zero3() is None else zero3().optimizers_of(engine, [shard.tensor for shard in shards])
         self._optimizers = {id(optimizer) for optimizer in optimizers}
         self._stepped = ""
-        self._hook = register_optimizer_step_post_hook(self._note_step)
+        self.hook = register_optimizer_step_post_hook(self._note_step)
 
     def refuse(self) -> None:
         """Raise ConfigError if something that can be seen has changed the weights."""
@@ -337,13 +314,9 @@ class _Changes:
                 change = f"{shard.source.name} was changed"
         if change:
             raise ConfigError(
-                f"iter_weights: {change} between two buckets, so they would be no state of the model; take all buckets "
-                "before the next step"
+                f"iter_weights: {change} between two buckets, which together would not be any state of the model; take "
+                "all buckets before the next step"
             )
-
-    def close(self) -> None:
-        """Look no longer for steps of optimizers."""
-        self._hook.remove()
 
     def _note_step(self, optimizer: Any, *_: Any) -> None:
         trained = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])

@@ -22,12 +22,12 @@ from lowmem_load.models.peft import Merge
 from lowmem_load.models.saver import SavedFile
 from lowmem_load.models.wrappers import NamedTensor, named_tensors
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Leaf, Source, leaves, numel
-from lowmem_load.planning.nest import Copy, plan_copies
+from lowmem_load.planning.nest import plan_copies
 from lowmem_load.planning.proof import prove_coverage, prove_names
 from lowmem_load.planning.regions import FlatRange, Region, partition_range
-from lowmem_load.weights_out.buckets import full_tensor, merge_unit
+from lowmem_load.weights_out.buckets import PlannedTensor, full_tensor, merge_unit
 from lowmem_load.weights_out.rank_shards import MemoryPiece, RankShard
-from lowmem_load.weights_out.send import Sending, plan_sending
+from lowmem_load.weights_out.send import Sending, SendPlan
 
 
 class OwnElements(Protocol):
@@ -101,7 +101,7 @@ def with_merging(weights: Weights, model: nn.Module, shards: Sequence[RankShard]
         for shard in merged:
             share = partition_range(numel(shard.source), ranks.rank, ranks.world_size)
             elements[shard.source.name] = replace(shard, region=share)
-    plan = plan_sending(units, shards, ranks, bucket_bytes=1)
+    plan = SendPlan(units, shards, ranks, bucket_bytes=1)
     return replace(weights, elements=elements, merging=Sending(model, plan, shards, ranks, to=None))
 
 
@@ -156,14 +156,15 @@ def used_sources(files: Iterable[SavedFile]) -> set[str]:
     return {leaf.name for part in expressions for leaf in leaves(part) if isinstance(leaf, Source)}
 
 
-def proved_copies(what: str, expression: Expression) -> list[Copy]:
-    """Return the copies, from parameters and values in memory, that fill a tensor once. `what` names it in errors."""
-    copies = list(plan_copies(expression, FlatRange(0, numel(expression))))
+def plan_tensor(name: str, expression: Expression, file: str = "") -> PlannedTensor:
+    """Return a tensor with the copies, from parameters and values in memory, that are proved to fill it once."""
+    what = f"{file}: {name}" if file else name
+    copies = tuple(plan_copies(expression, FlatRange(0, numel(expression))))
     for copy in copies:
         if not isinstance(copy.leaf, Source | Held):
             raise needs_gathering(what, copy.leaf)
     prove_coverage(what, [copy.nest for copy in copies], numel(expression))
-    return copies
+    return PlannedTensor(name, expression.shape, expression.dtype, copies)
 
 
 def needs_gathering(what: str, leaf: Leaf) -> UnsupportedError:

@@ -35,9 +35,9 @@ from lowmem_load.planning.nest import Nest, nests_within, offsets
 from lowmem_load.planning.regions import FlatRange, Region
 from lowmem_load.text import share, size
 from lowmem_load.weights_out import folder as folders
-from lowmem_load.weights_out.file_layout import FileLayout, digest_of_files, lay_out, offset_in
+from lowmem_load.weights_out.file_layout import FileLayout, digest_of_files, lay_out
 from lowmem_load.weights_out.send import delivery, gather_elements, name_tensor_pairs
-from lowmem_load.weights_out.weights import Weights, needs_gathering, proved_copies
+from lowmem_load.weights_out.weights import Weights
 
 STAGING_BYTES = 8 << 20
 """Bytes of the one buffer for elements that are cast, rearranged or on a device."""
@@ -143,7 +143,7 @@ def write(
             _write_files(ranks, report, weights, todo, own_bytes, paths, past_cache=past_cache)
             with ranks.step("renaming", name=report.folder), report.phase("rename"):
                 if ranks.rank == 0:
-                    folders.put_beside(staging, scratch)
+                    folders.add_files(staging, scratch)
                     folders.commit(staging)
     return report
 
@@ -261,14 +261,11 @@ def plan_writes(files: Sequence[FileLayout]) -> dict[str, list[Write]]:
     """
     writes: dict[str, list[Write]] = {}
     for number, layout in enumerate(files):
-        for name, expression in sorted(layout.tensors.items(), key=lambda item: layout.starts[item[0]]):
-            for copy in proved_copies(f"{layout.name}: {name}", expression):
-                leaf = copy.leaf
-                if isinstance(leaf, Source):
-                    one = Write(number, layout.starts[name], expression.dtype, leaf.shape, copy.nest)
-                    writes.setdefault(leaf.name, []).append(one)
-                elif offset_in(layout.starts[name], copy) not in layout.others:
-                    raise needs_gathering(f"{layout.name}: {name}", leaf)
+        for start, tensor in layout.tensors:
+            for copy in tensor.copies:
+                if isinstance(copy.leaf, Source):
+                    one = Write(number, start, tensor.dtype, copy.leaf.shape, copy.nest)
+                    writes.setdefault(copy.leaf.name, []).append(one)
     return writes
 
 
@@ -308,9 +305,13 @@ class Writer:
         if is_in_order and {memory.dtype, *nest.casts} == {write.dtype} and memory.device.type == "cpu":
             self._put_runs(write, nest, memory[nest.source : nest.source + nest.numel])
             return
+        if self._staging is None:
+            on_device = memory.device.type != "cpu" and torch.accelerator.is_available()
+            self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=on_device)
         for part in nest.split(max(1, STAGING_BYTES // itemsize)):
-            staged = self._stage(part, memory, write.dtype)
-            self.staged_bytes += staged.numel() * itemsize
+            staged = self._staging[: part.numel * itemsize].view(write.dtype)
+            gather_elements(part, memory, staged)
+            self.staged_bytes += part.numel * itemsize
             self._put_runs(write, part, staged)
 
     def _put_runs(self, write: Write, part: Nest, elements: torch.Tensor) -> None:
@@ -330,21 +331,12 @@ class Writer:
                 os.fsync(self._descriptor(number))
             self.num_synced += 1
 
-    def _stage(self, part: Nest, memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if self._staging is None:
-            on_device = memory.device.type != "cpu" and torch.accelerator.is_available()
-            self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, device="cpu", pin_memory=on_device)
-        staged = self._staging[: part.numel * dtype.itemsize].view(dtype)
-        gather_elements(part, memory, staged)
-        return staged
-
     def _put(self, number: int, elements: torch.Tensor, offset: int) -> None:
         """Write a flat, contiguous host tensor from a byte of file `number` on."""
         data = memoryview(elements.view(torch.uint8).numpy().data)
         while data:
-            size = min(len(data), DIRECT_BYTES)
             with self._named(number):
-                count = os.pwrite(self._descriptor(number), data[:size], offset)
+                count = os.pwrite(self._descriptor(number), data[:DIRECT_BYTES], offset)
             self.written_bytes += count
             self._on_bytes(count)
             data, offset = data[count:], offset + count

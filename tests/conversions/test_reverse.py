@@ -59,7 +59,7 @@ def test_all_ranks_write_what_transformers_gives(chain: Chain, tmp_path: Path) -
         for world_size in mappings.WORLD_SIZES:
             content = bytearray(layout.header + bytes([mappings.UNWRITTEN]) * (layout.nbytes - len(layout.header)))
             written = 0
-            for offset, values in layout.others.items():  # padding
+            for offset, values in layout.constants.items():  # padding
                 content[offset : offset + len(values)] = values
                 written += len(values)
             path.write_bytes(content)

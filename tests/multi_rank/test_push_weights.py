@@ -194,7 +194,7 @@ def push_all(path: str) -> None:
             assert_equal(dict(source), wanted if to in ("all", rank) else {}, to)
     with pytest.raises(ConfigError, match="no rank has one"):
         push_weights(model, None)
-    with pytest.raises(RankError, match=r"rank 0: ConfigError: push_weights: client: a object is no function"):
+    with pytest.raises(RankError, match=r"rank 0: ConfigError: push_weights: client: a object is not a function"):
         push_weights(model, object() if rank == 0 else None)
     began_s = time.monotonic()
     with pytest.raises(RankError, match=r"rank 0: TypeError: .*bucket_byte"):

@@ -19,6 +19,7 @@ from lowmem_load.errors import UnsupportedError
 from lowmem_load.foreign_names import GET_STATE_DICT, MODEL_SAVE
 from lowmem_load.integrations import saves
 from lowmem_load.integrations.saves import NOTED_SAVES, LookedIntoError, NotGathered, is_saved_by_itself
+from lowmem_load.models.saver import default_shard_size
 from lowmem_load.replaced import holding, replaced
 from tests import builders
 
@@ -41,7 +42,9 @@ def test_a_save_of_a_placeholder_is_handed_on_and_writes_nothing(
     model: PreTrainedModel, seen: list[Any], tmp_path: Path
 ) -> None:
     model.save_pretrained(tmp_path / "a", state_dict=NotGathered(), is_main_process=False, max_shard_size="1MB")
-    assert seen == [(model, str(tmp_path / "a"), {"max_shard_size": "1MB"})]
+    model.save_pretrained(tmp_path / "b", state_dict=NotGathered())
+    sizes = {"a": "1MB", "b": default_shard_size()}
+    assert seen == [(model, str(tmp_path / name), {"max_shard_size": size}) for name, size in sizes.items()]
     assert not (tmp_path / "a").exists()
 
 

@@ -37,7 +37,7 @@ class Crash(BaseException):
 
 
 def staged(target: Path, files: Mapping[str, bytes] = MappingProxyType({})) -> Staging:
-    layouts = [FileLayout(name, content, len(content), {}) for name, content in files.items()]
+    layouts = [FileLayout(name, content, len(content)) for name, content in files.items()]
     return folders.make_staging(folders.find_target(target), layouts)
 
 
@@ -51,7 +51,7 @@ def stage(target: Path, text: str, *, sharded: bool = True) -> Staging:
     (scratch / "config.json").write_text(text)
     if sharded:
         (scratch / INDEX).write_text(json.dumps({"weights": SHARDS, "text": text}))
-    folders.put_beside(staging, scratch)
+    folders.add_files(staging, scratch)
     return staging
 
 
@@ -144,7 +144,7 @@ def test_a_crash_at_any_step_leaves_one_model_or_the_other_and_the_next_save_fin
         if counted[0] < crash_at:
             break
         with pytest.raises(ConfigError, match="free; nothing was written"):  # the next save, which fails
-            folders.make_staging(str(target), [FileLayout("f", b"", 1 << 60, {})])
+            folders.make_staging(str(target), [FileLayout("f", b"", 1 << 60)])
         finished = loaded(target)
         if is_new:
             assert finished == seen[-1]
@@ -233,11 +233,11 @@ def test_a_folder_that_other_ranks_do_not_see_is_refused(tmp_path: Path) -> None
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs [\d.]+ TiB, but [\d.]+ \w+ are free"):
-        folders.make_staging(folders.find_target(tmp_path / "model"), [FileLayout("f", b"", 1 << 60, {})])
+        folders.make_staging(folders.find_target(tmp_path / "model"), [FileLayout("f", b"", 1 << 60)])
     assert list(tmp_path.iterdir()) == []
     save(tmp_path / "model", "old")
-    with pytest.raises(ConfigError, match=r"needs [\d.]+ TiB beside the former files, .* but [\d.]+ \w+ are free"):
-        folders.make_staging(folders.find_target(tmp_path / "model"), [FileLayout("f", b"", 1 << 60, {})])
+    with pytest.raises(ConfigError, match=r"needs [\d.]+ TiB next to the former files, .* but [\d.]+ \w+ are free"):
+        folders.make_staging(folders.find_target(tmp_path / "model"), [FileLayout("f", b"", 1 << 60)])
     assert loaded(tmp_path / "model") == {"old"} and beside(tmp_path / "model") == []
 
 
@@ -309,7 +309,7 @@ def test_a_file_without_allocation_has_its_length(tmp_path: Path, monkeypatch: p
 
     for call in (None, unsupported):
         monkeypatch.setattr(ctypes, "CDLL", lambda *_, call=call, **__: SimpleNamespace(fallocate=call))
-        file = FileLayout("f", b"head", 10_000, {}, {9_000: b"others"})
+        file = FileLayout("f", b"head", 10_000, constants={9_000: b"others"})
         staging = folders.make_staging(folders.find_target(tmp_path / "model"), [file])
         assert (staging.path / "f").read_bytes() == b"head".ljust(9_000, b"\0") + b"others".ljust(1_000, b"\0")
 

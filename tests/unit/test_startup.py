@@ -61,8 +61,6 @@ def packages(tmp_path: Path) -> Path:
             (folder / package / f"{module}.py").write_text(source)
     for name in (
         "integrations/startup_hook.py",
-        "integrations/imports.py",
-        "integrations/switch.py",
         "integrations/on_pythonpath",
         "hf",
         "errors.py",
