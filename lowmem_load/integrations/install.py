@@ -29,7 +29,7 @@ from lowmem_load.errors import LoadOrderWarning, RankError, outside_level
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations import accelerate
 from lowmem_load.integrations import diffusion as diffusers
-from lowmem_load.integrations.startup_hook import after_import, keywords_of_run
+from lowmem_load.integrations.switch import after_import, keywords_of_run
 from lowmem_load.load.load import Load, Options, fall_back, fallback_reason, find
 from lowmem_load.load.load_into import filling, skeletons_sharded
 from lowmem_load.load.report import OnLoad

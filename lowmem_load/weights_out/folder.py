@@ -167,14 +167,12 @@ def _make_file(path: Path, file: FileLayout) -> None:
         with open(path, "wb") as opened:
             # Without blocks ext4 allocates them while several ranks write pieces of the file, which is slower.
             # Not os.posix_fallocate: where the file system cannot allocate (NFS 3), it writes a byte to each block.
-            length, number = ctypes.c_int64(file.nbytes), errno.ENOSYS if file.nbytes else 0
-            if file.nbytes and (fallocate := getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)):
-                failed = fallocate(opened.fileno(), 0, ctypes.c_int64(0), length)
-                number = ctypes.get_errno() if failed else 0
-            if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise OSError(number, os.strerror(number))
-            if number:
-                os.ftruncate(opened.fileno(), file.nbytes)
+            fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+            if fallocate and fallocate(opened.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(file.nbytes)):
+                number = ctypes.get_errno()
+                if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise OSError(number, os.strerror(number))
+            os.ftruncate(opened.fileno(), file.nbytes)
             for offset, data in {0: file.header, **file.constants}.items():
                 opened.seek(offset)
                 opened.write(data)

@@ -97,7 +97,7 @@ class Arguments:
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError if one cannot be used."""
-        if self.bucket_bytes < 1:
+        if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
             raise ConfigError(f"iter_weights: bucket_bytes: {self.bucket_bytes!r} is not a positive number of bytes")
         if self.dst != "all" and self.dst not in range(world_size):
             raise ConfigError(f"iter_weights: dst: {self.dst!r} is neither 'all' nor a rank below {world_size}")

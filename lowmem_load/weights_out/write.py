@@ -228,20 +228,13 @@ def _in_turn(writes: Mapping[str, list[Write]], num_files: int, ranks: RankGroup
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Elements of one parameter (or buffer) that go to a tensor of a file.
+    """Elements of one parameter (or buffer) that go to a tensor of a file."""
 
-    Attributes:
-        file: its number.
-        start, dtype: first byte of the tensor in the file, and its dtype.
-        shape: that of the parameter.
-        nest: from the full parameter to the tensor; from the memory of a region for the parts `within` that.
-    """
-
-    file: int
-    start: int
-    dtype: torch.dtype
-    shape: Shape
-    nest: Nest
+    file: int  # its number
+    start: int  # first byte of the tensor in the file
+    dtype: torch.dtype  # that of the tensor
+    shape: Shape  # that of the parameter
+    nest: Nest  # from the full parameter to the tensor; from the memory of a region for the parts `within` that
 
     @property
     def nbytes(self) -> int:
@@ -269,7 +262,7 @@ def plan_writes(files: Sequence[FileLayout]) -> dict[str, list[Write]]:
     return writes
 
 
-class Writer:
+class Writer(contextlib.AbstractContextManager["Writer"]):
     """Writes into files that have their full length already, one open at a time. Raises CheckpointError.
 
     `on_bytes` is called after each write with the number of bytes. The counts are those of `SaveReport`; `num_synced`
@@ -284,9 +277,6 @@ class Writer:
         self._written: set[int] = set()
         self._staging: torch.Tensor | None = None
         self.written_bytes = self.staged_bytes = self.num_synced = 0
-
-    def __enter__(self) -> Writer:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._opened is not None:

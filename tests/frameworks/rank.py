@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lowmem_load.integrations.startup_hook import after_import
+from lowmem_load.integrations.switch import after_import
 from tests.frameworks import stand_ins
 
 if TYPE_CHECKING:

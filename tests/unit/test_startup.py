@@ -61,6 +61,7 @@ def packages(tmp_path: Path) -> Path:
             (folder / package / f"{module}.py").write_text(source)
     for name in (
         "integrations/startup_hook.py",
+        "integrations/switch.py",
         "integrations/on_pythonpath",
         "hf",
         "errors.py",
