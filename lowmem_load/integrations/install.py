@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -262,10 +262,7 @@ def _replaced_once_imported(names: Sequence[ForeignName], handlers: Callable[[],
 
 def _check_module(names: Sequence[ForeignName], package: ModuleType) -> None:
     """Warn if a package, which has just been imported, does not have the module of names. Imports nothing."""
-    path, parts = getattr(package, "__path__", []), names[0].module.split(".")
-    for depth in range(2, len(parts) + 1):
-        spec = PathFinder.find_spec(".".join(parts[:depth]), path)
-        if spec is None:
-            warn_of_missing(names)
-            return
-        path = spec.submodule_search_locations or []
+    below = names[0].module.split(".")[1:]
+    paths = [os.path.join(folder, *below) for folder in getattr(package, "__path__", [])]
+    if not any(os.path.isdir(path) or os.path.isfile(f"{path}.py") for path in paths):
+        warn_of_missing(names)

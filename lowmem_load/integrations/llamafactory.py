@@ -52,7 +52,8 @@ class ModelArguments:
         model, auto_class: as for `load_model`.
         trust_remote_code: whether code that comes with the checkpoint may run.
         attn_implementation: "eager", "sdpa", "flash_attention_2", ...; None for transformers' choice.
-        bf16, fp16: the training arguments of these names; None if there are none. See docs/reference/configuration.md.
+        bf16, fp16: the training arguments of these names; None if they are not set. See
+            docs/reference/configuration.md.
         freeze: glob patterns over parameter names (`fnmatch`, case-sensitive). Matching parameters are not trained.
         gradient_checkpointing: None means True for training. Ignored if the engine is not for training.
         model_kwargs: further keywords of `from_pretrained`: revision, token, cache_dir, subfolder, num_labels, ...
@@ -74,12 +75,8 @@ class ModelArguments:
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if misplaced := [
-            key for key in ("dtype", "torch_dtype", "device_map", "ds_config") if key in self.model_kwargs
-        ]:
-            raise ConfigError(
-                f"ModelArguments.model_kwargs: remove {', '.join(misplaced)}; bf16 and dist_config say it"
-            )
+        if misplaced := sorted({"dtype", "torch_dtype", "device_map", "ds_config"}.intersection(self.model_kwargs)):
+            raise ConfigError(f"ModelArguments.model_kwargs: remove {', '.join(misplaced)}; set bf16 and dist_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +115,7 @@ def read_arguments(model_args: Any, dist_config: Any = None) -> tuple[ModelArgum
     elif nested is None:
         raise ConfigError('no dist_config: pass {"config_file": "ds_z3.json"}, or write it next to the model')
     values, extra = _in_own_names(values), {}
-    if nested is not None or dataclasses.is_dataclass(model_args):  # of a whole pipeline, or of another library
+    if nested is not None or dataclasses.is_dataclass(model_args):  # of a pipeline, or of another library
         own = {each.name for each in dataclasses.fields(ModelArguments)}
         extra = {key: values.pop(key) for key in list(values) if key not in own}
     return _made(ModelArguments, values), _dist_config(nested if dist_config is None else dist_config, folder), extra
@@ -145,7 +142,7 @@ def _values_of(argument: Any, where: str) -> tuple[dict[str, Any], Path | None]:
 
 
 def _in_own_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values under the names of `ModelArguments`. Refuse what LLaMA-Factory has, and lowmem_load has not."""
+    """Return values under the names of `ModelArguments`. Refuse what LLaMA-Factory has, but lowmem_load does not."""
     values = {_ALIASES.get(key, key): value for key, value in values.items()}
     model_class = values.pop("model_class", "llm")
     if "quant_config" in values or model_class not in ("llm", "other"):
@@ -170,8 +167,8 @@ def _dist_config(argument: Any, outer_folder: Path | None) -> DistConfig:
     if isinstance(file, str | os.PathLike):
         values["config_file"] = os.fspath(file)
         if folder is not None:  # it is next to the YAML file that names it, else in the current folder
-            beside, path = folder / file, Path(file).expanduser()
-            values["config_file"] = str(path if path.is_file() and not beside.is_file() else beside)
+            near, path = folder / file, Path(file).expanduser()
+            values["config_file"] = str(path if path.is_file() and not near.is_file() else near)
     return _made(DistConfig, values)
 
 
@@ -193,7 +190,7 @@ class ModelEngine:
 
     Args:
         model_args: `ModelArguments`, a mapping with these names, a YAML file, or another dataclass with these fields.
-            A mapping or file may be that of a whole pipeline; see docs/howto/other_frameworks.md.
+            A mapping or file may be that of a pipeline; see docs/howto/other_frameworks.md.
         dist_config: `DistConfig`, a mapping with these names, or a YAML file; None if model_args has it.
         is_train: True selects train mode and gradient checkpointing, False eval mode.
 
@@ -210,14 +207,12 @@ class ModelEngine:
         model_config: `model.config`.
         model: the model; `lowmem_load.get_load_report(model)` says how it was loaded.
 
-    Collective: all ranks.
-
     Raises:
-        ConfigError: an argument or the ds_config cannot be used; a freeze pattern matches no parameter.
+        ConfigError: an argument or the ds_config cannot be used; a freeze pattern does not match a parameter.
         CheckpointError: the model or its processor exists but cannot be loaded.
         UnsupportedError: lowmem_load cannot load the model, or cannot checkpoint activations as asked.
         RankError: another rank failed; every rank raises the same error. (Unusable arguments stop only their own rank,
-            since there is no process group yet.)
+            because the process group is made after they are read.)
 
     Example:
         engine = ModelEngine({"model": "Qwen/Qwen3-8B", "bf16": True}, {"config_file": "ds_z3.json"})

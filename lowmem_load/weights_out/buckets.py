@@ -1,17 +1,17 @@
 """Buckets: which tensors are put together from the ranks' elements at a time, and which rank sends what. Pure, no I/O.
 
 [Note: buckets] Tensors come in the model's order, as engines load layer by layer. A bucket ends before the tensor that
-would exceed it, and a tensor that fills one by itself has one of its own. Two buckets in a row hold more than one may,
-so there are at most `2 * total bytes / bucket_bytes + 1`.
+would exceed it, and a tensor that fills one by itself has one of its own. Two buckets in a row have more bytes than one
+may have, so there are at most `2 * total bytes / bucket_bytes + 1`.
 
 [Note: messages] For each bucket, each rank sends one message: its elements of the bucket's tensors, cast and in the
 order of the parts. Every rank knows the layout of each parameter, and so computes the parts of all ranks: the sender to
-fill its message, the receivers to put the elements in their places. Replicas, which hold equal elements, send a share
+fill its message, the receivers to put the elements in their places. Replicas, which own equal elements, send a share
 each.
 
 [Note: lengths] One collective takes messages of equal length, those of all ranks padded to the longest. Partitions give
-nearly equal ones. Stacked experts lie on few ranks each: of their buckets, padded messages take up to twice the bytes.
-Where they would take more, each rank sends a message of its own length.
+nearly equal ones. Stacked experts lie on few ranks each, so padded messages of their buckets may take up to twice the
+bytes. Where they would take more, each rank sends a message of its own length.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """A tensor, and the copies that fill it. Those from a `Source` are of the parameter or buffer of its name."""
+    """A tensor, and the copies that fill it. A `Source` stands for the parameter or buffer of its name."""
 
     name: str
     shape: Shape
@@ -57,13 +57,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Tensors that are put together in one bucket.
-
-    Attributes:
-        sent: what the ranks send.
-        made: what is made of these parameters once adapters are merged into them, by `merge`. Without a merge, what is
-            sent is what is wanted.
-    """
+    """Tensors that are put together in one bucket: `sent`, or what is `made` of these by the merge of adapters."""
 
     sent: tuple[PlannedTensor, ...]
     made: tuple[PlannedTensor, ...] = ()
@@ -101,18 +95,15 @@ class MessagePart(NamedTuple):
 
 
 Shares: TypeAlias = "Mapping[int, Sequence[Nest]]"
-"""What each rank that holds any of a copy's elements sends of it."""
+"""What each rank that owns some of a copy's elements sends of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """What the ranks send for a bucket. `nbytes` are those of each rank's message.
+    """What the ranks send for a bucket."""
 
-    `copies` has of each copy: number of its tensor in `Bucket.sent`, name of its parameter, itemsize, shares.
-    """
-
-    copies: Sequence[tuple[int, str, int, Shares]]
-    nbytes: Sequence[int]
+    copies: Sequence[tuple[int, str, int, Shares]]  # number of a tensor in `Bucket.sent`, parameter, itemsize, shares
+    nbytes: Sequence[int]  # of each rank's message
 
     def parts(self, rank: int) -> Iterator[MessagePart]:
         """Yield the parts of a rank's message. They are not kept: there are those of all tensors and ranks."""
@@ -184,7 +175,7 @@ def plan_messages(
                 numel += share
         if numel != expected:
             raise PlanError(
-                f"{tensor.name}: the ranks hold {numel} elements of {expected}; were all ranks of the model called?"
+                f"{tensor.name}: the ranks own {numel} elements of {expected}; were all ranks of the model called?"
             )
     return Messages(copies, nbytes)
 
@@ -198,12 +189,12 @@ def message_lengths(nbytes: Sequence[int], bucket_bytes: int, *, are_equal: bool
 
 
 def _shares(nest: Nest, layout: Distribution) -> Shares:
-    """Return what each rank sends of a nest from a tensor: of what several ranks hold alike, its share."""
+    """Return what each rank sends of a nest from a tensor: its share of what several ranks own alike."""
     nests: dict[int, list[Nest]] = {}
     first, last = nest.source, nest.source + extent(nest.axes, "source")
     for holders in layout.holders:
         if holders.span.end <= first or holders.span.start >= last:
-            continue  # most ranks hold nothing of one expert
+            continue  # most ranks own nothing of one expert
         for part in nests_within(nest, holders.region, layout.shape):
             for place, rank in enumerate(holders.ranks):
                 nests.setdefault(rank, []).extend(_share(part, place, len(holders.ranks)))

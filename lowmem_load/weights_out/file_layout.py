@@ -28,21 +28,13 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """The layout of one file of weights.
+    """The layout of one file of weights."""
 
-    Attributes:
-        name: its path in the folder, with "/".
-        header: the bytes before the tensors.
-        nbytes: the length of the file.
-        tensors: each tensor, after the byte of the file where it starts; in the order of the file.
-        constants: the bytes of values that are not those of a parameter, such as padding, by offset.
-    """
-
-    name: str
+    name: str  # its path in the folder, with "/"
     header: bytes
-    nbytes: int
-    tensors: Sequence[tuple[int, PlannedTensor]] = ()
-    constants: Mapping[int, bytes] = field(default_factory=dict)
+    nbytes: int  # of the file
+    tensors: Sequence[tuple[int, PlannedTensor]] = ()  # each after the byte where it starts, in the order of the file
+    constants: Mapping[int, bytes] = field(default_factory=dict)  # such as padding, by offset
 
 
 def lay_out(file: SavedFile) -> FileLayout:
@@ -86,5 +78,5 @@ def _constants(file: str, tensors: Iterable[tuple[int, PlannedTensor]]) -> Itera
 
 
 def digest_of_files(files: Iterable[FileLayout]) -> str:
-    """Return a fingerprint of everything that decides what lies where: names, sizes, headers."""
+    """Return a fingerprint of everything that decides what lies where."""
     return fingerprint(f"{file.name} {file.nbytes} {file.header!r} {sorted(file.constants.items())}" for file in files)

@@ -45,17 +45,11 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The folder that files are written to first, as this rank knows it: nodes may have the disk under other paths.
+    """The folder that files are written to first, as this rank knows it: nodes may have the disk under other paths."""
 
-    Attributes:
-        target: folder that the files are meant for, without symbolic links.
-        token: random text of this save, in the name of the staging folder and in the probe file.
-        is_inside: whether the staging folder lies in the target, because that was there.
-    """
-
-    target: Path
-    token: str
-    is_inside: bool
+    target: Path  # the folder that the files are meant for, without symbolic links
+    token: str  # random text of this save, in the name of the staging folder and in the probe file
+    is_inside: bool  # whether the staging folder lies in the target, because that was there
 
     @property
     def path(self) -> Path:

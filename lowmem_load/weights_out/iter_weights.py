@@ -50,20 +50,20 @@ def iter_weights(
     Args:
         model: an engine (so that its steps are noticed under each stage) or a model, as for `save_model`.
         bucket_bytes: a bucket ends before it would exceed them. A tensor at least as large has a bucket of its own.
-        dst: "all", or the rank (in the group of the ranks that have the model) that gets the tensors; the buckets of
-            other ranks are empty lists.
+        dst: "all", or the rank (in the group of the ranks that have the model) that gets the tensors; other ranks get
+            empty lists.
         dtype: as for `save_model`. With torch.float32 the optimizer's fp32 values are yielded where a ZeRO-3 engine has
             some.
-        names: names to yield, or a function that says of a name whether to yield it; equal on all ranks.
-        merge_adapters: of a PEFT model, yield what `merge_and_unload` would make, and not the adapters. The layers of
-            a bucket are merged when they are put together; the engine does not change.
+        names: names to yield, or a function that says for a name whether to yield it; equal on all ranks.
+        merge_adapters: yield what `merge_and_unload` of a PEFT model would make, and not the adapters. The layers of a
+            bucket are merged when they are put together; the engine does not change.
 
-    Collective: all ranks that have the model. All ranks have to take all buckets, or stop after the same one. There are
-        at most `2 * total bytes / bucket_bytes + 1`, each with one collective (on gloo, and for experts on hundreds of
-        ranks, with one of each rank).
+    Call on every rank that has the model. All ranks have to take all buckets, or stop after the same one. There are at
+    most `2 * total bytes / bucket_bytes + 1`, each with one collective (on gloo, and for experts on hundreds of ranks,
+    with one of each rank).
     Memory: on ranks that get tensors two times `bucket_bytes`, or two times the largest tensor if that is larger: the
-        messages of a bucket, and its tensors. On accelerators messages that are padded may take as much again. A merge
-        takes a few times its layer.
+    messages of a bucket, and its tensors. On accelerators messages that are padded may take as much again. A merge
+    takes a few times its layer.
 
     Raises:
         ConfigError: an argument cannot be used, an optimizer stepped or a weight changed between two buckets, or
@@ -91,13 +91,13 @@ class Arguments:
     merge_adapters: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.names, Iterable) and not callable(self.names):  # the caller may change his own in place
+        if isinstance(self.names, Iterable) and not callable(self.names):  # the caller may change the given ones later
             names = {self.names} if isinstance(self.names, str) else self.names
             object.__setattr__(self, "names", frozenset(names))
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError if one cannot be used."""
-        if not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
+        if self.bucket_bytes < 1:
             raise ConfigError(f"iter_weights: bucket_bytes: {self.bucket_bytes!r} is not a positive number of bytes")
         if self.dst != "all" and self.dst not in range(world_size):
             raise ConfigError(f"iter_weights: dst: {self.dst!r} is neither 'all' nor a rank below {world_size}")
@@ -112,10 +112,7 @@ class Arguments:
 
 
 _KEPT: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], SendPlan]] = weakref.WeakKeyDictionary()
-"""What decided the last plan of a model, and the plan: to plan thousands of experts may take longer than to send them.
-
-A copy of the model has other parameters, and no plan.
-"""
+"""What decided the last plan of a model, and the plan: to plan thousands of experts may take longer than to send them."""
 
 
 def plan_weights(engine: nn.Module, arguments: Arguments) -> Sending:

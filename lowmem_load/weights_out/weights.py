@@ -43,20 +43,12 @@ class OwnElements(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What leaves a model or a training checkpoint.
+    """What leaves a model or a training checkpoint. For `left_out`, `num_masters` and `source`, see `SaveReport`."""
 
-    Attributes:
-        files: of weights. Their expressions have `Source`s with the names of `elements`.
-        elements: what this rank writes of each tensor, by name.
-        merges: of adapters into parameters, before these leave.
-        merging: puts the merged parameters together on all ranks, merge by merge; see `with_merging`.
-        left_out, num_masters, source: see `SaveReport`.
-    """
-
-    files: Sequence[SavedFile]
-    elements: Mapping[str, OwnElements]
-    merges: Sequence[Merge] = ()
-    merging: Sending | None = None
+    files: Sequence[SavedFile]  # their expressions have `Source`s with the names of `elements`
+    elements: Mapping[str, OwnElements]  # what this rank writes of each tensor, by name
+    merges: Sequence[Merge] = ()  # of adapters into parameters, before these leave
+    merging: Sending | None = None  # puts merged parameters together; see `with_merging`
     left_out: Sequence[str] = ()
     num_masters: int = 0
     source: str = ""

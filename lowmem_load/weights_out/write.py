@@ -139,7 +139,9 @@ def write(
         with _shared_staging(ranks, report, files, targets) as staging:
             paths = [staging.path / file.name for file in files]
             past_cache = len(set(nodes)) > 1 and has_caches_apart(target)
-            todo = _in_turn(writes, len(files), ranks)
+            # Each rank begins with another file: file systems let one rank write at a time.
+            first = ranks.rank * len(files) // ranks.world_size
+            todo = dict(sorted(writes.items(), key=lambda item: item[1][0].file < first))
             _write_files(ranks, report, weights, todo, own_bytes, paths, past_cache=past_cache)
             with ranks.step("renaming", name=report.folder), report.phase("rename"):
                 if ranks.rank == 0:
@@ -217,13 +219,6 @@ def _write_files(
             with report.phase("sync"):
                 writer.sync()
         report.written_bytes, report.staged_bytes = writer.written_bytes, writer.staged_bytes
-
-
-def _in_turn(writes: Mapping[str, list[Write]], num_files: int, ranks: RankGroup) -> dict[str, list[Write]]:
-    """Return the writes by tensor. Each rank begins with another file: file systems let one rank write at a time."""
-    own = ranks.rank * num_files // ranks.world_size
-    later = {name: mine for name, mine in writes.items() if mine[0].file < own}
-    return {name: mine for name, mine in writes.items() if name not in later} | later
 
 
 @dataclass(frozen=True, slots=True)

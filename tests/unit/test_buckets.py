@@ -126,7 +126,7 @@ def test_wide_elements_come_first_and_are_aligned() -> None:
 def test_elements_that_no_rank_holds_are_an_error() -> None:
     bucket = Bucket((unit("a", 10),))
     regions: Any = [{"a": FlatRange(0, 5)}, {"a": NOTHING}]
-    with pytest.raises(PlanError, match=r"a: the ranks hold 5 elements of 10; were all ranks of the model called\?"):
+    with pytest.raises(PlanError, match=r"a: the ranks own 5 elements of 10; were all ranks of the model called\?"):
         messages_of(bucket, regions, {"a": (10,)})
 
 
