@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from lowmem_load.files.safetensors import DTYPES
 from lowmem_load.models.saver import SavedFile
 from lowmem_load.planning.expression import Source
-from lowmem_load.weights_out.file_layout import lay_out
+from lowmem_load.weights_out.weight_files import lay_out
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ CHAPTERS = {
     "Load": ("load_model", "load_into", "lazy", "local_folder", "get_load_report", "LoadReport"),
     "Plan": ("plan", "planning.load_plan.LoadPlan"),
     "Existing scripts": ("install",),
-    "Save": ("save_model", "weights_out.write.SaveReport"),
+    "Save": ("save_model", "weights_out.save.SaveReport"),
     "Weights for an inference engine": ("iter_weights", "push_weights", "WeightSource"),
     "Training checkpoints": ("load_checkpoint", "consolidate"),
     "ZeRO-3 on part of a model": ("initialize_partial", "partial_zero3", "partial.partial_engine.PartialEngine"),

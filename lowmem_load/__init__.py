@@ -29,9 +29,9 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.partial.initialize import partial_zero3 as partial_zero3
     from lowmem_load.resume.consolidate import consolidate as consolidate
     from lowmem_load.resume.load_checkpoint import load_checkpoint as load_checkpoint
+    from lowmem_load.weights_out.iter_weights import WeightSource as WeightSource
     from lowmem_load.weights_out.iter_weights import iter_weights as iter_weights
-    from lowmem_load.weights_out.push_weights import WeightSource as WeightSource
-    from lowmem_load.weights_out.push_weights import push_weights as push_weights
+    from lowmem_load.weights_out.iter_weights import push_weights as push_weights
     from lowmem_load.weights_out.save import save_model as save_model
 
 _HOMES = {
@@ -49,8 +49,7 @@ _HOMES = {
     "load.report": ("LoadReport",),
     "resume.consolidate": ("consolidate",),
     "resume.load_checkpoint": ("load_checkpoint",),
-    "weights_out.iter_weights": ("iter_weights",),
-    "weights_out.push_weights": ("WeightSource", "push_weights"),
+    "weights_out.iter_weights": ("WeightSource", "iter_weights", "push_weights"),
     "weights_out.save": ("save_model",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -18,8 +18,7 @@ import torch
 from lowmem_load import foreign_names
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.replaced import Handlers, holding, warn_of_missing
-from lowmem_load.weights_out.iter_weights import Arguments, plan_weights
-from lowmem_load.weights_out.push_weights import metadata_of
+from lowmem_load.weights_out.iter_weights import Arguments, metadata_of, plan_weights
 from lowmem_load.weights_out.rank_shards import group_of
 from lowmem_load.weights_out.send import Sending, delivery, name_tensor_pairs
 

@@ -32,8 +32,8 @@ from lowmem_load.training_checkpoints.open_model import SavedModel, open_model
 from lowmem_load.training_checkpoints.saved_state import BandedTensor, are_equal, own_files, read_chunks
 from lowmem_load.training_checkpoints.zero_checkpoint import differences_of
 from lowmem_load.weights_out.rank_shards import MemoryPiece
+from lowmem_load.weights_out.save import SaveReport, write
 from lowmem_load.weights_out.weights import Weights, used_sources
-from lowmem_load.weights_out.write import SaveReport, write
 
 BESIDE = (
     *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),

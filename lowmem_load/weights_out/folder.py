@@ -25,7 +25,7 @@ from pathlib import Path
 
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.text import size
-from lowmem_load.weights_out.file_layout import FileLayout
+from lowmem_load.weights_out.weight_files import FileLayout
 
 PROBE = ".lowmem_load_probe"
 """File by which ranks tell that they see one folder. It marks the staging folder of a save that has not ended."""

@@ -1,20 +1,38 @@
-"""save_model: what a live model has to write, and under which names. See docs/howto/saving.md."""
+"""save_model, and what else is put into a folder: all ranks plan, agree, write, agree and rename.
+
+[Note: the plan read backwards] A load asks which bytes of files fill a rank's partition. A save asks which bytes of
+files a rank's partition fills. `plan_copies` answers the first half for both: it describes every tensor of a file as
+copies from parameters. They are equal on all ranks, and are proved to cover each tensor once. A rank takes the part of
+each copy whose elements it owns. Ranks own disjoint regions that together are the parameter, so exactly one rank
+writes each byte. The ranks add up their bytes to check that.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowmem_load.distributed.nodes import node_name
 from lowmem_load.distributed.steps import RankGroup
+from lowmem_load.errors import PlanError, listed
+from lowmem_load.files.mounts import has_caches_apart
 from lowmem_load.models.active import load_lock
+from lowmem_load.phases import Phases, Progress, progress_bar
+from lowmem_load.planning.regions import FlatRange
+from lowmem_load.text import share, size
+from lowmem_load.weights_out import folder as folders
 from lowmem_load.weights_out.rank_shards import rank_shards, ranks_of, unwrapped
+from lowmem_load.weights_out.send import delivery, name_tensor_pairs
+from lowmem_load.weights_out.weight_files import FileLayout, Write, Writer, digest_of_files, lay_out, plan_writes
 from lowmem_load.weights_out.weights import Weights, weights_of_model, with_merging
-from lowmem_load.weights_out.write import SaveReport, write
 
 
 def save_model(
@@ -95,3 +113,178 @@ def save_by(
     compared = {**options, **{key: value for key, value in kwargs.items() if key != "rename"}}  # a function
     with load_lock():
         return write(ranks, folder, weights, compared, title="save_model")
+
+
+@dataclass(slots=True)
+class SaveReport(Phases):
+    """What one save did on one rank.
+
+    Attributes:
+        folder: where the files are.
+        files: bytes of each file of weights, by its name.
+        rank, world_size: of the ranks that saved together.
+        written_bytes: bytes of weights that this rank wrote. All ranks together wrote the data of the files.
+        staged_bytes: those of `written_bytes` that went through a buffer of 8 MiB, because they were cast, rearranged
+            or on a device. The others were written straight from the partitions.
+        num_masters: parameters of which the optimizer's fp32 values were written.
+        num_merged: layers whose adapters were merged; see `save_model`.
+        source: what it was made of, for `consolidate`.
+        left_out: names of tensors of the model or training checkpoint that were not written, such as an optimizer's,
+            the base model's where only adapters are saved, and those that `rename` leaves out.
+        seconds, peak_memory: see `Phases`; the phases are plan, merge, write, sync, rename.
+    """
+
+    folder: str
+    files: dict[str, int] = field(default_factory=dict)
+    rank: int = 0
+    world_size: int = 1
+    written_bytes: int = 0
+    staged_bytes: int = 0
+    num_masters: int = 0
+    num_merged: int = 0
+    source: str = ""
+    left_out: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.folder}: {len(self.files)} files of weights, {size(sum(self.files.values()))}; rank "
+            f"{self.rank} of {self.world_size}",
+            *([f"made of {self.source}"] if self.source else []),
+            f"wrote {size(self.written_bytes)}, {size(self.staged_bytes)} through a buffer",
+            f"peak {size(self.peak_memory.total_bytes)} above the start",
+            ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()),
+        ]
+        if self.left_out:
+            lines.append(f"left out {len(self.left_out)} tensors: {listed(self.left_out, 3)}")
+        if self.num_masters:
+            lines.append(f"{self.num_masters} parameters as the optimizer's fp32 values")
+        if self.num_merged:
+            lines.append(f"{self.num_merged} layers merged with their adapters, put together one at a time")
+        return "\n  ".join(lines)
+
+
+def write(
+    ranks: RankGroup,
+    folder: str | os.PathLike[str],
+    describe: Callable[[Path], Weights],
+    arguments: Mapping[str, Any],
+    *,
+    title: str,
+) -> SaveReport:
+    """Write weights into a folder; see [Note: all at once] in `folder.py`. Collective.
+
+    `describe` gets an empty folder of this rank's own, to which it writes all files that have no weights. `arguments`
+    have to be equal on all ranks. `title` says what is done, in errors.
+    """
+    with ranks.session(title), tempfile.TemporaryDirectory(prefix="lowmem_load-") as made:
+        scratch, report = Path(made), SaveReport(os.fspath(folder), rank=ranks.rank, world_size=ranks.world_size)
+        with ranks.step("planning the save", name=report.folder) as step, report.phase("plan"):
+            target = folders.find_target(report.folder)
+            weights = describe(scratch)
+            files = [lay_out(file) for file in weights.files]
+            writes = plan_writes(files)
+            own_bytes = sum(
+                part.nbytes
+                for name, of_one in writes.items()
+                for each in of_one
+                for part in each.within(weights.elements[name].region)
+            )
+            all_bytes = sum(each.nbytes for of_one in writes.values() for each in of_one)
+            step.digest = {key: repr(value) for key, value in arguments.items()}
+            step.digest["files"] = listed([f"{file.name} ({file.nbytes} bytes)" for file in files])
+            step.digest["headers of the files"] = digest_of_files(files)
+            if weights.merging is not None:
+                step.digest["the layout of the tensors"] = weights.merging.plan.rules
+            step.payload = own_bytes, target, node_name(ranks.rank)
+        nbytes, targets, nodes = zip(*step.payloads, strict=True)
+        if sum(nbytes) != all_bytes:  # see [Note: the plan read backwards]
+            raise PlanError(
+                f"{report.folder}: the ranks own {sum(nbytes)} bytes of {all_bytes} that are to be written "
+                f"(by rank: {', '.join(map(str, nbytes))}); were all ranks of the model called?"
+            )
+        report.files = {file.name: file.nbytes for file in files}
+        report.left_out, report.num_masters = list(weights.left_out), weights.num_masters
+        report.num_merged, report.source = sum(len(merge.layers) for merge in weights.merges), weights.source
+        with _shared_staging(ranks, report, files, targets) as staging:
+            paths = [staging.path / file.name for file in files]
+            past_cache = len(set(nodes)) > 1 and has_caches_apart(target)
+            # Each rank begins with another file: file systems let one rank write at a time.
+            first = ranks.rank * len(files) // ranks.world_size
+            todo = dict(sorted(writes.items(), key=lambda item: item[1][0].file < first))
+            _write_files(ranks, report, weights, todo, own_bytes, paths, past_cache=past_cache)
+            with ranks.step("renaming", name=report.folder), report.phase("rename"):
+                if ranks.rank == 0:
+                    folders.add_files(staging, scratch)
+                    folders.commit(staging)
+    return report
+
+
+@contextlib.contextmanager
+def _shared_staging(
+    ranks: RankGroup, report: SaveReport, files: Sequence[FileLayout], targets: Sequence[str]
+) -> Iterator[folders.Staging]:
+    """Have rank 0 make the staging folder for the block; it is removed if the block fails on any rank. Collective.
+
+    `targets` are the folder as each rank knows it.
+    """
+    made: folders.Staging | None = None
+    try:
+        with ranks.step("making the folder", name=report.folder) as step:
+            if ranks.rank == 0:
+                made = folders.make_staging(targets[0], files)
+                step.payload = str(made.path), made.token, made.is_inside
+        path, token, is_inside = step.payloads[0]
+        staging = folders.Staging(Path(targets[ranks.rank]), token, is_inside)
+        with ranks.step("reaching the folder", name=report.folder):
+            folders.check_seen(staging, path)
+        yield staging
+    except BaseException:  # on any rank: by now all have stopped writing
+        if made is not None:
+            folders.discard(made)
+        raise
+
+
+def _write_files(
+    ranks: RankGroup,
+    report: SaveReport,
+    weights: Weights,
+    todo: dict[str, list[Write]],
+    own_bytes: int,
+    paths: Sequence[Path],
+    *,
+    past_cache: bool,
+) -> None:
+    """Write what is this rank's of the writes of each tensor. Collective."""
+
+    def progress() -> Progress:
+        written = f"{share(writer.written_bytes, own_bytes)} written"
+        return Progress(writer.written_bytes + writer.num_synced, f"{written}, {writer.num_synced} files synced")
+
+    def on_bytes(num_bytes: int) -> None:
+        update(num_bytes)
+        ranks.check()
+
+    bar = progress_bar(own_bytes, "Saving", ranks.rank)
+    with bar as update, Writer(paths, on_bytes, past_cache=past_cache) as writer:
+        if weights.merging is not None:
+            with report.phase("merge"), delivery(weights.merging) as buckets:
+                for name, merged in name_tensor_pairs(buckets):
+                    own_share = weights.elements[name].region
+                    assert isinstance(own_share, FlatRange)  # by `with_merging`
+                    flat = merged.reshape(-1)[own_share.start : own_share.end]
+                    writer.write_parts(todo.pop(name, ()), flat, own_share)
+                    report.sample_memory()
+                    del merged, flat  # before the next ones are made
+        with ranks.step("writing", name=report.folder, progress=progress):
+            with report.phase("write"):
+                for name, of_one in todo.items():
+                    own = weights.elements[name]
+                    with own.memory() if own.region.numel else contextlib.nullcontext([]) as pieces:
+                        for memory, region in pieces:
+                            writer.write_parts(of_one, memory, region)
+                            report.sample_memory()
+                if writer.written_bytes != own_bytes:
+                    raise PlanError(f"{report.folder}: wrote {writer.written_bytes} bytes, expected {own_bytes}")
+            with report.phase("sync"):
+                writer.sync()
+        report.written_bytes, report.staged_bytes = writer.written_bytes, writer.staged_bytes

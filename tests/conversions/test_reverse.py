@@ -11,7 +11,7 @@ from transformers.core_model_loading import WeightConverter, dot_natural_key
 
 from lowmem_load.planning.expression import Source
 from lowmem_load.symbolic.tensor import SymbolicTensor
-from lowmem_load.weights_out.write import Writer, plan_writes
+from lowmem_load.weights_out.weight_files import Writer, plan_writes
 from tests.conversions import mappings
 from tests.conversions.mappings import DTYPES, Case, Chain
 from tests.unit.test_saving_plan import layout_of, write_part

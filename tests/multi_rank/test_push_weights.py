@@ -22,7 +22,7 @@ from lowmem_load import WeightSource, iter_weights, load_model, push_weights, sa
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, RankError
 from lowmem_load.integrations.install import streaming
-from lowmem_load.weights_out.push_weights import hand_over
+from lowmem_load.weights_out.iter_weights import hand_over
 from tests import builders
 from tests.multi_rank.test_iter_weights import assert_equal, counted
 from tests.multi_rank.test_load_into import filled, meshes

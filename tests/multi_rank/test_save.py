@@ -24,7 +24,7 @@ from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import ConfigError, RankError, UnsupportedError
 from lowmem_load.integrations.install import streaming
 from lowmem_load.weights_out import folder as folders
-from lowmem_load.weights_out import write
+from lowmem_load.weights_out import save, weight_files
 from tests import builders
 from tests.model_digest import model_digest
 from tests.multi_rank.test_modes import is_compiled
@@ -202,8 +202,8 @@ def save_from_two_nodes(path: str, out: str) -> None:
     for name, node, system in (("one-node", "one", Cached()), ("two-nodes", f"node {rank}", Node())):
         with (
             on_network(),
-            mock.patch.object(write, "node_name", return_value=node),
-            mock.patch.object(write, "os", system),
+            mock.patch.object(save, "node_name", return_value=node),
+            mock.patch.object(weight_files, "os", system),
         ):
             save_model(model, f"{out}/{name}")
     if rank == 0:
@@ -220,12 +220,12 @@ def fail_together(path: str, out: str) -> None:
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    ordinary = write.os.pwrite
+    ordinary = weight_files.os.pwrite
     if rank == 1:
-        write.os.pwrite = full  # type: ignore[assignment]
+        weight_files.os.pwrite = full  # type: ignore[assignment]
     with pytest.raises(RankError, match=r"rank 1: CheckpointError: .*No space left on device"):
         save_model(model, target)
-    write.os.pwrite = ordinary
+    weight_files.os.pwrite = ordinary
     if rank == 1:
         folders.PROBE = "on another machine"
     with pytest.raises(RankError, match=r"rank 1: ConfigError: .*does not see the folder that rank 0 made"):
@@ -331,7 +331,7 @@ def merged_as_peft_merges(paths: dict[str, str], out: Path, tmp_path: Path) -> N
 
 def die_while_writing(path: str, target: str) -> None:
     """Rank function: rank 1 is killed when it has written half of what is its to write."""
-    ordinary, count = write.os.pwrite, [0]
+    ordinary, count = weight_files.os.pwrite, [0]
 
     def counted(*args: Any) -> int:
         count[0] += 1
@@ -339,7 +339,7 @@ def die_while_writing(path: str, target: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return ordinary(*args)
 
-    write.os.pwrite = counted  # type: ignore[assignment]
+    weight_files.os.pwrite = counted  # type: ignore[assignment]
     save_model(load_model(path, FP32), target, max_shard_size=SHARD)
 
 

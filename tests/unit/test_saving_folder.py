@@ -18,8 +18,8 @@ import torch
 import lowmem_load
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.weights_out import folder as folders
-from lowmem_load.weights_out.file_layout import FileLayout
 from lowmem_load.weights_out.folder import PROBE, Staging
+from lowmem_load.weights_out.weight_files import FileLayout
 from tests import builders
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

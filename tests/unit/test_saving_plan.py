@@ -15,9 +15,8 @@ from lowmem_load.models.saver import SavedFile
 from lowmem_load.planning.expression import Computed, Expression, Source
 from lowmem_load.planning.regions import FlatRange, Region, Split, flat_ranges, grid_of, partition_range
 from lowmem_load.symbolic.tensor import SymbolicTensor
-from lowmem_load.weights_out import write as write_module
-from lowmem_load.weights_out.file_layout import FileLayout, lay_out
-from lowmem_load.weights_out.write import Write, Writer, plan_writes
+from lowmem_load.weights_out import weight_files
+from lowmem_load.weights_out.weight_files import FileLayout, Write, Writer, lay_out, plan_writes
 from tests.storage import PageCache
 
 SHAPES = {"a": (6, 10), "b": (4, 3, 5), "scalar": (), "empty": (0, 3), "row": (7,)}
@@ -85,7 +84,7 @@ def write_part(
 def test_all_ranks_together_write_each_byte_once(
     staging_bytes: int, dim: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_module, "STAGING_BYTES", max(staging_bytes, 4))
+    monkeypatch.setattr(weight_files, "STAGING_BYTES", max(staging_bytes, 4))
     tensors, path = described(), tmp_path / "f"
     layout = layout_of("f", tensors)
     writes = plan_writes([layout])
@@ -112,7 +111,7 @@ def test_a_file_system_that_refuses_to_be_written_past_its_cache_is_named(
             raise OSError(errno.EINVAL if flags & os.O_DIRECT else errno.EIO, "refused")
 
     layout = layout_of("f", {"a": described()["a"]})
-    monkeypatch.setattr(write_module, "os", Refusing())
+    monkeypatch.setattr(weight_files, "os", Refusing())
     for past_cache, text in (
         (True, r"refused\. Its file system refuses O_DIRECT, .*; save to Lustre"),
         (False, "refused$"),

@@ -14,8 +14,8 @@ from lowmem_load.models.modules import tensors_of
 from lowmem_load.models.saver import SavedFile
 from lowmem_load.models.wrappers import named_tensors, plain_modules, plain_name
 from lowmem_load.planning.expression import Source
-from lowmem_load.weights_out.file_layout import lay_out
 from lowmem_load.weights_out.rank_shards import rank_shards
+from lowmem_load.weights_out.weight_files import lay_out
 from lowmem_load.weights_out.weights import weights_of_model
 
 WORDS = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer", "original_module")
