@@ -24,7 +24,7 @@ from lowmem_load.planning.expression import Source
 from lowmem_load.planning.nest import Axis, Copy, Nest
 from lowmem_load.planning.regions import Cuts, Mesh, Partitions, Rule, Split
 from lowmem_load.text import fingerprint
-from lowmem_load.weights_out.buckets import Bucket, PlannedTensor, Unit, plan_buckets, plan_messages
+from lowmem_load.weights_out.buckets import PlannedTensor, Unit, plan_buckets, plan_messages
 from lowmem_load.weights_out.rank_shards import RankShard, layouts_by_rule
 
 COLUMNS = ("model", "tensors", "under", "ranks", "store, KiB", "CPU s", "peak, MiB")
@@ -67,7 +67,7 @@ def shards_of(sources: Sequence[Source], rules: Sequence[Rule], rank: int, world
     ]
 
 
-def plan(shards: Sequence[RankShard], rules: Sequence[Rule], buckets: Sequence[Bucket], world_size: int) -> str:
+def plan(shards: Sequence[RankShard], rules: Sequence[Rule], buckets: Sequence[Sequence[Unit]], world_size: int) -> str:
     """Plan what one rank plans; return the digest of the rules."""
     rank = world_size // 2
     (layouts, digest), shares = layouts_by_rule(shards, rules, rank, world_size), {}

@@ -46,7 +46,7 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelArguments:
-    """What to load, and how to train it.
+    """A model to load, and how to train it.
 
     Attributes:
         model, auto_class: as for `load_model`.

@@ -154,7 +154,7 @@ def _is_plain(trainer: Any, model: Any) -> bool:
 
 
 def is_saved_by_itself(model: nn.Module) -> bool:
-    """Return whether Trainer calls the model's `save_pretrained`. Of any other model it writes the state dict."""
+    """Return whether Trainer calls the model's `save_pretrained`. It writes the state dict of any other model."""
     classes = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
     imported = [getattr(sys.modules[module], name) for module, name in classes.items() if module in sys.modules]
     return isinstance(model, tuple(imported))

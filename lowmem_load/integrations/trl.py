@@ -44,7 +44,7 @@ def sync(ordinary: Callable[[Any], None], generation: Any) -> None:
     if weights is None:
         ordinary(generation)
         return
-    # Else TRL takes all weights twice, to see what there is. It keeps what it has seen, under other names.
+    # Otherwise TRL takes all weights twice, to see what there is. It keeps what it has seen, under other names.
     before = getattr(generation, _METADATA)
     setattr(generation, _METADATA, metadata_of(weights))
     try:

@@ -69,21 +69,14 @@ class Unit:
         return sum(tensor.nbytes for tensor in self.sent)
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Units whose elements are exchanged at a time."""
-
-    units: tuple[Unit, ...]
-
-    @property
-    def sent(self) -> list[PlannedTensor]:
-        """What is sent, in the order of the messages: wide elements first, so that all parts are aligned."""
-        tensors = (tensor for unit in self.units for tensor in unit.sent)
-        return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+def sent_in(bucket: Iterable[Unit]) -> list[PlannedTensor]:
+    """Return what is sent, in the order of the messages: wide elements first, so that all parts are aligned."""
+    tensors = (tensor for unit in bucket for tensor in unit.sent)
+    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
 
 class MessagePart(NamedTuple):
-    """Elements of a message: number of their tensor in `Bucket.sent`, name of their parameter, first byte.
+    """Elements of a message: number of their tensor in what is `sent_in` a bucket, name of their parameter, first byte.
 
     `nest` is from the sender's memory of the parameter to the tensor, both flat.
     """
@@ -102,7 +95,7 @@ Shares: TypeAlias = "Mapping[int, Sequence[Nest]]"
 class Messages:
     """What the ranks send for a bucket."""
 
-    copies: Sequence[tuple[int, str, int, Shares]]  # number of a tensor in `Bucket.sent`, parameter, itemsize, shares
+    copies: Sequence[tuple[int, str, int, Shares]]  # number of a tensor `sent_in` it, parameter, itemsize, shares
     nbytes: Sequence[int]  # of each rank's message
 
     def parts(self, rank: int) -> Iterator[MessagePart]:
@@ -141,13 +134,13 @@ def in_batches(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) 
         yield batch
 
 
-def plan_buckets(units: Sequence[Unit], bucket_bytes: int) -> list[Bucket]:
-    """Return the buckets. See [Note: buckets]."""
-    return [Bucket(tuple(batch)) for batch in in_batches(units, lambda unit: unit.nbytes, bucket_bytes)]
+def plan_buckets(units: Sequence[Unit], bucket_bytes: int) -> list[list[Unit]]:
+    """Return the units whose elements are exchanged at a time. See [Note: buckets]."""
+    return list(in_batches(units, lambda unit: unit.nbytes, bucket_bytes))
 
 
 def plan_messages(
-    bucket: Bucket,
+    bucket: Iterable[Unit],
     layouts: Mapping[str, Distribution],
     world_size: int,
     known: dict[tuple[Distribution, Nest], Shares],
@@ -158,7 +151,7 @@ def plan_messages(
     """
     copies: list[tuple[int, str, int, Shares]] = []
     nbytes = [0] * world_size
-    for number, tensor in enumerate(bucket.sent):
+    for number, tensor in enumerate(sent_in(bucket)):
         itemsize, expected, numel = tensor.dtype.itemsize, 0, 0
         for copy in tensor.copies:
             if not isinstance(copy.leaf, Source):

@@ -205,12 +205,11 @@ def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
             an object with TRL's `update_named_params(metadata, named_params)` or `update_named_param(name, weights)`,
             such as its `VLLMClient`; or with SGLang's `update_weights_from_tensor(named_tensors, flush_cache=)`, such
             as its `Engine`. An object's `reset_prefix_cache()` or `flush_cache()` is called at the end, if it has one.
-            Its calls return when they have ended; a coroutine is an error. None on ranks that take no weights. If one
-            rank has a client, the weights are sent to it alone, else to all.
+            Its calls return when they have ended; a coroutine is an error. None on ranks that do not take weights. If
+            one rank has a client, the weights are sent to it alone, otherwise to all.
         **keywords: bucket_bytes, dtype, names and merge_adapters, as for `iter_weights`.
 
-    Collective: all ranks that have the model.
-    Memory: as `iter_weights`, on ranks that are sent the weights.
+    Call on every rank that has the model. Memory: as `iter_weights`, on ranks that are sent the weights.
 
     Raises:
         ConfigError: no rank has a client, or it cannot be used; and as `iter_weights`.
@@ -250,8 +249,8 @@ def push_weights(model: nn.Module, client: Any, **keywords: Any) -> None:
 class WeightSource:
     """The weights of a model, as the engines for trainers in vLLM 0.28 and later take them: their `WeightSource`.
 
-    Each iteration yields the present weights as (name, tensor), and is collective: all ranks have to make it, and to
-    its end. Between two tensors, so within `send_weights`, no weight may change.
+    Each iteration yields the present weights as (name, tensor). All ranks have to iterate, and to the end. Weights may
+    not change between two tensors, and so not within `send_weights`.
 
     The arguments are those of `iter_weights`. For `dst`, 0 is enough for vLLM's NCCL engine, whose rank 0 sends; its
     IPC engine needs "all".

@@ -46,28 +46,27 @@ def save_model(
 ) -> SaveReport:
     """Write the folder that `save_pretrained` of the full model would write. Each rank writes the bytes that it owns.
 
-    Every rank must call it, between steps and outside of `GatheredParameters`. The files are ordinary Hugging Face
-    files, with the same names, keys, shards and bytes. Works under ZeRO-3 in every mode (offload, hpZ, partial
-    ZeRO-3, frozen parts), under stages 0 to 2, and without DeepSpeed. A new folder appears all at once when all ranks
-    are done. In an existing one, files are replaced at that moment, and what a save does not write stays; until then,
-    and after a failure, all of it is as before.
+    Call on every rank that has partitions of the model, between steps and outside of `GatheredParameters`. The files
+    are ordinary Hugging Face files, with the same names, keys, shards and bytes. Works under ZeRO-3 in every mode
+    (offload, hpZ, partial ZeRO-3, frozen parts), under FSDP2, under stages 0 to 2, and without DeepSpeed. A new folder
+    appears all at once when all ranks are done. In an existing one, files are replaced at that moment, and what a save
+    does not write stays; until then, and after a failure, all of it is as before.
 
     Args:
         model: a model of transformers, diffusers or PEFT (whose adapters are written), or an engine, DDP or a compiled
             module around one. These are known by their classes. A module without a `save_pretrained` is written under
             the names of its tensors.
-        folder: on a file system that all ranks share; nodes may have it under different paths. Made if it is not there.
-        max_shard_size: bytes, or text such as "5GB", as for `save_pretrained`.
-        dtype: of floating-point tensors in the files: fp64, fp32, fp16 or bf16. None: that of the model. With
-            torch.float32, the optimizer's fp32 values are written of parameters that a ZeRO-3 engine trains in 16
-            bits; `SaveReport.num_masters` counts them. Under stages 0 to 2 the 16-bit values are cast.
-        merge_adapters: of a PEFT model, write what its `merge_and_unload().save_pretrained` writes; the model does not
-            change. All ranks gather the weights that adapters change, one layer at a time. With a dtype, the merged
-            values are cast.
+        folder: a folder, new or not, on a file system that all ranks share; nodes may have it under different paths.
+        max_shard_size: most bytes of a file, as a number or as text such as "5GB".
+        dtype: dtype of the floating-point tensors in the files: fp64, fp32, fp16 or bf16. With torch.float32, the
+            optimizer's fp32 values are written where a ZeRO-3 engine trains in 16 bits (`SaveReport.num_masters`
+            counts them); under stages 0 to 2 the 16-bit values are cast. Default: that of the model.
+        merge_adapters: write what `merge_and_unload().save_pretrained` of a PEFT model writes; the model does not
+            change. All ranks gather the weights that adapters change, one layer at a time; only these cross the
+            network. With a dtype, the merged values are cast.
         **save_pretrained_kwargs: for the model's `save_pretrained`: variant, save_original_format, ... A module without
             a `save_pretrained` takes `rename`, which turns its names into those in the files; see `load_into`.
 
-    All ranks that have partitions of the model save together. Weights cross the network only to be merged.
     Memory: a buffer of 8 MiB where elements are cast, rearranged or on a device; to merge, a few times the largest
     layer.
 

@@ -1,4 +1,4 @@
-"""Weights on their way: each bucket is sent by all ranks that hold some of it, and put together where it goes.
+"""Weights on their way: each bucket is sent by all ranks that own some of it, and put together where it goes.
 
 [Note: one step a bucket] Before each bucket the ranks agree, through the store, that all have come for it. Only then
 they begin the next collective, which runs while the consumer has the bucket. So no rank waits in a collective for one
@@ -41,7 +41,6 @@ from lowmem_load.planning.nest import Nest
 from lowmem_load.planning.regions import Distribution
 from lowmem_load.text import fingerprint
 from lowmem_load.weights_out.buckets import (
-    Bucket,
     MessagePart,
     Messages,
     PlannedTensor,
@@ -50,6 +49,7 @@ from lowmem_load.weights_out.buckets import (
     message_lengths,
     plan_buckets,
     plan_messages,
+    sent_in,
 )
 from lowmem_load.weights_out.rank_shards import RankShard, is_dtensor, layouts_by_rule, rules_of, unwrapped, zero3
 
@@ -80,13 +80,16 @@ def _unit_text(unit: Unit) -> str:
 class _Sent:
     """A bucket on its way."""
 
-    bucket: Bucket
+    bucket: Sequence[Unit]
     messages: Messages
     exchange: Exchange
 
 
 class Sending:
-    """Weights of a model on their way to all ranks, or to the rank `to`. The optimizer of an engine is watched."""
+    """Weights of a model on their way to all ranks, or to the rank `to`. The optimizer of an engine is watched.
+
+    `latest` is what `buckets` has yielded last, and `failure` is what it has raised, on all ranks.
+    """
 
     def __init__(
         self, engine: nn.Module, plan: SendPlan, shards: Sequence[RankShard], ranks: RankGroup, *, to: int | None
@@ -95,11 +98,13 @@ class Sending:
         self._engine, self._to, self._spare = engine, to, SpareMemory()
         self._shards = {shard.source.name: shard for shard in shards}
         self._names = {id(shard.tensor): name for name, shard in self._shards.items()}
+        self.latest: Tensors = []
+        self.failure: Exception | None = None
 
     @property
     def tensors(self) -> list[PlannedTensor]:
         """What the buckets contain, in order."""
-        return [tensor for bucket in self.plan.buckets for unit in bucket.units for tensor in unit.made or unit.sent]
+        return [tensor for bucket in self.plan.buckets for unit in bucket for tensor in unit.made or unit.sent]
 
     def buckets(self) -> Generator[Tensors, None, None]:
         """Yield the tensors of each bucket. Collective. See [Note: one step a bucket]."""
@@ -126,6 +131,9 @@ class Sending:
                     yield from self._hand_out(tensors, number, loop)
             with self._step(len(self.plan.buckets) + 1, loop):
                 pass  # the consumers of all ranks have come to the end
+        except Exception as error:
+            self.failure = error
+            raise
         finally:
             changes.hook.remove()
             side.close()
@@ -135,6 +143,7 @@ class Sending:
 
     def _hand_out(self, tensors: Tensors, number: int, loop: RankGroup) -> Iterator[Tensors]:
         """Yield a bucket. See [Note: early ends]."""
+        self.latest = tensors
         try:
             yield tensors
         except GeneratorExit:
@@ -153,7 +162,7 @@ class Sending:
         lengths = message_lengths(messages.nbytes, self.plan.bucket_bytes, are_equal=side.gathers)
         exchange = Exchange(side, lengths, to=self._to, before=before.exchange if before else None)
         if exchange.mine is not None:
-            planned, parts = bucket.sent, messages.parts(self.ranks.rank)
+            planned, parts = sent_in(bucket), messages.parts(self.ranks.rank)
             by_name = operator.attrgetter("parameter")
             # Each parameter is read once from nvme for the bucket, whatever the order of the parts.
             for name, group in itertools.groupby(sorted(parts, key=by_name), by_name):
@@ -166,7 +175,7 @@ class Sending:
         """Return the tensors of a bucket that has come."""
         if self._to not in (None, self.ranks.rank):
             return []
-        planned = sent.bucket.sent
+        planned = sent_in(sent.bucket)
         pieces = self._spare.take([tensor.nbytes for tensor in planned], device_of(self.ranks))
         values = [piece.view(tensor.dtype).view(tensor.shape) for tensor, piece in zip(planned, pieces, strict=True)]
         del pieces  # `SpareMemory` counts who uses it
@@ -178,7 +187,7 @@ class Sending:
         for tensor, value in zip(planned, values, strict=True):
             _place_constants(tensor, value)
             by_name[tensor.name] = value
-        return [pair for unit in sent.bucket.units for pair in self._finish(unit, by_name)]
+        return [pair for unit in sent.bucket for pair in self._finish(unit, by_name)]
 
     def _finish(self, unit: Unit, sent: dict[str, torch.Tensor]) -> Tensors:
         """Return the tensors of a unit, merged if it has adapters."""
@@ -205,30 +214,17 @@ def delivery(sending: Sending) -> Iterator[Iterator[Tensors]]:
 
     A bucket is taken when the next one is asked for, or when its list has been emptied.
     """
-    buckets, failures = sending.buckets(), list[Exception]()
-    latest: Tensors = []
-
-    def noted() -> Iterator[Tensors]:
-        nonlocal latest
-        try:
-            for bucket in itertools.chain(first, buckets):
-                latest = bucket
-                yield bucket
-        except Exception as failure:
-            failures.append(failure)
-            raise
-
+    buckets = sending.buckets()
     # The other ranks learn at this step of errors that come after the last bucket, such as an answer of the server.
     with sending.ranks.step("handing out the weights"):
         # The first one is asked for here: an error before a generator has begun would not reach the other ranks.
-        first = [bucket for bucket in (next(buckets, None),) if bucket is not None]
-        wanted = noted()
+        first = list(itertools.islice(buckets, 1))
         try:
-            yield wanted
-            if not failures and (latest or next(wanted, None) is not None):
+            yield itertools.chain(first, buckets)
+            if sending.failure is None and (sending.latest or next(buckets, None) is not None):
                 raise ConfigError("the client did not take all of the weights")
         except BaseException as caught:
-            if not failures:
+            if sending.failure is None:
                 error = caught
                 if isinstance(caught, StopIteration | GeneratorExit):  # which say something else to a generator
                     error = RuntimeError(f"the client raised {type(caught).__name__}")
@@ -237,8 +233,8 @@ def delivery(sending: Sending) -> Iterator[Iterator[Tensors]]:
                 raise
         finally:
             buckets.close()
-        if failures:  # all ranks know of it, whatever the client has made of it
-            raise failures[0]
+        if sending.failure is not None:  # all ranks know of it, whatever the client has made of it
+            raise sending.failure
 
 
 def name_tensor_pairs(buckets: Iterator[Tensors]) -> Iterator[tuple[str, torch.Tensor]]:

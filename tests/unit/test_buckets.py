@@ -23,13 +23,13 @@ from lowmem_load.planning.regions import (
     partition_range,
 )
 from lowmem_load.weights_out.buckets import (
-    Bucket,
     Messages,
     PlannedTensor,
     Unit,
     message_lengths,
     plan_buckets,
     plan_messages,
+    sent_in,
 )
 
 NOTHING = FlatRange(0, 0)
@@ -48,8 +48,8 @@ def unit(name: str, nbytes: int) -> Unit:
     return Unit((planned(name, source(name, nbytes, dtype=torch.uint8)),))
 
 
-def names(buckets: list[Bucket]) -> list[str]:
-    return ["".join(one.name for one in bucket.sent) for bucket in buckets]
+def names(buckets: list[list[Unit]]) -> list[str]:
+    return ["".join(one.name for one in sent_in(bucket)) for bucket in buckets]
 
 
 def test_a_bucket_ends_before_the_tensor_that_would_exceed_it() -> None:
@@ -69,7 +69,9 @@ def grids(shape: tuple[int, ...], world_size: int, dim: int, split_factor: int =
     return [grid_of(shape, [Split(dim, world_size, rank, split_factor)]) for rank in range(world_size)]
 
 
-def messages_of(bucket: Bucket, regions: list[dict[str, Region]], shapes: Mapping[str, tuple[int, ...]]) -> Messages:
+def messages_of(
+    bucket: list[Unit], regions: list[dict[str, Region]], shapes: Mapping[str, tuple[int, ...]]
+) -> Messages:
     layouts = {name: Distribution([held[name] for held in regions], tuple(shapes[name])) for name in shapes}
     return plan_messages(bucket, layouts, len(regions), {})
 
@@ -77,8 +79,7 @@ def messages_of(bucket: Bucket, regions: list[dict[str, Region]], shapes: Mappin
 def put_together(one: PlannedTensor, values: dict[str, torch.Tensor], regions: list[dict[str, Region]]) -> torch.Tensor:
     """Fills and reads the messages of all ranks."""
     result = torch.full((math.prod(one.shape),), -1, dtype=one.dtype)
-    bucket = Bucket((Unit((one,)),))
-    messages = messages_of(bucket, regions, {name: value.shape for name, value in values.items()})
+    messages = messages_of([Unit((one,))], regions, {name: value.shape for name, value in values.items()})
     for rank, held in enumerate(regions):
         data = torch.empty(messages.nbytes[rank], dtype=torch.uint8)
         for part in messages.parts(rank):
@@ -117,23 +118,21 @@ def test_messages_are_put_together(shape: tuple[int, ...], world_size: int) -> N
 
 def test_wide_elements_come_first_and_are_aligned() -> None:
     sizes: list[tuple[str, torch.dtype]] = [("a", torch.uint8), ("b", torch.int64), ("c", torch.bfloat16)]
-    units = tuple(Unit((planned(name, source(name, 3, dtype=dtype)),)) for name, dtype in sizes)
-    messages = messages_of(Bucket(units), [dict.fromkeys("abc", FlatRange(0, 3))], dict.fromkeys("abc", (3,)))
+    units = [Unit((planned(name, source(name, 3, dtype=dtype)),)) for name, dtype in sizes]
+    messages = messages_of(units, [dict.fromkeys("abc", FlatRange(0, 3))], dict.fromkeys("abc", (3,)))
     assert [(part.parameter, part.start) for part in messages.parts(0)] == [("b", 0), ("c", 24), ("a", 30)]
     assert messages.nbytes == [33]
 
 
 def test_elements_that_no_rank_holds_are_an_error() -> None:
-    bucket = Bucket((unit("a", 10),))
     regions: Any = [{"a": FlatRange(0, 5)}, {"a": NOTHING}]
     with pytest.raises(PlanError, match=r"a: the ranks own 5 elements of 10; were all ranks of the model called\?"):
-        messages_of(bucket, regions, {"a": (10,)})
+        messages_of([unit("a", 10)], regions, {"a": (10,)})
 
 
 def test_replicas_send_a_share_each() -> None:
-    bucket = Bucket((unit("a", 10),))
     regions: Any = [{"a": FlatRange(0, 5)}, {"a": FlatRange(5, 10)}] * 2
-    assert messages_of(bucket, regions, {"a": (10,)}).nbytes == [2, 2, 3, 3]
+    assert messages_of([unit("a", 10)], regions, {"a": (10,)}).nbytes == [2, 2, 3, 3]
 
 
 def test_messages_are_equal_unless_that_takes_too_much() -> None:
