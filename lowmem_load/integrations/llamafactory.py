@@ -76,7 +76,9 @@ class ModelArguments:
 
     def __post_init__(self) -> None:
         if misplaced := sorted({"dtype", "torch_dtype", "device_map", "ds_config"}.intersection(self.model_kwargs)):
-            raise ConfigError(f"ModelArguments.model_kwargs: remove {', '.join(misplaced)}; set bf16 and dist_config")
+            raise ConfigError(
+                f"ModelArguments.model_kwargs: remove {', '.join(misplaced)}; bf16 and dist_config choose it"
+            )
 
 
 @dataclass(frozen=True, slots=True)
