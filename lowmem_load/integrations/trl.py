@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lowmem_load import foreign_names
-from lowmem_load.errors import UnsupportedError
+from lowmem_load.errors import UnsupportedError, outside_level
 from lowmem_load.replaced import Handlers, holding, warn_of_missing
 from lowmem_load.weights_out.iter_weights import Arguments, metadata_of, plan_weights
 from lowmem_load.weights_out.rank_shards import group_of
@@ -72,7 +72,8 @@ def _planned(model: Any, mode: str) -> Sending | None:
     try:
         return plan_weights(model, Arguments(bucket_bytes=BUCKET_BYTES, dst=dst, merge_adapters=is_peft))
     except UnsupportedError as error:  # on all ranks alike
-        warnings.warn(f"TRL gathers the weights for vLLM, as they cannot be sent in buckets: {error}", stacklevel=2)
+        text = f"TRL gathers the weights for vLLM, because they cannot be sent in buckets: {error}"
+        warnings.warn(text, stacklevel=outside_level())
         return None
 
 

@@ -148,18 +148,15 @@ class SaveReport(Phases):
         lines = [
             f"{self.folder}: {len(self.files)} files of weights, {size(sum(self.files.values()))}; rank "
             f"{self.rank} of {self.world_size}",
-            *([f"made of {self.source}"] if self.source else []),
+            f"made of {self.source}" if self.source else "",
             f"wrote {size(self.written_bytes)}, {size(self.staged_bytes)} through a buffer",
             f"peak {size(self.peak_memory.total_bytes)} above the start",
             ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()),
+            f"left out {len(self.left_out)} tensors: {listed(self.left_out, 3)}" if self.left_out else "",
+            f"{self.num_masters} parameters as the optimizer's fp32 values" if self.num_masters else "",
+            f"{self.num_merged} layers merged with their adapters" if self.num_merged else "",
         ]
-        if self.left_out:
-            lines.append(f"left out {len(self.left_out)} tensors: {listed(self.left_out, 3)}")
-        if self.num_masters:
-            lines.append(f"{self.num_masters} parameters as the optimizer's fp32 values")
-        if self.num_merged:
-            lines.append(f"{self.num_merged} layers merged with their adapters, put together one at a time")
-        return "\n  ".join(lines)
+        return "\n  ".join(filter(None, lines))
 
 
 def write(

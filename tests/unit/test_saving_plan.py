@@ -4,16 +4,18 @@ import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save
 
+from lowmem_load.engines.mesh import part_of
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.files.safetensors import DTYPES, PACKED
 from lowmem_load.models.saver import SavedFile
 from lowmem_load.planning.expression import Computed, Expression, Source
-from lowmem_load.planning.regions import FlatRange, Region, Split, flat_ranges, grid_of, partition_range
+from lowmem_load.planning.regions import FlatRange, Region, Split, grid_of, partition_range
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.weights_out import weight_files
 from lowmem_load.weights_out.weight_files import FileLayout, Write, Writer, lay_out, plan_writes
@@ -69,14 +71,12 @@ def write_part(
 ) -> None:
     """Write what one rank writes, from memory that has nothing else: its partition, or its shard along a dim."""
     for name, of_one in writes.items():
-        shape, flat = values[name].shape, values[name].reshape(-1)
-        spans = [partition_range(flat.numel(), rank, world_size)]
-        region: Region = spans[0]
-        if dim is not None and shape:
-            region = grid = grid_of(shape, [Split(dim % len(shape), world_size, rank)])
-            spans = list(flat_ranges(grid, shape))
-        parts = [flat[span.start : span.end] for span in spans]
-        writer.write_parts(of_one, torch.cat(parts) if parts else flat[:0], region)
+        value, span = values[name], partition_range(values[name].numel(), rank, world_size)
+        memory, region = value.reshape(-1)[span.start : span.end].clone(), cast("Region", span)
+        if dim is not None and value.ndim:
+            grid = grid_of(value.shape, [Split(dim % value.ndim, world_size, rank)])
+            memory, region = part_of(value, grid), grid
+        writer.write_parts(of_one, memory, region)
 
 
 @pytest.mark.parametrize("dim", [None, 0, -1])
