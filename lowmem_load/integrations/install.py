@@ -80,13 +80,13 @@ def install(
     download: bool = True,
     share_reads: ShareReads = "auto",
 ) -> contextlib.ExitStack:
-    """From now on, load models straight into ZeRO-3 partitions or FSDP2 shards, wherever one of them is active.
+    """Load models straight into ZeRO-3 partitions or FSDP2 shards from now on, wherever one of them is active.
 
-    ZeRO-3 is active after `TrainingArguments(deepspeed=...)`, `Accelerator(deepspeed_plugin=...)` or an
-    `HfDeepSpeedConfig` in a variable, if that names stage 3. Under `accelerate launch`, a plain
-    `TrainingArguments(...)` or `Accelerator()` is enough. FSDP2 is active where accelerate or a `DistributedConfig`
-    asks for it; `from_pretrained` then returns a lazy model, as it does for diffusers' models under ZeRO-3. All other
-    loads stay as they are.
+    Call this before the first model is loaded. It does not wait for other ranks. ZeRO-3 is active after
+    `TrainingArguments(deepspeed=...)`, `Accelerator(deepspeed_plugin=...)` or an `HfDeepSpeedConfig` in a variable, if
+    that names stage 3. Under `accelerate launch`, a plain `TrainingArguments(...)` or `Accelerator()` is enough. FSDP2
+    is active where accelerate or a `DistributedConfig` asks for it; `from_pretrained` then returns a lazy model, as it
+    does for diffusers' models under ZeRO-3. All other loads stay as they are.
 
     If lowmem_load cannot load a model (in 8 bits, for example), the default loader does, and every rank emits a
     `FallbackWarning` with the reason. All ranks decide this together, before they allocate or read anything; for a
@@ -94,22 +94,19 @@ def install(
     warning, which says what stays as it is without lowmem_load.
 
     Every rank emits a `LoadOrderWarning` if `deepspeed.initialize` under stage 3 gets a transformers model without
-    partitions, or if a model loads after an `HfDeepSpeedConfig` was dropped that served no load.
-    `warnings.simplefilter("error", LoadOrderWarning)` turns the warning into an error. A model for
-    `initialize_partial(partition=...)` may have no partitions, and causes no warning.
+    partitions (unless it is for `initialize_partial`), or if a model loads after an `HfDeepSpeedConfig` was dropped
+    that did not serve a load. `warnings.simplefilter("error", LoadOrderWarning)` turns the warning into an error.
 
     `engine.load_checkpoint`, and so `Trainer.train(resume_from_checkpoint=...)`, also takes a ZeRO-3 checkpoint that
-    another number of ranks saved, as `lowmem_load.load_checkpoint` does. DeepSpeed itself refuses that.
-    TRL's trainers send the weights of partitioned and sharded models to vLLM in buckets, and mix reference models
-    partition by partition; see docs/howto/rlhf.md. Call it before the first model is loaded. It waits for no other
-    ranks, and prints nothing: print `get_load_report(model)`, or pass `on_load`.
+    another number of ranks saved, as `lowmem_load.load_checkpoint` does. DeepSpeed itself refuses that. TRL's trainers
+    send the weights of partitioned and sharded models to vLLM in buckets; see docs/howto/rlhf.md.
 
     Args:
-        strict: True raises an error (usually an `UnsupportedError`) instead of falling back to the default loader. So
-            does `lowmem-load run --strict`.
-        saves: let `Trainer.save_model`, and `save_pretrained` with the state of `Accelerator.get_state_dict`, write the
-            same files under ZeRO-3 without gathering, and let `save_pretrained` refuse to write empty parameters; see
-            docs/howto/saving.md. stage3_gather_16bit_weights_on_model_save is not needed. False leaves saving alone.
+        strict: whether to raise an error (usually an `UnsupportedError`) instead of falling back to the default loader.
+            Default: False, unless `lowmem-load run --strict` started the script.
+        saves: whether `Trainer.save_model`, and `save_pretrained` with the state of `Accelerator.get_state_dict`, write
+            the same files under ZeRO-3 without gathering, and `save_pretrained` refuses to write empty parameters; see
+            docs/howto/saving.md. stage3_gather_16bit_weights_on_model_save is not needed. Default: True.
         on_load: function of the `LoadReport`, which is called on every rank at the end of each load.
         download: as for `load_model`. Classes of models take URLs as names in any case; auto classes take the folder
             that `local_folder` returns.

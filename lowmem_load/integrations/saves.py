@@ -1,8 +1,9 @@
 """Saves under `install`: the same files, but each rank writes what it owns. `save_pretrained` takes a placeholder.
 
 [Note: saved afterwards] Trainer and scripts with accelerate ask for all weights on all ranks, and pass them to
-`save_pretrained` on rank 0. Here they get a placeholder, which only `save_pretrained` may look at, and `save_model`
-writes the weights to its folder.
+`save_pretrained` on rank 0 (Trainer through `_save`, which subclasses override). Here they get a placeholder, which
+only `save_pretrained` may look at, and `save_model` writes the weights to its folder: for Trainer when its own save has
+ended on all ranks.
 """
 
 from __future__ import annotations
@@ -95,13 +96,9 @@ def refuse_empty(model: Any) -> None:
 
 # -- Trainer -----------------------------------------------------------------------------------------------------------
 
-# It asks the engine for all weights on all ranks, and passes them to `save_pretrained` on rank 0 through `_save`, which
-# subclasses override. Here it runs unchanged, but gets a placeholder. When it has ended on all ranks, the weights are
-# written to the folders that `save_pretrained` was given.
-
 
 def save_trained(ordinary: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
-    """Do what `Trainer.save_model` does. Collective: all ranks, as that is."""
+    """Do what `Trainer.save_model` does; see [Note: saved afterwards]. Collective: all ranks, as that is."""
     run = functools.partial(ordinary, trainer, *args, **kwargs)
     model, engine = unwrapped(trainer.model), getattr(trainer, "deepspeed", None)
     if engine is None or not any(map(is_partitioned, model.parameters())) or not _is_plain(trainer, model):
