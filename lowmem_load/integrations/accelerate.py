@@ -86,8 +86,22 @@ def may_be_lazy(kwargs: Mapping[str, Any]) -> bool:
 
 
 def uses_fsdp2() -> bool:
-    """Return whether accelerate may shard a model by FSDP2 that is loaded now."""
-    return _fsdp_version() != "1" and active_zero3_config() is None
+    """Return whether accelerate may shard a model by FSDP2 that is loaded now.
+
+    An `Accelerator`, the environment or `TrainingArguments` ask for it.
+    """
+    if active_zero3_config() is not None:
+        return False
+    state: Any = sys.modules.get("accelerate.state")  # whoever has an Accelerator has imported it
+    shared = getattr(getattr(state, "AcceleratorState", None), "_shared_state", None)
+    if state is not None and shared is None:
+        warn_of_missing([foreign_names.SHARED_STATE])
+    if (plugin := (shared or {}).get("fsdp_plugin")) is not None:
+        return str(plugin.fsdp_version) != "1"
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        return os.environ.get("FSDP_VERSION", "1") != "1"
+    # TrainingArguments(fsdp=...) set this variable, and keep the version to themselves until a Trainer is made.
+    return "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ
 
 
 def _device_of(device_map: Any) -> torch.device | None:
@@ -104,20 +118,6 @@ def _is_of_this_rank(device: torch.device | None) -> bool:
     if device is None or device.type in ("cpu", "meta") or device.index is None:
         return device is not None
     return device.index == torch.accelerator.current_device_index()
-
-
-def _fsdp_version() -> str:
-    """Return the version of FSDP that an `Accelerator`, the environment or `TrainingArguments` ask for."""
-    state: Any = sys.modules.get("accelerate.state")  # whoever has an Accelerator has imported it
-    shared = getattr(getattr(state, "AcceleratorState", None), "_shared_state", None)
-    if state is not None and shared is None:
-        warn_of_missing([foreign_names.SHARED_STATE])
-    if (plugin := (shared or {}).get("fsdp_plugin")) is not None:
-        return str(plugin.fsdp_version)
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
-        return os.environ.get("FSDP_VERSION", "1")
-    # TrainingArguments(fsdp=...) set this variable, and keep the version to themselves until a Trainer is made.
-    return "unknown" if "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ else "1"
 
 
 def _lazy_target(_: Any, model: Any) -> Target:

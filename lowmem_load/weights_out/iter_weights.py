@@ -96,13 +96,6 @@ class Arguments:
             names = {self.names} if isinstance(self.names, str) else self.names
             object.__setattr__(self, "names", frozenset(names))
 
-    def check(self, world_size: int) -> None:
-        """Raise ConfigError if one cannot be used."""
-        if self.bucket_bytes < 1:
-            raise ConfigError(f"iter_weights: bucket_bytes: {self.bucket_bytes!r} is not a positive number of bytes")
-        if self.dst != "all" and self.dst not in range(world_size):
-            raise ConfigError(f"iter_weights: dst: {self.dst!r} is neither 'all' nor a rank below {world_size}")
-
     def choose(self, tensors: Mapping[str, Expression]) -> dict[str, Expression]:
         """Return the tensors to yield."""
         names = tensors.keys() if self.names is None else self.names
@@ -122,7 +115,12 @@ def plan_weights(engine: nn.Module, arguments: Arguments) -> Sending:
     with load_lock():
         ranks = ranks_of(model)
         with ranks.step("planning the weights") as step:
-            arguments.check(ranks.world_size)
+            if arguments.bucket_bytes < 1:
+                raise ConfigError(f"iter_weights: bucket_bytes: {arguments.bucket_bytes!r} is not a positive number")
+            if arguments.dst != "all" and arguments.dst not in range(ranks.world_size):
+                raise ConfigError(
+                    f"iter_weights: dst: {arguments.dst!r} is neither 'all' nor a rank below {ranks.world_size}"
+                )
             masters = arguments.dtype == torch.float32 and not arguments.merge_adapters
             shards = rank_shards(model, ranks.rank, masters=masters)
             plan = _plan(model, arguments, shards, ranks)

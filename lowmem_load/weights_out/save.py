@@ -27,11 +27,11 @@ from lowmem_load.files.mounts import has_caches_apart
 from lowmem_load.models.active import load_lock
 from lowmem_load.phases import Phases, Progress, progress_bar
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.text import share, size
+from lowmem_load.text import fingerprint, share, size
 from lowmem_load.weights_out import folder as folders
 from lowmem_load.weights_out.rank_shards import rank_shards, ranks_of, unwrapped
 from lowmem_load.weights_out.send import delivery, name_tensor_pairs
-from lowmem_load.weights_out.weight_files import FileLayout, Write, Writer, digest_of_files, lay_out, plan_writes
+from lowmem_load.weights_out.weight_files import FileLayout, Write, Writer, lay_out, plan_writes
 from lowmem_load.weights_out.weights import Weights, weights_of_model, with_merging
 
 
@@ -188,7 +188,7 @@ def write(
             all_bytes = sum(each.nbytes for of_one in writes.values() for each in of_one)
             step.digest = {key: repr(value) for key, value in arguments.items()}
             step.digest["files"] = listed([f"{file.name} ({file.nbytes} bytes)" for file in files])
-            step.digest["headers of the files"] = digest_of_files(files)
+            step.digest["headers of the files"] = fingerprint(map(str, files))
             if weights.merging is not None:
                 step.digest["the layout of the tensors"] = weights.merging.plan.rules
             step.payload = own_bytes, target, node_name(ranks.rank)

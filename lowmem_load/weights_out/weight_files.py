@@ -29,7 +29,6 @@ from lowmem_load.models.saver import SavedFile
 from lowmem_load.planning.expression import Held, Shape, Source, numel
 from lowmem_load.planning.nest import Nest, nests_within, offsets
 from lowmem_load.planning.regions import Region
-from lowmem_load.text import fingerprint
 from lowmem_load.weights_out.buckets import PlannedTensor
 from lowmem_load.weights_out.send import gather_elements
 from lowmem_load.weights_out.weights import needs_gathering, plan_tensor
@@ -53,6 +52,10 @@ class FileLayout:
     nbytes: int  # of the file
     tensors: Sequence[tuple[int, PlannedTensor]] = ()  # each after the byte where it starts, in the order of the file
     constants: Mapping[int, bytes] = field(default_factory=dict)  # such as padding, by offset
+
+    def __str__(self) -> str:
+        """Return all that decides what lies where."""
+        return f"{self.name} {self.nbytes} {self.header!r} {sorted(self.constants.items())}"
 
 
 def lay_out(file: SavedFile) -> FileLayout:
@@ -93,11 +96,6 @@ def _constants(file: str, tensors: Iterable[tuple[int, PlannedTensor]]) -> Itera
                     raise needs_gathering(f"{file}: {tensor.name}", leaf)
                 values = leaf.flat[nest.source - leaf.first :][: nest.numel]
                 yield start + nest.destination * tensor.dtype.itemsize, values.view(torch.uint8).numpy().tobytes()
-
-
-def digest_of_files(files: Iterable[FileLayout]) -> str:
-    """Return a fingerprint of everything that decides what lies where."""
-    return fingerprint(f"{file.name} {file.nbytes} {file.header!r} {sorted(file.constants.items())}" for file in files)
 
 
 @dataclass(frozen=True, slots=True)
