@@ -75,7 +75,7 @@ def write_part(
         memory, region = value.reshape(-1)[span.start : span.end].clone(), cast("Region", span)
         if dim is not None and value.ndim:
             grid = grid_of(value.shape, [Split(dim % value.ndim, world_size, rank)])
-            memory, region = part_of(value, grid), grid
+            memory, region = part_of(value, grid).contiguous(), grid
         writer.write_parts(of_one, memory, region)
 
 
