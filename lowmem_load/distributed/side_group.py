@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import threading
 import time
@@ -21,14 +22,9 @@ from lowmem_load.errors import LowMemLoadError, listed
 from lowmem_load.files.memory import own_memory
 from lowmem_load.phases import Progress
 
-PAUSE_S, LONGEST_PAUSE_S = 0.00005, 0.01
-"""Seconds between looks at a message: the first one, and the longest after it has grown."""
-
-DRAIN_S = 10.0
-"""Seconds that messages get to end when they are no longer wanted. All ranks have begun them."""
-
-VERDICT_S = 5.0
-"""Seconds beyond `Limits.gone_s` after a message has failed: by then it is known which rank has ended."""
+PAUSE_S, LONGEST_PAUSE_S = 0.00005, 0.01  # between looks at a message: the first one, and the longest
+DRAIN_S = 10.0  # that messages get to end when they are no longer wanted; all ranks have begun them
+VERDICT_S = 5.0  # beyond `Limits.gone_s` after a message has failed: by then it is known which rank has ended
 
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -36,12 +32,12 @@ _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 class SideGroup:
     """Some of the ranks of a group, which send each other messages. All of them call its methods in the same order.
 
-    [Note: own groups] A collective cannot be ended: where a rank hangs, threads wait for it with the tensors in their
-    hands, and the next collective of the group would meet it. So this group is not the caller's, and ends with what it
-    was made for; its messages fail after `Limits.gone_s`, when the others give up that rank. It is of gloo, which sends
-    host memory, whatever the backend of the default group: a communicator of NCCL cannot be made by some ranks alone,
-    and nothing bounds the time in which it forms. So with `on_device`, where an accelerator's memory is to be sent by
-    its own backend, that is by the caller's group.
+    [Note: own groups] A collective cannot be ended: where a rank hangs, threads wait for it and keep the tensors, and
+    the next collective of the group would meet it. So this group is not the caller's, and ends with what it was made
+    for; its messages fail after `Limits.gone_s`, when the others give up that rank. It is one of gloo, which sends host
+    memory, whatever the backend of the default group: a communicator of NCCL cannot be made by some ranks alone, and
+    nothing bounds the time in which it forms. So with `on_device`, where an accelerator's memory is to be sent by its
+    own backend, the caller's group sends it.
 
     Attributes:
         place: of this rank among the members.
@@ -157,6 +153,12 @@ class SideGroup:
         if (store := self._store) is not None:  # all have connected, or raise at the end of that step
             # Source: torch 2.13 ProcessGroupGloo.cpp and gloo's rendezvous/context.cc, which leave the key there.
             _in_thread("lowmem_load-forget", lambda: store.delete_key(f"0/{self.place}"))
+
+    def close_later(self) -> None:
+        """As `close`, in a thread that nobody waits for. For finalizers, if only messages have the memory."""
+        group = copy.copy(self)
+        self._works, self._waits, self._group, self._store = [], [], None, None
+        _in_thread("lowmem_load-close", group.close)
 
     def _wait(self, check: Callable[[], None]) -> None:
         works, group, self._works = self._works, self._group, []

@@ -128,7 +128,7 @@ class Sending:
                     with loop.session("sending the weights"):
                         sent.exchange.start()
                 if number:
-                    yield from self._hand_out(tensors, number, loop)
+                    yield from self._hand_out(tensors, number, loop, side)
             with self._step(len(self.plan.buckets) + 1, loop):
                 pass  # the consumers of all ranks have come to the end
         except Exception as error:
@@ -141,7 +141,7 @@ class Sending:
     def _step(self, number: int, loop: RankGroup) -> contextlib.AbstractContextManager[Any]:
         return loop.step(f"sending the weights ({number} of {len(self.plan.buckets)} buckets)")
 
-    def _hand_out(self, tensors: Tensors, number: int, loop: RankGroup) -> Iterator[Tensors]:
+    def _hand_out(self, tensors: Tensors, number: int, loop: RankGroup, side: SideGroup) -> Iterator[Tensors]:
         """Yield a bucket. See [Note: early ends]."""
         self.latest = tensors
         try:
@@ -149,6 +149,7 @@ class Sending:
         except GeneratorExit:
             why = f"its loop over the weights ended after {number} of {len(self.plan.buckets)} buckets"
             loop.leave(why)
+            side.close_later()
             raise
         except BaseException:
             with self._step(number + 1, loop):
