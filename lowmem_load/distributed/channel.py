@@ -1,4 +1,4 @@
-"""One rank's end of the agreement: a thread that writes what this rank does into the store, and reads the others.
+"""One rank's end of the agreement: a thread that writes into the store what this rank does, and reads the others.
 
 The protocol is [Note: agreement] in `distributed/steps.py`. Keys: `rank/R` is the heartbeat of rank R, with its entry;
 `GROUP/N` the verdict on step N of a group; `GROUP/failed` the last step in which a rank has failed before the verdict.
@@ -58,28 +58,23 @@ class Group:
     name: str  # unique among the groups of the store; prefix of its keys
     members: tuple[int, ...]  # as ranks in the world
     number: int = 0  # of the next step
-    num_loops: int = 0
-    read: list[str] = field(default_factory=list)  # of the leader: keys of verdicts that it needs no more
+    num_loops: int = 0  # that have begun since the last step
+    read: list[str] = field(default_factory=list)  # of the leader: keys of the last verdicts
 
     @property
     def key(self) -> str:
         """The key of the verdict on the next step."""
         return f"{self.name}/{self.number}"
 
-    def note_read(self, key: str) -> None:
-        """Note that this rank needs the verdict of this key no more."""
-        if self.channel.rank == self.members[0]:
-            self.read.append(key)
-
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """What this rank does. Two threads use it, so it is not changed."""
+    """The caller's present work. Two threads use it, so it is not changed."""
 
     group: Group
     title: str = ""  # "" between loads
     progress: weakref.ref[Callable[[], Progress]] | None = None  # a thread that hangs must not keep what it refers to
-    outer: Place | None = None  # the block around this one
+    outer: Place | None = None  # around this one; None between loads
     entry: Entry | None = None  # that this rank brings to the step; None while it is busy
     key: str = field(init=False)  # of the verdict
     since_s: float = field(init=False, default_factory=time.monotonic)
@@ -90,17 +85,17 @@ class Place:
 
     def groups(self) -> dict[Group, str]:
         """Return the groups of this block and of those around it, each with the title of a block."""
-        return {self.group: self.title, **(self.outer.groups() if self.outer else {})}
+        return {self.group: self.title, **self.outer.groups()} if self.outer else {}
 
 
 class StoreChannel:
-    """What a rank of the world tells the thread that it starts, and hears of it."""
+    """The thread of a rank of the world that uses the store, and all that it shares with its callers."""
 
     def __init__(self, open_client: Callable[[], Any], rank: int, beat_s: float = BEAT_S) -> None:
         self.rank, self.limits, self.broken = rank, Limits(), ""  # what is wrong with the store
         self.groups: dict[str, Group] = {}
         self.place = Place(Group(self, "", (rank,)))  # where the caller is
-        self.news = queue.SimpleQueue[tuple[Group, str, str] | None]()  # wakes the thread; which step to fail, and why
+        self.news = queue.SimpleQueue[tuple[Group, str] | None]()  # wakes the thread; which group is left, and why
         self._failing: Place | None = None  # where the caller was when another rank failed
         self._unanswered_s, self._counted_s = 0.0, time.monotonic()  # see `_note_silence`
         # Of the thread.
@@ -108,11 +103,10 @@ class StoreChannel:
         self._amount, self._still_s, self._notice_s = -1, 0.0, NOTICE_S  # how far the place is, since when
         self._seen: dict[int, tuple[bytes, float]] = {}  # the heartbeats of others, and the seconds since they changed
         self._thread = threading.Thread(target=self._run, name="lowmem_load-store", daemon=True)
+        self._thread.start()
 
     def wait(self) -> Any:
         """Return the thread's answer to the caller's place; None if the store is broken."""
-        if not self._thread.ident:
-            self._thread.start()
         self.news.put(None)
         while not self.broken:
             with contextlib.suppress(TimeoutError):
@@ -125,7 +119,7 @@ class StoreChannel:
         if self.place.title:
             self._note_silence()
             if self.broken or self._failing is self.place:
-                raise StoppedError("stopped because another rank has failed")
+                raise StoppedError(peers.STOPPED)
 
     def end(self) -> None:
         """End the thread."""
@@ -133,9 +127,9 @@ class StoreChannel:
         self.news.put(None)
 
     def _note_silence(self) -> None:
-        """Count the seconds in which the store has not answered, but few of a time without a look.
+        """Count the seconds in which the store has not answered, but only one beat of a longer time without a look.
 
-        Then this process stood still, or C code held the interpreter's lock, for which the thread waits, too.
+        Then this process stood still, or C code kept the interpreter's lock, for which the thread waits, too.
         """
         now_s = time.monotonic()
         self._unanswered_s += min(now_s - self._counted_s, self._beat_s)
@@ -148,7 +142,7 @@ class StoreChannel:
             self._break(f"has not answered for {self.limits.gone_s:g} s ({peers.GONE})")
 
     def _break(self, what: str) -> None:
-        self.broken = self.broken or f"the store of the process group, which this rank or its launcher holds, {what}"
+        self.broken = self.broken or f"the rendezvous store, which this rank or its launcher keeps, {what}"
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
@@ -174,9 +168,9 @@ class StoreChannel:
                 with contextlib.suppress(queue.Empty):
                     left = self.news.get(timeout=until_beat_s if place.answer.done() else min(pause_s, until_beat_s))
                     if left is not None:
-                        group, key, why = left
-                        self._decide(key, Verdict([(self.rank, why)]))
-                        group.note_read(key)
+                        group, why = left
+                        self._decide(group.key, Verdict([(self.rank, why)]))
+                        self._note_read(group, group.key)
                 pause_s *= POLL_GROWTH
         except Exception as error:  # noqa: BLE001  such as MemoryError: the caller must hear of it, and why
             text, _, _ = str(error).partition("\n")
@@ -205,17 +199,15 @@ class StoreChannel:
         self._still_s, self._amount = 0.0 if amount != self._amount else self._still_s + self._beat_s, amount
         beat, groups = self._send_heartbeat(place, detail), place.groups()
         self._watch(place)
-        if place.entry is None:
-            if why := self.limits.why_stuck(beat, self._still_s, is_measured=place.progress is not None):
-                for group in groups:  # with one title: some ranks may raise in an inner step, and some in an outer one
-                    self._decide(group.key, Verdict([(self.rank, why)], place.title))
-            if any(self._fails(group) for group in groups):
-                self._failing = place
-            return
-        # The rank for which this one waits in an inner step may wait for it in the outer one, which has failed.
+        is_busy = place.entry is None
+        why = is_busy and self.limits.why_stuck(beat, self._still_s, is_measured=place.progress is not None)
         for group, title in groups.items():
-            if group != place.group and self._fails(group):
-                self._decide(place.key, Verdict([(self.rank, f"stopped because {title} has failed")]))
+            if why:  # with one title: some ranks may raise in an inner step, and some in an outer one
+                self._decide(group.key, Verdict([(self.rank, why)], place.title))
+            if (is_busy or group != place.group) and self._fails(group):
+                self._failing = place
+                if not is_busy:  # the rank for which this one waits may wait for it in the outer step
+                    self._decide(place.key, Verdict([(self.rank, f"stopped because {title} has failed")]))
 
     def _watch(self, place: Place) -> None:
         """Give up who is lost, and say who is absent."""
@@ -239,36 +231,40 @@ class StoreChannel:
     def _answer(self, place: Place) -> Any:
         """Return what the caller waits for; None if it is not there yet."""
         (leader, *followers), read = place.group.members, place.group.read
+        if place.entry is None and (place.title or not read or time.monotonic() > place.since_s + FAREWELL_S):
+            return True
+        beats = self._heartbeats(followers) if self.rank == leader else {}
+        here = {rank: beat for rank, beat in beats.items() if beat.is_at(place.key if place.entry else read[-1])}
         if place.entry is None:
-            if place.title or self.rank != leader or time.monotonic() > place.since_s + FAREWELL_S:
-                return True
-            return not any(beat.is_at(read[-1]) for beat in self._heartbeats(followers).values() if read)
-        entries = {leader: place.entry}
-        if self.rank == leader and place.entry.title:
-            beats = self._heartbeats(followers).items()
-            entries |= {rank: beat.entry for rank, beat in beats if beat.entry and beat.is_at(place.key)}
+            return all(self._seen[rank][1] > self.limits.gone_s for rank in here)
+        entries = {leader: place.entry, **{rank: beat.entry for rank, beat in here.items() if beat.entry}}
         if not place.entry.title:
             verdict = self._decide(place.key, Verdict([(self.rank, place.entry.error or "")]))
         elif len(entries) == len(place.group.members):
-            while len(read) > KEPT:
-                self._store.delete_key(read.pop(0))
             verdict = self._decide(place.key, peers.verdict_on(entries, place.title))
+        elif content := peek(self._store, place.key):
+            verdict = Verdict(*unpacked(content))
         else:
-            verdict = peek(self._store, place.key)
-        if not verdict:
             return None
-        place.group.note_read(place.key)
-        return Verdict(*unpacked(verdict))
+        self._note_read(place.group, place.key)
+        return verdict
+
+    def _note_read(self, group: Group, key: str) -> None:
+        """Note that this rank needs a verdict no more. The leader deletes the oldest ones."""
+        if self.rank == group.members[0]:
+            group.read.append(key)
+            if len(group.read) > KEPT:
+                self._store.delete_key(group.read.pop(0))
 
     def _fails(self, group: Group) -> bool:
         """Return whether a step of a group fails to which this rank has yet to bring its entry."""
         key = group.key
         return bool(peek(self._store, key)) or peek(self._store, f"{group.name}/failed") == key.encode()
 
-    def _decide(self, key: str, verdict: Verdict) -> bytes:
+    def _decide(self, key: str, verdict: Verdict) -> Verdict:
         """Write the verdict on a step, unless there is one; return the one that counts."""
         logger.debug("rank %d: verdict on %s: %s", self.rank, key, verdict.failures or "go on")
-        return bytes(self._store.compare_set(key, "", packed(verdict)))
+        return Verdict(*unpacked(self._store.compare_set(key, "", packed(verdict))))
 
     def _heartbeats(self, ranks: Sequence[int], seconds: float = 0.0) -> dict[int, Heartbeat]:
         """Return what ranks wrote last, so many seconds after the last time that counted."""

@@ -1,11 +1,11 @@
-"""What ranks tell each other, and what follows from it: who failed, who is lost. Pure.
+"""The messages of ranks to each other, and the judgements that follow from them: who failed, who is lost. Pure.
 
 [Note: lost ranks] Clocks of different machines are never compared: a rank counts the seconds in which it saw no change.
-- A rank whose heartbeats stop is lost: its process or its machine has ended, stands still, or cannot be reached. This
-  the others judge.
-- A rank whose heartbeats come but which makes no progress may wait for a file server, so it gets much longer. This the
-  rank judges itself, in the thread that sends its heartbeats. Progress is what the step reports, such as bytes read. A
-  step that runs other people's code, which may download or compile, reports none, and gets as long as the process group
+- A rank whose heartbeats stop is lost: its process or its machine has ended, stands still, or cannot be reached. The
+  others judge this.
+- A rank whose heartbeats come but which makes no progress may wait for a file server, so it gets much longer. It judges
+  this itself, in the thread that sends its heartbeats. Progress is what the step reports, such as bytes read. A step
+  that runs other people's code, which may download or compile, reports none, and gets as long as the process group
   gives a collective.
 - A rank that has not come to a step may come later. The others wait for as long, and log for whom.
 """
@@ -26,6 +26,7 @@ SILENCE, GONE = "LOWMEM_LOAD_SILENCE_S", "LOWMEM_LOAD_GONE_S"
 """Environment variables that set the limits of the same names, seconds."""
 
 SAME_ORDER = "all ranks have to do the same loads and saves in the same order"
+STOPPED = "stopped because another rank has failed"
 MAX_FAILURES = 1_000_000  # characters of all messages of a verdict together, which every rank reads
 
 # The parts of one error's text that differ between ranks: addresses, and the indices of devices (cuda:1).
@@ -33,7 +34,7 @@ _OF_ONE_PROCESS = re.compile(r"\b0x[0-9a-fA-F]+|(?<=[a-z]:)[0-9]+")
 
 
 def packed(value: Any) -> bytes:
-    """Return JSON data as the store has them: its values are bounded, and what all ranks tell is alike."""
+    """Return JSON data as the store has them: its values are bounded, and the ranks tell it similar things."""
     return zlib.compress(json.dumps(value).encode(), 1)
 
 
@@ -43,17 +44,16 @@ def unpacked(content: bytes) -> Any:
 
 
 class Entry(NamedTuple):
-    """What one rank brings to a step. JSON data, as heartbeats and verdicts are, which are compressed in the store."""
+    """A rank's part of a step. Like heartbeats and verdicts it is JSON data, which the store has compressed."""
 
     title: str  # equal on all ranks that are at the same step; "" of a rank that does not come to it
-    error: str | None = None  # of this rank
-    is_stopped: bool = False  # whether this rank only stopped because another one failed
+    error: str | None = None  # of this rank; "" if it has only stopped because another one has failed
     digest: str = ""  # of values that must be equal on all ranks
     payload: str = ""  # for all ranks
 
 
 class Heartbeat(NamedTuple):
-    """What a rank writes about itself."""
+    """A rank's words about itself."""
 
     who: str = ""  # the process, for messages: pid and host
     step: str = ""  # key of its verdict: the name of its group, and its number there
@@ -70,13 +70,13 @@ class Heartbeat(NamedTuple):
 
     @property
     def doing(self) -> str:
-        """What the rank does, for messages."""
+        """The rank's present work, for messages."""
         doing = f"{'after' if self.entry else 'while'} {self.title}" if self.title else "between loads"
         return f"{doing}, {self.detail}" if self.detail else doing
 
     @property
     def last_seen(self) -> str:
-        """What is known of a rank that has not come."""
+        """The last sign of a rank that has not come."""
         return f"was last seen {self.doing} ({self.who})" if self.who else "has not called lowmem_load"
 
     def is_at(self, step: str) -> bool:
@@ -110,12 +110,8 @@ class Limits(NamedTuple):
         limit_s, origin = self.silence_s, SILENCE
         if not is_measured:
             limit_s, origin = max(self.silence_s, self.absence_s), "the timeout of the process group"
-        if still_s <= limit_s:
-            return ""
-        return (
-            f"has made no progress for more than {limit_s:g} s ({origin}), {beat.doing}; look what its process "
-            f"({beat.who}) waits for"
-        )
+        text = f"has made no progress for more than {limit_s:g} s ({origin}), {beat.doing}"
+        return f"{text}; look what its process ({beat.who}) waits for" if still_s > limit_s else ""
 
     def why_lost(self, beat: Heartbeat, silent_s: float, step: str, waited_s: float) -> str:
         """Return why this rank gives up another one, whose last heartbeat came `silent_s` ago; "" if not yet.
@@ -148,26 +144,23 @@ class Verdict(NamedTuple):
 def verdict_on(entries: Mapping[int, Entry], title: str = "") -> Verdict:
     """Return the verdict on the entries of all ranks, by rank in the world, in the group's order.
 
-    Errors count before different titles, and those before different digests. A rank that stopped because of another
-    one is named only if no other rank failed.
+    Errors count before different titles, and those before different digests. A rank that has only stopped is named only
+    if no other rank failed.
     """
     errors = {rank: entry.error for rank, entry in entries.items() if entry.error is not None}
     failures = (
-        {rank: error for rank, error in errors.items() if not entries[rank].is_stopped}
-        or errors
+        {rank: error for rank, error in errors.items() if error}
+        or dict.fromkeys(errors, STOPPED)
         or differences("is at", "are at", {rank: repr(entry.title) for rank, entry in entries.items()})
     )
-    texts = {_OF_ONE_PROCESS.sub("#", error) for error in errors.values()}
-    max_chars = max(200, MAX_FAILURES // max(1, len(failures)))
-    differs = not failures and len({entry.digest for entry in entries.values()}) > 1
+    is_alike = len(errors) == len(entries) and len({_OF_ONE_PROCESS.sub("#", text) for text in errors.values()}) == 1
+    if failures:
+        max_chars = max(200, MAX_FAILURES // len(failures))
+        return Verdict([(rank, text[:max_chars]) for rank, text in failures.items()], title, is_alike)
+    if len({entry.digest for entry in entries.values()}) > 1:
+        return Verdict(title=title, differs=True)
     payloads = [entry.payload for entry in entries.values()]
-    return Verdict(
-        failures=[(rank, text[:max_chars]) for rank, text in failures.items()],
-        title=title,
-        is_alike=len(errors) == len(entries) and len(texts) == 1,
-        differs=differs,
-        payloads=payloads if any(payloads) and not failures and not differs else (),
-    )
+    return Verdict(title=title, payloads=payloads if any(payloads) else ())
 
 
 def differences(this: str, others: str, values: Mapping[int, str]) -> dict[int, str]:

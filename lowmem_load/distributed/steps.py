@@ -1,19 +1,19 @@
-"""Ranks that work together: each step of theirs succeeds on all of them, or raises the same error on all.
+"""Ranks that work together: each of their steps succeeds on all of them, or raises the same error on all.
 
-[Note: agreement] Ranks agree by the store of torch.distributed, because a collective cannot say who is late.
-- All ranks of a group do the same steps, which they number. What a rank does, and in which step, stands in its
-  heartbeat, a key that a thread writes once a second. When it has done its part, with or without an error, it adds its
-  entry and waits.
+[Note: agreement] Ranks agree by torch's rendezvous store, because a collective cannot say who is late.
+- All ranks of a group do the same steps, which they number. A rank's heartbeat, a key that a thread writes once a
+  second, says what it does, and in which step. When it has done its part, with or without an error, it adds its entry
+  and waits.
 - A step ends with its verdict, another key. compare_set writes it, so the first one counts. The leader, the group's
-  first rank, writes it when it has read the entries of all. Who gives up another rank or itself, or does not come to
-  the step, writes that instead. Then all go on to the next number, so a load that failed may be tried again.
-- The leader watches the heartbeats of all ranks, the others that of the leader. Who is lost: `distributed/peers.py`.
-  All look for the verdict, and for a key that says that a rank has failed: then busy ranks stop.
-- Values that must be equal go into one digest. Only if digests differ, ranks tell each value, in a second step.
-- A step of some ranks may lie within one of more ranks. If the outer one fails, so does the inner one: a rank may wait
-  there for the one that failed.
-- A loop of steps that each rank may leave at any time, even when the garbage collector runs, is a group of its own. Who
-  leaves it writes the verdict on its next step, to which others may come.
+  first rank, writes it when it has read the entries of all. A rank that gives up another one or itself, or does not
+  come to the step, writes that instead. Then all go on to the next number, so a load that failed may be tried again.
+- The leader watches the heartbeats of all ranks, and the others that of the leader; `distributed/peers.py` says who is
+  lost. All look for the verdict, and for a key which says that a rank has failed: then busy ranks stop.
+- Values that must be equal go into one digest. If digests differ, ranks tell each value, in a second step.
+- A step of some ranks may lie within one of more ranks. If the outer one fails, so does the inner one, because a rank
+  may wait there for the one that failed.
+- A loop of steps that each rank may leave at any time, even when the garbage collector runs, is a group of its own. A
+  rank that leaves it writes the verdict on its next step, to which others may come.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _KNOWN_TO = "_lowmem_load_known_to"  # attribute of errors: the ranks of the wor
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """What this rank brings to a step, and what all ranks have brought."""
+    """The values that this rank brings to a step, and those that all ranks have brought."""
 
     digest: Mapping[str, str] = field(default_factory=dict)  # values that must be equal, by topic ("commit", "files")
     payload: Any = None  # for the other ranks, JSON data
@@ -124,7 +124,7 @@ class RankGroup:
                 if self._all_know(caught):  # an inner step has ended with it, on all ranks of this one
                     raise
                 error = caught
-                entry = entry._replace(error=error_text(error, MAX_TEXT), is_stopped=isinstance(error, StoppedError))
+                entry = entry._replace(error="" if isinstance(error, StoppedError) else error_text(error, MAX_TEXT))
             try:
                 verdict = self._agree(entry)
                 if verdict.differs:
@@ -170,7 +170,7 @@ class RankGroup:
     def leave(self, why: str) -> None:
         """Tell the other ranks that this one comes to no further step of this loop. Local, and takes no lock."""
         if self._loop is not None:
-            self._loop.channel.news.put((self._loop, self._loop.key, why))
+            self._loop.channel.news.put((self._loop, why))
 
     @property
     def next_step(self) -> str:
@@ -191,12 +191,12 @@ class RankGroup:
             return
         channel, outer = group.channel, group.channel.place
         try:
-            channel.place = Place(group, title, progress and weakref.ref(progress), outer if outer.title else None)
+            channel.place = Place(group, title, progress and weakref.ref(progress), outer)
             if not outer.title:
                 channel.wait()  # should this rank end at once, the others know that it had come
             yield
         finally:
-            channel.place = replace(outer) if outer.title else Place(group)
+            channel.place = replace(outer, entry=None) if outer.title else Place(group)
             if not outer.title:
                 channel.wait()
 
@@ -207,13 +207,11 @@ class RankGroup:
         """
         if (group := self._joined()) is None:
             return verdict_on({self.rank: entry})._replace(payloads=[entry.payload] * self.world_size)
-        channel, block = group.channel, group.channel.place
-        try:
-            channel.place = replace(block, entry=entry)
-            verdict = channel.wait() or Verdict([(0, channel.broken)])
-            group.number += not channel.broken
-        finally:
-            channel.place = replace(block)
+        channel = group.channel
+        channel.place = replace(channel.place, entry=entry)
+        verdict = channel.wait() or Verdict([(0, channel.broken)])
+        if not channel.broken:
+            group.number, group.num_loops = group.number + 1, 0
         return verdict
 
     def _joined(self) -> Group | None:
@@ -242,7 +240,7 @@ class RankGroup:
 
 
 class Alone(RankGroup):
-    """This process, where there is no group of torch.distributed: it agrees with itself."""
+    """This process where there is no group of torch.distributed. It agrees with itself."""
 
     __slots__ = ()
 
@@ -258,6 +256,6 @@ def _differing(ranks: Sequence[int], texts: Sequence[str]) -> Sequence[tuple[int
     found = defaultdict[int, list[str]](list)
     for topic in dict.fromkeys(topic for digest in digests.values() for topic in digest):
         values = {rank: digest.get(topic, "none") for rank, digest in digests.items()}
-        for rank, text in differences(f"holds {topic}", "hold", values).items():
+        for rank, text in differences(f"has {topic}", "have", values).items():
             found[rank].append(text)
     return [(rank, "; ".join(found[rank])) for rank in sorted(found)]

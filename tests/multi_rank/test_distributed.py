@@ -159,7 +159,7 @@ def _steps() -> None:
 
     with pytest.raises(RankError) as failed:
         _step(digest="bbb" if mine == 2 else "aaa")
-    assert failed.value.failures == {2: "holds files bbb, where rank(s) 0-1 hold aaa"}
+    assert failed.value.failures == {2: "has files bbb, where rank(s) 0-1 have aaa"}
 
     with pytest.raises(RankError) as failed:
         _step(title="saving" if mine == 1 else "loading")

@@ -131,7 +131,7 @@ def refuse(path: str) -> None:
     with pytest.raises(UnsupportedError, match=r"llama.*: its class does not load through"):
         load_model(path, mesh=mesh, auto_class=Own)
     rank = dist.get_rank()
-    with pytest.raises(RankError, match="holds fully_shard_kwargs reshard_after_forward True"):
+    with pytest.raises(RankError, match="has fully_shard_kwargs reshard_after_forward True"):
         load_model(path, mesh=mesh, fully_shard_kwargs={"reshard_after_forward": bool(rank)})
     policy = {"shard_placement_fn": lambda _: None}  # at another address on each rank
     assert get_load_report(load_model(path, mesh=mesh, fully_shard_kwargs=policy)).read_bytes

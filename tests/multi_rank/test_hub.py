@@ -24,7 +24,7 @@ def load_from_hub(path: str, cache: str) -> list[list[str]]:
     rank = os.environ["RANK"]
     with (
         hub(Path(path), "org/model", commit=rank * 40),
-        pytest.raises(RankError, match=r"rank 1: holds commit 1{40}, where rank.s. 0 hold 0{40}"),
+        pytest.raises(RankError, match=r"rank 1: has commit 1{40}, where rank.s. 0 have 0{40}"),
     ):
         load_model("org/model", FP32, cache_dir=f"{cache}-{rank}")
     with hub(Path(path), "org/model"), pytest.raises(ValueError, match=r"org/other") as caught:

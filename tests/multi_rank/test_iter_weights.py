@@ -226,7 +226,7 @@ def misbehave(path: str, out: str) -> None:
     for wrong in ({"bucket_bytes": 0}, {"dst": 3}, {"dst": "none"}, {"names": ["lm_head"]}, {"dtype": torch.int8}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             next(iter_weights(model, **wrong))
-    with pytest.raises(RankError, match="rank 1: holds bucket_bytes, dst, dtype 2, all, None, where"):
+    with pytest.raises(RankError, match="rank 1: has bucket_bytes, dst, dtype 2, all, None, where"):
         next(iter_weights(model, bucket_bytes=2 if is_odd else 1))
     model.generation_config.do_sample, model.generation_config.temperature = False, 0.5  # transformers saves it not so
     works()

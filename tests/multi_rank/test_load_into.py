@@ -278,7 +278,7 @@ def refuse_all(path: str) -> None:
     with pytest.raises(LowMemLoadError, match="no-such-folder"):
         load_into(model, path + "/no-such-folder")
     dtype = (torch.bfloat16, torch.float32)[torch.distributed.get_rank()]
-    with pytest.raises(LowMemLoadError, match=r"holds dtype float32, where rank\(s\) 0 hold bfloat16"):
+    with pytest.raises(LowMemLoadError, match=r"has dtype float32, where rank\(s\) 0 have bfloat16"):
         load_into(model, path, dtype=dtype)
 
     model.value_head = nn.Linear(4, 1)

@@ -194,7 +194,7 @@ def load_into_another(path: str, folder: str) -> None:
         engine.save_16bit_model(f"{folder}/one", "model.bin")
     saved = engine.consolidated_state_dict()
     rank = engine.zero3.global_rank
-    with pytest.raises(RankError, match=r"holds checkpoint global_step2, where .* hold none"):
+    with pytest.raises(RankError, match=r"has checkpoint global_step2, where .* have none"):
         engine.load_checkpoint(f"{folder}/stage2" if rank else f"{folder}/nowhere")
     engine.destroy()
     engine = make_engine(path, CONFIG, prepare=freeze_llm)

@@ -386,7 +386,7 @@ def resume_by_two_paths(engine: Any, folder: str) -> None:
         load_checkpoint(engine, places[dist.get_rank()], load_module_only=True)
         with pytest.raises(CheckpointError, match=r"2 different files of this name.* rank\(s\) 1: .*another-run"):
             load_checkpoint(engine, places[2 * dist.get_rank()], load_module_only=True)
-    with pytest.raises(RankError, match=r"rank 1: holds strict False, where rank\(s\) 0 hold True"):
+    with pytest.raises(RankError, match=r"rank 1: has strict False, where rank\(s\) 0 have True"):
         load_checkpoint(engine, f"{folder}/bf16", load_module_strict=dist.get_rank() == 0)
 
 

@@ -78,6 +78,6 @@ def test_two_checkpoints_of_one_shape_are_not_mixed(checkpoints: Path, tmp_path:
         assert "model.safetensors: the ranks hold 2 different files of this name" in text
         assert f"rank(s) 0-1: {first}" in text and f"rank(s) 2-3: {other}" in text
     assert "describing the model failed" in of_config
-    assert "holds configuration rms_norm_eps 2e-06, where rank(s) 0" in of_config and "hold 1e-06" in of_config
-    assert "holds generation_config.json eos_token_id 7, where rank(s) 0" in of_generation
+    assert "has configuration rms_norm_eps 2e-06, where rank(s) 0" in of_config and "have 1e-06" in of_config
+    assert "has generation_config.json eos_token_id 7, where rank(s) 0" in of_generation
     assert max(seconds for answer in answers for _, seconds in answer) < 10

@@ -231,7 +231,7 @@ def fail_together(path: str, out: str) -> None:
     with pytest.raises(RankError, match=r"rank 1: ConfigError: .*does not see the folder that rank 0 made"):
         save_model(model, target)
     folders.PROBE = ".lowmem_load_probe"
-    with pytest.raises(RankError, match=r"rank 1: holds max_shard_size '31KB', where rank\(s\) 0 hold '30KB'"):
+    with pytest.raises(RankError, match=r"rank 1: has max_shard_size '31KB', where rank\(s\) 0 have '30KB'"):
         save_model(model, target, max_shard_size=f"{30 + rank}KB")
     began_s = time.monotonic()
     with pytest.raises(RankError if rank == 0 else TypeError, match="NoneType"):

@@ -149,7 +149,7 @@ def give_different_arguments(good: str, other: str) -> None:
     for step, path, config, kwargs in calls:
         with pytest.raises(RankError, match=step) as caught:
             load_model(path, config, **kwargs)
-        assert "holds " in str(caught.value)
+        assert "has " in str(caught.value)
 
 
 def test_ranks_with_different_files_or_arguments_are_stopped(checkpoints: Path) -> None:

@@ -165,4 +165,4 @@ def test_ranks_that_read_notice_a_cut(cable: Cable, checkpoints: Path, tmp_path:
     for rank, (_, text) in enumerate(answers):
         node = rank // RANKS_PER_NODE
         assert seconds[rank] < LIMIT_S
-        assert ("the store of the process group" if node else "rank 2: has sent no heartbeat") in text
+        assert ("the rendezvous store" if node else "rank 2: has sent no heartbeat") in text

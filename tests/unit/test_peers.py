@@ -27,14 +27,9 @@ def changed(**changes: Any) -> Heartbeat:
 def test_a_rank_that_makes_no_progress_gives_itself_up(is_measured: bool) -> None:
     limit_s, origin = (300.0, "LOWMEM_LOAD_SILENCE_S") if is_measured else (1800.0, "the timeout of the process group")
     assert LIMITS.why_stuck(HERE, limit_s, is_measured=is_measured) == ""
-    words = LIMITS.why_stuck(HERE, limit_s + 1, is_measured=is_measured)
-    for word in (
-        f"no progress for more than {limit_s:g} s ({origin})",
-        "while model: reading",
-        "a.safetensors",
-        "4711",
-    ):
-        assert word in words
+    text = LIMITS.why_stuck(HERE, limit_s + 1, is_measured=is_measured)
+    assert f"no progress for more than {limit_s:g} s ({origin}), while model: reading, 3.0 of" in text
+    assert "(pid 4711 on node1)" in text
 
 
 @pytest.mark.parametrize("entry", [None, ENTRY])
@@ -60,12 +55,6 @@ def test_a_rank_whose_heartbeats_stop_is_lost(entry: Entry | None) -> None:
 def test_a_rank_that_has_not_come_is_waited_for_as_long_as_the_group_says(heartbeat: Heartbeat, is_late: bool) -> None:
     assert LIMITS.why_lost(heartbeat, 0.0, "world/4", 1800.0) == ""
     assert ("has not come to this point in 1800 s" in LIMITS.why_lost(heartbeat, 0.0, "world/4", 1801.0)) is is_late
-
-
-def test_ranks_that_wait_for_each_other_in_a_group_and_its_loop_give_each_other_up() -> None:
-    beat = changed(step="world/3/7", entry=ENTRY)
-    assert LIMITS.why_lost(beat, 0.0, "world/4", 25.0) == ""
-    assert LIMITS.why_lost(beat, 0.0, "world/4", 26.0).startswith("waits elsewhere, after model: reading")
 
 
 def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
