@@ -1,18 +1,6 @@
 """The errors of lowmem_load.
 
-    LowMemLoadError
-    |-- ConfigError               ds_config or arguments that cannot be used      (ValueError)
-    |-- CheckpointError           a checkpoint folder or file that cannot be used (ValueError)
-    |   |-- HeaderError           a safetensors header that is malformed
-    |   |-- ModelBuildError       a model whose own code fails on its configuration
-    |   `-- TruncatedFileError    a file shorter than its header says
-    |-- MemoryShortageError       a load that does not fit into memory            (MemoryError)
-    |-- PlanError                 a plan that does not cover every element once   (ValueError)
-    |-- UnsupportedError          a combination that lowmem_load cannot load      (NotImplementedError)
-    |-- IncompatibleVersionError  a release lacks a function that is needed       (ImportError)
-    `-- RankError                 one or more ranks failed; raised on every rank  (RuntimeError)
-
-Each also derives from the builtin named on its line, so that `except ValueError` keeps working.
+Most also derive from a builtin error, so that `except ValueError` keeps working.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this package needs of others: their releases, and every function of theirs that is replaced while a block lasts.
+"""The releases of other packages that this one needs, and their functions that are replaced while a block lasts.
 
 `replaced.py` takes no other name than those of the table here. A new release of a package is checked against it;
 `docs/development/foreign_names.md` shows it. Private names that are only used are checked by `require`. A release that
@@ -188,7 +188,7 @@ RESOLVE_FILES = _modeling("_get_resolved_checkpoint_files")
 SAFE_OPEN = _modeling("safe_open")
 LOAD_STATE_DICT = _modeling("load_state_dict")
 SHARD_FILES = _modeling("get_checkpoint_shard_files")
-IS_ON_HF_MOUNT = _modeling("_is_on_hf_mount", "files on a mount of the Hub are read whole before the load")
+IS_ON_HF_MOUNT = _modeling("_is_on_hf_mount", "files on a mount of the Hub are read in full before the load")
 DEEPCOPY = _collecting("deepcopy", _EXPERTS)
 SPAWN_MATERIALIZE = _collecting("spawn_materialize", _EXPERTS)
 SORTING_KEY = _collecting("dot_natural_key", _EXPERTS)
@@ -209,10 +209,10 @@ IS_FSDP_IN_PLACING = _transformers("transformers.integrations.accelerate", "is_f
 _quantizer = functools.partial(_transformers, "transformers.quantizers.base")
 _bitsandbytes = functools.partial(ForeignName, BITSANDBYTES, "bitsandbytes.nn")
 _compressors = functools.partial(ForeignName, COMPRESSED_TENSORS, since="0.20.1")
-_WHOLE = "are dequantized whole on every rank, not refused"
+_WHOLE = "are dequantized in full on every rank instead of being refused"
 _PARTIAL = "fp8 weights with a partial last block cannot be dequantized"
-_TWICE = "transformers takes memory for a whole 4-bit model on each GPU before it is partitioned"
-_UNPACKED = "4-bit codes of compressed-tensors are unpacked one whole weight at a time, not by ranges"
+_TWICE = "transformers takes memory for the full 4-bit model on each GPU before it is partitioned"
+_UNPACKED = "4-bit codes of compressed-tensors are unpacked one full weight at a time instead of by ranges"
 
 MAKE_QUANTIZER = _transformers("transformers.quantizers.auto", "AutoHfQuantizer.from_config")
 VALIDATE_ENVIRONMENT = _quantizer("HfQuantizer.validate_environment")
@@ -253,7 +253,7 @@ TRAINER_SAVE = _transformers("transformers.trainer", "Trainer.save_model", f"Tra
 _engine = functools.partial(ForeignName, DEEPSPEED, "deepspeed")
 _partitioning = functools.partial(ForeignName, DEEPSPEED, "deepspeed.runtime.zero.partition_parameters")
 _OWN = "deepspeed.initialize and the engine's loads and saves are DeepSpeed's own; loads for ZeRO-3 are refused"
-_UNREAD = "every rank reads a lazy model whole before ZeRO-3 partitions it"
+_UNREAD = "every rank reads the full lazy model before ZeRO-3 partitions it"
 
 INITIALIZE = _engine("initialize", _OWN)
 LOAD_CHECKPOINT = _engine("DeepSpeedEngine.load_checkpoint", _OWN)
@@ -267,7 +267,7 @@ _fsdp_utils = functools.partial(ForeignName, ACCELERATE, "accelerate.utils.fsdp_
 _axolotl = functools.partial(ForeignName, AXOLOTL, "axolotl.monkeypatch.accelerate.fsdp2")
 _state = functools.partial(ForeignName, ACCELERATE, "accelerate.state")
 _BROADCASTS = "rank 0 reads all weights of FSDP2 models with cpu_ram_efficient_loading, and broadcasts them"
-_READS_WHOLE = "every rank reads an FSDP2 model whole if its optimizer is made before Accelerator.prepare"
+_READS_WHOLE = "every rank reads the full FSDP2 model if its optimizer is made before Accelerator.prepare"
 _TIES = "accelerate ties what a configuration ties, also where the files have two tensors"
 _UNNOTICED = "FSDP2 goes unnoticed where an Accelerator asks for it and no variable does: accelerate loads these models"
 
@@ -286,11 +286,11 @@ _in_models = functools.partial(_diffusers, "diffusers.models.modeling_utils")
 _in_loading = functools.partial(_diffusers, "diffusers.models.model_loading_utils")
 _single_file = functools.partial(_diffusers, "diffusers.loaders.single_file_model")
 _pipelines = functools.partial(_diffusers, "diffusers.pipelines.pipeline_utils")
-_LOADS_WHOLE = "nothing warns that from_single_file loads whole models on every rank"
+_LOADS_WHOLE = "nothing warns that from_single_file loads full models on every rank"
 _REFUSED = "pipelines that one rank loads by itself are refused"
 _EMPTY_MODELS = "save_pretrained of diffusers writes empty parameters under ZeRO-3, and fails under FSDP2"
 
-DIFFUSERS_FROM_PRETRAINED = _in_models("ModelMixin.from_pretrained", "every rank loads diffusers' models whole")
+DIFFUSERS_FROM_PRETRAINED = _in_models("ModelMixin.from_pretrained", "every rank loads diffusers' models in full")
 DIFFUSERS_SINGLE_FILE = _single_file("FromOriginalModelMixin.from_single_file", _LOADS_WHOLE)
 DIFFUSERS_PIPELINE = _pipelines("DiffusionPipeline.from_pretrained", _REFUSED)
 DIFFUSERS_SAVE = _in_models("ModelMixin.save_pretrained", _EMPTY_MODELS)

@@ -1,4 +1,4 @@
-"""Locks in processes that are forked off: there the threads that held them at the fork do not exist."""
+"""Locks in processes that are forked off: there the threads that had them at the fork do not exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LOCKS: weakref.WeakSet[ForkedLock] = weakref.WeakSet()
 
 
 class ForkedLock:
-    """A lock that its thread may take again. After a fork the child holds what the forking thread held, and no more.
+    """A lock that its thread may take again. After a fork the child has what the forking thread had, and no more.
 
     What a lock guards has to be sound in the child whenever another thread was at work on it in the parent.
     """
@@ -34,7 +34,7 @@ class ForkedLock:
         self._lock.release()
 
     def renew(self) -> None:
-        """Be free unless this thread holds the lock."""
+        """Be free unless this thread has the lock."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
         else:

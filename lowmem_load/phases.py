@@ -17,18 +17,13 @@ from tqdm.auto import tqdm
 
 from lowmem_load.errors import ConfigError
 
+# It has the resident pages second, and those of files and shared memory third (Linux
+# `Documentation/filesystems/proc.rst`). It is read in half the time of /proc/self/status.
 STATM = Path("/proc/self/statm")
-"""Has the resident pages second, those of files and shared memory third (Linux `Documentation/filesystems/proc.rst`).
-Read in half the time of /proc/self/status."""
 
-PROGRESS = "LOWMEM_LOAD_PROGRESS"
-"""Environment variable: 1 for a progress bar from the start on, 0 for none."""
-
-LINE_S = 30.0
-"""Seconds between two states of the progress bar where stderr is not a terminal."""
-
-DELAY_S = 3.0
-"""Seconds before the progress bar appears where it was not asked for."""
+PROGRESS = "LOWMEM_LOAD_PROGRESS"  # environment variable: 1 for a progress bar from the start on, 0 for none
+LINE_S = 30.0  # between two states of the progress bar where stderr is not a terminal
+DELAY_S = 3.0  # before the progress bar appears where it was not asked for
 
 
 def no_callback(*_: object) -> None:

@@ -13,6 +13,7 @@ from lowmem_load.errors import outside_level
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Public names of 0.3, and what they stand for now.
 NAMES = {
     **{
         name: f"llamafactory.{name}" for name in ("DistConfig", "DistributedInterface", "ModelArguments", "ModelEngine")
@@ -22,7 +23,6 @@ NAMES = {
     "load_report": "get_load_report",
     "streaming": "integrations.install.streaming",
 }
-"""Public names, and what they stand for now."""
 
 
 def old_name(name: str) -> Any:

@@ -33,13 +33,9 @@ from lowmem_load.phases import no_callback
 
 T = TypeVar("T")
 
-Handler: TypeAlias = Callable[..., Any]
-"""Called with the function that it replaces, followed by the arguments of the call."""
-
+Handler: TypeAlias = Callable[..., Any]  # called with the function that it replaces, then the arguments of the call
 Handlers: TypeAlias = Mapping[ForeignName, Handler]
-
-_Block: TypeAlias = dict[Callable[..., Any], Handler]
-"""The handlers of a block, by dispatcher; empty when the block is over."""
+_Block: TypeAlias = dict[Callable[..., Any], Handler]  # the handlers by dispatcher; empty when the block is over
 
 _BLOCKS: ContextVar[tuple[_Block, ...]] = ContextVar("lowmem_load_blocks", default=())
 _EVERYWHERE: list[_Block] = []
@@ -56,9 +52,8 @@ class _Place:
     num_blocks: int = 0
 
 
+# The latest place by the `id` of its owner, and the attribute. They stay: others may have kept the dispatcher, too.
 _PLACES: dict[tuple[int, str], _Place] = {}
-"""The latest place by the `id` of its owner, and the attribute. Kept: others may have kept the dispatcher, too."""
-
 _PLACING = ForkedLock()  # a finalizer may leave a block at any moment
 
 

@@ -47,7 +47,7 @@ def outer_prefix(names: Collection[str], keys: Collection[str]) -> str:
 
 
 def plain_url(url: str) -> str:
-    """Return a URL without credentials, query and fragment; only its scheme if it is none."""
+    """Return a URL without credentials, query and fragment; only its scheme if it is malformed."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # else the path may begin within a password
@@ -68,8 +68,7 @@ def without_secrets(text: str) -> str:
 
 # -- digests by which ranks compare plans, configurations and arguments -----------------------------------------------
 
-MAX_VALUE = 80
-"""Characters of a configuration's value that a message shows; ranks compare longer ones by digest."""
+MAX_VALUE = 80  # characters of a configuration's value that a message shows; ranks compare longer ones by digest
 
 
 def fingerprint(lines: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""What this process is told of its job: the environment variables of launchers, and the live group of torch."""
+"""The environment variables of launchers, which tell a process its place in a job, and the live group of torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowmem_load.errors import ConfigError
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 # Set by launchers that start several processes and set none of the above. If such a process took itself for a lone one,
-# every rank would load the whole model without a word. SLURM_NTASKS does not count: shells of salloc have it too.
+# every rank would silently load the full model. SLURM_NTASKS does not count: shells of salloc have it too.
 FOREIGN_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 # No process listens there: a lone process needs no rendezvous, but DeepSpeed reads both. 29500 is the default of torch.
@@ -82,7 +82,7 @@ def positive_number(name: str, default: float, unit: str) -> float:
     """Return the value of an environment variable, or the default.
 
     Raises:
-        ConfigError: it holds no positive number.
+        ConfigError: it is not a positive number.
     """
     text = os.environ.get(name) or str(default)
     try:
@@ -151,7 +151,7 @@ def cores(local_ranks: int) -> int:
 
 
 def integer(name: str) -> int:
-    """Return the value of an environment variable; raise ConfigError if it is no integer."""
+    """Return the value of an environment variable; raise ConfigError if it is not an integer."""
     text = os.environ.get(name, "")
     try:
         return int(text)

@@ -23,11 +23,10 @@ from lowmem_load.text import fingerprint, size
 PROC, BOOT_ID = Path("/proc"), Path("/proc/sys/kernel/random/boot_id")
 CGROUPS = Path("/sys/fs/cgroup")
 
-NO_LIMIT = 1 << 60
-"""Bytes of a cgroup's limit that is none: version 1 has the largest number of pages."""
+NO_LIMIT = 1 << 60  # bytes from which a cgroup's limit does not limit: version 1 has the largest number of pages
 
+# The limits of a process, and what /proc/self/status says of each. Source: proc_pid_status(5), getrlimit(2).
 LIMITS = {resource.RLIMIT_AS: ("address space", "VmSize"), resource.RLIMIT_DATA: ("data", "VmData")}
-"""Limits of a process, and what /proc/self/status says of each. Source: proc_pid_status(5), getrlimit(2)."""
 
 
 def node_name(rank: int) -> str:
@@ -136,7 +135,7 @@ def _of_cgroup(folder: Path, swap_bytes: int) -> tuple[int, int] | None:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None if there is none, or it is none that limits."""
+    """Return the number in a file; None if there is none, or if it does not limit."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:

@@ -32,12 +32,11 @@ if TYPE_CHECKING:
     # torch.distributed has it too, but does not export it to type checkers.
     from torch._C._distributed_c10d import Store
 
-_LOOK_S = 0.01
-"""Seconds between looks of a rank that waits for others."""
+_LOOK_S = 0.01  # between looks of a rank that waits for others
 
 
 class _Record(NamedTuple):
-    """What this module did for one group. Stale once that group is no longer the live one."""
+    """This module's part in one group. It is stale once that group is no longer the live one."""
 
     group: weakref.ref[dist.ProcessGroup]  # weak, as sockets and device memory end with the group
     made: bool  # False if it was adopted
@@ -106,11 +105,11 @@ def _agree_on_nonce(store: Store, rank: int, world_size: int, timeout: timedelta
 class DistributedInterface(RankGroup):
     """A handle on the default process group; the first handle makes or adopts it.
 
-    A handle holds no state, so any number of them agree, and all are stale when the group is destroyed.
+    A handle keeps no state, so any number of them agree, and all are stale when the group is destroyed.
 
-    A live group (of torch, accelerate or DeepSpeed) is adopted. Else, under torchrun, deepspeed or accelerate launch,
-    one is made through env://. Else this is a lone process: it gets a group of size 1 that needs no port, and the
-    variables that DeepSpeed needs are set until `destroy`. DeepSpeed's comm is live afterwards in all cases, so
+    A live group (of torch, accelerate or DeepSpeed) is adopted. Otherwise torchrun, deepspeed or accelerate launch say
+    how to make one, through env://. Without them this is a lone process: it gets a group of size 1 that needs no port,
+    and the variables that DeepSpeed needs are set until `destroy`. DeepSpeed's comm is live afterwards in all cases, so
     `deepspeed.zero.Init` and `deepspeed.initialize` initialize nothing. Not thread-safe.
 
     Collective:
@@ -120,7 +119,7 @@ class DistributedInterface(RankGroup):
     Args:
         backend: Default: what DeepSpeed's accelerator communicates with (nccl, gloo, ...). "cpu:gloo,cuda:nccl" for
             collectives of your own on host memory; loads use none.
-        timeout: Of collectives. Default for a group made here: DEEPSPEED_TIMEOUT minutes if set, else 30. The
+        timeout: Limit of collectives. Default for a group made here: DEEPSPEED_TIMEOUT minutes if set, else 30. The
             timeout of a live group is read from torch's backend object; where that has none (fake), it is not compared.
 
     Raises:
@@ -292,7 +291,7 @@ class DistributedInterface(RankGroup):
 
 
 def _answers(store: Store) -> bool:
-    """Return whether a store is still there: rank 0, which has it, may have been started anew."""
+    """Return whether a store is still there: rank 0, which has it, may have been started again."""
     try:
         store.check([""])
     except RuntimeError:
@@ -362,7 +361,7 @@ def choose_device() -> None:
     """Make LOCAL_RANK's device the current one. NCCL would otherwise start all ranks on the first device.
 
     Raises:
-        ConfigError: this process sees no such device.
+        ConfigError: this process does not see that device.
     """
     devices, local_rank = accelerator(), environment.integer("LOCAL_RANK")
     count = local_rank + 1 if devices.device_name() == "cpu" else devices.device_count()
