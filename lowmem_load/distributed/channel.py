@@ -218,8 +218,8 @@ class StoreChannel:
             if why := self.limits.why_lost(other, self._seen[rank][1], place.key, waited_s):
                 lost.append((rank, why))
                 steps |= {other.step} if other.entry else set()  # who waits elsewhere waits in vain
-        for key in steps if lost else ():
-            self._decide(key, Verdict(lost))
+        for key in sorted(steps) if lost else ():  # in one order, so that the first rank's verdict is that of all steps
+            lost = [*self._decide(key, Verdict(lost)).failures] or lost
         absent = {rank: other.last_seen for rank, other in others.items() if not other.is_at(place.key)}
         if absent and waited_s >= self._notice_s:
             self._notice_s *= 2
