@@ -35,26 +35,11 @@ class _RowSpan(NamedTuple):
     piece: Nest
 
 
-class _Range(NamedTuple):
-    """Elements `[start, end)`, which the pieces should cover once. All pieces lie inside."""
-
-    pieces: Sequence[Nest]
-    start: int
-    end: int
-
-
 def prove_coverage(name: str, nests: Sequence[Nest], numel: int) -> None:
     """Raise PlanError unless the nests write each of the elements `[0, numel)` exactly once."""
     if len(nests) == 1 and nests[0].destination == 0 and [axis[::2] for axis in nests[0].axes] == [(numel, 1)]:
         return  # one run, as of most parameters
-    pieces = [_piece(name, nest, numel) for nest in nests if nest.numel]
-    proofs = [_prove(name, _Range(pieces, 0, numel))]
-    while proofs:  # a stack, innermost last: recursion would be as deep as the nests
-        row = next(proofs[-1], None)
-        if row is None:
-            proofs.pop()
-        else:
-            proofs.append(_prove(name, row))
+    _prove(name, [_piece(name, nest, numel) for nest in nests if nest.numel], 0, numel)
 
 
 def prove_names(where: str, source: Iterable[K], new_names: Mapping[K, Hashable], left_out: Collection[K] = ()) -> None:
@@ -64,7 +49,7 @@ def prove_names(where: str, source: Iterable[K], new_names: Mapping[K, Hashable]
 
     Raises:
         CheckpointError: two names become one.
-        PlanError: a tensor would be lost without a word.
+        PlanError: a tensor would be lost silently.
     """
     first: dict[Hashable, K] = {}
     for old, new in new_names.items():
@@ -90,25 +75,24 @@ def _in_order(pieces: Iterable[Nest]) -> list[Nest]:
     return sorted(pieces, key=lambda piece: (piece.destination, piece.axes))
 
 
-def _prove(name: str, elements: _Range) -> Iterator[_Range]:
-    # Yields the rows that remain to be proved; a row is proved before the range goes on.
-    position = elements.start
-    for group in _groups(elements.pieces):
-        start, end = group[0].destination, max(map(_end, group))
-        if start > position:
-            raise PlanError(f"{name}: elements [{position}, {start}) are not covered")
+def _prove(name: str, pieces: Iterable[Nest], position: int, end: int) -> None:
+    """Raise unless pieces, which all lie inside, cover the elements `[position, end)` once."""
+    for group in _groups(pieces):
+        group_start, group_end = group[0].destination, max(map(_end, group))
+        if group_start > position:
+            raise PlanError(f"{name}: elements [{position}, {group_start}) are not covered")
         if any(piece.axes and piece.axes[0].destination != 1 for piece in group):
-            rows = rows_of(group, start, end)
+            rows = rows_of(group, group_start, group_end)
             if rows is None:
-                prove_on_bitmap(name, _Range(group, start, end))
-            else:
-                yield from rows
+                prove_on_bitmap(name, group, group_start, group_end)
+            for row in rows or ():  # no deeper than the strides of the group are many: a row has smaller ones
+                _prove(name, *row)
         elif len(group) > 1:
             overlap = group[1].destination, min(_end(group[0]), _end(group[1]))
             raise PlanError(f"{name}: elements [{overlap[0]}, {overlap[1]}) are covered twice")
-        position = end
-    if position < elements.end:
-        raise PlanError(f"{name}: elements [{position}, {elements.end}) are not covered")
+        position = group_end
+    if position < end:
+        raise PlanError(f"{name}: elements [{position}, {end}) are not covered")
 
 
 def _piece(name: str, nest: Nest, numel: int) -> Nest:
@@ -122,7 +106,7 @@ def _piece(name: str, nest: Nest, numel: int) -> Nest:
     return piece
 
 
-def _groups(pieces: Sequence[Nest]) -> Iterator[list[Nest]]:
+def _groups(pieces: Iterable[Nest]) -> Iterator[list[Nest]]:
     # Each group ends before the next one starts.
     group: list[Nest] = []
     end = 0
@@ -136,8 +120,8 @@ def _groups(pieces: Sequence[Nest]) -> Iterator[list[Nest]]:
         yield group
 
 
-def rows_of(group: Sequence[Nest], start: int, end: int) -> Iterator[_Range] | None:
-    """Return one row of each kind that a group consists of; None if it cannot be cut into rows."""
+def rows_of(group: Sequence[Nest], start: int, end: int) -> Iterator[tuple[list[Nest], int, int]] | None:
+    """Return pieces, start and end of one row of each kind in a group; None if it cannot be cut into rows."""
     length = max(piece.axes[0].destination for piece in group if piece.axes)
     spans: list[_RowSpan] = []
     for piece in group:
@@ -158,21 +142,23 @@ def _spans_of(piece: Nest, length: int) -> list[_RowSpan] | None:
         return None
     per_row = length // stride
     head = -(-(length - column) // stride)
-    whole, tail = divmod(size - head, per_row)
-    spans = [_RowSpan(row, row + 1, Nest(0, column, _around(head, stride, inner)))]
-    row, column = row + 1, column % stride
-    if whole:
-        spans.append(_RowSpan(row, row + whole, Nest(0, column, _around(per_row, stride, inner))))
-    if tail:
-        spans.append(_RowSpan(row + whole, row + whole + 1, Nest(0, column, _around(tail, stride, inner))))
+    num_full, tail = divmod(size - head, per_row)
+    spans = []
+    for num_rows, num_each, first in (
+        (1, head, column),
+        (num_full, per_row, column % stride),
+        (1, tail, column % stride),
+    ):
+        if num_rows and num_each:
+            axes = inner if num_each == 1 else (Axis(num_each, 0, stride), *inner)
+            spans.append(_RowSpan(row, row + num_rows, Nest(0, first, axes)))
+        row += num_rows
     return spans
 
 
-def _around(size: int, stride: int, inner: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    return inner if size == 1 else (Axis(size, 0, stride), *inner)
-
-
-def _kinds_of_rows(spans: Sequence[_RowSpan], length: int, start: int, end: int) -> Iterator[_Range]:
+def _kinds_of_rows(
+    spans: Sequence[_RowSpan], length: int, start: int, end: int
+) -> Iterator[tuple[list[Nest], int, int]]:
     # Only the last row may be shorter. No full row is of its kind: the pieces of a full row would end after `end`.
     waiting = sorted(spans, key=lambda span: span.first_row, reverse=True)
     active: list[_RowSpan] = []
@@ -185,15 +171,14 @@ def _kinds_of_rows(spans: Sequence[_RowSpan], length: int, start: int, end: int)
         if pieces not in known:
             known.add(pieces)
             base = start + row * length
-            here = [piece.shifted(destination=base) for piece in pieces]
-            yield _Range(here, base, min(base + length, end))
+            yield [piece.shifted(destination=base) for piece in pieces], base, min(base + length, end)
 
 
-def prove_on_bitmap(name: str, elements: _Range) -> None:
+def prove_on_bitmap(name: str, pieces: Sequence[Nest], first_element: int, end: int) -> None:
     """Check a range element by element, part by part."""
-    for start in range(elements.start, elements.end, PROOF_CELLS):
-        seen = np.zeros(min(PROOF_CELLS, elements.end - start), dtype=np.bool_)
-        for piece in elements.pieces:
+    for start in range(first_element, end, PROOF_CELLS):
+        seen = np.zeros(min(PROOF_CELLS, end - start), dtype=np.bool_)
+        for piece in pieces:
             for part in piece.clipped(start, start + len(seen), "destination"):
                 sizes, strides = [axis.size for axis in part.axes], [axis.destination for axis in part.axes]
                 written = np.lib.stride_tricks.as_strided(seen[part.destination - start :], sizes, strides)

@@ -139,7 +139,7 @@ def test_copies_of_nothing_write_nothing() -> None:
 
 @pytest.fixture
 def no_bitmap(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, elements: object) -> None:
+    def refuse(name: str, *_: object) -> None:
         raise AssertionError(f"{name} needs a bitmap")
 
     monkeypatch.setattr(proof, "prove_on_bitmap", refuse)
