@@ -212,7 +212,7 @@ class SymbolicTensor(torch.Tensor):
 
     @classmethod
     def compute(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: Any) -> Any:
-        """Return the result of an operation that needs whole tensors: another symbolic tensor, where that can wait."""
+        """Return the result of an operation that needs full tensors: another symbolic tensor, where that can wait."""
         results = tree_leaves(metas)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if draws or not all(isinstance(result, torch.Tensor) for result in results):
@@ -279,7 +279,7 @@ def _join(operation: Any, tensors: Sequence[Any], dim: int = 0) -> SymbolicTenso
     shape[dim] *= len(tensors)
     meta = _meta(tuple(shape), metas[0].dtype)
     build = _stacked if operation is aten.stack else _joined
-    return _make_result(build(([expression_of(tensor) for tensor in tensors], dim), meta), tensors, meta)
+    return _make_result(build(([tensor.expression for tensor in tensors], dim), meta), tensors[0], meta)
 
 
 def _is_like(meta: torch.Tensor, other: torch.Tensor) -> bool:
@@ -366,7 +366,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run([target, *other_values])
         return full
 
-    if value.initialiser is None:  # no parameter: the write waits, with the random numbers that it draws
+    if value.initialiser is None:  # not a parameter: the write waits, with the random numbers that it draws
         before, strides = value.expression, value.strides
         state = torch.get_rng_state() if draws else None
         if draws:  # those after it must be the ones of an ordinary load, even if nobody reads the result
@@ -483,10 +483,10 @@ def _joined(args: Args, meta: torch.Tensor) -> Expression:
 
 def _stacked(args: Args, meta: torch.Tensor) -> Expression:
     dim = (args[1] if len(args) > 1 else 0) % meta.dim()
-    if dim == 0 and meta.dim() > 1:  # one node for all: there may be hundreds of parts
-        return reshape(concat([cast(part, meta.dtype) for part in args[0]], 0), tuple(meta.shape))
-    shape = (*meta.shape[:dim], 1, *meta.shape[dim + 1 :])
-    return concat([reshape(cast(part, meta.dtype), shape) for part in args[0]], dim)
+    parts = [cast(part, meta.dtype) for part in args[0]]
+    if dim == meta.dim() - 1:
+        parts = [reshape(part, (*part.shape, 1)) for part in parts]
+    return reshape(concat(parts, dim), tuple(meta.shape))  # one node for all: there may be hundreds of parts
 
 
 BUILDERS: dict[Any, Callable[[Args, Any], Expression | None]] = {
@@ -497,4 +497,4 @@ BUILDERS: dict[Any, Callable[[Args, Any], Expression | None]] = {
     aten.cat: _joined,
     aten.stack: _stacked,
 }
-"""The expressions that operations give which only move or cast elements, and are no views; None if they have to run."""
+"""The expressions of operations that only move or cast elements, and are not views; None if they have to run."""
