@@ -1,7 +1,7 @@
 """Expressions: what a target parameter is made of. Pure data; nothing is read or allocated.
 
 An expression is a tree. Its leaves are tensors in shard files (`Source`), tensors in memory (`Held`), and results of
-operations (`Elementwise`, and `Computed` for those that need their inputs whole). Its inner nodes only move elements
+operations (`Elementwise`, and `Computed` for those that need their parts in full). Its inner nodes only move elements
 (`Concat`, `Strided`) or cast them (`Cast`). Shapes are logical: elements count in row-major
 order, whatever strides the torch tensor that an expression stands for would have had.
 """
@@ -50,11 +50,11 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """The result of an operation on whole tensors: `compute` gets all inputs in full and returns all of the result."""
+    """The result of an operation on full tensors: `compute` gets all parts in full and returns all of the result."""
 
     operation: str
     compute: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-    inputs: tuple[Expression, ...]
+    parts: tuple[Expression, ...]
     shape: Shape
     dtype: torch.dtype
 
@@ -127,7 +127,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placeholder:
-    """A place in a pattern, where each `Instance` of the pattern has an input."""
+    """A place in a pattern, where each `Instance` of the pattern has a part."""
 
     shape: Shape
     dtype: torch.dtype
@@ -135,11 +135,11 @@ class Placeholder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """`pattern` with `inputs` in place of its placeholders. Expressions that differ only in leaves share a pattern."""
+    """`pattern` with `parts` in place of its placeholders. Expressions that differ only in leaves share a pattern."""
 
     pattern: Expression
     placeholders: tuple[Placeholder, ...]
-    inputs: tuple[Expression, ...]
+    parts: tuple[Expression, ...]
 
     @property
     def shape(self) -> Shape:
@@ -153,7 +153,7 @@ class Instance:
 
     def expanded(self) -> Expression:
         """Return the expression that this stands for."""
-        return substituted(self.pattern, dict(zip(map(id, self.placeholders), self.inputs, strict=True)))
+        return substituted(self.pattern, dict(zip(map(id, self.placeholders), self.parts, strict=True)))
 
 
 def substituted(node: Expression, places: dict[int, Expression]) -> Expression:
@@ -166,14 +166,9 @@ def substituted(node: Expression, places: dict[int, Expression]) -> Expression:
 def _rebuilt(node: Expression, places: dict[int, Expression]) -> Expression:
     if isinstance(node, Source | Held | Placeholder):
         return node
-    if isinstance(node, Instance):  # its pattern has no sources
-        return replace(node, inputs=tuple(substituted(part, places) for part in node.inputs))
-    parts = tuple(substituted(part, places) for part in children(node))
-    if isinstance(node, Computed):
-        return replace(node, inputs=parts)
-    if isinstance(node, Concat | Elementwise):
-        return replace(node, parts=parts)
-    return replace(node, part=parts[0])
+    if isinstance(node, Strided | Cast):
+        return replace(node, part=substituted(node.part, places))
+    return replace(node, parts=tuple(substituted(part, places) for part in node.parts))  # a pattern has no sources
 
 
 Leaf = Source | Held | Computed | Elementwise
@@ -309,10 +304,8 @@ def children(expression: Expression) -> tuple[Expression, ...]:
     """Return the direct parts of an expression; of an `Instance`, also its pattern."""
     if isinstance(expression, Source | Held | Placeholder):
         return ()
-    if isinstance(expression, Computed):
-        return expression.inputs
-    if isinstance(expression, Concat | Elementwise):
-        return expression.parts
+    if isinstance(expression, Strided | Cast):
+        return (expression.part,)
     if isinstance(expression, Instance):
-        return (*expression.inputs, expression.pattern)
-    return (expression.part,)
+        return (*expression.parts, expression.pattern)
+    return expression.parts

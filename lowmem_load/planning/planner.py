@@ -53,9 +53,9 @@ class Planner:
         self._known: list[Expression | Callable[..., Any]] = []  # kept alive: `_numbers` knows them by id
 
     def plan_fill(self, name: str, expression: Expression, region: Region, *, on_host: bool = True) -> Fill:
-        """Return how memory that holds a region of an expression is filled, each element once; else raise PlanError.
+        """Return how memory for a region of an expression is filled, each element once; else raise PlanError.
 
-        A grid is held row-major. Only memory `on_host` is read into directly.
+        A grid lies row-major in memory. Only memory `on_host` is read into directly.
         """
         expression, flat_range = _selected(name, expression, region)  # a grid becomes a range of what it selects
         steps: list[Step] = []
@@ -107,33 +107,31 @@ class Planner:
         return Apply(leaf.operation, function, leaf.dtype, tuple(pieces), leaf.group, leaf.part_group)
 
     def _held_value(self, leaf: Held) -> int:
-        # Several parameters may be made of one value, which is then held, or computed, under one number.
+        # Several parameters may be made of one value, which then has one number.
         number = self._numbers.get(id(leaf))
         if number is None:
-            number = self._add(leaf, HeldValue(leaf.origin))
+            number = self._add(leaf, self.values, HeldValue(leaf.origin))
             self.constants.tensors[number] = leaf.flat
         return number
 
     def _computed(self, name: str, leaf: Computed) -> int:
         number = self._numbers.get(id(leaf))
         if number is None:
-            inputs = tuple(self.plan_fill(name, part, FlatRange(0, numel(part))) for part in leaf.inputs)
-            shapes = tuple(part.shape for part in leaf.inputs)
+            inputs = tuple(self.plan_fill(name, part, FlatRange(0, numel(part))) for part in leaf.parts)
+            shapes = tuple(part.shape for part in leaf.parts)
             function = self._function(leaf.compute)
-            number = self._add(leaf, ComputedValue(leaf.operation, function, inputs, shapes, leaf.shape, leaf.dtype))
+            value = ComputedValue(leaf.operation, function, inputs, shapes, leaf.shape, leaf.dtype)
+            number = self._add(leaf, self.values, value)
         return number
 
-    def _add(self, leaf: Held | Computed, value: Value) -> int:
-        self._known.append(leaf)
-        self.values.append(value)
-        return self._numbers.setdefault(id(leaf), len(self.values) - 1)
-
     def _function(self, compute: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> int:
-        if id(compute) not in self._numbers:
-            self._known.append(compute)
-            self.constants.functions.append(compute)
-            self._numbers[id(compute)] = len(self.constants.functions) - 1
-        return self._numbers[id(compute)]
+        number = self._numbers.get(id(compute))
+        return self._add(compute, self.constants.functions, compute) if number is None else number
+
+    def _add(self, known: Expression | Callable[..., Any], entries: list[Any], entry: object) -> int:
+        self._known.append(known)
+        entries.append(entry)
+        return self._numbers.setdefault(id(known), len(entries) - 1)
 
     @staticmethod
     def _needed(steps: Iterable[Step]) -> Iterator[int]:

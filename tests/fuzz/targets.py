@@ -303,7 +303,7 @@ def torch_zip(data: bytes) -> None:
         for leaf in leaves(found.expression(name)):
             if isinstance(leaf, Computed) and numel(leaf) * leaf.dtype.itemsize > len(data):
                 raise Finding(f"{name!r:.80} is computed as {numel(leaf)} elements, more than the file has")
-            for region in leaf.inputs if isinstance(leaf, Computed) else (leaf,):
+            for region in leaf.parts if isinstance(leaf, Computed) else (leaf,):
                 _check_inside(region, source)
 
 

@@ -84,7 +84,7 @@ def test_views_with_gaps_are_read_by_ranges(tmp_path: Path) -> None:
 def test_views_whose_rows_overlap_are_computed_from_their_span(tmp_path: Path) -> None:
     (node,) = check_round_trip(tmp_path, {"windows": torch.randn(6, 8)[0].unfold(0, 3, 1)}).values()
     assert isinstance(node, Computed)
-    assert [part.shape for part in node.inputs] == [(8,)]
+    assert [part.shape for part in node.parts] == [(8,)]
 
 
 def test_a_repeated_element_is_read_by_ranges(tmp_path: Path) -> None:
