@@ -1,7 +1,8 @@
-"""The planner: executing a plan rebuilds the value of the expression, for every rank of every world size."""
+"""Expressions, and the copies that they become: executed, they rebuild its value for all ranks of every world size."""
 
 import math
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import pytest
@@ -211,3 +212,36 @@ def test_whole_rows_after_a_part_of_a_row_stay_together() -> None:
     node = ex.slice_dim(ex.reshape(ex.permute(source("w", 8, 8), (1, 0)), (64,)), 0, 3, 1, 61)
     found = copies_of(node, FlatRange(0, 61))
     assert [[axis.size for axis in copy.nest.axes] for copy in found] == [[5], [7, 8]]
+
+
+# -- leaves of an expression -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda base: base.t(), lambda base: base[:, 1:], lambda base: base[1, 2], lambda base: base[:1].expand(3, 3)],
+)
+def test_a_view_in_memory_is_row_major(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensor = view(torch.arange(6).view(2, 3))
+    held = ex.hold(tensor)
+    assert held.shape == tuple(tensor.shape)
+    assert held.flat.tolist() == tensor.flatten().tolist()
+
+
+def test_leaves_come_once_in_order_with_what_they_need() -> None:
+    a, b, c = (source(name, 2, 3, 4) for name in "abc")
+    product = ex.Elementwise("aten.add", lambda values: values[0], (ex.cast(b, torch.float64), a), a.shape, a.dtype)
+    turned = ex.permute(product, (2, 1, 0))
+    computed = ex.Computed("aten.flip", lambda values: values[0].flip(0), (turned,), turned.shape, turned.dtype)
+    found = ex.leaves(ex.concat([computed, ex.reshape(c, (4, 3, 2)), ex.reshape(a, (4, 3, 2))], 0))
+    assert found == [computed, product, b, a, c]
+    assert ex.leaves(a) == [a]
+
+
+def test_leaves_of_a_deep_expression() -> None:
+    """A walk that recursed would end at Python's limit of a thousand."""
+    leaf = source("w", 2, 3, 4)
+    node: ex.Expression = leaf
+    for number in range(3000):
+        node = ex.reshape(ex.permute(node, (2, 0, 1)), ((2, 3, 4), (4, 3, 2))[number % 2])
+    assert ex.leaves(node) == [leaf]
