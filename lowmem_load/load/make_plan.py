@@ -184,7 +184,7 @@ def _described(name: str, parameter: torch.Tensor) -> ex.Expression:
             )
         return expression
     if parameter.is_meta:
-        raise UnsupportedError(f"{name}: transformers gave it no value, neither from the files nor by initialising it")
+        raise UnsupportedError(f"{name}: transformers gave it no value, neither from the files nor by initializing it")
     return ex.hold(parameter)
 
 
@@ -209,7 +209,7 @@ def _slow_paths(name: str, leaves: list[Any], fills: list[Fill]) -> Iterator[Slo
     """Yield why a parameter is not read straight into its partition."""
     for leaf in leaves:
         if isinstance(leaf, ex.Held) and leaf.origin == INITIALISED:
-            yield SlowPath(name, "initialised on this rank: not in the checkpoint")
+            yield SlowPath(name, "initialized on this rank: not in the checkpoint")
         elif isinstance(leaf, ex.Held) and leaf.origin != ex.IN_MEMORY:
             yield SlowPath(name, f"made of {leaf.origin}")
         elif isinstance(leaf, ex.Computed) and leaf.operation != UNINITIALISED:

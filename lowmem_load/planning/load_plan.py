@@ -1,8 +1,8 @@
 """The plan of one load on one rank: everything that will be read, and where it goes. Plain data, proved when made.
 
 [Note: plan and constants] A plan is data: it can be compared, printed and costed in any process. Tensors in memory and
-functions of torch are not such data. They lie in a `Constants` object beside the plan (`planner.py`), and the plan
-refers to them by number.
+functions of torch are not such data. They are in a `Constants` object next to the plan (`planner.py`), which refers to
+them by number.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lowmem_load.text import fingerprint
 class Costs:
     """What a plan, or a part of one, costs its rank.
 
-    `largest_temporary_bytes` is the most that is held at one time only to compute or move values: all values that one
-    destination needs, and the inputs of the largest. Each reading thread may hold as much again for elementwise
+    `largest_temporary_bytes` is the most that is in memory at one time only to compute or move values: all values that
+    one destination needs, and the inputs of the largest. Each reading thread may need as much again for elementwise
     operations.
     """
 
@@ -53,7 +53,7 @@ class HeldValue(NamedTuple):
 
 
 class ComputedValue(NamedTuple):
-    """The result of an operation on whole tensors: function number `function` of the constants, of these inputs."""
+    """The result of an operation on full tensors: function number `function` of the constants, of these inputs."""
 
     operation: str
     function: int
@@ -77,7 +77,7 @@ class SlowPath:
 class Destination(NamedTuple):
     """One piece of memory of a target parameter.
 
-    Without a fill, it is copied once everything is filled. `copied_from` has the number of the destination that holds
+    Without a fill, it is copied once everything is filled. `copied_from` has the number of the destination that has
     these elements as well, and the element at which they start there. `holders` are the ranks that fill the same memory
     alike, this one included; none where that is not known.
     """
@@ -90,7 +90,7 @@ class Destination(NamedTuple):
 
 
 class CompanionPlan(NamedTuple):
-    """A tensor that belongs to a quantized parameter, such as its scales. Every rank holds all of it."""
+    """A tensor that belongs to a quantized parameter, such as its scales. Every rank keeps all of it."""
 
     name: str  # as the quantization method calls it
     shape: Shape
@@ -106,10 +106,10 @@ class CompanionPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TargetPlan:
-    """A target parameter: what this rank holds of it, and how that is filled. If it is quantized: its packed values."""
+    """A target parameter: what this rank keeps of it, and how that is filled. If it is quantized: its packed values."""
 
     names: tuple[str, ...]  # several if it is tied
-    shape: Shape  # of the whole parameter, as it is stored
+    shape: Shape  # of the full parameter, as it is stored
     dtype: torch.dtype
     kind: str  # of the target: "zero3", "replicated", "sharded"
     destinations: tuple[Destination, ...]
@@ -126,7 +126,7 @@ class TargetPlan:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the full parameter."""
         return math.prod(self.shape)
 
     @property
@@ -142,7 +142,7 @@ class TargetPlan:
 
 
 class BufferPlan(NamedTuple):
-    """A buffer of the model. Every rank holds all of it."""
+    """A buffer of the model. Every rank keeps all of it."""
 
     names: tuple[str, ...]
     shape: Shape
@@ -259,7 +259,7 @@ def reading_order(fills: Iterable[Fill], name: str) -> tuple[str, int, str]:
 
 
 REPLICATED = "replicated"
-"""Kind of a parameter that every rank holds in full."""
+"""Kind of a parameter that every rank keeps in full."""
 
 SHARDED = "sharded"
 """Kind of parameters that their owner has sharded over a mesh of DTensors."""

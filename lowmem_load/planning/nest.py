@@ -207,7 +207,7 @@ def nests_within(nest: Nest, region: Region, shape: Sequence[int]) -> Iterator[N
 
 
 def _boxes_of_grid(nest: Nest, grid: Grid, shape: Sequence[int]) -> Iterator[Nest]:
-    """Yield the parts of a nest that copies a whole tensor in order: one for each box of a grid, not for each row."""
+    """Yield the parts of a nest that copies a full tensor in order: one for each box of a grid, not for each row."""
     strides, new_strides = row_major_strides(grid.sizes), row_major_strides(shape)
     for local, first, sizes in grid.boxes():
         source = sum(map(operator.mul, local, strides))

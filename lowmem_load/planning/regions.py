@@ -1,7 +1,7 @@
-"""Which elements of a tensor a rank holds: flat ranges (ZeRO-3 partitions) and grids (DTensor shards). Pure.
+"""Which elements of a tensor a rank owns: flat ranges (ZeRO-3 partitions) and grids (DTensor shards). Pure.
 
-[Note: rules] By a rule each rank knows what all others hold, and asks none. The ranks agree on a digest of
-all rules, and each one proves that its own elements are those of the rule. So the rule holds for all of them.
+[Note: rules] By a rule each rank knows what all others own, and asks none. The ranks agree on a digest of all rules,
+and each one proves that its own elements are those of the rule. So the rule is true for all of them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class FlatRange:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Elements whose index along each dim `d` lies in one of `runs[d]`, held as a row-major tensor of shape `sizes`.
+    """Elements whose index along each dim `d` lies in one of `runs[d]`, in memory as a row-major tensor of `sizes`.
 
-    A run is `[start, end)`. The runs of a dim do not overlap, and are in the order in which memory holds them.
+    A run is `[start, end)`. The runs of a dim do not overlap, and are in the order of memory.
     """
 
     runs: tuple[tuple[Run, ...], ...]
@@ -67,11 +67,11 @@ class Grid:
 NOTHING = FlatRange(0, 0)
 
 Region = FlatRange | Grid
-"""The elements of a tensor that one piece of memory holds."""
+"""The elements of a tensor that are in one piece of memory."""
 
 
 def bounding_range(region: Region, shape: tuple[int, ...]) -> FlatRange:
-    """Return the smallest flat range of a tensor of `shape` that holds all elements of `region`."""
+    """Return the smallest flat range of a tensor of `shape` that has all elements of `region`."""
     if isinstance(region, FlatRange):
         return region
     if not region.numel:
@@ -84,7 +84,7 @@ def bounding_range(region: Region, shape: tuple[int, ...]) -> FlatRange:
 
 
 def flat_ranges(grid: Grid, shape: tuple[int, ...]) -> Iterator[FlatRange]:
-    """Yield the elements of a grid of a tensor of `shape` as flat ranges, in the order in which memory holds them."""
+    """Yield the elements of a grid of a tensor of `shape` as flat ranges, in the order of memory."""
     if not grid.numel:
         return
     runs, row = [(0, 1)], 1
@@ -121,7 +121,7 @@ def partition_range(numel: int, rank: int, world_size: int) -> FlatRange:
 def secondary_range(numel: int, rank: int, world_size: int, secondary_size: int) -> tuple[FlatRange, int]:
     """Return the range of hpZ's secondary partition on `rank`, without padding, and its elements with padding.
 
-    Among `secondary_size` ranks each holds a whole number of partitions: padding is that of partitions.
+    Among `secondary_size` ranks each keeps several complete partitions, so the padding is that of partitions.
     """
     size = partition_numel(numel, world_size) * (world_size // secondary_size)
     first = size * (rank % secondary_size)
@@ -137,7 +137,7 @@ class Split:
 
     dim: int
     num_chunks: int  # ranks along the mesh dim
-    index: int  # of the chunk that this rank holds
+    index: int  # of the chunk that this rank owns
     split_factor: int = 1  # groups that the dim is cut into first; each is then cut into chunks, as by `_StridedShard`
 
 
@@ -168,7 +168,7 @@ def _chunk(runs: Sequence[Run], num_chunks: int, index: int) -> list[Run]:
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:
-    """Return runs with neighbours joined; `(0, 0)` if there are none."""
+    """Return runs with neighbors joined; `(0, 0)` if there are none."""
     joined: list[Run] = []
     for start, end in runs:
         if joined and joined[-1][1] == start:
@@ -183,23 +183,23 @@ def _joined(runs: Iterable[Run]) -> list[Run]:
 
 @dataclass(frozen=True, slots=True)
 class OnFirst:
-    """A tensor of which rank 0 counts, as all ranks hold it in full."""
+    """A tensor of which rank 0 counts, as all ranks keep it in full."""
 
     numel: int
 
     def regions(self, world_size: int) -> list[Region]:
-        """Return the elements that each rank holds."""
+        """Return the elements that each rank owns."""
         return [FlatRange(0, self.numel), *[NOTHING] * (world_size - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """A ZeRO-3 parameter, which all ranks hold in equal pieces, but for the last ones."""
+    """A ZeRO-3 parameter, which all ranks own in equal pieces, but for the last ones."""
 
     numel: int
 
     def regions(self, world_size: int) -> list[Region]:
-        """Return the elements that each rank holds."""
+        """Return the elements that each rank owns."""
         return [partition_range(self.numel, rank, world_size) for rank in range(world_size)]
 
 
@@ -241,7 +241,7 @@ class Cuts:
     cuts: tuple[tuple[tuple[int, ...], Split], ...]
 
     def regions(self, world_size: int) -> list[Region]:
-        """Return the elements that each rank holds; none on those that are not in the mesh."""
+        """Return the elements that each rank owns; none on those that are not in the mesh."""
         regions: list[Region] = [Grid((((0, 0),),))] * world_size
         numbers = [self.mesh.group_ranks(dims) for dims, _ in self.cuts]
         alike: dict[tuple[int, ...], Region] = {}
@@ -259,7 +259,7 @@ Rule = OnFirst | Partitions | Cuts
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """The ranks that hold some elements, in order. `span` is the smallest flat range that has them all."""
+    """The ranks that own some elements, in order. `span` is the smallest flat range that has them all."""
 
     region: Region
     span: FlatRange
@@ -268,14 +268,14 @@ class Holders:
 
 @dataclass(frozen=True, eq=False)
 class Distribution:
-    """What each rank holds of tensors of one shape that lie alike: by rank, and the ranks by what they hold."""
+    """What each rank owns of tensors of one shape that lie alike: by rank, and the ranks by what they own."""
 
     regions: Sequence[Region]
     shape: Shape
 
     @cached_property
     def holders(self) -> list[Holders]:
-        """The ranks that hold each region."""
+        """The ranks that own each region."""
         ranks: dict[Region, list[int]] = {}
         for rank, region in enumerate(self.regions):
             if region.numel:

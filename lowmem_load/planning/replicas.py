@@ -1,10 +1,10 @@
 """Decides which rank reads what of the memory that several ranks fill alike, for all of them. Pure: data in, data out.
 
-[Note: read once] Ranks that hold the same elements of a parameter are its replicas: under HSDP, under ZeRO stages 0 to
-2, and where a module stays whole. Each of them knows all of them by rule, and plans the same fill. The fill is cut into
-pieces of contiguous memory. Each replica reads near-equal bytes of all that it shares with the same ranks, whole
-pieces in the order of the files, and sends them. They are read and sent in batches, straight from and into the memory
-where they stay. So the ranks must agree on pieces and batches, which their digests tell.
+[Note: read once] Ranks that own the same elements of a parameter are its replicas: under HSDP, under ZeRO stages 0 to
+2, and where a module is not partitioned. Each of them knows all of them by rule, and plans the same fill. The fill is
+cut into pieces of contiguous memory. Each replica reads near-equal bytes of all that it shares with the same ranks,
+complete pieces in the order of the files, and sends them. They are read and sent in batches, straight from and into the
+memory where they stay. So the ranks must agree on pieces and batches, which their digests tell.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
     numel: int
     nbytes: int
     read_bytes: int
-    fill: Fill  # of the whole destination, with these steps only
+    fill: Fill  # of the full destination, with these steps only
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Replicas:
     """What some ranks read once for all of them. Equal on all of them.
 
     Attributes:
-        ranks: that hold all of it.
+        ranks: that own all of it.
         batches: of each rank, by its place among `ranks`.
         digest: of who reads and sends what, and when.
     """
@@ -84,7 +84,7 @@ class Replicas:
 def chooser(
     share: ShareReads, cost: ReadCost, nodes: Sequence[str], *, on_host: bool
 ) -> Callable[[Sequence[int]], bool]:
-    """Return what says of ranks that hold the same whether one reads it for all; `nodes` has the node of each rank.
+    """Return what says of ranks that own the same whether one reads it for all; `nodes` has the node of each rank.
 
     By "auto", they do if the files are in a store, or on a network file system of which several nodes would read them:
     the ranks of one node find in its page cache what one of them has read. What goes to a device is sent through the
@@ -101,7 +101,7 @@ def chooser(
 
 
 def once_bytes(plan: LoadPlan) -> int:
-    """Return what a rank reads if all ranks that hold the same read it once."""
+    """Return what a rank reads if all ranks that own the same read it once."""
     shared = [
         (sum(map(_read_bytes, destination.fill.steps)), len(_readers(plan.rank, destination.holders)))
         for target in plan.targets
@@ -127,7 +127,7 @@ def plan_replicas(plan: LoadPlan, reads_once: Callable[[Sequence[int]], bool], l
 
 
 def _readers(rank: int, holders: Sequence[int]) -> Sequence[int]:
-    """Return the ranks that read once with this one, of all that hold the same: near-equal sets of neighbours."""
+    """Return the ranks that read once with this one, of all that own the same: near-equal sets of neighbors."""
     num_sets = max(1, -(-len(holders) // MAX_READERS))
     ends = [len(holders) * number // num_sets for number in range(num_sets + 1)]
     sets = (holders[first:end] for first, end in itertools.pairwise(ends))
@@ -155,7 +155,7 @@ def _shared_out(plan: LoadPlan, ranks: Sequence[int], pieces: Sequence[Piece]) -
 
 
 def _pieces(target: int, destination: int, fill: Fill) -> Iterator[Piece]:
-    """Yield a fill in pieces: steps that write between each other belong to one, and neighbours while they are small.
+    """Yield a fill in pieces: steps that write between each other belong to one, and neighbors while they are small.
 
     Each element is written by one step, so pieces have no gaps between them.
     """
@@ -189,7 +189,7 @@ def _parts(step: Step, itemsize: int) -> Iterator[tuple[int, int, Step]]:
 
 
 def _cut(read: Read, itemsize: int) -> Iterator[Read]:
-    """Yield reads of at most `PIECE_BYTES` that are together one run, or the read where it is none."""
+    """Yield reads of at most `PIECE_BYTES` that are together one run, or the read itself where it is not one run."""
     if read.outer or not read.nest.is_run or read.numel != read.nest.numel:
         yield read
         return

@@ -101,7 +101,7 @@ def replaced_in(value: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def is_computed_in_forward(module: nn.Module, attribute: str) -> bool:
-    """Return whether an attribute is made anew before each forward, of parameters.
+    """Return whether an attribute is made again before each forward, of parameters.
 
     Source: torch 2.13 `nn/utils/weight_norm.py`, `nn/utils/spectral_norm.py`.
     """

@@ -2,7 +2,7 @@
 
 Inside `Constructor.building` the tensors that an ordinary load makes on meta are real, so `item()`, numpy and the like
 work. A parameter loses its memory when it is registered; the object stays the same, so it is also what lists of the
-constructor's own hold. Random numbers and tensors of more than `MAX_NUMEL` elements are on meta, and so is all that is
+constructor's own have. Random numbers and tensors of more than `MAX_NUMEL` elements are on meta, and so is all that is
 computed from them. For other memory see [Note: known elements]. So `is_known` says what the constructor has computed,
 and in the end `check` says which buffers and tensor attributes have no value.
 
@@ -113,7 +113,7 @@ class Constructor:
             registering.remove()
 
     def note(self, model: nn.Module) -> None:
-        """Note a model's buffers, frozen parameters, and those that attributes hold, before anything is loaded."""
+        """Note a model's buffers, frozen parameters, and those that attributes have, before anything is loaded."""
         self.frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         self._buffers = [
             (module, name, buffer)
@@ -271,7 +271,7 @@ class _DefaultDevice(TorchFunctionMode):
 
 
 class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs the operations of a constructor on real tensors, and notes which memory holds no values."""
+    """Runs the operations of a constructor on real tensors, and notes which memory does not have values."""
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

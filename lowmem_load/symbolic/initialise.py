@@ -16,9 +16,9 @@ from lowmem_load.planning.regions import NOTHING, FlatRange
 PAGES_NBYTES = 128 << 10  # smallest block that gets pages of its own: the default threshold of glibc
 
 UNINITIALISED = "torch.empty"
-"""Operation of the `Computed` that stands for a parameter before it is initialised."""
+"""Operation of the `Computed` that stands for a parameter before it is initialized."""
 
-INITIALISED = "initialised on this rank"
+INITIALISED = "initialized on this rank"
 """Origin of the values of a parameter that is not in the checkpoint."""
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ class SharedValue:
 
     Attributes:
         expression: the value, row-major, in the shape of the tensor that the views were taken from.
-        initialiser: does the writes into a parameter; None for a value that is no parameter.
+        initialiser: does the writes into a parameter; None for a value that is not a parameter.
         keep: of a parameter: the elements that this rank will be asked for; `initialised` has them after writes.
         log: the writes, each with the random state before it if it draws; `before` is the value before the first.
         device: where code that looks at the tensor sees it. strides: of the tensor that the views were taken from.
@@ -148,4 +148,4 @@ def _replay(before: Expression, log: Sequence[_Write], num_writes: int) -> Expre
             with_random_state(state, functools.partial(change, full))
         return full
 
-    return Computed("initialised", compute, (before,), before.shape, before.dtype)
+    return Computed("initialized", compute, (before,), before.shape, before.dtype)

@@ -223,7 +223,7 @@ def test_a_missing_parameter_is_a_slow_path_and_one_without_a_value_is_zero(file
 
     found = described(file, build)
     result = executed(found)
-    assert result.plan.slow_paths == [SlowPath("initialised", "initialised on this rank: not in the checkpoint")]
+    assert result.plan.slow_paths == [SlowPath("initialised", "initialized on this rank: not in the checkpoint")]
     assert [target.name for target in result.plan.targets if target.is_uninitialised] == ["forgotten"]
     assert not found.model.get_parameter("forgotten").any()
     assert found.model.get_parameter("initialised").all()
