@@ -25,20 +25,18 @@ def read_ds_config(ds_config: Mapping[str, Any] | str | os.PathLike[str] | objec
     It may be a mapping, the path of a JSON file, JSON text, or an object with a mapping as its `config` attribute
     (HfDeepSpeedConfig).
     """
-    if isinstance(ds_config, Mapping):
-        return plain_copy(ds_config)
-    if isinstance(ds_config, (str, os.PathLike)):
+    config: Any = ds_config if isinstance(ds_config, Mapping) else getattr(ds_config, "config", None)
+    if isinstance(ds_config, str | os.PathLike):
         is_text = isinstance(ds_config, str) and ds_config.lstrip().startswith("{")
         path = f"ds_config file {os.fspath(ds_config)}"
         text, source = (str(ds_config), "ds_config string") if is_text else (_read_file(ds_config, path), path)
-        return plain_copy(_parse_json(text, source))
-    config = getattr(ds_config, "config", None)
-    if isinstance(config, Mapping):
-        return plain_copy(config)
-    raise ConfigError(
-        f"ds_config: cannot use a {type(ds_config).__name__}; "
-        "pass a dict, the path of a JSON file, or an HfDeepSpeedConfig"
-    )
+        config = _parse_json(text, source)
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"ds_config: cannot use a {type(ds_config).__name__}; "
+            "pass a dict, the path of a JSON file, or an HfDeepSpeedConfig"
+        )
+    return plain_copy(config)
 
 
 def given_ds_configs(arguments: Mapping[str, Any]) -> list[Any]:
@@ -48,7 +46,7 @@ def given_ds_configs(arguments: Mapping[str, Any]) -> list[Any]:
 
 
 def zero_stage(ds_config: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage, 0 to 3, that a ds_config asks for; raise ConfigError where it is absent or malformed."""
+    """Return the ZeRO stage, 0 to 3, that a ds_config asks for; raise ConfigError if it is absent or malformed."""
     example = 'write "zero_optimization": {"stage": 3}'
     section = ds_config.get("zero_optimization", {})
     if not isinstance(section, Mapping):
@@ -126,7 +124,7 @@ def _parse_json(text: str, source: str) -> dict[str, Any]:
 
 
 class _Kind(NamedTuple):
-    """What a key may hold: in words, and as a test."""
+    """Which values a key may have: in words, and as a test."""
 
     expected: str
     fits: Callable[[Any], bool]
@@ -175,8 +173,6 @@ def check_kinds(config: Mapping[str, Any]) -> None:
 
 # -- bf16, fp16 or fp32: docs/reference/configuration.md lists every case ----------------------------------------------
 
-_ABSENT = object()
-
 
 def precision_of(
     ds_config: Mapping[str, Any],
@@ -187,8 +183,8 @@ def precision_of(
     """Return the dtype of parameters that a ds_config and the training arguments (None: there are none) agree on.
 
     A training argument replaces a ds_config value that is absent or "auto". A value that is still open is the opposite
-    of the other one. If both are open, the answer is bf16. What is absent, and no training argument replaces, is off,
-    as DeepSpeed reads it.
+    of the other one. If both are open, the answer is bf16. A value that is absent, and that no training argument
+    replaces, is off, as DeepSpeed reads it.
     """
     bf16 = _switch(ds_config, "bf16", trainer_bf16)
     fp16 = _switch(ds_config, "fp16", trainer_fp16)
@@ -201,22 +197,20 @@ def precision_of(
     return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
 
 
-def with_precision(ds_config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return a deep copy of a ds_config in which bf16.enabled and fp16.enabled are explicit booleans."""
-    resolved = copy.deepcopy(dict(ds_config))
-    for name, own in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        resolved[name] = {**_section(resolved, name), "enabled": dtype is own}
-    return resolved
-
-
 def _switch(ds_config: Mapping[str, Any], name: str, trainer: bool | None) -> bool | None:
     """Return whether bf16 or fp16 is on by the ds_config or the training argument; None if neither says it."""
+    if "bfloat16" in ds_config:  # DeepSpeed reads it only without "bf16", and Hugging Face never does
+        raise ConfigError('ds_config bfloat16: rename this section to "bf16"')
+    section = ds_config.get(name, {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f'ds_config {name}: expected an object such as {{"enabled": true}}, got {section!r}; '
+            "write one, or remove the key"
+        )
     if not (trainer is None or isinstance(trainer, bool)):
         raise ConfigError(f"TrainingArguments.{name}: expected True or False, got {trainer!r}")
-    enabled = _section(ds_config, name).get("enabled", _ABSENT)
-    if enabled is _ABSENT and trainer is None:
-        return False
-    if enabled is _ABSENT or enabled == AUTO:
+    enabled = section.get("enabled", False if trainer is None else AUTO)
+    if enabled == AUTO:
         return trainer
     if not isinstance(enabled, bool):  # 1 == True, and Hugging Face and DeepSpeed differ on 1
         raise ConfigError(f'ds_config {name}.enabled: expected true, false or "auto", got {enabled!r}')
@@ -226,15 +220,3 @@ def _switch(ds_config: Mapping[str, Any], name: str, trainer: bool | None) -> bo
             'make them equal, or write "auto" in the ds_config to follow the training arguments'
         )
     return enabled
-
-
-def _section(ds_config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    if "bfloat16" in ds_config:  # DeepSpeed reads it only without "bf16", and Hugging Face never does
-        raise ConfigError('ds_config bfloat16: rename this section to "bf16"')
-    section = ds_config.get(name, {})
-    if not isinstance(section, Mapping):
-        raise ConfigError(
-            f'ds_config {name}: expected an object such as {{"enabled": true}}, got {section!r}; '
-            "write one, or remove the key"
-        )
-    return section

@@ -19,7 +19,6 @@ from lowmem_load.config.ds_config import (
     plain_copy,
     precision_of,
     read_ds_config,
-    with_precision,
     zero_stage,
 )
 from lowmem_load.errors import ConfigError
@@ -41,7 +40,7 @@ class Settings:
         stage: of ZeRO, 0 to 3.
         dtype: of parameters in DeepSpeed under this ds_config.
         world_size: ranks that load together. A parameter is partitioned among all of them.
-        partition: what to partition; None for the whole model.
+        partition: what to partition; None for the full model.
         must_match: whether every entry of `partition` must choose a module.
     """
 
@@ -53,10 +52,32 @@ class Settings:
     must_match: bool = False
 
     def for_model(self, model_config: Any) -> Settings:
-        """Return these settings with every "auto" resolved for a model, if it is not yet. See `resolve_auto`."""
-        hidden_size = hidden_size_of(model_config)
-        resolved = resolve_auto(self.ds_config, world_size=self.world_size, hidden_size=hidden_size, dtype=self.dtype)
-        return replace(self, ds_config=resolved)
+        """Return these settings with every "auto" resolved for a model as Trainer does with its default arguments.
+
+        Known batch sizes decide the open ones; if nothing decides, they are 8 per rank and 1 step. A config without
+        train_batch_size and train_micro_batch_size_per_gpu, which DeepSpeed refuses, gets a micro batch size of 1.
+        Other absent keys stay absent. bf16.enabled and fp16.enabled become explicit. "auto" stays in "optimizer" and
+        "scheduler", and in keys for which DeepSpeed defines it.
+        """
+        config = plain_copy(self.ds_config)
+        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            config[name] = {**config.get(name, {}), "enabled": self.dtype is dtype}
+        if config.get("gradient_clipping") == AUTO:
+            config["gradient_clipping"] = _DEFAULT_GRADIENT_CLIPPING
+        problems = _fill_batch_sizes(config, self.world_size)
+        section, hidden_size = config.get("zero_optimization", {}), hidden_size_of(model_config)
+        for key, value_for in _HIDDEN_SIZE_KEYS.items():
+            if section.get(key) == AUTO and hidden_size is not None:
+                section[key] = value_for(hidden_size)
+        for _, _, path in _autos(config):
+            problem = 'cannot be resolved from "auto" here; write a value, or remove the key'
+            if path in _RESOLVED_PATHS:
+                problem = 'is "auto", but the model config has no hidden_size; write a number of elements'
+            problems.setdefault(path, problem)
+        if problems:
+            lines = [f"- {path}: {problem}" for path, problem in problems.items()]
+            raise ConfigError(f"ds_config: {len(lines)} key(s) cannot be resolved\n" + "\n".join(lines))
+        return replace(self, ds_config=config)
 
     @property
     def offload_device(self) -> str:
@@ -84,7 +105,7 @@ class Settings:
         """The values that must be equal on all ranks, by key; digests of long ones. Paths may differ."""
         values = {f"ds_config {key}": text for key, text in _leaves(comparable(self.ds_config))}
         values["precision"] = str(self.dtype).removeprefix("torch.")
-        values["partition"] = "of the whole model" if self.partition is None else "of chosen modules"
+        values["partition"] = "of the full model" if self.partition is None else "of chosen modules"
         return {key: text if len(text) <= MAX_VALUE else fingerprint([text]) for key, text in values.items()}
 
 
@@ -109,13 +130,13 @@ def read_settings(
 ) -> Settings:
     """Read a ds_config and check it; raise ConfigError if it or the partition cannot be used.
 
-    With `is_active`, a training loop has yet to complete the ds_config: see `for_loading`. For the other arguments, see
-    `Settings`, `read_ds_config` and `precision_of`.
+    With `is_active`, a training loop has yet to complete the ds_config. For the other arguments, see `Settings`,
+    `read_ds_config` and `precision_of`.
     """
     config = read_ds_config(ds_config)
     check_kinds(config)
     if is_active:
-        config = for_loading(config)
+        config = _for_loading(config)
     stage = zero_stage(config)
     dtype = precision_of(config, trainer_bf16=trainer_bf16, trainer_fp16=trainer_fp16)
     if partition is not None:
@@ -161,7 +182,7 @@ _HIDDEN_SIZE_KEYS: Mapping[str, Callable[[int], int]] = {
 }
 
 _RESOLVED_PATHS = frozenset({"gradient_clipping"} | {f"zero_optimization.{key}" for key in _HIDDEN_SIZE_KEYS})
-"""Keys that `resolve_auto` resolves, besides batch sizes and precision."""
+"""Keys that `Settings.for_model` resolves, in addition to batch sizes and precision."""
 
 _TRAINING_LOOP_SECTIONS = ("optimizer", "scheduler")
 """Trainer completes these once it knows the number of steps."""
@@ -174,37 +195,15 @@ module_inject/auto_ep_config.py:61-82.
 """
 
 
-def resolve_auto(
-    ds_config: Mapping[str, Any], *, world_size: int, hidden_size: int | None, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Return a deep copy of a ds_config with every "auto" resolved as Trainer does with its default arguments.
+def _for_loading(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ds_config that a training loop has yet to complete, without what only the loop can say.
 
-    Known batch sizes decide the open ones; if nothing decides, they are 8 per rank and 1 step. A config without
-    train_batch_size and train_micro_batch_size_per_gpu, which DeepSpeed refuses, gets a micro batch size of 1. Other
-    absent keys stay absent. "auto" stays in "optimizer" and "scheduler", and in keys for which DeepSpeed defines it.
-    """
-    resolved = with_precision(plain_copy(ds_config), dtype)
-    if resolved.get("gradient_clipping") == AUTO:
-        resolved["gradient_clipping"] = _DEFAULT_GRADIENT_CLIPPING
-    problems = _fill_batch_sizes(resolved, world_size)
-    problems |= _fill_from_hidden_size(resolved, hidden_size)
-    for _, _, path in _autos(resolved):
-        problems.setdefault(path, 'cannot be resolved from "auto" here; write a value, or remove the key')
-    if problems:
-        lines = [f"- {path}: {problem}" for path, problem in problems.items()]
-        raise ConfigError(f"ds_config: {len(lines)} key(s) cannot be resolved\n" + "\n".join(lines))
-    return resolved
-
-
-def for_loading(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a deep copy of a ds_config that a training loop has yet to complete, without what only the loop can say.
-
-    Batch sizes become 1 per rank. "optimizer", "scheduler" and every "auto" that `resolve_auto` cannot resolve are
-    dropped, as DeepSpeed does; one inside a list stays, and `resolve_auto` names it. So bf16.enabled and fp16.enabled
+    Batch sizes become 1 per rank. "optimizer", "scheduler" and every "auto" that `Settings.for_model` cannot resolve
+    are dropped, as DeepSpeed does; one inside a list stays, and `for_model` names it. So bf16.enabled and fp16.enabled
     read as false unless Trainer or accelerate has filled them in before the load, as in DeepSpeed's own ZeRO-3 loading.
     """
     without = (*_BATCH_KEYS, *_TRAINING_LOOP_SECTIONS)
-    kept = {key: value for key, value in plain_copy(ds_config).items() if key not in without}
+    kept = {key: value for key, value in ds_config.items() if key not in without}
     for section, key, path in _autos(kept):
         if path not in _RESOLVED_PATHS and "[" not in path:
             del section[key]
@@ -217,13 +216,10 @@ def hidden_size_of(model_config: Any) -> int | None:
     with contextlib.suppress(AttributeError, ValueError):  # transformers cannot choose between several text configs
         text_config = model_config.get_text_config()
     for config in (model_config, getattr(model_config, "text_config", None), text_config):
-        hidden_size = getattr(config, "hidden_size", None)
-        if is_int(hidden_size):
-            return hidden_size
-        hidden_sizes = getattr(config, "hidden_sizes", None)
-        if isinstance(hidden_sizes, (list, tuple)) and hidden_sizes and all(map(is_int, hidden_sizes)):
-            largest: int = max(hidden_sizes)
-            return largest
+        for sizes in ([getattr(config, "hidden_size", None)], getattr(config, "hidden_sizes", None)):
+            if isinstance(sizes, list | tuple) and sizes and all(map(is_int, sizes)):
+                largest: int = max(sizes)
+                return largest
     return None
 
 
@@ -257,21 +253,6 @@ def _fill_batch_sizes(config: dict[str, Any], world_size: int) -> dict[str, str]
         if config.get(key) == AUTO:
             config[key] = size
     return {}
-
-
-def _fill_from_hidden_size(config: dict[str, Any], hidden_size: int | None) -> dict[str, str]:
-    """Resolve the keys that depend on the hidden size in place; return the problems by dotted key."""
-    section, problems = config.get("zero_optimization", {}), {}
-    for key, value_for in _HIDDEN_SIZE_KEYS.items():
-        if section.get(key) != AUTO:
-            continue
-        if hidden_size is None:
-            problems[f"zero_optimization.{key}"] = (
-                'is "auto", but the model config has no hidden_size to resolve it from; write a number of elements'
-            )
-        else:
-            section[key] = value_for(hidden_size)
-    return problems
 
 
 def _autos(section: Any, path: str = "") -> Iterator[tuple[Any, Any, str]]:

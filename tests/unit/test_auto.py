@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
-from lowmem_load.config.settings import for_loading, hidden_size_of, resolve_auto
+from lowmem_load.config.settings import Settings, hidden_size_of, read_settings
 from lowmem_load.errors import ConfigError
 from tests.unit.test_ds_config import HF_ZERO3
 
@@ -18,12 +18,17 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 def resolve(config: dict[str, Any], world_size: int = 4, hidden_size: int | None = 64) -> dict[str, Any]:
     before = copy.deepcopy(config)
     try:
-        return resolve_auto(config, world_size=world_size, hidden_size=hidden_size, dtype=torch.bfloat16)
+        resolved = Settings(config, 3, torch.bfloat16, world_size).for_model(namespace(hidden_size=hidden_size))
     finally:
-        assert config == before, "resolve_auto changed its input"
+        assert config == before, "the settings that were to be resolved have changed"
+    return dict(resolved.ds_config)
 
 
-# ---- resolve_auto
+def namespace(**attributes: Any) -> types.SimpleNamespace:
+    return types.SimpleNamespace(**attributes)
+
+
+# ---- Settings.for_model
 
 
 def test_trainer_resolves_to_the_same() -> None:
@@ -67,6 +72,13 @@ def test_batch_sizes(given_sizes: tuple[Any, ...], expected: tuple[Any, ...]) ->
     assert tuple(resolved.get(key) for key in (TRAIN, MICRO, STEPS)) == expected
 
 
+def test_the_precision_is_explicit_and_other_keys_of_its_sections_stay() -> None:
+    resolved = resolve({"fp16": {"enabled": "auto", "loss_scale": 0}, "bf16": {"check_grad_overflow": False}, MICRO: 1})
+
+    assert resolved["fp16"] == {"enabled": False, "loss_scale": 0}
+    assert resolved["bf16"] == {"enabled": True, "check_grad_overflow": False}
+
+
 def test_sequence_parallel_ranks_share_samples() -> None:
     resolved = resolve({TRAIN: "auto", MICRO: 2, "sequence_parallel_size": 2})
 
@@ -102,7 +114,7 @@ def test_all_unresolvable_keys_are_one_error() -> None:
         "- steps_per_print",
     }
     assert all("write " in line or 'expected a positive integer or "auto", got ' in line for line in lines)
-    assert any("no hidden_size to resolve it from; write a number of elements" in line for line in lines)
+    assert any("the model config has no hidden_size; write a number of elements" in line for line in lines)
 
 
 def test_what_deepspeed_itself_calls_auto_stays() -> None:
@@ -146,10 +158,6 @@ def test_deepspeed_accepts_the_resolved_config(config: dict[str, Any], monkeypat
 # ---- hidden_size_of
 
 
-def namespace(**attributes: Any) -> types.SimpleNamespace:
-    return types.SimpleNamespace(**attributes)
-
-
 def refuse_text_config() -> None:
     raise ValueError("Multiple valid text configs were found")
 
@@ -177,6 +185,11 @@ def test_hidden_size_of_real_configs() -> None:
     assert hidden_size_of(ResNetConfig(hidden_sizes=[8, 24, 16, 8])) == 24
     pair = EncoderDecoderConfig.from_encoder_decoder_configs(GPT2Config(n_embd=48), GPT2Config(n_embd=80))
     assert hidden_size_of(pair) == 80
+
+
+def for_loading(config: dict[str, Any]) -> Any:
+    """What is left of a ds_config that a training loop has yet to complete."""
+    return read_settings(config, world_size=1, is_active=True).ds_config
 
 
 def active() -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Every combination of ds_config and training arguments, and docs/reference/configuration.md against the code."""
 
-import copy
 import itertools
 import re
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowmem_load.config.ds_config import precision_of, with_precision
+from lowmem_load.config.ds_config import precision_of
 from lowmem_load.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
@@ -114,9 +113,8 @@ def test_other_values_are_refused(value: Any) -> None:
 def test_a_section_that_is_not_an_object_is_refused(config: dict[str, Any]) -> None:
     name = next(iter(config))
     message = rf"ds_config {name}: expected an object such as \{{\"enabled\": true\}}, got "
-    for function in (lambda: precision_of(config), lambda: with_precision(config, torch.bfloat16)):
-        with pytest.raises(ConfigError, match=message):
-            function()
+    with pytest.raises(ConfigError, match=message):
+        precision_of(config)
 
 
 # ---- sections
@@ -132,22 +130,6 @@ def test_a_section_without_enabled_counts_as_absent() -> None:
 def test_the_old_section_name_is_refused() -> None:
     with pytest.raises(ConfigError, match='bfloat16: rename this section to "bf16"'):
         precision_of({"bfloat16": {"enabled": True}})
-
-
-def test_with_precision_keeps_other_keys_and_the_input() -> None:
-    config = {
-        "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2},
-        "bf16": {"enabled": "auto", "check_grad_overflow": False},
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
-    }
-    before = copy.deepcopy(config)
-
-    resolved = with_precision(config, torch.float16)
-
-    assert resolved["fp16"] == {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2}
-    assert resolved["bf16"] == {"enabled": False, "check_grad_overflow": False}
-    resolved["zero_optimization"]["offload_param"]["device"] = "nvme"
-    assert config == before
 
 
 def test_what_is_absent_is_read_as_deepspeed_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

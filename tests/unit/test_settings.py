@@ -65,7 +65,7 @@ def test_ranks_compare_what_they_were_given_by_key() -> None:
         "ds_config zero_optimization.offload_param.device": '"nvme"',
         "ds_config zero_optimization.offload_param.nvme_path": '""',
         "precision": "bfloat16",
-        "partition": "of the whole model",
+        "partition": "of the full model",
     }
     assert read(flops_profiler={}).compared["ds_config flops_profiler"] == "{}"
     assert len(read(tags=["x"] * 99).compared["ds_config tags"]) == 16
