@@ -24,23 +24,22 @@ FORMATS: tuple[QuantizedFormat, ...] = (BitsAndBytes4Bit(), FineGrainedFp8(), Mx
 """The formats that are known. Others can be loaded, but not be partitioned."""
 
 
-def format_of(quantization: Any) -> QuantizedFormat | None:
-    """Return the format of a quantization config, which is an object or as in a config.json; None for another one."""
-    return next((each for each in FORMATS if each.recognizes(quantization)), None)
+def format_of(quantization: Any) -> QuantizedFormat:
+    """Return the format of a quantization config, which is an object or as in a config.json, or None.
+
+    For one that is not known, it is a format that does nothing.
+    """
+    return next((each for each in FORMATS if each.recognizes(quantization)), QuantizedFormat())
 
 
 def stays_packed(quantization: Any) -> bool:
     """Return whether weights of a quantization config are packed in memory, and can be partitioned and sharded so."""
-    found = None if quantization is None else format_of(quantization)
-    return found is not None and found.stays_packed
+    return format_of(quantization).stays_packed
 
 
 def packed_format(model: Any) -> QuantizedFormat:
-    """Return the format of a transformers model that is packed in memory; of others, one that does nothing."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    quantization = None if quantizer is None else quantizer.quantization_config
-    found = format_of(quantization) if stays_packed(quantization) else None
-    return found or QuantizedFormat()
+    """Return the format in which a transformers model is packed in memory; if it is not, one that does nothing."""
+    return format_of(getattr(getattr(model, "hf_quantizer", None), "quantization_config", None))
 
 
 def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:
@@ -58,11 +57,11 @@ def refuse_quantized(config: Any, kwargs: Mapping[str, Any]) -> None:
 def dequantizing(name: str, kwargs: Mapping[str, Any]) -> Any:
     """Return the `quantization_config` that loads a checkpoint dequantized."""
     quantization = getattr(model_config(name, kwargs), "quantization_config", None)
-    found = None if quantization is None else format_of(quantization)
-    if found is None or not found.config_class:
+    found = format_of(quantization)
+    if not found.config_class:
         what = "is not quantized" if quantization is None else f"is quantized by {method_of(quantization)!r}"
         known = ", ".join(each.method for each in FORMATS if each.config_class)
-        raise UnsupportedError(f"{name}: {what}; loaded dequantized can be {known}")
+        raise UnsupportedError(f"{name}: {what}; these can be loaded dequantized: {known}")
     return getattr(transformers, found.config_class)(dequantize=True)
 
 
@@ -71,7 +70,7 @@ def four_bit_config(dtype: torch.dtype) -> Any:
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,  # the scales are whole on every rank
+        bnb_4bit_use_double_quant=True,  # every rank has the scales in full
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_quant_storage=dtype,
     )
@@ -89,12 +88,10 @@ def described_quantizers(*, is_partitioned: bool) -> Iterator[None]:
         def from_config(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             quantizer = ordinary(*args, **kwargs)
             found = format_of(quantizer.quantization_config)
-            if found is not None:
-                describe(found)
-            if is_partitioned and not (found is not None and found.stays_packed):
-                refusals = {} if found is None else found.refusals(quantizer)
+            describe(found)
+            if is_partitioned and not found.stays_packed:
                 refuse = {foreign_names.VALIDATE_ENVIRONMENT.of(type(quantizer)): _refuse_when_checked}
-                stack.enter_context(replaced({**refusals, **refuse}))
+                stack.enter_context(replaced({**found.refusals(quantizer), **refuse}))
             return quantizer
 
         stack.enter_context(replaced({foreign_names.MAKE_QUANTIZER: from_config}))

@@ -41,7 +41,7 @@ from lowmem_load.symbolic.tensor import SymbolicTensor
 
 
 class QuantizedFormat:
-    """A format. See [Note: formats].
+    """A format. See [Note: formats]. This class itself stands for one that is not known, and does nothing.
 
     Attributes:
         method: its `quant_method` in a config.json.
@@ -49,7 +49,7 @@ class QuantizedFormat:
         stays_packed: whether its weights are packed in memory, too.
     """
 
-    method: str
+    method: str = ""
     config_class: str = ""
     stays_packed: bool = False
 
@@ -59,7 +59,7 @@ class QuantizedFormat:
 
     def handlers(self) -> Handlers:
         """Return what describes parameters and companions while transformers' loader runs; see [Note: formats]."""
-        raise NotImplementedError
+        return {}
 
     def refusals(self, quantizer: Any) -> Handlers:
         """Return what refuses, in loads for partitions, models of which each rank would hold the whole."""
