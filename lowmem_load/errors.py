@@ -118,8 +118,8 @@ class RankError(LowMemLoadError, RuntimeError):
         super().__init__(f"{step} failed on {len(lines)} rank(s), so it was stopped on all:\n" + "\n".join(lines))
 
 
-def error_text(error: BaseException, max_chars: int) -> str:
-    """Return class and text of any error, cut to `max_chars` characters."""
+def error_text(error: BaseException, max_chars: int = 1000) -> str:
+    """Return class and text of any error, cut to `max_chars` characters: transformers lists all model types, say."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001  its __str__ may raise; that must not hide the error

@@ -16,9 +16,9 @@ from lowmem_load.errors import FallbackWarning, UnsupportedError, outside_level
 from lowmem_load.integrations.accelerate import load_lazily, may_be_lazy, uses_fsdp2
 from lowmem_load.load.load import Options
 from lowmem_load.models import diffusion
-from lowmem_load.models.active import active_zero3_config, inside_load
+from lowmem_load.models.active import IS_LOADING, active_zero3_config
 from lowmem_load.models.loader import taking_calls
-from lowmem_load.replaced import Handlers
+from lowmem_load.replaced import Handlers, holding
 from lowmem_load.weights_out.rank_shards import group_of
 from lowmem_load.weights_out.save import save_when_all_call
 
@@ -42,7 +42,7 @@ def _is_wanted(cls: type, kwargs: Mapping[str, Any]) -> bool:
 
 def _load_pipeline(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
     """Leave all models of a pipeline to diffusers: it runs them, and scripts load it on the main rank alone."""
-    with inside_load():
+    with holding(IS_LOADING, True):
         return ordinary(cls, *args, **kwargs)
 
 

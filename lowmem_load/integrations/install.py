@@ -35,7 +35,7 @@ from lowmem_load.load.load_into import filling, skeletons_sharded
 from lowmem_load.load.report import OnLoad
 from lowmem_load.load.request import make_load
 from lowmem_load.models import diffusion, loader
-from lowmem_load.models.active import active_zero3_config, deepspeed_config, load_lock, note_load, was_dropped
+from lowmem_load.models.active import active_zero3_config, begins_after_drop, deepspeed_config, load_lock
 from lowmem_load.models.loader import SHARDS, Call
 from lowmem_load.models.model_folder import rename_loaded
 from lowmem_load.planning.replicas import ShareReads
@@ -165,7 +165,7 @@ def _load_by_active_config(call: Call, *, options: Options) -> tuple[nn.Module, 
 
 
 def _is_for_zero3(_: Mapping[str, Any]) -> bool:
-    if was_dropped():
+    if begins_after_drop():
         text = (
             "a HfDeepSpeedConfig was made but nothing keeps it alive, so this model is loaded in full on every rank, "
             "and not into ZeRO-3 partitions. transformers has only a weak reference to the object: keep it in a "
@@ -173,7 +173,6 @@ def _is_for_zero3(_: Mapping[str, Any]) -> bool:
             "transformers.integrations.unset_hf_deepspeed_config() before it"
         )
         warnings.warn(text, LoadOrderWarning, stacklevel=outside_level())
-    note_load()
     return active_zero3_config() is not None
 
 

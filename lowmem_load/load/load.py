@@ -41,9 +41,8 @@ from lowmem_load.load.execute import combine_companions, execute, reading
 from lowmem_load.load.make_plan import PlannedModel, make_plan
 from lowmem_load.load.read_once import ReadOnce
 from lowmem_load.load.report import LoadReport, OnLoad
-from lowmem_load.models import model_folder
 from lowmem_load.models.active import on_host, show_ds_config
-from lowmem_load.models.loader import Call, configuration_of, is_left_alone, is_local, refuse_device_map
+from lowmem_load.models.loader import Call, configuration_of, is_left_alone, is_local
 from lowmem_load.models.model_folder import commit_in, find_folder, rename_loaded
 from lowmem_load.phases import Progress, computing
 from lowmem_load.planning.replicas import ShareReads
@@ -159,7 +158,6 @@ class Load:
 
     def _check(self, call: Call) -> dict[str, str]:
         """Raise for a call that nobody can run; return what kind of load it is, on all ranks alike."""
-        refuse_device_map(call, self.settings)
         if not is_left_alone(call, self.settings):
             else_ = ", or else by the default loader" if self.options.is_lenient else ""
             return {"as kind of load": f"a load by lowmem_load{else_}"}
@@ -258,7 +256,7 @@ def fallback_reason(error: Exception, call: Call, options: Options) -> str:
     may_work = isinstance(error, UnsupportedError | ModelBuildError) or not isinstance(error, LowMemLoadError | OSError)
     if not options.is_lenient or not may_work or is_stand_in(call.path):  # transformers cannot read a remote store
         raise error
-    return error_text(error, model_folder.MAX_QUOTED)
+    return error_text(error)
 
 
 def fall_back(call: Call, loader: str, reason: str, random_state: torch.Tensor) -> tuple[nn.Module, dict[str, Any]]:

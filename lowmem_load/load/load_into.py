@@ -41,8 +41,8 @@ from lowmem_load.load.request import (
     stage_3,
     weights_folder,
 )
-from lowmem_load.models import diffusion, loader, model_class, model_folder
-from lowmem_load.models.active import load_lock, ordinary_path, outermost, transformers_models
+from lowmem_load.models import diffusion, loader, model_folder
+from lowmem_load.models.active import IS_LOADING, load_lock, ordinary_path, transformers_models
 from lowmem_load.models.loader import Call
 from lowmem_load.models.model_folder import find_folder, hub_keywords, rename_loaded
 from lowmem_load.models.modules import (
@@ -63,10 +63,11 @@ from lowmem_load.models.skeleton import (
     is_kept_on_host,
     refuse_parted,
 )
-from lowmem_load.models.wrappers import extra_states, named_tensors, plain_modules, plain_name
+from lowmem_load.models.wrappers import extra_states, named_modules, named_tensors, plain_name
 from lowmem_load.phases import no_callback
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.renamed import renamed_keywords
+from lowmem_load.replaced import holding
 from lowmem_load.symbolic.constructor import Constructor
 from lowmem_load.symbolic.initialise import CPU
 
@@ -193,7 +194,7 @@ class IntoModule:
         if not self.is_by_names:
             checked = self._checked(ranks, world_size)
             return checked.settings, checked.run
-        call = self._module_call(stand_in_for(self.model, model_class.plain_class), is_stand_in=True)
+        call = self._module_call(stand_in_for(self.model), is_stand_in=True)
         return stage_3(torch.float32, world_size), lambda load: loader.run_load(load, call)[0]
 
     def partitions(self, ranks: RankGroup) -> Run:
@@ -237,7 +238,7 @@ End: TypeAlias = Callable[[nn.Module, Callable[[], Into]], Mapping[str, Any]]
 
 def _left(model: nn.Module, plain: nn.Module, skip: Collection[str]) -> set[str]:
     """Return which parts of the transformers model the caller fills. Raise unless he fills all that is beside it."""
-    prefix = next(name for name, module in plain_modules(model).items() if module is plain)
+    prefix = next(name for name, module in named_modules(model) if module is plain)
     inner, outer = _parts(plain), _parts(model)
     known = {**inner, **outer}  # a name may be one of either model
     left = {plain_name(model, name) for name in skip}
@@ -415,7 +416,7 @@ def skeletons_sharded(
         shard(model)
         filled.append(model)
         keywords |= hub_keywords(kwargs, FILE_KEYWORDS)
-        with outermost():
+        with holding(IS_LOADING, False):  # a handler gets what `end` loads
             return end(model, lambda: IntoModule(model, name, dtype=dtype, kwargs=keywords))
 
     explained = model_folder.files_explained(name, kwargs.get("subfolder") or "")

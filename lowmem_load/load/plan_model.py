@@ -23,7 +23,7 @@ from lowmem_load.load.load_into import Into, Run, build_sharded
 from lowmem_load.load.make_plan import make_plan
 from lowmem_load.load.request import Request, agree_on_request, asked_dtype, class_and_config, name_text, target_of
 from lowmem_load.models.active import load_lock, on_host
-from lowmem_load.models.loader import Call, is_left_alone, refuse_device_map
+from lowmem_load.models.loader import Call, is_left_alone
 from lowmem_load.models.model_folder import find_folder
 from lowmem_load.models.skeleton import is_distributed_config, is_kept_on_host
 from lowmem_load.planning.load_plan import LoadPlan
@@ -131,7 +131,6 @@ def _planned(settings: Settings, run: Run, make_target: TargetMaker, rank: int) 
     """Return the plan of what a load describes on the host. torch's random state stays as it was."""
 
     def handler(call: Call) -> NoReturn:
-        refuse_device_map(call, settings)
         if is_left_alone(call, settings):
             raise UnsupportedError(
                 f"{call.name}: transformers places this model by itself, so there is nothing to plan"

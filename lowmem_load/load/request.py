@@ -20,10 +20,11 @@ from lowmem_load.engines.zero3_target import target_maker
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.load.load import Load, Options
 from lowmem_load.models import diffusion, loader, model_class, model_folder
-from lowmem_load.models.loader import PLACED_BY_STOCK, SHARDS, Call
+from lowmem_load.models.loader import LEFT_ALONE, SHARDS, Call
 from lowmem_load.models.model_folder import commit_of, find_folder, rename_loaded
 from lowmem_load.models.quantizers import refuse_quantized, stays_packed
 from lowmem_load.models.skeleton import is_distributed_config
+from lowmem_load.models.wrappers import plain_class
 from lowmem_load.renamed import warn_of
 
 LoadedModel = tuple[nn.Module, dict[str, Any]]
@@ -130,7 +131,7 @@ def stage_3(dtype: torch.dtype, world_size: int) -> Settings:
 
 def refuse_placing(kwargs: Mapping[str, Any], text: str) -> None:
     """Raise ConfigError for keywords of `from_pretrained` that place, shard or quantize, other than in 4 bits."""
-    for keyword in (*PLACED_BY_STOCK, *SHARDS):
+    for keyword in (*LEFT_ALONE, *SHARDS):
         value = kwargs.get(keyword)
         if value is not None and not (keyword == "quantization_config" and stays_packed(value)):
             raise ConfigError(text.format(keyword))
@@ -157,7 +158,7 @@ def ordinary_load(
     if quantizer is not None and not quantizer.pre_quantized:  # the files are not quantized
         kwargs = {"quantization_config": quantizer.quantization_config, **kwargs}
         vars(config).pop("quantization_config", None)
-    auto_class, kwargs = auto_class or model_class.plain_class(model), {"config": config, **kwargs}
+    auto_class, kwargs = auto_class or plain_class(model), {"config": config, **kwargs}
     dtypes = [tensor.dtype for tensor in model.parameters() if tensor.is_floating_point() and tensor.itemsize > 1]
     # The smallest in which no parameter loses bits. Those of one byte are packed.
     own = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32

@@ -1,4 +1,4 @@
-"""What a load holds while it runs: one lock for a process, and the settings of transformers that it depends on."""
+"""What a load sets while it runs: one lock for a process, and the settings of transformers that it depends on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformers.utils import logging as hf_logging
 from lowmem_load import foreign_names
 from lowmem_load.errors import ConfigError
 from lowmem_load.locks import ForkedLock
-from lowmem_load.replaced import holding, replaced
+from lowmem_load.replaced import replaced
 
 
 def active_zero3_config() -> Mapping[str, Any] | None:
@@ -40,24 +40,18 @@ _served: list[Any] = []
 """transformers' weak reference to the last configuration that was active when a model was loaded."""
 
 
-def note_load() -> None:
-    """Remember that the active configuration, if there is one, has served a load."""
-    reference = _user_reference()
-    if reference is not None and reference() is not None:
-        _served[:] = [reference]
+def begins_after_drop() -> bool:
+    """Return whether a load begins after the last `HfDeepSpeedConfig` has died, which never served one.
 
-
-def was_dropped() -> bool:
-    """Return whether the last `HfDeepSpeedConfig` died before it served a load."""
-    reference = _user_reference()
-    return reference is not None and reference not in _served and hf_deepspeed._hf_deepspeed_config_weak_ref() is None
-
-
-def _user_reference() -> Any:
-    """Return the weak reference to the last `HfDeepSpeedConfig` that the user made; None if there is none."""
-    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
-    reference = None if reference is None else inspect.unwrap(reference)
-    return reference if isinstance(reference, weakref.ReferenceType) else None
+    Called once for each load: it remembers that the active configuration, if there is one, serves this one.
+    """
+    active = hf_deepspeed._hf_deepspeed_config_weak_ref
+    users = None if active is None else inspect.unwrap(active)  # ours may be in its place
+    if not isinstance(users, weakref.ReferenceType):
+        return False
+    if users() is not None:
+        _served[:] = [users]
+    return users not in _served and active() is None
 
 
 @contextlib.contextmanager
@@ -100,13 +94,10 @@ def draws_no_missing() -> bool:
     return knows_fsdp and modeling_utils.is_fsdp_enabled() and not modeling_utils.is_local_dist_rank_0()
 
 
-@contextlib.contextmanager
-def on_host() -> Iterator[None]:
+def on_host() -> contextlib.AbstractContextManager[object]:
     """Make tensors that name no device in host memory, whatever default device the caller has set."""
-    default = torch.get_default_device().type
-    # A context of torch's slows each of its calls.
-    with contextlib.nullcontext() if default == "cpu" else torch.device("cpu"):
-        yield
+    is_default = torch.get_default_device().type == "cpu"
+    return contextlib.nullcontext() if is_default else torch.device("cpu")  # a context of torch's slows each call
 
 
 @contextlib.contextmanager
@@ -151,8 +142,8 @@ constructors: list[object] = []
 
 _LOCK = ForkedLock()
 
-_IS_LOADING: ContextVar[bool] = ContextVar("lowmem_load_is_loading", default=False)
-"""Whether a load runs. Calls that the model's own code makes are part of it."""
+IS_LOADING: ContextVar[bool] = ContextVar("lowmem_load_is_loading", default=False)
+"""Whether a load runs, of which calls of `from_pretrained` are a part. If it is False, a handler gets these calls."""
 
 
 @contextlib.contextmanager
@@ -174,18 +165,3 @@ def load_lock() -> Iterator[None]:
         yield
     finally:
         _LOCK.release()
-
-
-def is_loading() -> bool:
-    """Return whether this code runs as part of a load of this package."""
-    return _IS_LOADING.get()
-
-
-def outermost() -> contextlib.AbstractContextManager[None]:
-    """Inside, a `from_pretrained` is no part of the load in progress: it is handed to a handler like any other."""
-    return holding(_IS_LOADING, False)
-
-
-def inside_load() -> contextlib.AbstractContextManager[None]:
-    """Inside, a `from_pretrained` is part of the load in progress."""
-    return holding(_IS_LOADING, True)

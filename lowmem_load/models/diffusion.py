@@ -6,6 +6,7 @@ Only the reading of files and the assignment of parameters are replaced. Written
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -29,8 +30,8 @@ from lowmem_load.files.index import check_model_config, read_json
 from lowmem_load.files.stand_ins import origin
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.models.active import quiet
-from lowmem_load.models.loader import Call, check_shards, taking_calls, tensors_in
-from lowmem_load.models.model_folder import MAX_QUOTED, config_file
+from lowmem_load.models.loader import PretrainedCall, check_shards, taking_calls, tensors_in
+from lowmem_load.models.model_folder import config_file, hub_keywords
 from lowmem_load.replaced import Handler, replaced
 from lowmem_load.symbolic.constructor import Constructor, Context
 
@@ -41,19 +42,8 @@ _LEFT = ("quantization_config", "parallel_config", "use_flashpack")
 """Keywords of `from_pretrained` by which diffusers places or converts weights by itself."""
 
 
-class DiffusersCall(Call):
-    """A call of `ModelMixin.from_pretrained` that has not run yet."""
-
-    def __init__(self, ordinary: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.kwargs = dict(kwargs)
-        self.path = str(args[0] if args else self.kwargs.pop("pretrained_model_name_or_path"))
-        self.name = origin(self.path)
-        self._ordinary, self._cls = ordinary, cls
-
-    def run(self) -> tuple[nn.Module, dict[str, Any]]:
-        """See `Call`."""
-        model, info = self._ordinary(self._cls, self.path, **{**self.kwargs, "output_loading_info": True})
-        return model, info
+class DiffusersCall(PretrainedCall):
+    """A call of `ModelMixin.from_pretrained`."""
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
@@ -63,22 +53,21 @@ class DiffusersCall(Call):
             raise UnsupportedError(
                 f"{self.name}: weights_from= is for transformers models and modules that load by names"
             )
-        kwargs = {**self.kwargs, "low_cpu_mem_usage": True, "output_loading_info": True}
         handlers: dict[ForeignName, Handler] = {
-            **dict.fromkeys(foreign_names.DIFFUSERS_STATE_DICTS, _symbolic_state_dict(context)),
+            **dict.fromkeys(foreign_names.DIFFUSERS_STATE_DICTS, functools.partial(_symbolic_state_dict, context)),
             foreign_names.DIFFUSERS_EMPTY_WEIGHTS: lambda *_, **__: context.constructor.building(),
             foreign_names.DIFFUSERS_SET_TENSOR: _set_tensor,
             foreign_names.DIFFUSERS_SHARD_FILES: check_shards,
-            foreign_names.DIFFUSERS_LOAD: _load(context),
+            foreign_names.DIFFUSERS_LOAD: functools.partial(_load, context),
         }
         with replaced(handlers), quiet(logging.ERROR if context.is_quiet else logging.NOTSET, logs()):
             try:
-                model, info = self._ordinary(self._cls, self.path, **kwargs)
+                model, info = self._run({**self.kwargs, "low_cpu_mem_usage": True})
             except (LowMemLoadError, OSError):
                 raise
             except ValueError as error:
                 if "expected shape" in str(error):  # Source: diffusers 0.42 `model_loading_utils.py`
-                    raise CheckpointError(f"{self.name}: {error_text(error, MAX_QUOTED)}") from error
+                    raise CheckpointError(f"{self.name}: {error_text(error)}") from error
                 raise
         if getattr(model, "hf_quantizer", None) is not None:
             raise UnsupportedError(f"{self.name}: lowmem_load cannot load quantized weights of diffusers")
@@ -97,11 +86,8 @@ class DiffusersCall(Call):
         return model, {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
 
 
-def _symbolic_state_dict(context: Context) -> Handler:
-    def read(_: Any, path: Any, *__: Any, **___: Any) -> Any:
-        return path if isinstance(path, dict) else tensors_in([os.fspath(path)], context)
-
-    return read
+def _symbolic_state_dict(context: Context, _: Any, path: Any, *__: Any, **___: Any) -> Any:
+    return path if isinstance(path, dict) else tensors_in([os.fspath(path)], context)
 
 
 def _set_tensor(_: Any, model: nn.Module, name: str, *__: Any, value: torch.Tensor, **___: Any) -> None:
@@ -115,14 +101,11 @@ def _set_tensor(_: Any, model: nn.Module, name: str, *__: Any, value: torch.Tens
         module.register_parameter(last, nn.Parameter(value, requires_grad=parameter.requires_grad))
 
 
-def _load(context: Context) -> Handler:
-    def load(ordinary: Callable[..., Any], cls: type, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        context.constructor.note(model)
-        context.check_built(model)
-        kwargs["is_parallel_loading_enabled"] = False  # other threads do not see the handlers
-        return ordinary(cls, model, *args, **kwargs)
-
-    return load
+def _load(context: Context, ordinary: Callable[..., Any], cls: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    context.constructor.note(model)
+    context.check_built(model)
+    kwargs["is_parallel_loading_enabled"] = False  # other threads do not see the handlers
+    return ordinary(cls, model, *args, **kwargs)
 
 
 # -- calls that are handed to a handler --------------------------------------------------------------------------------
@@ -182,25 +165,24 @@ def model_class(name: str, auto_class: str | type | None, kwargs: Mapping[str, A
     check_model_config(file, least_count=-1)  # of heads in StableCascade: none
     try:
         import diffusers
-        from diffusers.models.modeling_utils import ModelMixin
     except ImportError as error:
         raise ConfigError(f"{file}: is of a model of diffusers, which cannot be imported: {error}") from error
     cls = getattr(diffusers, str(config["_class_name"]), None)
-    if not (isinstance(cls, type) and issubclass(cls, ModelMixin)):
+    if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
         raise ConfigError(f"{file}: diffusers {diffusers.__version__} has no model class {config['_class_name']!r}")
     return cls
 
 
 def skeleton(cls: Any, name: str, kwargs: Mapping[str, Any]) -> Any:
     """Return the model of a checkpoint as `from_pretrained` builds it, with its dtypes. Parameters have no memory."""
-    hub = {key: value for key, value in kwargs.items() if key in ("subfolder", "revision", "token", "cache_dir")}
+    hub = hub_keywords(kwargs, ("subfolder", "revision", "token", "cache_dir"))
     config, unused = cls.load_config(name, return_unused_kwargs=True, **hub)[:2]
     try:
         with Constructor().building():
             model = cls.from_config(config, **unused)
     except Exception as error:  # the constructor trusts the values, so a wrong one may raise anything
         raise ModelBuildError(
-            f"{name}: {cls.__name__} cannot be built from its configuration: {error_text(error, MAX_QUOTED)}"
+            f"{name}: {cls.__name__} cannot be built from its configuration: {error_text(error)}"
         ) from error
     dtype, fp32 = kwargs.get("torch_dtype"), cls._keep_in_fp32_modules or []
     kept = set(fp32 if isinstance(fp32, list) else [fp32])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import re
@@ -37,21 +38,18 @@ from lowmem_load.files.safetensors import CODES, Safetensors
 from lowmem_load.files.stand_ins import origin
 from lowmem_load.files.torch_zip import NestedTorchZip, TorchZip
 from lowmem_load.foreign_names import TORCH, TRANSFORMERS, ForeignName, check_release
-from lowmem_load.models.active import constructors, inside_load, is_loading, load_lock, ordinary_path, quiet
-from lowmem_load.models.model_class import json_values
+from lowmem_load.models.active import IS_LOADING, constructors, load_lock, ordinary_path, quiet
 from lowmem_load.models.model_folder import (
     HUB_KEYWORDS,
-    MAX_QUOTED,
     check_config,
     files_explained,
     find_file,
     hub_keywords,
-    refuse_gguf,
 )
 from lowmem_load.models.quantizers import described_quantizers
 from lowmem_load.models.wrappers import refuse_differences
 from lowmem_load.planning.expression import Computed, leaves
-from lowmem_load.replaced import Handler, Handlers, replaced
+from lowmem_load.replaced import Handler, Handlers, holding, replaced
 from lowmem_load.symbolic.attributes import EXTRA_STATE
 from lowmem_load.symbolic.constructor import META, Constructor, Context
 from lowmem_load.symbolic.initialise import UNINITIALISED, ReadNow
@@ -63,7 +61,7 @@ T = TypeVar("T")
 check_release(TORCH)
 check_release(TRANSFORMERS)
 
-PLACED_BY_STOCK = ("device_map", "quantization_config", "gguf_file")
+LEFT_ALONE = ("device_map", "quantization_config", "gguf_file")
 """Keywords of loads that transformers itself does under stages 0 to 2."""
 
 SHARDS = ("distributed_config", "tp_plan", "tp_size")
@@ -98,8 +96,14 @@ class Call(Protocol):
 
 
 def is_left_alone(call: Call, settings: Settings) -> bool:
-    """Return whether transformers does a load by itself, also under `install()`."""
-    return settings.stage < 3 and any(call.kwargs.get(name) for name in PLACED_BY_STOCK)
+    """Return whether transformers does a load by itself, also under `install()`.
+
+    Raises ConfigError for a device_map under ZeRO-3.
+    """
+    placed = [name for name in LEFT_ALONE if call.kwargs.get(name) is not None]  # device_map=0 is a GPU
+    if settings.stage == 3 and "device_map" in placed:
+        raise ConfigError(f"{call.name}: device_map and ZeRO-3 both place parameters; remove device_map")
+    return settings.stage < 3 and bool(placed)
 
 
 def is_local(call: Call) -> bool:
@@ -108,54 +112,57 @@ def is_local(call: Call) -> bool:
     return os.path.isdir(call.path) and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
 
 
-def refuse_device_map(call: Call, settings: Settings) -> None:
-    """Raise ConfigError for a device_map under ZeRO-3."""
-    if settings.stage == 3 and call.kwargs.get("device_map") is not None:
-        raise ConfigError(f"{call.name}: device_map and ZeRO-3 both place parameters; remove device_map")
-
-
 def configuration_of(model: nn.Module) -> dict[str, str]:
-    """Return what must be equal on all ranks besides parameters and files, as text by topic."""
+    """Return what must be equal on all ranks, in addition to parameters and files, as text by topic.
+
+    Private keys of a configuration, such as that of the folder, are left out.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): plain(item) for key, item in value.items() if not str(key).startswith("_")}
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
     texts = {"class of the model": type(model).__name__}
     for topic, attribute in (("configuration", "config"), ("generation_config.json", "generation_config")):
         config: Any = getattr(model, attribute, None)
         config = config.to_dict() if hasattr(config, "to_dict") else config
-        if isinstance(config, Mapping):
-            texts |= {f"{topic} {key}": text for key, text in json_values(config).items()}
+        for key, value in plain(config).items() if isinstance(config, Mapping) else ():
+            texts[f"{topic} {key}"] = json.dumps(value, sort_keys=True, default=lambda other: type(other).__name__)
     return texts
 
 
-class TransformersCall(Call):
-    """A call of `from_pretrained` that has not run yet. `from_config` runs in its place, but is described as it is."""
+class PretrainedCall(Call):
+    """A call of `from_pretrained` that has not run yet."""
 
-    def __init__(
-        self,
-        ordinary: Callable[..., Any],
-        cls: type,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        from_config: Callable[[], Any] | None = None,
-    ) -> None:
+    def __init__(self, ordinary: Callable[..., Any], cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         self.path = cls.__name__ if name is None else str(name)
-        self.name = origin(self.path)  # for messages
-        self.kwargs = kwargs
-        self._given = dict(kwargs)  # what is taken out of `kwargs` is not for describing, but for an ordinary call
-        self._ordinary, self._cls, self._args, self._from_config = ordinary, cls, args, from_config
+        self.name, self.kwargs = origin(self.path), kwargs
+        self._ordinary, self._cls, self._args = ordinary, cls, args
 
     def move(self, folder: str, kwargs: dict[str, Any]) -> None:
         """See `Call`."""
         super().move(folder, kwargs)
-        self._given, self._args = kwargs, (folder, *self._args[1:])
+        self._args = (folder, *self._args[1:])
 
     def run(self) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
-        return self._run(self._given) if self._from_config is None else (self._from_config(), {})
+        return self._run(self.kwargs)
 
-    def _run(self, kwargs: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-        kwargs = {**kwargs, "output_loading_info": True}
-        model, info = self._ordinary(self._cls, *self._args, **kwargs)
+    def _run(self, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        model, info = self._ordinary(self._cls, *self._args, **{**kwargs, "output_loading_info": True})
         return model, info
+
+
+class TransformersCall(PretrainedCall):
+    """A call of transformers. `from_config` runs in its place, but is described as it is."""
+
+    from_config: Callable[[], Any] | None = None
+
+    def run(self) -> tuple[nn.Module, dict[str, Any]]:
+        """See `Call`."""
+        return super().run() if self.from_config is None else (self.from_config(), {})
 
     def _run_on(
         self, weights: Mapping[str, torch.Tensor], kwargs: Mapping[str, Any]
@@ -184,24 +191,29 @@ class TransformersCall(Call):
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
-        refuse_gguf(self.name, self.kwargs)
+        if file := self.kwargs.get("gguf_file"):
+            raise UnsupportedError(
+                f"{self.name}: lowmem_load cannot read gguf_file, which every rank would have to load in full; convert "
+                "it once, without lowmem_load, by "
+                f'model_class.from_pretrained(folder, gguf_file="{file}").save_pretrained(new_folder)'
+            )
         subfolder = self.kwargs.get("subfolder") or ""
-        if self._from_config is None and self.kwargs.get("config") is None:
+        if self.from_config is None and self.kwargs.get("config") is None:
             check_config(self.path, subfolder)
         kwargs = {name: value for name, value in self.kwargs.items() if name != "disable_mmap"}  # nothing is mapped
         handlers: dict[ForeignName, Handler] = {
             **symbolic_files(context),
             **collecting_handlers(),
             **building_handlers(context.constructor),
-            **_initialising_handlers(context),
+            foreign_names.INITIALIZE_WEIGHTS: functools.partial(_initialise, context),
             foreign_names.SHARD_FILES: check_shards,
-            foreign_names.LOAD_PRETRAINED_MODEL: _note_model(context.constructor),
+            foreign_names.LOAD_PRETRAINED_MODEL: functools.partial(_note_model, context.constructor),
             foreign_names.LOAD_ADAPTER: _load_adapter,
-            foreign_names.MODEL_INIT.of(self._cls): _build(self._cls, self.name, context.check_built),
+            foreign_names.MODEL_INIT.of(self._cls): functools.partial(self._build, context),
         }
         with (
             ordinary_path(),
-            quiet(logging.ERROR if context.is_quiet or self._from_config is not None else logging.NOTSET),
+            quiet(logging.ERROR if context.is_quiet or self.from_config is not None else logging.NOTSET),
             described_quantizers(is_partitioned=context.is_partitioned),
             replaced(handlers),
             files_explained(self.path, subfolder),
@@ -217,10 +229,28 @@ class TransformersCall(Call):
                     f"{self._cls.__name__}; transformers' report above names them. Correct config.json, or pass "
                     "ignore_mismatched_sizes=True to leave them out"
                 ) from error
-        if self._from_config is not None:
+        if self.from_config is not None:
             _refuse_unset(model)
         context.note_values(model)
         return model, info
+
+    def _build(self, context: Context, ordinary: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
+        if type(model) is not self._cls:  # a submodule of a class that inherits the constructor
+            ordinary(model, *args, **kwargs)
+            return
+        constructors.append(object())
+        try:
+            ordinary(model, *args, **kwargs)
+            context.check_built(model)
+        except LowMemLoadError:
+            raise
+        except Exception as error:  # the constructor trusts the values, so a wrong one may raise anything
+            raise ModelBuildError(
+                f"{self.name}: {self._cls.__name__} cannot be built from its configuration (config.json): "
+                f"{error_text(error)}"
+            ) from error
+        finally:
+            constructors.pop()
 
 
 def _refuse_unset(model: nn.Module) -> None:
@@ -245,29 +275,6 @@ def _load_adapter(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **
         return ordinary(model, *args, **kwargs)
 
 
-def _build(cls: Any, name: str, check: Callable[[nn.Module], None]) -> Handler:
-    def build(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if type(model) is not cls:  # a submodule of a class that inherits the constructor
-            ordinary(model, *args, **kwargs)
-            return
-        try:
-            constructors.append(object())
-            try:
-                ordinary(model, *args, **kwargs)
-            finally:
-                constructors.pop()
-            check(model)
-        except LowMemLoadError:
-            raise
-        except Exception as error:  # the constructor trusts the values, so a wrong one may raise anything
-            raise ModelBuildError(
-                f"{name}: {cls.__name__} cannot be built from its configuration (config.json): "
-                f"{error_text(error, MAX_QUOTED)}"
-            ) from error
-
-    return build
-
-
 def building_handlers(constructor: Constructor) -> Handlers:
     """Return what has transformers build a model by `constructor`, not on meta."""
 
@@ -283,36 +290,29 @@ def building_handlers(constructor: Constructor) -> Handlers:
     return {foreign_names.GET_INIT_CONTEXT: init_contexts, foreign_names.INIT_WEIGHTS: init_weights}
 
 
-def _note_model(constructor: Constructor) -> Handler:
-    def load(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        constructor.note(next(value for value in (*args, *kwargs.values()) if isinstance(value, PreTrainedModel)))
-        return ordinary(*args, **kwargs)
-
-    return load
+def _note_model(constructor: Constructor, ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    constructor.note(next(value for value in (*args, *kwargs.values()) if isinstance(value, PreTrainedModel)))
+    return ordinary(*args, **kwargs)
 
 
-def _initialising_handlers(context: Context) -> Handlers:
-    """Return what keeps as expressions the parameters that no file has."""
+def _initialise(context: Context, ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Initialize the parameters that no file has, and keep them as expressions."""
     initialiser, read_now = context.initialiser, context.read_now
-
-    def initialise(ordinary: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        made: dict[int, nn.Parameter] = {}
-        keeps = context.keeps_of(model)
-        for module in model.modules():
-            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                if isinstance(parameter, SymbolicTensor):
-                    parameter.initialise_in(initialiser, keeps(parameter))
-                elif not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
-                    if id(parameter) not in made:
-                        empty = make_uninitialised(parameter, read_now)
-                        empty.initialise_in(initialiser, keeps(parameter))
-                        made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                    setattr(module, name, made[id(parameter)])
-        context.constructor.restore(read_now, initialiser)
-        ordinary(model, *args, **kwargs)
-        initialiser.release()
-
-    return {foreign_names.INITIALIZE_WEIGHTS: initialise}
+    made: dict[int, nn.Parameter] = {}
+    keeps = context.keeps_of(model)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if isinstance(parameter, SymbolicTensor):
+                parameter.initialise_in(initialiser, keeps(parameter))
+            elif not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
+                if id(parameter) not in made:
+                    empty = make_uninitialised(parameter, read_now)
+                    empty.initialise_in(initialiser, keeps(parameter))
+                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                setattr(module, name, made[id(parameter)])
+    context.constructor.restore(read_now, initialiser)
+    ordinary(model, *args, **kwargs)
+    initialiser.release()
 
 
 def check_shards(ordinary: Callable[..., Any], name: Any, index: Any, *args: Any, **kwargs: Any) -> Any:
@@ -332,15 +332,12 @@ def copy_marks(loaded: nn.Parameter, made: nn.Parameter) -> None:
 # -- how transformers reads and collects tensors. Source: transformers 5.6 to 5.24 `core_model_loading.py` -------------
 
 
-class SymbolicFile:
+class SymbolicFile(contextlib.AbstractContextManager["SymbolicFile"]):
     """Stands for what `safetensors.safe_open` returns."""
 
     def __init__(self, file: CheckpointFile, read_now: ReadNow) -> None:
         self._file, self._read_now = file, read_now
         self.expression = file.expression
-
-    def __enter__(self) -> SymbolicFile:
-        return self
 
     def __exit__(self, *error: object) -> None:
         pass
@@ -498,7 +495,7 @@ Load = Callable[[TransformersCall], tuple[nn.Module, dict[str, Any]]]
 
 def run_load(load: Callable[[T], tuple[Any, dict[str, Any]]], call: T) -> tuple[Any, dict[str, Any]]:
     """Run a load of any family in this thread. Loads that the model's own code makes are part of it."""
-    with load_lock(), inside_load():
+    with load_lock(), holding(IS_LOADING, True):
         return load(call)
 
 
@@ -510,7 +507,7 @@ def taking_calls(
     """Return what gives `load` each outermost `from_pretrained` of a family that is wanted."""
 
     def from_pretrained(ordinary: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-        if is_loading() or not wanted(cls, kwargs):
+        if IS_LOADING.get() or not wanted(cls, kwargs):
             return ordinary(cls, *args, **kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = run_load(load, make_call(ordinary, cls, args, kwargs))
@@ -530,12 +527,11 @@ def intercepted(
 
     def from_config(ordinary: Callable[..., Any], cls: Any, /, config: Any, **kwargs: Any) -> Any:
         as_load = {"config": config, "state_dict": {}, **kwargs}
-        if is_loading() or not wanted(as_load):
+        if IS_LOADING.get() or not wanted(as_load):
             return ordinary(cls, config, **kwargs)
-        from_config = functools.partial(ordinary, cls, config, **kwargs)
-        model, _ = run_load(
-            load, TransformersCall(PreTrainedModel.from_pretrained.__func__, cls, (None,), as_load, from_config)
-        )
+        call = TransformersCall(PreTrainedModel.from_pretrained.__func__, cls, (None,), as_load)
+        call.from_config = functools.partial(ordinary, cls, config, **kwargs)
+        model, _ = run_load(load, call)
         model.config.name_or_path = getattr(config, "name_or_path", "")
         return model.train()
 

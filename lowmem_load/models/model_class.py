@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +12,6 @@ from transformers import AutoConfig, PreTrainedModel
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, error_text
 from lowmem_load.files.index import base_of_adapter, check_model_config
 from lowmem_load.models.model_folder import (
-    MAX_QUOTED,
     adapter_config_file,
     check_config,
     check_name,
@@ -51,21 +49,7 @@ def model_config(name: str, kwargs: Mapping[str, Any], config_class: Any = None)
     except Exception as error:  # transformers trusts the values, so a wrong one may raise anything
         if file is None and not os.path.exists(where):
             raise CheckpointError(what_is_there(where, "", error)) from error
-        raise CheckpointError(
-            f"{file or where}: no usable model configuration: {error_text(error, MAX_QUOTED)}"
-        ) from error
-
-
-def json_values(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values of a configuration as JSON, by key, without private ones, such as the folder."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {str(key): plain(item) for key, item in value.items() if not str(key).startswith("_")}
-        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-    values = plain(config)
-    return {key: json.dumps(values[key], sort_keys=True, default=lambda value: type(value).__name__) for key in values}
+        raise CheckpointError(f"{file or where}: no usable model configuration: {error_text(error)}") from error
 
 
 def model_class(auto_class: str | type | None, config: Any, *, trust_remote_code: bool) -> Any:
@@ -87,11 +71,6 @@ def model_class(auto_class: str | type | None, config: Any, *, trust_remote_code
             if auto_name.startswith("AutoModel") and str(reference).rpartition(".")[2] == architectures[0]:
                 return _class_named(auto_name, "auto_map of the model's config")
     return _class_named(architectures[0], "architectures of the model's config")
-
-
-def plain_class(model: object) -> type:
-    """Return the class that a model had before FSDP2's `fully_shard` gave it one of its own."""
-    return next(cls for cls in type(model).__mro__ if "FSDPModule" not in (base.__name__ for base in cls.__mro__))
 
 
 def _class_named(name: str, where: str) -> Any:

@@ -6,7 +6,6 @@ A local folder may stand for a URL or a Hub id whose weights are not downloaded.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import posixpath
 import re
@@ -17,13 +16,11 @@ import huggingface_hub
 from huggingface_hub.errors import EntryNotFoundError
 from transformers.utils import find_adapter_config_file
 
-from lowmem_load.errors import CheckpointError, UnsupportedError, error_text, listed
+from lowmem_load.errors import CheckpointError, error_text, listed
 from lowmem_load.files.index import WEIGHTS, check_files, check_index, of_variant, read_json
 from lowmem_load.files.remote_checkpoint import folder_of_model, folder_of_url
 from lowmem_load.files.stand_ins import is_url, origin
 from lowmem_load.phases import no_callback
-
-MAX_QUOTED = 1000  # characters of another package's error in a message: transformers lists all model types
 
 
 def check_name(name: str, subfolder: str) -> None:
@@ -31,7 +28,7 @@ def check_name(name: str, subfolder: str) -> None:
     looks_local = name.startswith((".", "~", os.sep)) or os.path.isabs(name) or name.count("/") > 1
     if not os.path.isdir(name):
         if os.path.isfile(name):
-            raise CheckpointError(f"{name}: is a file; pass the folder that holds it and its config.json")
+            raise CheckpointError(f"{name}: is a file; pass the folder that has it and its config.json")
         if looks_local:
             raise CheckpointError(no_folder(name))
         return
@@ -72,7 +69,7 @@ def what_is_there(name: str, subfolder: str, error: Exception) -> str:
     """Return the text that transformers finds no files, with what is there in their place."""
     if not os.path.isdir(name):
         offline = "the Hub's cache does not have its files, and HF_HUB_OFFLINE is set"
-        reason = offline if huggingface_hub.constants.HF_HUB_OFFLINE else error_text(error, MAX_QUOTED)
+        reason = offline if huggingface_hub.constants.HF_HUB_OFFLINE else error_text(error)
         return f"{no_folder(name)}; as a model on the Hub: {reason}"
     folder, shown = os.path.join(name, subfolder), os.path.join(origin(name), subfolder)
     files = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
@@ -80,10 +77,10 @@ def what_is_there(name: str, subfolder: str, error: Exception) -> str:
     lacking = {f"{shard[1]}.{shard[2]}.index.json" for shard in shards}.difference(files)
     if lacking:
         return (
-            f"{shown}: holds {listed([shard[0] for shard in shards], 3)}, but no {' or '.join(lacking)}, "
+            f"{shown}: has {listed([shard[0] for shard in shards], 3)}, but lacks {' or '.join(lacking)}, "
             "which says what tensor is in which file; copy it there, too, or save the model again"
         )
-    text = f"{shown}: {error_text(error, MAX_QUOTED).replace(name, origin(name))} It holds {listed(files)}"
+    text = f"{shown}: {error_text(error).replace(name, origin(name))} It has {listed(files)}"
     states = [file for file in files if is_training_state(file)]
     if states:
         text += f", of which {listed(states, 3)} are the state of a training run; name the folder of the model"
@@ -108,15 +105,6 @@ def is_training_state(file: str) -> bool:
     return _TRAINING_STATE.fullmatch(file) is not None
 
 
-def refuse_gguf(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Raise for a file in a format which every rank would have to load in full."""
-    if file := kwargs.get("gguf_file"):
-        raise UnsupportedError(
-            f"{name}: lowmem_load cannot read gguf_file; convert it once, without lowmem_load, by "
-            f'model_class.from_pretrained(folder, gguf_file="{file}").save_pretrained(new_folder)'
-        )
-
-
 # -- where a name is found: Hub ids and URLs ---------------------------------------------------------------------------
 
 T = TypeVar("T")
@@ -130,7 +118,7 @@ def find_folder(
 ) -> tuple[Any, dict[str, Any]]:
     """Return the folder that takes the place of a name, and the keywords that go with it.
 
-    Other names, and models that the Hub's cache holds, stay as they are.
+    Other names, and models that are in the Hub's cache, stay as they are.
 
     Args:
         name: a folder, a Hub id or a URL.
@@ -175,7 +163,7 @@ def local_folder(url: str, *, subfolder: str = "") -> str:
 
 
 def find_checkpoint(name: str, *, subfolder: str = "", revision: str | None = None) -> str:
-    """Return the folder of a name, whose weights are not downloaded. A Hub id means what the cache holds, or the Hub.
+    """Return the folder of a name, whose weights are not downloaded. A Hub id means what the cache has, or the Hub.
 
     Raises:
         CheckpointError: there is no such folder, and no such model on the Hub, or the Hub cannot be reached.
@@ -199,30 +187,16 @@ def rename_loaded(loaded: T) -> T:
 
 
 def _is_cached(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the Hub's cache holds the weights of a model, or the Hub may not be asked."""
+    """Return whether the Hub's cache has the weights of a model, or the Hub may not be asked."""
     if kwargs.get("local_files_only") or huggingface_hub.constants.HF_HUB_OFFLINE:
         return True
-    folder, variant = kwargs.get("subfolder") or "", kwargs.get("variant")
     try:
-        paths = [_cached_file(name, posixpath.join(folder, of_variant(file, variant)), kwargs) for file in WEIGHTS]
-    except ValueError as error:
-        raise CheckpointError(f"{name}: neither a folder nor a Hub id: {error}") from error
-    path = next(filter(None, paths), "")
-    if not path.endswith(".json"):
-        return bool(path)
-    check_index(path, needs_metadata=False)
-    try:
-        check_files(path)
+        folder = os.path.join(cached_folder(name, kwargs), kwargs.get("subfolder") or "")
+        paths = [os.path.join(folder, of_variant(file, kwargs.get("variant"))) for file in WEIGHTS]
+        found = [path for path in paths if os.path.isfile(path)]
+        return bool(found and files_of(found[0]))  # of an index, it checks the files
     except CheckpointError:
         return False
-    return True
-
-
-def _cached_file(name: str, file: str, kwargs: Mapping[str, Any]) -> str | None:
-    """Return the path of a file in the Hub's cache. Raises ValueError if the name is not a Hub id."""
-    keywords = {key: value for key, value in hub_keywords(kwargs, ("cache_dir", "revision")).items() if value}
-    path = huggingface_hub.try_to_load_from_cache(name, file, **keywords)
-    return path if isinstance(path, str) else None
 
 
 _DOWNLOAD_KEYWORDS = ("cache_dir", "force_download", "token", "local_files_only", "revision", "subfolder")
@@ -264,17 +238,12 @@ def find_file(name: str, file: str, kwargs: Mapping[str, Any]) -> str | None:
 def cached_folder(name: str, kwargs: Mapping[str, Any]) -> str:
     """Return the folder of a model in the Hub's cache, which may lack files that no load has asked for.
 
-    `huggingface_hub.snapshot_download` refuses that. Raises CheckpointError if the cache has nothing of the model.
+    Raises CheckpointError if the cache has nothing of the model.
     """
-    folder = kwargs.get("subfolder") or ""
-    files = ("config.json", "model_index.json", "adapter_config.json", *WEIGHTS)
-    for file in dict.fromkeys((*(posixpath.join(folder, file) for file in files), *files)):
-        with contextlib.suppress(ValueError):  # the name is not a Hub id
-            if path := _cached_file(name, file, kwargs):
-                return path.removesuffix(file).rstrip("/")
     keywords = hub_keywords(kwargs, ("cache_dir", "revision"))
-    try:  # of other files, which a module of one's own may have
-        return str(huggingface_hub.snapshot_download(name, local_files_only=True, **keywords))
+    try:
+        # It would refuse a folder that lacks one of the files that are not ignored.
+        return str(huggingface_hub.snapshot_download(name, local_files_only=True, ignore_patterns="*", **keywords))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{no_folder(name)}, and not in the cache of the Hub; HF_HUB_OFFLINE is set, so the Hub was not asked"
@@ -311,14 +280,17 @@ def files_of(path: str, subfolder: str = "", variant: str | None = None, **of_hu
     Raises CheckpointError if there are none, or several that may be meant.
     """
     if os.path.isfile(path):
-        return _named_by(path) if path.endswith(".json") else [path]
-    if not os.path.isdir(path):
-        path = _download(path, subfolder, variant, **of_hub)
-    folder = os.path.join(path, subfolder)
-    if not os.path.isdir(folder):
-        raise CheckpointError(no_folder(folder))
-    paths = [os.path.join(folder, name) for name in _chosen(folder, os.listdir(folder), variant)]
-    return _named_by(paths[0]) if paths[0].endswith(".json") else paths
+        files = [path]
+    else:
+        folder = os.path.join(path if os.path.isdir(path) else _download(path, subfolder, variant, **of_hub), subfolder)
+        if not os.path.isdir(folder):
+            raise CheckpointError(no_folder(folder))
+        files = [os.path.join(folder, name) for name in _chosen(folder, os.listdir(folder), variant)]
+    if files[0].endswith(".json"):
+        names = _named_by(files[0])
+        check_files(files[0])
+        return [os.path.join(os.path.dirname(files[0]), name) for name in names]
+    return files
 
 
 def _download(name: str, subfolder: str, variant: str | None, **keywords: Any) -> str:
@@ -326,21 +298,20 @@ def _download(name: str, subfolder: str, variant: str | None, **keywords: Any) -
 
     `keywords` are revision, token and cache_dir.
     """
-    offline = huggingface_hub.constants.HF_HUB_OFFLINE
-    download = functools.partial(huggingface_hub.snapshot_download, name, local_files_only=offline, **keywords)
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return cached_folder(name, keywords)
     folder = posixpath.join(subfolder.strip("/"), "")
     try:
-        if offline:
-            return cached_folder(name, {**keywords, "subfolder": subfolder})
-        of_repository = {key: value for key, value in keywords.items() if key != "cache_dir"}
-        listed_names = huggingface_hub.HfApi().list_repo_files(name, **of_repository)
+        listed_names = huggingface_hub.HfApi().list_repo_files(name, **hub_keywords(keywords, ("revision", "token")))
         names = [file.removeprefix(folder) for file in listed_names if posixpath.dirname(file) == folder.rstrip("/")]
         files = [folder + file for file in _chosen(f"{name}/{folder}", names, variant)]
-        path = str(download(allow_patterns=files))
+        path = huggingface_hub.snapshot_download(name, allow_patterns=files, **keywords)
         if files[0].endswith(".json"):
-            named = read_json(os.path.join(path, files[0]))["weight_map"].values()
-            download(allow_patterns=[folder + file for file in named])
-        return path
+            named = [folder + file for file in _named_by(os.path.join(path, files[0]))]
+            huggingface_hub.snapshot_download(name, allow_patterns=named, **keywords)
+        return str(path)
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:  # errors of the Hub are one of these
         raise CheckpointError(f"{no_folder(name)}, and the Hub has none of this name: {error}") from error
 
@@ -353,12 +324,12 @@ def _chosen(folder: str, names: Iterable[str], variant: str | None) -> list[str]
         indexes = [name for end in ends for name in names if re.search(rf"\{end}\.index\b.*\.json\Z", name)]
         indexes = _of_variant(indexes, variant)
         if len(indexes) > 1:
-            raise CheckpointError(f"{folder}: holds the indexes {listed(indexes)}; name one by its path")
+            raise CheckpointError(f"{folder}: has the indexes {listed(indexes)}; name one by its path")
         if indexes or files:
             return indexes or files
     of_variant = f" of the variant {variant!r}" if variant else ""
     raise CheckpointError(
-        f"{folder}: holds no weights{of_variant} ({', '.join(WEIGHTS_ENDS)}); {listed(names)} are there"
+        f"{folder}: has no weights{of_variant} ({', '.join(WEIGHTS_ENDS)}); {listed(names)} are there"
     )
 
 
@@ -372,6 +343,6 @@ def _of_variant(names: list[str], variant: str | None) -> list[str]:
 
 
 def _named_by(index: str) -> list[str]:
+    """Return the names of the files that an index names; raise CheckpointError if it is malformed."""
     check_index(index, needs_metadata=False)
-    check_files(index)
-    return [os.path.join(os.path.dirname(index), file) for file in sorted(set(read_json(index)["weight_map"].values()))]
+    return sorted(set(read_json(index)["weight_map"].values()))

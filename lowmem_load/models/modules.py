@@ -9,7 +9,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
@@ -23,11 +23,11 @@ from lowmem_load.models.loader import Call, tensors_in
 from lowmem_load.models.model_folder import FILE_KEYWORDS, files_of
 from lowmem_load.models.skeleton import hand_over
 from lowmem_load.models.wrappers import (
+    NamedTensor,
     copied,
     extra_states,
     named_modules,
     named_tensors,
-    plain_modules,
     plain_name,
     refuse_differences,
 )
@@ -49,22 +49,20 @@ or a mapping of regular expressions, of which all are substituted, in order."""
 Build = Callable[[], nn.Module]
 
 
-@dataclass(slots=True, eq=False)
 class ModuleTensor:
-    """One parameter or buffer of a module: all of its names and places. `keys` are the names in its state dict."""
+    """One parameter or buffer of a module, in all of its places. `keys` are its names in the module's state dict."""
 
-    tensor: torch.Tensor
-    is_parameter: bool
-    names: list[str] = field(default_factory=list)
-    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # of these names, in this order
-    keys: list[str] = field(default_factory=list)
+    def __init__(self, places: list[NamedTensor]) -> None:
+        self._places, self.tensor = places, places[0].tensor
+        self.names = [place.name for place in places]
+        self.keys = [place.name for place in places if place.is_persistent]
 
     def put(self, value: torch.Tensor | None) -> None:
         """Put a value into all places; it has the dtype of the module."""
-        if value is not None and self.is_parameter:
+        if value is not None and self._places[0].is_parameter:
             value = nn.Parameter(value, requires_grad=self.tensor.requires_grad)
-        for tensors, key in self.places:
-            tensors[key] = value
+        for place in self._places:
+            place.tensors[place.key] = value
 
 
 class ModuleCall(Call):
@@ -114,8 +112,8 @@ class ModuleCall(Call):
         of_files = {name: tensors.pop(name) for name in states if name in tensors and name not in self._skip}
         left, others = self._split(model, slots, states)
         found, problems = _match(others, tensors, self.name)
-        used = {name for slot in others for name in slot.keys if name in tensors}
-        unexpected = tensors.keys() - used - {name for slot in left for name in slot.names} - self._skip
+        known = {name for slot in others for name in slot.keys} | {name for slot in left for name in slot.names}
+        unexpected = tensors.keys() - known - self._skip
         problems["missing"] += states.keys() - of_files.keys() - self._skip
         refuse_differences(
             f"{self.name}: its tensors are not those of {type(model).__name__}",
@@ -154,37 +152,34 @@ class ModuleCall(Call):
             with context.constructor.building():
                 built = self._build()
             computed = {named.name: named.tensor for named in named_tensors(built) if not named.is_parameter}
-            hand_over_attributes(plain_modules(built), plain_modules(model), CPU)
-        values = [next((computed[name] for name in slot.names if name in computed), slot.tensor) for slot in bare]
-        others = [
-            f"{slot.names[0]} {tuple(value.shape)} instead of {tuple(slot.tensor.shape)}"
-            for slot, value in zip(bare, values, strict=True)
-            if value.shape != slot.tensor.shape
-        ]
+            hand_over_attributes(dict(named_modules(built)), dict(named_modules(model)), CPU)
+        others, lost = [], []
+        found: list[tuple[ModuleTensor, torch.Tensor]] = []
+        for slot in bare:
+            name, value = slot.names[0], next((computed[name] for name in slot.names if name in computed), slot.tensor)
+            found.append((slot, value))
+            if value.shape != slot.tensor.shape:
+                others.append(f"{name} {tuple(value.shape)} instead of {tuple(slot.tensor.shape)}")
+            elif not context.constructor.is_known(value):
+                lost.append(name)
         if others:
             raise ConfigError(f"build: makes buffers of other shapes than the module has: {', '.join(others)}")
-        lost = [
-            slot.names[0] for slot, value in zip(bare, values, strict=True) if not context.constructor.is_known(value)
-        ]
         if lost:
             raise UnsupportedError(
                 f"{type(model).__name__}: no file has the buffers {', '.join(lost)}, and their values are not known. "
                 "Pass build=, a function that builds the module: it computes them. Or fill them yourself, and name "
                 "them in skip="
             )
-        for slot, value in zip(bare, values, strict=True):
+        for slot, value in found:
             slot.put(value.to(slot.tensor.dtype))
 
 
 def tensors_of(model: nn.Module) -> list[ModuleTensor]:
     """Return the distinct parameters and buffers of a module, in its order."""
-    slots: dict[int, ModuleTensor] = {}
+    places: dict[int, list[NamedTensor]] = {}
     for named in named_tensors(model):
-        slot = slots.setdefault(id(named.tensor), ModuleTensor(named.tensor, named.is_parameter))
-        slot.keys += [named.name] if named.is_persistent else []
-        slot.names.append(named.name)
-        slot.places.append((named.tensors, named.key))
-    return list(slots.values())
+        places.setdefault(id(named.tensor), []).append(named)
+    return [ModuleTensor(same) for same in places.values()]
 
 
 def renamed(
@@ -344,7 +339,7 @@ def as_before_if_it_fails(model: nn.Module) -> Iterator[None]:
 # -- modules that are described in the place of others -----------------------------------------------------------------
 
 
-def stand_in_for(model: nn.Module, plain_class: Callable[[nn.Module], type]) -> nn.Module:
+def stand_in_for(model: nn.Module) -> nn.Module:
     """Return a module like another, on meta, to describe in its place. Ties are kept; all but tensors is shared."""
     tensors: dict[int, torch.Tensor] = {}
 
@@ -355,5 +350,5 @@ def stand_in_for(model: nn.Module, plain_class: Callable[[nn.Module], type]) -> 
             tensors[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
         return tensors[id(tensor)]
 
-    made: nn.Module = copied(model, {}, bare, plain_class)
+    made: nn.Module = copied(model, {}, bare)
     return made

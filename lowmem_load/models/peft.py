@@ -38,7 +38,7 @@ class Merge:
     def run(self, values: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """Return the merged parameters, as new tensors, or in the memory of the values.
 
-        `values` has the whole value of each parameter and adapter, by `id`.
+        `values` has the full value of each parameter and adapter, by `id`.
         """
         parameters = {key: nn.Parameter(value, requires_grad=False) for key, value in values.items()}
         copies: dict[int, Any] = {}
@@ -52,7 +52,9 @@ def unloaded(model: nn.Module) -> tuple[nn.Module, list[Merge]]:
     """Return the base model of a model of PEFT, a copy that shares the unmerged parameters, and the merges to do."""
     peft = sys.modules.get("peft.peft_model")
     if peft is None or not isinstance(model, peft.PeftModel):
-        raise ConfigError(f"merge_adapters: {type(model).__name__} is no PeftModel; make one, or leave the option out")
+        raise ConfigError(
+            f"merge_adapters: {type(model).__name__} is not a PeftModel; make one, or leave the option out"
+        )
     if not hasattr(model.base_model, "merge_and_unload"):
         raise ConfigError(f"merge_adapters: what {type(model.base_model).__name__} of PEFT trains cannot be merged")
     require(PEFT, {"peft.tuners.tuners_utils": ("BaseTunerLayer.merge", "BaseTunerLayer.get_base_layer")})
@@ -68,7 +70,7 @@ def unloaded(model: nn.Module) -> tuple[nn.Module, list[Merge]]:
             if type(module).__name__ == "MultiheadAttention":
                 raise UnsupportedError(
                     "merge_adapters: a LoRA on torch.nn.MultiheadAttention gets new parameters when it is merged; "
-                    "merge it in a process that has the whole model"
+                    "merge it in a process that has the full model"
                 )
             vars(copies[id(module)])["merge"] = lambda *_, layer=module, **__: merged.append(layer)
     parameters = list(model.parameters())
@@ -130,18 +132,17 @@ def names_in(base: nn.Module, folder: str, adapter: str, shapes: Mapping[str, tu
         )
     of_base: dict[str, str] = {}
     for name, module, last in _places(model):  # PEFT keeps the modules of the base, inside of its own
-        if names := places.get((id(module), last)):
+        if name in state and (names := places.get((id(module), last))):
             of_base[name] = names.pop(0)
+    others = [name for name in shapes if name not in of_base and name not in expected]
     tied = {id(state[old]) for old in expected}
-    left_out = [name for name in shapes if name in state and name not in of_base and name not in expected]
+    left_out = [name for name in others if name in state and id(state[name]) in tied]
     wrong = [
         f"{old} is {shapes.get(old, 'missing')}, not {shape}"
         for old, shape in expected.items()
         if shapes.get(old) != shape
     ]
-    unknown = [name for name in shapes if name not in state]
-    unknown += [name for name in left_out if id(state[name]) not in tied]
-    wrong += [f"{name} is no part of it" for name in unknown]
+    wrong += [f"{name} is not part of it" for name in others if name not in left_out]
     if wrong:
         raise CheckpointError(
             f"the checkpoint is not of a {type(base).__name__} with the adapter of adapter_config.json: "

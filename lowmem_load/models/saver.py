@@ -27,20 +27,14 @@ from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.models import diffusion
 from lowmem_load.models.active import quiet
-from lowmem_load.models.model_class import model_class, model_config, plain_class
+from lowmem_load.models.model_class import model_class, model_config
+from lowmem_load.models.wrappers import plain_class
 from lowmem_load.planning.expression import Expression, Source, cast, numel
 from lowmem_load.replaced import Handler, replaced
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.training_checkpoints.saved_state import own_files
 
-OURS = (
-    "state_dict",
-    "is_main_process",
-    "safe_serialization",
-    "push_to_hub",
-    "distributed_checkpoint",
-    "save_function",
-)
+OURS = ("state_dict", "is_main_process", "safe_serialization", "push_to_hub", "distributed_checkpoint", "save_function")
 """Keywords that are not passed on to `save_pretrained`: a save sets them."""
 
 NO_CONFIG = "config=False (on the command line --config none)"
@@ -74,10 +68,8 @@ def describe_save_pretrained(
 ) -> list[SavedFile]:
     """Return the files of weights that `save_pretrained` would write; write all its other files to `scratch`.
 
-    The model is one of transformers, PEFT or diffusers.
-
-    `tensors` has the source of each parameter and buffer of the model, by `id`. With a dtype of None they keep theirs.
-    Without `has_configs` the configurations of transformers are neither checked nor written.
+    The model is one of transformers, PEFT or diffusers. `tensors` has the source of each parameter and buffer, by `id`.
+    With a dtype of None they keep theirs. Without `has_configs` no configuration is checked or written.
     """
     refuse_arguments(dtype, kwargs)
     is_of_diffusers = diffusion.is_model(model)
@@ -93,7 +85,15 @@ def describe_save_pretrained(
     def record(
         _: Any, weights: Mapping[str, Any], path: str | os.PathLike[str], metadata: Any = None, **__: Any
     ) -> None:
-        files.append(recorded(scratch, weights, path, metadata or {}))
+        file = Path(path).relative_to(scratch).as_posix()
+        for name, value in weights.items():
+            if not isinstance(value, SymbolicTensor):
+                raise UnsupportedError(
+                    f"{file}: {name}: save_pretrained of this model saves a {type(value).__name__} that is none of its "
+                    "parameters and buffers, so it is not known how it is partitioned"
+                )
+        expressions = {name: value.expression for name, value in weights.items()}
+        files.append(SavedFile(file, expressions, dict(metadata or {})))
 
     num_elements = sum(numel(tensors[id(parameter)]) for parameter in model.parameters())
     handlers: dict[ForeignName, Handler] = {
@@ -153,30 +153,16 @@ def refuse_arguments(dtype: torch.dtype | None, kwargs: Mapping[str, Any]) -> No
         raise ConfigError(f"save_model: dtype: {dtype!r} would destroy the weights; name one of {DTYPES}, or none")
 
 
-def _refuse_unknown(model: nn.Module) -> None:
-    save: Any = getattr(model, "save_pretrained", None)
-    taken = {} if save is None else inspect.signature(save).parameters
+def _refuse_unknown(model: Any) -> None:
+    taken = inspect.signature(model.save_pretrained).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
-    if save is not None and (takes_any or {"state_dict", "is_main_process"} <= taken.keys()):
-        return
-    what = "has no save_pretrained" if save is None else "has a save_pretrained of its own, which takes no state_dict"
-    inside = [name for name, module in model.named_modules() if isinstance(module, transformers.PreTrainedModel)]
-    todo = f"save the model inside of it, {inside[0]}" if inside else "write what model.state_dict() returns"
-    raise UnsupportedError(f"{type(model).__name__}: {what}: it is no model of transformers or PEFT; {todo}")
-
-
-def recorded(
-    scratch: Path, weights: Mapping[str, Any], path: str | os.PathLike[str], metadata: Mapping[str, str]
-) -> SavedFile:
-    """Return the file of weights that is to be written below `scratch`."""
-    file = Path(path).relative_to(scratch).as_posix()
-    for name, value in weights.items():
-        if not isinstance(value, SymbolicTensor):
-            raise UnsupportedError(
-                f"{file}: {name}: save_pretrained of this model saves a {type(value).__name__} that is none of its "
-                "parameters and buffers, so it is not known how it is partitioned"
-            )
-    return SavedFile(file, {name: value.expression for name, value in weights.items()}, dict(metadata))
+    if not (takes_any or {"state_dict", "is_main_process"} <= taken.keys()):
+        inside = [name for name, module in model.named_modules() if isinstance(module, transformers.PreTrainedModel)]
+        todo = f"save the model inside of it, {inside[0]}" if inside else "write what model.state_dict() returns"
+        raise UnsupportedError(
+            f"{type(model).__name__}: has a save_pretrained of its own, which does not take state_dict, so it is not a "
+            f"model of transformers or PEFT; {todo}"
+        )
 
 
 def symbolic_state(model: nn.Module, tensors: Mapping[int, Source], dtype: torch.dtype | None) -> dict[str, Any]:
@@ -196,7 +182,7 @@ def symbolic_state(model: nn.Module, tensors: Mapping[int, Source], dtype: torch
 
 def _no_values(part: Expression, operation: str) -> torch.Tensor:
     raise UnsupportedError(
-        f"saving needs the result of {operation} at once, for which a whole parameter of shape {part.shape} would have "
+        f"saving needs the result of {operation} at once, for which a full parameter of shape {part.shape} would have "
         "to be gathered; save this model with stage3_gather_16bit_weights_on_model_save"
     )
 

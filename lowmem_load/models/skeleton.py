@@ -26,7 +26,7 @@ from lowmem_load.models.active import transformers_models
 from lowmem_load.models.loader import building_handlers, file_format
 from lowmem_load.models.model_folder import HUB_KEYWORDS
 from lowmem_load.models.quantizers import packed_format
-from lowmem_load.models.wrappers import plain_modules
+from lowmem_load.models.wrappers import named_modules
 from lowmem_load.replaced import Handler, Handlers, replaced
 from lowmem_load.symbolic.attributes import hand_over_attributes, hand_over_extra_states
 from lowmem_load.symbolic.constructor import Constructor
@@ -75,7 +75,7 @@ def filled_by(fill: Fill, weights: str | None = None) -> Iterator[None]:
         load_config: Any = kwargs["load_config"] if "load_config" in kwargs else args[2]
         if getattr(getattr(model.config, "distributed_config", None), "pp_size", 1) > 1:
             raise UnsupportedError(
-                "pp_size > 1: pipeline stages hold a part of the model; load them without lowmem_load"
+                "pp_size > 1: each pipeline stage has a part of the model; load them without lowmem_load"
             )
         building.close()  # the load that fills it builds a model of its own, and draws what this constructor has drawn
         torch.set_rng_state(random_state)
@@ -93,10 +93,14 @@ def filled_by(fill: Fill, weights: str | None = None) -> Iterator[None]:
         # Nothing is left to do for the skeleton: the load that filled it has initialized, tied and reported.
         return ordinary(model, load_config, loading_info) if is_filling else loading_info
 
-    loading = {foreign_names.LOAD_PRETRAINED_MODEL: load, foreign_names.FINALIZE_MODEL_LOADING: finalize}
+    loading: Handlers = {foreign_names.LOAD_PRETRAINED_MODEL: load, foreign_names.FINALIZE_MODEL_LOADING: finalize}
+    # For a skeleton, transformers looks at headers alone: the load that fills it finds the weights.
+    headers: dict[ForeignName, Handler] = {foreign_names.LOAD_STATE_DICT: lambda _, path, *__, **___: _on_meta(path)}
+    if weights is not None:
+        headers[foreign_names.RESOLVE_FILES] = lambda *_, **__: ([weights], None)
     with replaced(loading), contextlib.ExitStack() as building:
         building.enter_context(replaced(building_handlers(Constructor())))
-        building.enter_context(replaced({foreign_names.GET_INIT_CONTEXT: init_contexts, **_header_handlers(weights)}))
+        building.enter_context(replaced({foreign_names.GET_INIT_CONTEXT: init_contexts, **headers}))
         yield
 
 
@@ -108,14 +112,6 @@ def _loading_info(info: Mapping[str, Any]) -> Any:
     if "skipped_pp_keys" in inspect.signature(LoadStateDictInfo).parameters:  # since pipeline stages
         keys["skipped_pp_keys"] = set()
     return LoadStateDictInfo(error_msgs=[], conversion_errors={}, **keys)
-
-
-def _header_handlers(weights: str | None) -> Handlers:
-    """Return what has transformers look at headers alone, for a skeleton: the load that fills it finds the weights."""
-    handlers: dict[ForeignName, Handler] = {foreign_names.LOAD_STATE_DICT: lambda _, path, *__, **___: _on_meta(path)}
-    if weights is not None:
-        handlers[foreign_names.RESOLVE_FILES] = lambda *_, **__: ([weights], None)
-    return handlers
 
 
 def _on_meta(path: str) -> dict[str, torch.Tensor]:
@@ -155,7 +151,7 @@ def ties_kept() -> contextlib.AbstractContextManager[None]:
 
 
 def hand_over(loaded: nn.Module, model: nn.Module, device: torch.device, without: Collection[str]) -> None:
-    """Give a model what a load leaves besides parameters and buffers, on a device.
+    """Give a model what a load leaves in addition to parameters and buffers, on a device.
 
     That is how to save it as it was, its ties, how to generate, tensor attributes, and extra states `without` some.
     """
@@ -163,7 +159,7 @@ def hand_over(loaded: nn.Module, model: nn.Module, device: torch.device, without
         for name in ("_weight_conversions", "all_tied_weights_keys", "generation_config"):
             if hasattr(one, name):
                 setattr(other, name, getattr(one, name))
-    of_loaded, modules = plain_modules(loaded), plain_modules(model)
+    of_loaded, modules = dict(named_modules(loaded)), dict(named_modules(model))
     packed_format(loaded).hand_over(loaded, modules)
     hand_over_attributes(of_loaded, modules, device)
     hand_over_extra_states(of_loaded, modules, device, without)
@@ -191,12 +187,12 @@ def distributed_config(sizes: Mapping[str, int]) -> Any:
     """Return a `DistributedConfig` of these sizes: fsdp_size, tp_size, ..."""
     try:
         from transformers.distributed import DistributedConfig
+
+        return DistributedConfig(**sizes)
     except ImportError as error:
         raise UnsupportedError(
             f"transformers {transformers.__version__} has no DistributedConfig; install transformers 5.13 or newer"
         ) from error
-    try:
-        return DistributedConfig(**sizes)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"DistributedConfig({dict(sizes)}): {error}") from error
 
@@ -212,7 +208,7 @@ def is_kept_on_host(model: Any) -> bool:
 
 
 def refuse_parted(model: Any) -> None:
-    """Refuse a tensor-parallel plan by which some ranks would hold gates only, as transformers has for Inkling."""
+    """Refuse a tensor-parallel plan by which some ranks would get gates only, as transformers has for Inkling."""
     config = getattr(model.config, "distributed_config", None)
     for name, style in (model.tp_plan if (getattr(config, "tp_size", None) or 1) > 1 else {}).items():
         if style == "colwise" and name.endswith(".gate_up_proj"):
@@ -224,5 +220,5 @@ def refuse_parted(model: Any) -> None:
 
 def blocks(model: Any) -> list[Any]:
     """Return the modules that a model does not want to be split, those inside others first, as FSDP2 shards them."""
-    whole = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in whole][::-1]
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in classes][::-1]

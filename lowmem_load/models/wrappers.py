@@ -5,10 +5,9 @@ They are known by their classes. A word in a name tells nothing: anybody may cal
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,14 +18,11 @@ from lowmem_load.symbolic.attributes import EXTRA_STATE
 
 _WRAPPERS = {
     "_orig_mod": ("torch._dynamo", "OptimizedModule"),
-    "_checkpoint_wrapped_module": (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "ActivationWrapper",
-    ),
+    "_checkpoint_wrapped_module": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"),
     "base_layer": ("peft.tuners.tuners_utils", "BaseTunerLayer"),
     "original_module": ("peft.utils.other", "AuxiliaryTrainingWrapper"),
 }
-"""The module and the class of wrappers, by the key under which they hold what they wrap."""
+"""The module and the class of wrappers, by the key under which they keep what they wrap."""
 
 
 def wrapped_key(module: nn.Module) -> str | None:
@@ -44,11 +40,9 @@ def plain_name(model: nn.Module, name: str) -> str:
     plain: list[str] = []
     module: nn.Module | None = model
     for part in name.split("."):
-        inner = None if module is None else wrapped_key(module)
-        while module is not None and inner is not None and part not in _keys(module):
+        while module is not None and (inner := wrapped_key(module)) is not None and part not in _keys(module):
             module = vars(module)["_modules"][inner]  # the name has been stripped of it
-            inner = None if module is None else wrapped_key(module)
-        if part != inner:
+        if module is None or part != wrapped_key(module):
             plain.append(part)
         module = None if module is None else vars(module)["_modules"].get(part)
     return ".".join(plain)
@@ -60,44 +54,36 @@ def _keys(module: nn.Module) -> set[str]:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules with their plain names, a shared one in each place, a wrapper before what it holds."""
-    yield from ((_text(path), module) for path, module in _walk(model))
+    """Yield the modules with their plain names, a shared one in each place, a wrapper before what it wraps.
+
+    So a dict of these has what is wrapped, and not its wrappers.
+    """
+    yield from ((plain.removesuffix("."), module) for _, plain, module in _walk(model))
 
 
-def plain_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules by their plain names: what is wrapped, not its wrapper."""
-    return dict(named_modules(model))
+def plain_class(module: nn.Module) -> type:
+    """Return the class that a module had before FSDP2's `fully_shard` gave it one of its own."""
+    return next(cls for cls in type(module).__mro__ if "FSDPModule" not in (base.__name__ for base in cls.__mro__))
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that take an extra state, by the names that checkpoints give these."""
     return {
-        f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE: module
-        for name, module in named_modules(model)
+        plain + EXTRA_STATE: module
+        for _, plain, module in _walk(model)
         if type(module).set_extra_state is not nn.Module.set_extra_state
     }
-
-
-Path: TypeAlias = tuple[tuple[str, bool], ...]
-"""The keys that lead to a module or tensor, and whether each is that of what a wrapper holds."""
 
 
 class NamedTensor(NamedTuple):
     """A parameter or buffer in one of its places: `tensors[key]` of a module. Its name has no wrappers."""
 
     name: str
-    path: Path
     tensor: torch.Tensor
     tensors: dict[str, Any]
     key: str
     is_parameter: bool
     is_persistent: bool
-
-    def may_be(self, name: str) -> bool:
-        """Return whether this is the name of the tensor with all, some or none of its wrappers, as in state dicts."""
-        *modules, (key, _) = self.path
-        pattern = "".join(f"(?:{re.escape(part)}[.]){'?' * is_wrapped}" for part, is_wrapped in modules)
-        return re.fullmatch(pattern + re.escape(key), name) is not None
 
 
 def named_tensors(model: nn.Module) -> list[NamedTensor]:
@@ -108,25 +94,23 @@ def named_tensors(model: nn.Module) -> list[NamedTensor]:
     """
     found: list[NamedTensor] = []
     full_names: dict[tuple[str, int], str] = {}
-    for above, module in _walk(model):
+    for full, plain, module in _walk(model):
         own = vars(module)
         for tensors, is_parameter in ((own["_parameters"], True), (own["_buffers"], False)):
             for key, tensor in tensors.items():
                 if tensor is not None:
-                    path, is_persistent = (*above, (key, False)), key not in own["_non_persistent_buffers_set"]
-                    found.append(NamedTensor(_text(path), path, tensor, tensors, key, is_parameter, is_persistent))
-                    full_names.setdefault((_text(path), id(tensor)), ".".join(part for part, _ in path))
+                    is_persistent = key not in own["_non_persistent_buffers_set"]
+                    found.append(NamedTensor(plain + key, tensor, tensors, key, is_parameter, is_persistent))
+                    full_names.setdefault((plain + key, id(tensor)), full + key)
     prove_names(type(model).__name__, (), {full: name for (name, _), full in full_names.items()})
     return found
 
 
-def copied(
-    module: nn.Module,
-    copies: dict[int, Any],
-    tensor: Callable[[torch.Tensor], torch.Tensor],
-    plain_class: Callable[[nn.Module], type] = type,
-) -> Any:
-    """Return a copy of a module and those below, which shares all but its tensors. `copies` has those made, by `id`."""
+def copied(module: nn.Module, copies: dict[int, Any], tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a copy of a module and those below, which shares all but its tensors. `copies` has those made, by `id`.
+
+    It is not sharded, whatever the module is.
+    """
     if id(module) not in copies:
         made: Any = object.__new__(plain_class(module))
         copies[id(module)], attributes = made, vars(made)
@@ -135,7 +119,7 @@ def copied(
             own = attributes[kind].items()
             attributes[kind] = {key: None if value is None else tensor(value) for key, value in own}
         attributes["_modules"] = {
-            key: None if child is None else copied(child, copies, tensor, plain_class)
+            key: None if child is None else copied(child, copies, tensor)
             for key, child in attributes["_modules"].items()
         }
     return copies[id(module)]
@@ -147,13 +131,10 @@ def refuse_differences(where: str, problems: Mapping[str, Iterable[str]], advice
         raise CheckpointError(f"{where}. {'; '.join(texts)}. {advice}")
 
 
-def _walk(module: nn.Module, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
-    yield path, module
+def _walk(module: nn.Module, full: str = "", plain: str = "") -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield the modules, each with what the names of its tensors begin with, and with that without wrappers."""
+    yield full, plain, module
     inner = wrapped_key(module)
     for key, child in vars(module)["_modules"].items():
         if child is not None:
-            yield from _walk(child, (*path, (key, key == inner)))
-
-
-def _text(path: Path) -> str:
-    return ".".join(key for key, is_wrapped in path if not is_wrapped)
+            yield from _walk(child, f"{full}{key}.", plain if key == inner else f"{plain}{key}.")

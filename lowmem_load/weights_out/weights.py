@@ -20,7 +20,7 @@ from lowmem_load.models import peft, saver
 from lowmem_load.models.modules import renamed
 from lowmem_load.models.peft import Merge
 from lowmem_load.models.saver import SavedFile
-from lowmem_load.models.wrappers import NamedTensor, named_tensors
+from lowmem_load.models.wrappers import named_tensors, plain_name
 from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Leaf, Source, leaves, numel
 from lowmem_load.planning.nest import plan_copies
 from lowmem_load.planning.proof import prove_coverage, prove_names
@@ -117,14 +117,12 @@ def _describe_by_names(
         if id(tensor) not in sources:
             raise UnsupportedError(f"{name}: is neither a parameter nor a buffer, so it cannot be saved in safetensors")
         first.setdefault(id(tensor), name)
-    places: dict[int, list[NamedTensor]] = {}
+    places: dict[int, set[str]] = {}
     for named in named_tensors(model):
-        places.setdefault(id(named.tensor), []).append(named)
+        places.setdefault(id(named.tensor), set()).add(named.name)
+    plain = {name: plain_name(model, name) for name in first.values()}
     # Hooks may give a state dict any names.
-    names = {
-        name: next((place.name for place in places.get(key, ()) if place.may_be(name)), name)
-        for key, name in first.items()
-    }
+    names = {name: plain[name] if plain[name] in places.get(key, ()) else name for key, name in first.items()}
     prove_names(type(model).__name__, names, names)
     tensors, _ = renamed({names[name]: sources[key] for key, name in first.items()}, rename or {}, ())
     return saver.describe_plain(tensors, scratch, dtype=dtype, max_shard_size=max_shard_size)

@@ -27,7 +27,8 @@ from lowmem_load.distributed.side_group import SideGroup
 from lowmem_load.engines.mesh import local_tensor
 from lowmem_load.integrations import accelerate
 from lowmem_load.load import fill_lazy
-from lowmem_load.models.active import inside_load
+from lowmem_load.models.active import IS_LOADING
+from lowmem_load.replaced import holding
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread
 from tests import builders
 from tests.model_digest import differing, whole_tensors
@@ -457,7 +458,7 @@ def judge_on_first(path: str, other: str) -> nn.Module:
 
 
 def stock_on_one(path: str, _: str) -> nn.Module:
-    with inside_load() if torch.distributed.get_rank() == 0 else contextlib.nullcontext():
+    with holding(IS_LOADING, True) if torch.distributed.get_rank() == 0 else contextlib.nullcontext():
         return from_files(path)
 
 

@@ -157,7 +157,7 @@ def save_merged(paths: dict[str, str], out: str) -> None:
     with torch.no_grad():
         next(p for p in model.parameters() if p.requires_grad).add_(int(os.environ["RANK"]))
     save_model(model, f"{out}/merged-gpt2", max_shard_size=SHARD, merge_adapters=True)  # those of rank 0 count
-    with pytest.raises(ConfigError, match="GPT2LMHeadModel is no PeftModel"):
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel is not a PeftModel"):
         save_model(load_model(paths["gpt2"], FP32), f"{out}/merged-differing", merge_adapters=True)
 
 

@@ -18,10 +18,10 @@ from transformers.models.hubert import modeling_hubert
 
 from lowmem_load.models.active import (
     active_zero3_config,
+    begins_after_drop,
     ordinary_path,
     show_ds_config,
     transformers_models,
-    was_dropped,
 )
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
@@ -39,16 +39,20 @@ def no_config() -> Iterator[None]:
 def test_one_of_zero_3_is_active_while_it_is_kept() -> None:
     kept = HfDeepSpeedConfig(ZERO_3)
     assert active_zero3_config() is kept.config
-    assert not was_dropped()
     del kept
     gc.collect()
     assert active_zero3_config() is None
-    assert was_dropped()
+    assert begins_after_drop()
+    kept = HfDeepSpeedConfig(ZERO_3)
+    assert not begins_after_drop()
+    del kept
+    gc.collect()
+    assert not begins_after_drop(), "it has served a load"
     kept = HfDeepSpeedConfig(ZERO_3)
     unset_hf_deepspeed_config()
     del kept
     gc.collect()
-    assert not was_dropped()
+    assert not begins_after_drop()
 
 
 def test_the_last_one_counts() -> None:

@@ -149,10 +149,14 @@ def test_what_trainer_saves_under_zero(kind: str, base: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("kind", "edit", "text"),
     [
-        ("dora", {"use_dora": False}, r"with the adapter of adapter_config.json: .*lora_magnitude_vector.* is no part"),
+        (
+            "dora",
+            {"use_dora": False},
+            r"with the adapter of adapter_config.json: .*lora_magnitude_vector.* is not part",
+        ),
         ("plain", {"use_dora": True}, r"lora_magnitude_vector.default.weight is missing, not \(16,\)"),
         ("plain", {"r": 3}, r"lora_A.default.weight is \(2, 16\), not \(3, 16\)"),
-        ("plain", {"target_modules": ["q_proj"]}, r"v_proj.base_layer.weight is no part"),
+        ("plain", {"target_modules": ["q_proj"]}, r"v_proj.base_layer.weight is not part"),
         ("plain", {"modules_to_save": ["norm"]}, r"norm.modules_to_save.default.weight is missing, not \(16,\)"),
         ("plain", {"trainable_token_indices": [3]}, r"trainable_tokens_delta.default is missing"),
     ],

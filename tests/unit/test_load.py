@@ -57,10 +57,11 @@ def test_a_class_that_loads_in_its_own_way_has_no_plan(llama: str) -> None:
 
 
 def test_what_transformers_places_by_itself_has_no_plan(llama: str) -> None:
-    with pytest.raises(UnsupportedError, match="transformers places this model by itself, so there is nothing to plan"):
-        plan(llama, STAGE_0, rank=0, world_size=2, device_map="cpu")
-    with pytest.raises(ConfigError, match="device_map and ZeRO-3 both place parameters; remove device_map"):
-        plan(llama, STAGE_3, rank=0, world_size=2, device_map="cpu")
+    for device_map in ("cpu", 0):  # 0 is the first GPU
+        with pytest.raises(UnsupportedError, match="transformers places this model by itself, so there is nothing"):
+            plan(llama, STAGE_0, rank=0, world_size=2, device_map=device_map)
+        with pytest.raises(ConfigError, match="device_map and ZeRO-3 both place parameters; remove device_map"):
+            plan(llama, STAGE_3, rank=0, world_size=2, device_map=device_map)
 
 
 def test_an_ordinary_model_has_no_report(llama: str) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from lowmem_load.errors import HeaderError
 from lowmem_load.files.safetensors import Safetensors
 from lowmem_load.files.source import LocalFile, OpenSources
-from lowmem_load.models.loader import TransformersCall, collecting_handlers
+from lowmem_load.models.loader import collecting_handlers
 from lowmem_load.planning.expression import Expression, hold
 from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.constructor import Context
@@ -62,18 +62,6 @@ def test_a_plain_process_imports_only_what_it_needs(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     ours = {name for name in run.stdout.splitlines()[0].split() if name.startswith("lowmem_load.")}
     assert not ours & {f"lowmem_load.{name}" for name in NEEDED_BY_SOME}
-
-
-# -- calls -----------------------------------------------------------------------------------------------------------
-
-
-def test_an_ordinary_call_gets_what_was_taken_out_for_describing() -> None:
-    """A load that the default loader does under accelerate's FSDP2, which is described without `device_map`."""
-    call = TransformersCall(
-        lambda *_, **kwargs: (nn.Linear(1, 1), kwargs), nn.Linear, ("folder",), {"device_map": "meta"}
-    )
-    call.kwargs.pop("device_map")
-    assert call.run()[1]["device_map"] == "meta"
 
 
 # -- symbolic values as data of real parameters ----------------------------------------------------------------------

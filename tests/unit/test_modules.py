@@ -120,6 +120,8 @@ def test_a_hub_id_stands_for_the_files_that_are_chosen_there(tmp_path: Path) -> 
     (tmp_path / "below").mkdir()
     in_shards(tmp_path / "below", state(expected))
     save_file({}, tmp_path / "below" / "other.fp16.safetensors")
+    (tmp_path / "malformed").mkdir()
+    (tmp_path / "malformed" / "m.safetensors.index.json").write_text("{}")
     assert_equal(load(tmp_path / "below" / "open_clip_model.safetensors.index.json"), expected)
     with hub(tmp_path, "maker/net") as asked:
         assert_equal(load(Path("maker/net"), subfolder="below"), expected)
@@ -128,6 +130,10 @@ def test_a_hub_id_stands_for_the_files_that_are_chosen_there(tmp_path: Path) -> 
         assert not {"other.fp16.safetensors", "another.safetensors"} & fetched
         with pytest.raises(CheckpointError, match=r"maker/none.*the Hub"):
             load(Path("maker/none"))
+        with pytest.raises(CheckpointError, match=r"^maker/net/: has no weights"):
+            load(Path("maker/net"))
+        with pytest.raises(CheckpointError, match="has no weight_map"):
+            load(Path("maker/net"), subfolder="malformed")
 
 
 @pytest.mark.parametrize(
@@ -150,9 +156,9 @@ def test_files_of_a_folder(names: list[str], variant: str | None, chosen: list[s
 @pytest.mark.parametrize(
     ("names", "variant", "text"),
     [
-        (["notes.txt"], None, "holds no weights .*; notes.txt are there"),
+        (["notes.txt"], None, "has no weights .*; notes.txt are there"),
         (["m.safetensors"], "fp16", "no weights of the variant 'fp16'"),
-        (["a.safetensors.index.json", "b.safetensors.index.json"], None, "holds the indexes a.* name one by its path"),
+        (["a.safetensors.index.json", "b.safetensors.index.json"], None, "has the indexes a.* name one by its path"),
     ],
 )
 def test_folders_without_one_set_of_weights_are_refused(

@@ -27,7 +27,7 @@ def test_layers_that_share_a_weight_are_merged_together() -> None:
 
 
 def test_what_cannot_be_merged_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Linear is no PeftModel"):
+    with pytest.raises(ConfigError, match="Linear is not a PeftModel"):
         unloaded(nn.Linear(2, 2))
     model = get_peft_model(nn.ModuleDict({"mha": nn.MultiheadAttention(8, 2)}), LoraConfig(target_modules=["mha"]))
     before = [id(module) for module in model.modules()]

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.models.modules import tensors_of
 from lowmem_load.models.saver import SavedFile
-from lowmem_load.models.wrappers import named_tensors, plain_modules, plain_name
+from lowmem_load.models.wrappers import named_modules, named_tensors, plain_name
 from lowmem_load.planning.expression import Source
 from lowmem_load.weights_out.rank_shards import rank_shards
 from lowmem_load.weights_out.weight_files import lay_out
@@ -86,7 +86,7 @@ def test_adapters_of_peft_and_own_modules_that_look_alike() -> None:
         *("1.weight", "1.bias", "1.modules_to_save.default.weight", "1.modules_to_save.default.bias"),
     }
     assert plain_name(model, "0.base_layer.base_layer.weight") == "0.base_layer.weight"
-    assert plain_modules(model)["0.base_layer"] is model[0].base_layer.base_layer
+    assert dict(named_modules(model))["0.base_layer"] is model[0].base_layer.base_layer
 
 
 def test_two_tensors_of_one_plain_name_are_an_error(tmp_path: Path) -> None:
