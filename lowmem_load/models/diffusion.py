@@ -63,12 +63,11 @@ class DiffusersCall(PretrainedCall):
         with replaced(handlers), quiet(logging.ERROR if context.is_quiet else logging.NOTSET, logs()):
             try:
                 model, info = self._run({**self.kwargs, "low_cpu_mem_usage": True})
-            except (LowMemLoadError, OSError):
-                raise
             except ValueError as error:
-                if "expected shape" in str(error):  # Source: diffusers 0.42 `model_loading_utils.py`
-                    raise CheckpointError(f"{self.name}: {error_text(error)}") from error
-                raise
+                # Source: diffusers 0.42 `model_loading_utils.py`
+                if isinstance(error, LowMemLoadError) or "expected shape" not in str(error):
+                    raise
+                raise CheckpointError(f"{self.name}: {error_text(error)}") from error
         if getattr(model, "hf_quantizer", None) is not None:
             raise UnsupportedError(f"{self.name}: lowmem_load cannot load quantized weights of diffusers")
         if empty := [name for name, parameter in model.named_parameters() if parameter.is_meta]:

@@ -168,25 +168,22 @@ class TransformersCall(PretrainedCall):
         self, weights: Mapping[str, torch.Tensor], kwargs: Mapping[str, Any]
     ) -> tuple[nn.Module, dict[str, Any]]:
         """Run it on these weights; raise CheckpointError unless they are those of the model, and all of them."""
-        cls: Any = self._cls
         config = kwargs.get("config")
         if config is None:
             # An adapter has none, and transformers would take the default of the class.
             if find_file(self.path, "config.json", self.kwargs) is None:
                 raise CheckpointError(f"{self.name}: has no config.json, which says what model the weights are of")
-            config = cls.config_class.from_pretrained(self.path, **hub_keywords(kwargs))
-        others = {key: value for key, value in kwargs.items() if key not in (*HUB_KEYWORDS, "config", "subfolder")}
+            config = self._cls.config_class.from_pretrained(self.path, **hub_keywords(kwargs))
+        others = {key: value for key, value in kwargs.items() if key not in HUB_KEYWORDS}
         weights = {name: for_loader(name, tensor) for name, tensor in weights.items()}
         others |= {"output_loading_info": True, "config": config, "state_dict": weights}
-        model, info = self._ordinary(cls, None, **others)
+        model, info = self._ordinary(self._cls, None, **others)
         differences = {kind: sorted(map(str, info.get(f"{kind}_keys", ()))) for kind in ("missing", "unexpected")}
-        refuse_differences(
-            f"the weights are not of a {cls.__name__} as {self.name} says", differences, "Name the model that was saved"
-        )
+        what = f"the weights are not of a {self._cls.__name__} as {self.name} says"
+        refuse_differences(what, differences, "Name the model that was saved")
         if model.can_generate() and find_file(self.path, "generation_config.json", self.kwargs) is not None:
-            model.generation_config = transformers.GenerationConfig.from_pretrained(
-                self.path, **hub_keywords(self.kwargs), subfolder=self.kwargs.get("subfolder") or ""
-            )
+            own = transformers.GenerationConfig.from_pretrained(self.path, **hub_keywords(self.kwargs))
+            model.generation_config = own
         return model, info
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:

@@ -75,8 +75,7 @@ def model_class(auto_class: str | type | None, config: Any, *, trust_remote_code
 
 def _class_named(name: str, where: str) -> Any:
     cls = getattr(transformers, name, None)
-    is_model = isinstance(cls, type) and (issubclass(cls, PreTrainedModel) or name.startswith("AutoModel"))
-    if not is_model:
+    if not (isinstance(cls, type) and (issubclass(cls, PreTrainedModel) or name.startswith("AutoModel"))):
         raise ConfigError(
             f"{where}: transformers {transformers.__version__} has no model class {name!r}; "
             "pass a class, or trust_remote_code=True for code that comes with the checkpoint"

@@ -116,15 +116,10 @@ _OF_THE_HUB = ("revision", "token", "cache_dir", "force_download", "local_files_
 def find_folder(
     name: Any, kwargs: Mapping[str, Any], *, stream: bool = False, check: Callable[[], object] = no_callback
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the folder that takes the place of a name, and the keywords that go with it.
+    """Return the folder that takes the place of a URL, and the keywords of `from_pretrained` that go with it.
 
-    Other names, and models that are in the Hub's cache, stay as they are.
-
-    Args:
-        name: a folder, a Hub id or a URL.
-        kwargs: of `from_pretrained`.
-        stream: whether a model on the Hub is read from there, if it is not in the cache.
-        check: called while this waits; may raise to end it.
+    With `stream` also that of a model on the Hub, unless it is in the cache. Other names stay as they are. `check` is
+    called while this waits, and may raise to end it.
     """
     subfolder = kwargs.get("subfolder") or ""
     if is_url(name):
@@ -138,17 +133,16 @@ def find_folder(
 
 
 def local_folder(url: str, *, subfolder: str = "") -> str:
-    """Return a local folder of a checkpoint in an object store: its configuration, tokenizer and code.
+    """Return the local folder that stands for a checkpoint at a URL. Any other name is returned as it is.
 
-    `AutoTokenizer.from_pretrained(local_folder(url))` works as for any folder, and so does `AutoModel...` after
-    `install()`. Weights are not downloaded: files without data stand for them, which loads of
-    this package read by ranges. Other code that reads weights needs a download.
+    It has the configuration, tokenizer and code, so `AutoTokenizer.from_pretrained(local_folder(url))` works as for any
+    folder, and so does `AutoModel...` after `install()`. Weights are not downloaded: files without data stand for
+    them, and lowmem_load reads ranges from the store. Other code that reads weights needs a download. It needs no other
+    ranks, and the processes of a node fetch the small files once.
 
     Args:
-        url: of a folder (s3://, gs://, az://, https://, ...). Any other name is returned as it is.
-        subfolder: of which the files are needed, too.
-
-    Local; the processes of a node fetch the small files once.
+        url: URL of a folder (s3://, gs://, az://, https://, ...).
+        subfolder: subfolder whose files are needed, too. Default: none.
 
     Raises:
         CheckpointError: there is no checkpoint, it cannot be read, or an HTTP server does not list its files.
@@ -163,11 +157,7 @@ def local_folder(url: str, *, subfolder: str = "") -> str:
 
 
 def find_checkpoint(name: str, *, subfolder: str = "", revision: str | None = None) -> str:
-    """Return the folder of a name, whose weights are not downloaded. A Hub id means what the cache has, or the Hub.
-
-    Raises:
-        CheckpointError: there is no such folder, and no such model on the Hub, or the Hub cannot be reached.
-    """
+    """Return the folder of a name, whose weights are not downloaded. A Hub id means what the cache has, or the Hub."""
     kwargs = {"subfolder": subfolder, "revision": revision}
     if not is_url(name):
         check_name(name, "")
@@ -210,7 +200,7 @@ def hub_keywords(kwargs: Mapping[str, Any], keys: Sequence[str] = HUB_KEYWORDS) 
 
 
 def adapter_config_file(name: str, kwargs: Mapping[str, Any]) -> str | None:
-    """Return the path of the adapter_config.json that a name stands for; None if it stands for no adapter."""
+    """Return the path of the adapter_config.json that a name stands for; None if it does not stand for an adapter."""
     path: str | None = find_adapter_config_file(name, **hub_keywords(kwargs, _DOWNLOAD_KEYWORDS))
     return path
 

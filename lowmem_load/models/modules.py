@@ -45,7 +45,6 @@ Rename: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str]
 """Turns the name of a tensor in the files into its name in the module, None or "" for one that is left out: a function,
 or a mapping of regular expressions, of which all are substituted, in order."""
 
-
 Build = Callable[[], nn.Module]
 
 
@@ -84,10 +83,10 @@ class ModuleCall(Call):
         is_stand_in: bool = False,
     ) -> None:
         if unknown := kwargs.keys() - FILE_KEYWORDS:
-            raise ConfigError(f"{', '.join(sorted(unknown))}: no keyword of a load by names")
+            raise ConfigError(f"{', '.join(sorted(unknown))}: not a keyword of a load by names")
         self.path, self.name, self.kwargs = path, origin(path), kwargs
         self._model, self._rename, self._build = model, rename, build
-        self._strict, self._skip = strict, set(skip)
+        self._strict, self._skip = strict, {plain_name(model, name) for name in skip}
         self._is_stand_in = is_stand_in
 
     def run(self) -> NoReturn:
@@ -110,7 +109,8 @@ class ModuleCall(Call):
         _run_code_of_torch(model, tensors)
         states = extra_states(model)
         of_files = {name: tensors.pop(name) for name in states if name in tensors and name not in self._skip}
-        left, others = self._split(model, slots, states)
+        left = self._left(slots, states)
+        others = [slot for slot in slots if slot not in left]
         found, problems = _match(others, tensors, self.name)
         known = {name for slot in others for name in slot.keys} | {name for slot in left for name in slot.names}
         unexpected = tensors.keys() - known - self._skip
@@ -132,17 +132,14 @@ class ModuleCall(Call):
         info = {"missing_keys": set(), "unexpected_keys": unexpected | left_out, "mismatched_keys": []}
         return model, info
 
-    def _split(
-        self, model: nn.Module, slots: list[ModuleTensor], states: Collection[str]
-    ) -> tuple[list[ModuleTensor], list[ModuleTensor]]:
-        """Return the tensors that the caller fills, and those that he does not. `states`: names of extra states."""
-        skip = {plain_name(model, name) for name in self._skip}
-        left = [slot for slot in slots if not skip.isdisjoint(slot.names)]
-        if unknown := skip - {name for slot in left for name in slot.names}.union(states):
+    def _left(self, slots: list[ModuleTensor], states: Collection[str]) -> list[ModuleTensor]:
+        """Return the tensors that the caller fills. `states`: names of extra states."""
+        left = [slot for slot in slots if not self._skip.isdisjoint(slot.names)]
+        if unknown := self._skip - {name for slot in left for name in slot.names}.union(states):
             raise ConfigError(f"skip: the module has no parameter or buffer {', '.join(sorted(unknown))}")
         if empty := [slot.names[0] for slot in left if slot.tensor.is_meta and not self._is_stand_in]:
             raise ConfigError(f"skip: {', '.join(empty)} are on the meta device; give them values first")
-        return left, [slot for slot in slots if slot not in left]
+        return left
 
     def _compute_buffers(self, model: nn.Module, slots: list[ModuleTensor], context: Context) -> None:
         """Give buffers that no state dict has the values that `build` computes; refuse those without."""
@@ -185,13 +182,10 @@ def tensors_of(model: nn.Module) -> list[ModuleTensor]:
 def renamed(
     tensors: Mapping[str, T], rename: Rename | None, children: Collection[str]
 ) -> tuple[dict[str, T], set[str]]:
-    """Return tensors under the names of the module, and which are left out.
+    """Return tensors under the names of the module, and which are left out. Raise CheckpointError if two get one name.
 
     Without `rename`, what training code puts before all names is dropped. `children` are the first parts of the names
     in the module.
-
-    Raises:
-        CheckpointError: two tensors get one name.
     """
     # All names of a compiled module begin with "_orig_mod".
     outer = outer_prefix(tensors.keys(), [key for key in (*NESTS, "_orig_mod") if key not in children])
@@ -289,11 +283,13 @@ class BuiltModelCall(loader.TransformersCall):
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
         """See `Call`."""
-        # Wrappers give other names to modules of the caller's model, so what no file has is kept whole until the plan.
-        whole = replace(context, keeps_of=lambda _: lambda parameter: FlatRange(0, parameter.numel()))
-        described, info = super().describe(whole)
+        # Wrappers give other names to modules of the caller's model, so it keeps all that no file has until the plan.
+        in_full = replace(context, keeps_of=lambda _: lambda parameter: FlatRange(0, parameter.numel()))
+        described, info = super().describe(in_full)
         if getattr(described, "hf_quantizer", None) is not None:
-            raise UnsupportedError(f"{self.name}: load_into fills no quantized model under ZeRO-3; call load_model")
+            raise UnsupportedError(
+                f"{self.name}: load_into cannot fill a quantized model under ZeRO-3; call load_model"
+            )
         self._put(described)
         hand_over(described, self._model, CPU, info["missing_keys"])
         return self._model, info

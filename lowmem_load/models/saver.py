@@ -82,18 +82,8 @@ def describe_save_pretrained(
         )
     files: list[SavedFile] = []
 
-    def record(
-        _: Any, weights: Mapping[str, Any], path: str | os.PathLike[str], metadata: Any = None, **__: Any
-    ) -> None:
-        file = Path(path).relative_to(scratch).as_posix()
-        for name, value in weights.items():
-            if not isinstance(value, SymbolicTensor):
-                raise UnsupportedError(
-                    f"{file}: {name}: save_pretrained of this model saves a {type(value).__name__} that is none of its "
-                    "parameters and buffers, so it is not known how it is partitioned"
-                )
-        expressions = {name: value.expression for name, value in weights.items()}
-        files.append(SavedFile(file, expressions, dict(metadata or {})))
+    def record(_: Any, weights: Mapping[str, Any], path: Any, metadata: Any = None, **__: Any) -> None:
+        files.append(_saved_file(Path(path).relative_to(scratch).as_posix(), weights, metadata or {}))
 
     num_elements = sum(numel(tensors[id(parameter)]) for parameter in model.parameters())
     handlers: dict[ForeignName, Handler] = {
@@ -127,6 +117,16 @@ def describe_save_pretrained(
     return files
 
 
+def _saved_file(name: str, weights: Mapping[str, Any], metadata: Mapping[str, str]) -> SavedFile:
+    for tensor, value in weights.items():
+        if not isinstance(value, SymbolicTensor):
+            raise UnsupportedError(
+                f"{name}: {tensor}: save_pretrained of this model saves a {type(value).__name__} that is none of its "
+                "parameters and buffers, so it is not known how it is partitioned"
+            )
+    return SavedFile(name, {tensor: value.expression for tensor, value in weights.items()}, dict(metadata))
+
+
 @contextlib.contextmanager
 def _as_plain_model(model: nn.Module) -> Iterator[None]:
     """Let `save_pretrained` take a sharded model for one that is not: it would gather it, and name FSDP's class."""
@@ -146,8 +146,7 @@ def _as_plain_model(model: nn.Module) -> Iterator[None]:
 
 def refuse_arguments(dtype: torch.dtype | None, kwargs: Mapping[str, Any]) -> None:
     """Raise ConfigError for a dtype that would destroy weights, and for keywords that are not passed on."""
-    wrong = sorted({*kwargs}.intersection(OURS))
-    if wrong:
+    if wrong := sorted({*kwargs}.intersection(OURS)):
         raise ConfigError(f"save_model: {', '.join(wrong)}: not among the keywords that are passed on; drop it")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"save_model: dtype: {dtype!r} would destroy the weights; name one of {DTYPES}, or none")

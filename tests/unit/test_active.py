@@ -55,14 +55,6 @@ def test_one_of_zero_3_is_active_while_it_is_kept() -> None:
     assert not begins_after_drop()
 
 
-def test_the_last_one_counts() -> None:
-    first, second = HfDeepSpeedConfig(ZERO_3), HfDeepSpeedConfig(ZERO_2)
-    assert active_zero3_config() is None
-    third = HfDeepSpeedConfig(ZERO_3)
-    assert active_zero3_config() is third.config
-    del first, second
-
-
 # -- the ordinary path -----------------------------------------------------------------------------------------------
 
 
@@ -70,14 +62,10 @@ def enabled() -> bool:
     return True
 
 
-@pytest.fixture
-def replaced_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As axolotl 0.19 does: what these two answer has nothing to do with the configuration any more."""
+def test_on_the_ordinary_path_everybody_hears_that_there_is_no_zero_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if what axolotl 0.19 has put there answers, which does not ask the configuration."""
     for module in (modeling_utils, hf_deepspeed):
         monkeypatch.setattr(module, "is_deepspeed_zero3_enabled", enabled)
-
-
-def test_on_the_ordinary_path_everybody_hears_that_there_is_no_zero_3(replaced_questions: None) -> None:
     kept = HfDeepSpeedConfig(ZERO_3)
     late = ModuleType("imported_meanwhile")
     with ordinary_path():
@@ -110,15 +98,18 @@ def test_the_ordinary_path_sees_no_default_device() -> None:
         assert torch.empty(1).device.type == "meta"
 
 
-def test_a_configuration_and_what_transformers_is_told_both_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_configuration_and_what_transformers_is_told_both_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = HfDeepSpeedConfig(ZERO_3), HfDeepSpeedConfig(ZERO_2)
+    assert active_zero3_config() is None
     kept = HfDeepSpeedConfig(ZERO_3)
+    assert active_zero3_config() is kept.config
     monkeypatch.setattr(modeling_utils, "is_deepspeed_zero3_enabled", lambda: False)
     assert active_zero3_config() is None
     monkeypatch.setattr(modeling_utils, "is_deepspeed_zero3_enabled", enabled)
     assert active_zero3_config() is kept.config
     kept = HfDeepSpeedConfig(ZERO_2)
     assert active_zero3_config() is None
-    del kept
+    del kept, others
     assert active_zero3_config() is None
 
 
@@ -127,19 +118,13 @@ def bert() -> BertModel:
     return BertModel(BertConfig(vocab_size=5, max_position_embeddings=4, **sizes))
 
 
-class Wrapper(nn.Module):
-    def __init__(self, *modules: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(modules)
-
-
 def test_the_outermost_transformers_models_are_found_through_wrappers() -> None:
     first, second = bert(), bert()
     assert transformers_models(first) == [first]
-    assert transformers_models(Wrapper(Wrapper(first), nn.Linear(2, 2), second)) == [first, second]
+    assert transformers_models(nn.Sequential(nn.Sequential(first), nn.Linear(2, 2), second)) == [first, second]
     assert transformers_models(nn.Linear(2, 2)) == []
     first.add_module("inner", bert())
-    assert transformers_models(Wrapper(first)) == [first]
+    assert transformers_models(nn.Sequential(first)) == [first]
 
 
 def test_a_method_that_sees_the_ds_config_is_one_to_its_callers() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import EncoderDecoderConfig, GPT2Config, ResNetConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
 from lowmem_load.config.settings import Settings, hidden_size_of, read_settings
@@ -172,19 +173,13 @@ def refuse_text_config() -> None:
         (namespace(hidden_sizes=[]), None),
         (namespace(get_text_config=refuse_text_config), None),
         (None, None),
+        (GPT2Config(n_embd=48), 48),
+        (ResNetConfig(hidden_sizes=[8, 24, 16, 8]), 24),
+        (EncoderDecoderConfig.from_encoder_decoder_configs(GPT2Config(n_embd=48), GPT2Config(n_embd=80)), 80),
     ],
 )
 def test_hidden_size_of(model_config: Any, expected: int | None) -> None:
     assert hidden_size_of(model_config) == expected
-
-
-def test_hidden_size_of_real_configs() -> None:
-    from transformers import EncoderDecoderConfig, GPT2Config, ResNetConfig
-
-    assert hidden_size_of(GPT2Config(n_embd=48)) == 48
-    assert hidden_size_of(ResNetConfig(hidden_sizes=[8, 24, 16, 8])) == 24
-    pair = EncoderDecoderConfig.from_encoder_decoder_configs(GPT2Config(n_embd=48), GPT2Config(n_embd=80))
-    assert hidden_size_of(pair) == 80
 
 
 def for_loading(config: dict[str, Any]) -> Any:

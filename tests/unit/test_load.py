@@ -1,14 +1,17 @@
 """What load_model, streaming, plan and get_load_report refuse before anything is read."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
 import lowmem_load
-from lowmem_load import ConfigError, UnsupportedError, get_load_report, plan
+from lowmem_load import ConfigError, UnsupportedError, get_load_report, load_model, plan
 from tests import builders
 
 STAGE_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
@@ -62,6 +65,16 @@ def test_what_transformers_places_by_itself_has_no_plan(llama: str) -> None:
             plan(llama, STAGE_0, rank=0, world_size=2, device_map=device_map)
         with pytest.raises(ConfigError, match="device_map and ZeRO-3 both place parameters; remove device_map"):
             plan(llama, STAGE_3, rank=0, world_size=2, device_map=device_map)
+
+
+def test_weights_of_a_trainer_for_a_model_in_a_subfolder(llama: str, tmp_path: Path, lone_process: None) -> None:
+    shutil.copytree(llama, tmp_path / "model" / "sub")
+    GenerationConfig(max_length=77).save_pretrained(tmp_path / "model" / "sub")
+    state = LlamaForCausalLM.from_pretrained(llama).state_dict()
+    dcp.save({"model": state}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    model = load_model(tmp_path / "model", STAGE_0, subfolder="sub", weights_from=tmp_path / "saved")
+    assert model.generation_config.max_length == 77
+    assert all(torch.equal(tensor, state[name].bfloat16()) for name, tensor in model.state_dict().items())
 
 
 def test_an_ordinary_model_has_no_report(llama: str) -> None:

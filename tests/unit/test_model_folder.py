@@ -1,5 +1,6 @@
 """Names of checkpoints that are not on this machine: which ones are meant, and what transformers does with them."""
 
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,26 +126,17 @@ def test_who_may_not_ask_the_hub_does_not(hub: HubServer) -> None:
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def with_tokenizer(llama: Path, tmp_path: Path) -> Iterator[str]:
-    """The URL of a checkpoint that has all that comes with one."""
-    folder = tmp_path / "with-tokenizer"
-    folder.mkdir()
-    for path in llama.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with range_server({"models/llama": folder}) as found:
-        yield f"{found.url}/models/llama"
-
-
-def test_any_from_pretrained_takes_the_folder_of_a_url(with_tokenizer: str, llama: Path) -> None:
-    folder = local_folder(with_tokenizer)
-    config, ordinary = AutoConfig.from_pretrained(folder), AutoConfig.from_pretrained(str(llama))
-    # A configuration names where it is from.
-    assert {**config.to_dict(), "_name_or_path": ""} == {**ordinary.to_dict(), "_name_or_path": ""}
-    generation = GenerationConfig.from_pretrained(folder)
-    assert generation.to_dict() == GenerationConfig.from_pretrained(str(llama)).to_dict()
-    assert AutoTokenizer.from_pretrained(folder)("b")["input_ids"] == [1]
+def test_any_from_pretrained_takes_the_folder_of_a_url(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "with-tokenizer")
+    Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "with-tokenizer" / "tokenizer.json"))
+    (tmp_path / "with-tokenizer/tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with range_server({"models/llama": tmp_path / "with-tokenizer"}) as found:
+        folder = local_folder(f"{found.url}/models/llama")
+        config, ordinary = AutoConfig.from_pretrained(folder), AutoConfig.from_pretrained(str(llama))
+        # A configuration names where it is from.
+        assert {**config.to_dict(), "_name_or_path": ""} == {**ordinary.to_dict(), "_name_or_path": ""}
+        generation = GenerationConfig.from_pretrained(folder)
+        assert generation.to_dict() == GenerationConfig.from_pretrained(str(llama)).to_dict()
+        assert AutoTokenizer.from_pretrained(folder)("b")["input_ids"] == [1]
     assert local_folder("org/model") == "org/model"
     assert lowmem_load.local_folder is local_folder

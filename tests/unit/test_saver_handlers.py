@@ -58,13 +58,7 @@ def test_a_save_without_a_state_is_checked_where_it_writes(
 
 
 LOOKS: list[Callable[[Any], Any]] = [
-    len,
-    list,
-    dict,
-    bool,
-    reversed,
-    copy.copy,
-    copy.deepcopy,
+    *(len, list, dict, bool, reversed, copy.copy, copy.deepcopy),
     pickle.dumps,
     OrderedDict,
 ]

@@ -13,7 +13,6 @@ from lowmem_load.errors import CheckpointError, UnsupportedError
 from lowmem_load.models.modules import tensors_of
 from lowmem_load.models.saver import SavedFile
 from lowmem_load.models.wrappers import named_modules, named_tensors, plain_name
-from lowmem_load.planning.expression import Source
 from lowmem_load.weights_out.rank_shards import rank_shards
 from lowmem_load.weights_out.weight_files import lay_out
 from lowmem_load.weights_out.weights import weights_of_model
@@ -44,37 +43,35 @@ def names_of(model: nn.Module) -> list[str]:
     return [named.name for named in named_tensors(model)]
 
 
-def saved(model: nn.Module, scratch: Path) -> dict[str, str]:
-    """Return the names in the files of a save, with those of their parameters."""
-    return {name: part.name for name, part in file_of(model, scratch).tensors.items() if isinstance(part, Source)}
-
-
 def file_of(model: nn.Module, scratch: Path) -> SavedFile:
     shards = rank_shards(model, 0, masters=False)
     [file] = weights_of_model(model, shards, scratch, dtype=None, max_shard_size="5GB", kwargs={}).files
     return file
 
 
+def saved(model: nn.Module, scratch: Path) -> set[str]:
+    return set(file_of(model, scratch).tensors)
+
+
 def test_a_save_has_what_named_parameters_leaves_out(tmp_path: Path) -> None:
     model = blocks()
     vars(model)["named_parameters"] = lambda *_, **__: iter([("mine", model[0].weight)])
-    assert set(saved(model, tmp_path)) == set(blocks().state_dict())
+    assert saved(model, tmp_path) == set(blocks().state_dict())
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
 def test_a_name_that_no_file_can_have_is_refused(name: str, tmp_path: Path) -> None:
     model = blocks()
     model.register_parameter(name, nn.Parameter(torch.ones(2)))
-    file = file_of(model, tmp_path)
     with pytest.raises(UnsupportedError, match="cannot be a name in a safetensors file"):
-        lay_out(file)
+        lay_out(file_of(model, tmp_path))
 
 
 def test_names_that_the_module_chooses_for_its_state_dict(tmp_path: Path) -> None:
     model = blocks()
     model[0] = compiled(model[0])
     model.register_state_dict_post_hook(lambda _, state, *__: state.update(mine=state.pop("0._orig_mod.weight")))
-    assert set(saved(model, tmp_path)) == {"mine", *blocks().state_dict()} - {"0.weight"}
+    assert saved(model, tmp_path) == {"mine", *blocks().state_dict()} - {"0.weight"}
 
 
 def test_adapters_of_peft_and_own_modules_that_look_alike() -> None:
