@@ -143,10 +143,9 @@ def save_state(model: Any, folder: Path, state: Mapping[str, Any], **arguments: 
 
 
 def model_class(name: str, auto_class: str | type | None, kwargs: Mapping[str, Any]) -> Any:
-    """Return diffusers' class of a checkpoint; None if it is none of diffusers' models.
+    """Return diffusers' class of a checkpoint; None if it is not one of diffusers' models.
 
-    Raises:
-        ConfigError: diffusers is not installed, or lacks the class.
+    Raises ConfigError if diffusers is not installed, or lacks the class.
     """
     if isinstance(auto_class, type):
         module: Any = sys.modules.get(MODULE)

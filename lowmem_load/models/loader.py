@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
-import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from lowmem_load import foreign_names
 from lowmem_load.config.settings import Settings
@@ -69,13 +68,11 @@ SHARDS = ("distributed_config", "tp_plan", "tp_size")
 
 
 class Call(Protocol):
-    """A load of one model that has not run yet.
-
-    `TransformersCall` is that of transformers; `ModuleCall` fills any module by names; `DiffusersCall` is diffusers'.
+    """A load of one model that has not run yet. A `ModuleCall` fills any module by names.
 
     Attributes:
-        path: of its files: a folder, a file, a Hub id or a URL.
-        name: for messages: what the path stands for.
+        path: path of its files: a folder, a file, a Hub id or a URL.
+        name: what the path stands for, for messages.
         kwargs: keywords that choose files and place the model, as `from_pretrained` of transformers has them.
     """
 
@@ -96,10 +93,7 @@ class Call(Protocol):
 
 
 def is_left_alone(call: Call, settings: Settings) -> bool:
-    """Return whether transformers does a load by itself, also under `install()`.
-
-    Raises ConfigError for a device_map under ZeRO-3.
-    """
+    """Return whether transformers does a load by itself. Raise ConfigError for a device_map under ZeRO-3."""
     placed = [name for name in LEFT_ALONE if call.kwargs.get(name) is not None]  # device_map=0 is a GPU
     if settings.stage == 3 and "device_map" in placed:
         raise ConfigError(f"{call.name}: device_map and ZeRO-3 both place parameters; remove device_map")
@@ -115,7 +109,7 @@ def is_local(call: Call) -> bool:
 def configuration_of(model: nn.Module) -> dict[str, str]:
     """Return what must be equal on all ranks, in addition to parameters and files, as text by topic.
 
-    Private keys of a configuration, such as that of the folder, are left out.
+    Private keys of a configuration are left out: one is the folder.
     """
 
     def plain(value: Any) -> Any:
@@ -182,8 +176,7 @@ class TransformersCall(PretrainedCall):
         what = f"the weights are not of a {self._cls.__name__} as {self.name} says"
         refuse_differences(what, differences, "Name the model that was saved")
         if model.can_generate() and find_file(self.path, "generation_config.json", self.kwargs) is not None:
-            own = transformers.GenerationConfig.from_pretrained(self.path, **hub_keywords(self.kwargs))
-            model.generation_config = own
+            model.generation_config = GenerationConfig.from_pretrained(self.path, **hub_keywords(self.kwargs))
         return model, info
 
     def describe(self, context: Context) -> tuple[nn.Module, dict[str, Any]]:
@@ -386,9 +379,7 @@ def symbolic_files(context: Context) -> Handlers:
     def symbolic_open(_: Any, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> SymbolicFile:
         return SymbolicFile(context.file(os.fspath(path), Safetensors()), context.read_now)
 
-    def symbolic_state_dict(
-        ordinary: Callable[..., Any], path: str | os.PathLike[str], *args: Any, **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
+    def symbolic_state_dict(ordinary: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if os.fspath(path).endswith(".safetensors"):
             return dict(ordinary(path, *args, **kwargs))  # through symbolic_open
         tensors = _symbols(context.file(os.fspath(path), TorchZip()), context)

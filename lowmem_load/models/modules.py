@@ -18,8 +18,7 @@ from torch import nn
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed, outside_level
 from lowmem_load.files.format import NESTS
 from lowmem_load.files.stand_ins import origin
-from lowmem_load.models import loader
-from lowmem_load.models.loader import Call, tensors_in
+from lowmem_load.models.loader import Call, TransformersCall, tensors_in
 from lowmem_load.models.model_folder import FILE_KEYWORDS, files_of
 from lowmem_load.models.skeleton import hand_over
 from lowmem_load.models.wrappers import (
@@ -65,9 +64,9 @@ class ModuleTensor:
 
 
 class ModuleCall(Call):
-    """A load of a module by names. See `load_into` for `rename`, `strict`, `skip` and `build`.
+    """A load of a module by names, which is described. See `load_into` for `rename`, `strict`, `skip` and `build`.
 
-    `model` is the module that is described. `is_stand_in`: it is not the caller's, and what is left has no place.
+    `is_stand_in`: the module is not the caller's, and has no place for what the caller fills.
     """
 
     def __init__(
@@ -101,9 +100,9 @@ class ModuleCall(Call):
             _warn_of_code(model, self.name)
         context.constructor.note(model)
         slots = tensors_of(model)
-        weights = context.weights
-        if weights is None:
-            weights = tensors_in(files_of(self.path, **self.kwargs), context)
+        weights = (
+            tensors_in(files_of(self.path, **self.kwargs), context) if context.weights is None else context.weights
+        )
         children = {name.partition(".")[0] for slot in slots for name in slot.names}
         tensors, left_out = renamed(weights, self._rename, children)
         _run_code_of_torch(model, tensors)
@@ -151,14 +150,14 @@ class ModuleCall(Call):
             computed = {named.name: named.tensor for named in named_tensors(built) if not named.is_parameter}
             hand_over_attributes(dict(named_modules(built)), dict(named_modules(model)), CPU)
         others, lost = [], []
-        found: list[tuple[ModuleTensor, torch.Tensor]] = []
         for slot in bare:
             name, value = slot.names[0], next((computed[name] for name in slot.names if name in computed), slot.tensor)
-            found.append((slot, value))
             if value.shape != slot.tensor.shape:
                 others.append(f"{name} {tuple(value.shape)} instead of {tuple(slot.tensor.shape)}")
             elif not context.constructor.is_known(value):
                 lost.append(name)
+            else:
+                slot.put(value.to(slot.tensor.dtype))
         if others:
             raise ConfigError(f"build: makes buffers of other shapes than the module has: {', '.join(others)}")
         if lost:
@@ -167,8 +166,6 @@ class ModuleCall(Call):
                 "Pass build=, a function that builds the module: it computes them. Or fill them yourself, and name "
                 "them in skip="
             )
-        for slot, value in found:
-            slot.put(value.to(slot.tensor.dtype))
 
 
 def tensors_of(model: nn.Module) -> list[ModuleTensor]:
@@ -271,10 +268,10 @@ def _match(
 # -- transformers models, by its own loader ----------------------------------------------------------------------------
 
 
-class BuiltModelCall(loader.TransformersCall):
-    """A load of a transformers model that the caller has built: it gets the tensors of the one that a call describes.
+class BuiltModelCall(TransformersCall):
+    """A load of a transformers model that the caller has built, and of which the caller fills the tensors `left`.
 
-    `left` has the names of tensors that the caller fills.
+    It gets the tensors of the model that another call describes.
     """
 
     def __init__(self, call: Call, model: nn.Module, left: Collection[str]) -> None:
@@ -296,8 +293,7 @@ class BuiltModelCall(loader.TransformersCall):
 
     def _put(self, described: nn.Module) -> None:
         """Give the caller's model the tensors of the described one, with its ties, and the flags that it had."""
-        values: dict[str, torch.Tensor] = dict(described.named_parameters(remove_duplicate=False))
-        values |= described.named_buffers(remove_duplicate=False)
+        values = {named.name: named.tensor for named in named_tensors(described)}
         lacking, others, used = [], [], set[str]()
         for named in named_tensors(self._model):
             name = named.name

@@ -36,10 +36,7 @@ class Merge:
         return list(adapters.values())
 
     def run(self, values: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the merged parameters, as new tensors, or in the memory of the values.
-
-        `values` has the full value of each parameter and adapter, by `id`.
-        """
+        """Return the merged parameters, given the full value of each and of each adapter, by `id`, which may change."""
         parameters = {key: nn.Parameter(value, requires_grad=False) for key, value in values.items()}
         copies: dict[int, Any] = {}
         for layer in self.layers:
@@ -52,9 +49,7 @@ def unloaded(model: nn.Module) -> tuple[nn.Module, list[Merge]]:
     """Return the base model of a model of PEFT, a copy that shares the unmerged parameters, and the merges to do."""
     peft = sys.modules.get("peft.peft_model")
     if peft is None or not isinstance(model, peft.PeftModel):
-        raise ConfigError(
-            f"merge_adapters: {type(model).__name__} is not a PeftModel; make one, or leave the option out"
-        )
+        raise ConfigError(f"merge_adapters: {type(model).__name__} is not a PeftModel; make one, or drop the option")
     if not hasattr(model.base_model, "merge_and_unload"):
         raise ConfigError(f"merge_adapters: what {type(model.base_model).__name__} of PEFT trains cannot be merged")
     require(PEFT, {"peft.tuners.tuners_utils": ("BaseTunerLayer.merge", "BaseTunerLayer.get_base_layer")})
@@ -84,12 +79,12 @@ def unloaded(model: nn.Module) -> tuple[nn.Module, list[Merge]]:
 
 
 class PeftNames(NamedTuple):
-    """What the names in the state dict of a model mean that PEFT has wrapped.
+    """What the names in the state dict of a model of PEFT mean.
 
     Attributes:
-        base: for each name of the base model's, that in the base model, and the shape there.
-        adapter: for each name under which PEFT saves a tensor of the adapter, that in the state dict.
-        left_out: names of the adapter's tensors that are tied to one of these.
+        base: for each name of a tensor of the base model, its name and shape there.
+        adapter: for each name under which PEFT saves a tensor of the adapter, its name in the state dict.
+        left_out: names of tensors of the adapter that are tied to one of these.
     """
 
     base: dict[str, tuple[str, tuple[int, ...]]]
@@ -98,15 +93,10 @@ class PeftNames(NamedTuple):
 
 
 def names_in(base: nn.Module, folder: str, adapter: str, shapes: Mapping[str, tuple[int, ...]]) -> PeftNames:
-    """Return what the names of tensors mean in the state dict of a model that PEFT has wrapped.
+    """Return what the names of tensors, given with their shapes, mean in the state dict of a model of PEFT.
 
-    Args:
-        base: that model without PEFT, on meta. It is changed.
-        folder: has the adapter's configuration.
-        adapter: its name in the state dict.
-        shapes: of the tensors in the state dict.
-
-    Raises CheckpointError if they are of another model or adapter.
+    `base` is that model without PEFT, on meta, which is changed. `folder` has the configuration of the adapter, which
+    the state dict calls `adapter`. Raises CheckpointError if the tensors are of another model or adapter.
     """
     import peft
 

@@ -25,10 +25,7 @@ FORMATS: tuple[QuantizedFormat, ...] = (BitsAndBytes4Bit(), FineGrainedFp8(), Mx
 
 
 def format_of(quantization: Any) -> QuantizedFormat:
-    """Return the format of a quantization config, which is an object or as in a config.json, or None.
-
-    For one that is not known, it is a format that does nothing.
-    """
+    """Return the format of a quantization config, an object or as in a config.json; else one that does nothing."""
     return next((each for each in FORMATS if each.recognizes(quantization)), QuantizedFormat())
 
 

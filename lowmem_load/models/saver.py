@@ -110,7 +110,7 @@ def describe_save_pretrained(
         else:
             cls: Any = type(model)  # the save_pretrained of a lazy model calls this function
             cls.save_pretrained(model, scratch, state_dict=state, **arguments)
-    if dtype is not None and has_configs:
+    if dtype is not None and has_configs and (scratch / "config.json").is_file():  # an adapter has none
         _note_dtype(scratch / "config.json", dtype)
     if not files:
         raise UnsupportedError(f"{type(model).__name__}.save_pretrained wrote no safetensors file; save it with torch")
@@ -187,8 +187,6 @@ def _no_values(part: Expression, operation: str) -> torch.Tensor:
 
 
 def _note_dtype(path: Path, dtype: torch.dtype) -> None:
-    if not path.is_file():  # an adapter has none
-        return
     config = json.loads(path.read_text(encoding="utf-8"))
     for key in ("dtype", "torch_dtype"):
         if key in config:
@@ -215,9 +213,9 @@ def model_of(config: str | os.PathLike[str]) -> transformers.PreTrainedModel:
 
 
 def give_dtypes(model: transformers.PreTrainedModel, dtypes: Mapping[int, torch.dtype]) -> None:
-    """Give parameters and buffers of a model on meta their dtypes, by `id`, and name them in its configurations.
+    """Give parameters and buffers of a model on meta their dtypes, by `id`; name these in its configurations, too.
 
-    As `from_pretrained` does. Source: transformers 5.24 `modeling_utils.py`, `_get_dtype`.
+    Source: transformers 5.24 `modeling_utils.py`, `_get_dtype`.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.to(dtypes.get(id(tensor), tensor.dtype))

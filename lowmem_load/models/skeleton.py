@@ -132,8 +132,7 @@ def untie(skeleton: nn.Module) -> None:
     for module in skeleton.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in seen:
-                made = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
-                setattr(module, name, made)
+                setattr(module, name, nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad))
             seen.add(id(parameter))
 
 

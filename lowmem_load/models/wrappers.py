@@ -54,10 +54,7 @@ def _keys(module: nn.Module) -> set[str]:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules with their plain names, a shared one in each place, a wrapper before what it wraps.
-
-    So a dict of these has what is wrapped, and not its wrappers.
-    """
+    """Yield the modules by their plain names, in each place; a wrapper first, so a dict has what it wraps."""
     yield from ((plain.removesuffix("."), module) for _, plain, module in _walk(model))
 
 
@@ -89,8 +86,7 @@ class NamedTensor(NamedTuple):
 def named_tensors(model: nn.Module) -> list[NamedTensor]:
     """Return the parameters and buffers, a tied one under each of its names, in the order of the modules.
 
-    Raises:
-        CheckpointError: two of them have one name without the wrappers.
+    Raises CheckpointError if two of them have one name without the wrappers.
     """
     found: list[NamedTensor] = []
     full_names: dict[tuple[str, int], str] = {}
@@ -107,10 +103,7 @@ def named_tensors(model: nn.Module) -> list[NamedTensor]:
 
 
 def copied(module: nn.Module, copies: dict[int, Any], tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy of a module and those below, which shares all but its tensors. `copies` has those made, by `id`.
-
-    It is not sharded, whatever the module is.
-    """
+    """Return a copy, without FSDP2, of a module and those below; it shares all but tensors. `copies` has them by id."""
     if id(module) not in copies:
         made: Any = object.__new__(plain_class(module))
         copies[id(module)], attributes = made, vars(made)
