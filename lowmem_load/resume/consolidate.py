@@ -21,6 +21,7 @@ from lowmem_load.files.executor import Executor
 from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.models import peft, saver
 from lowmem_load.models.active import load_lock
+from lowmem_load.models.model_class import PROCESSOR_FILES, TOKENIZER_FILES
 from lowmem_load.models.model_folder import find_file
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.proof import prove_names
@@ -36,9 +37,8 @@ from lowmem_load.weights_out.save import SaveReport, write
 from lowmem_load.weights_out.weights import Weights, used_sources
 
 BESIDE = (
-    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "chat_template.json"),
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *(*TOKENIZER_FILES, *PROCESSOR_FILES, "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json"),
 )
 """Files of a tokenizer or processor, which are copied into the folder."""
 

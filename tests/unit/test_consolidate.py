@@ -53,11 +53,13 @@ def test_the_folder_is_what_save_pretrained_writes(
     monkeypatch.setattr(importlib.import_module("lowmem_load.resume.consolidate"), "CHUNK_BYTES", 1000)
     saved_model(llama, tmp_path / "saved", world_size=world_size, sub_group_size=700)
     llama.config.save_pretrained(tmp_path / "saved")
-    (tmp_path / "saved" / "tokenizer.json").write_text("{}")
+    of_tokenizers = {"tokenizer.json", "sentencepiece.bpe.model", "tekken.json"}
+    for name in of_tokenizers:
+        (tmp_path / "saved" / name).write_text("{}")
     report = consolidate(tmp_path / "saved", tmp_path / "made", max_shard_size="30KB")
     llama.save_pretrained(tmp_path / "expected", max_shard_size="30KB")
     expected, made = tmp_path / "expected", tmp_path / "made"
-    assert {path.name for path in made.iterdir()} == {path.name for path in expected.iterdir()} | {"tokenizer.json"}
+    assert {path.name for path in made.iterdir()} == {path.name for path in expected.iterdir()} | of_tokenizers
     for path in expected.glob("*.safetensors"):
         assert path.read_bytes() == (made / path.name).read_bytes()
     if world_size == 1:
