@@ -346,7 +346,7 @@ class Executor:
 
     def _tasks_of(self, steps: Sequence[Step], destination: torch.Tensor, known: Constants) -> Iterator[Task]:
         # To host memory, values are moved at once.
-        put = partial(self._put_on_host, destination) if destination.is_cpu else self._put_into(destination)
+        put = self._put_on_host(destination) if destination.is_cpu else self._put_into(destination)
         for step in steps:
             if isinstance(step, Read):
                 for first, shift in step.iterations():
@@ -380,18 +380,14 @@ class Executor:
 
         put(piece.nest, piece.numel, step.dtype, write)
 
-    def _put_on_host(
-        self,
-        destination: torch.Tensor,
-        nest: Nest,
-        numel: int,
-        dtype: torch.dtype,
-        write: Callable[[torch.Tensor], object],
-    ) -> None:
-        with self._temporaries.frame() as take:
-            memory = take(numel, dtype)
-            write(memory)
-            scatter_elements(nest, memory, destination)
+    def _put_on_host(self, destination: torch.Tensor) -> Put:
+        def put(nest: Nest, numel: int, dtype: torch.dtype, write: Callable[[torch.Tensor], object]) -> None:
+            with self._temporaries.frame() as take:
+                memory = take(numel, dtype)
+                write(memory)
+                scatter_elements(nest, memory, destination)
+
+        return put
 
     def _put_into(self, destination: torch.Tensor) -> Put:
         if self._uploads is None:

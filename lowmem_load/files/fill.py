@@ -1,4 +1,4 @@
-"""The verb `fill`: parts of expressions into this rank's memory, proved as a whole before the first byte is read.
+"""The verb `fill`: parts of expressions into this rank's memory, all proved before the first byte is read.
 
 Lazy reads, resumes and values that are needed at once come here, and loads, which begin as memory is made.
 """
@@ -23,7 +23,7 @@ from lowmem_load.planning.regions import FlatRange, Region
 
 
 class Part(NamedTuple):
-    """A region of an expression, and the flat memory that is to hold it, row-major, in the dtype of the memory."""
+    """A region of an expression, and the flat memory for it, row-major, in the dtype of the memory."""
 
     name: str
     expression: Expression
@@ -71,7 +71,7 @@ def fill_planned(parts: Sequence[PlannedPart], filling: Filling, on_part: Callab
 class Filling:
     """Fills parts that are planned, of which each may begin as soon as it has memory.
 
-    The parts that begin before a `finish` have no memory in common. After it their memory may be given to others.
+    The parts that begin before a `finish` do not share memory. After it their memory may be given to others.
     """
 
     def __init__(self, values: Sequence[Value], constants: Constants, executor: Executor) -> None:
@@ -94,8 +94,8 @@ class Filling:
         refuse_left(name, memory)
         taken = *span(memory), name
         place = bisect.bisect(self._taken, taken)
-        beside = self._taken[max(0, place - 1) : place + 1]
-        for one, other in itertools.pairwise(sorted([*beside, taken])):
+        neighbors = self._taken[max(0, place - 1) : place + 1]
+        for one, other in itertools.pairwise(sorted([*neighbors, taken])):
             if one[0] == other[0] and other[1] < one[2]:
                 raise PlanError(f"{one[3]} and {other[3]}: would be filled into the same memory")
         self._taken.insert(place, taken)
@@ -112,9 +112,9 @@ class Filling:
 
 def read_whole(executor: Executor, expression: Expression) -> torch.Tensor:
     """Return the value of an expression as a host tensor. Raises CheckpointError if its files have changed."""
-    whole = torch.empty(numel(expression), dtype=expression.dtype, device="cpu")
-    fill([Part(name_in_files(expression), expression, FlatRange(0, whole.numel()), whole)], executor)
-    return whole.reshape(expression.shape)
+    full = torch.empty(numel(expression), dtype=expression.dtype, device="cpu")
+    fill([Part(name_in_files(expression), expression, FlatRange(0, full.numel()), full)], executor)
+    return full.reshape(expression.shape)
 
 
 def name_in_files(expression: Expression) -> str:

@@ -29,6 +29,8 @@ A tensor has about ten containers and ten memo entries of at least nine bytes ea
 
 MAX_DIMS = 64  # the limit of numpy: many tensors may share one long tuple
 
+_MALFORMED = pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError, struct.error
+
 STORAGE_DTYPES: Mapping[str, torch.dtype] = {
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,
@@ -142,13 +144,8 @@ def objects(
         return _Unpickler(pickled, path, compact or {}, only_tensors=only_tensors).load()
     except CheckpointError:
         raise
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        *(ValueError, TypeError, AttributeError, LookupError, struct.error),
-    ) as error:
-        reason = str(error) or "it has no end"
-        raise CheckpointError(f"{path}: its pickle is malformed: {reason}") from error
+    except _MALFORMED as error:
+        raise CheckpointError(f"{path}: its pickle is malformed: {str(error) or 'it does not end'}") from error
 
 
 def _is_size(value: object) -> bool:

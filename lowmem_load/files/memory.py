@@ -26,7 +26,7 @@ POPULATED_BYTES = 1 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; older systems refuse it
 
 Take = Callable[[int, torch.dtype], torch.Tensor]
-"""Returns uninitialised flat host memory for a number of elements of a dtype."""
+"""Returns uninitialized flat host memory for a number of elements of a dtype."""
 
 
 def scatter_elements(nest: Nest, source: torch.Tensor, destination: torch.Tensor) -> None:
@@ -100,14 +100,14 @@ def map_memory(num_bytes: int) -> torch.Tensor:
 
 
 def own_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return uninitialised bytes that go back to the system when freed, also on the host if they are many."""
+    """Return uninitialized bytes that go back to the system when freed, also on the host if they are many."""
     if device.type == "cpu" and num_bytes >= MANY_BYTES:
         return map_memory(num_bytes)
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 class SpareMemory:
-    """Memory of tensors that come and go: what nobody holds any more is used again.
+    """Memory of tensors that come and go: what nobody refers to any more is used again.
 
     The first touch of a page may take ten times as long as a copy: 1.2 s for a GB on a virtual machine, and 0.13 s.
     """
@@ -116,10 +116,9 @@ class SpareMemory:
         self._mapped: list[mmap.mmap] = []
 
     def take(self, sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-        """Return uninitialised bytes of each size. What is free and fits none of them goes back to the system."""
-        counts = _num_references(self._mapped)
+        """Return uninitialized bytes of each size. What is free and fits none of them goes back to the system."""
         free: dict[int, list[mmap.mmap]] = {}
-        for number, count in enumerate(counts):
+        for number, count in enumerate(_num_references(self._mapped)):
             if count == _UNUSED:
                 free.setdefault(len(self._mapped[number]), []).append(self._mapped[number])
         chosen = [free[nbytes].pop() if free.get(nbytes) else None for nbytes in sizes]
@@ -143,11 +142,11 @@ def _num_references(pages: list[mmap.mmap]) -> list[int]:
 
 
 _UNUSED = _num_references([_pages(1)])[0]
-"""References to memory that only a list holds. A tensor of torch.frombuffer is one more."""
+"""References to memory that only a list has. A tensor of torch.frombuffer is one more."""
 
 
 def untouched_bytes(memory: torch.Tensor) -> int:
-    """Return how many bytes of contiguous host memory have no pages yet, in whole pages; 0 where that does not show."""
+    """Return how many bytes of contiguous host memory have no pages yet, in full pages; 0 where that does not show."""
     page = mmap.PAGESIZE
     first, end = -(-memory.data_ptr() // page), (memory.data_ptr() + memory.nbytes) // page
     if first >= end:
@@ -166,30 +165,21 @@ def trim_heap() -> None:
 # -- shortage ---------------------------------------------------------------------------------------------------------
 
 _SHORTAGE_WORDS = ("can't allocate memory", "out of memory", "not enough memory")
-"""Of torch's RuntimeErrors: `c10/core/impl/alloc_cpu.cpp` for the host, and those of the devices."""
+"""Words of torch's RuntimeErrors: `c10/core/impl/alloc_cpu.cpp` for the host, and those of the devices."""
 
 
 @contextlib.contextmanager
 def naming_shortage(what: str, nbytes: int) -> Iterator[None]:
-    """Raise MemoryShortageError, which says what the memory is for, where an allocator fails within the block.
-
-    Args:
-        what: "parameter x".
-        nbytes: that are needed for it.
-    """
+    """Raise MemoryShortageError, which says what the `nbytes` are for ("parameter x"), if an allocator fails."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
-        if isinstance(error, MemoryShortageError) or not _is_shortage(error):
+        says_so = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _SHORTAGE_WORDS)
+        is_shortage = says_so or isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM
+        if isinstance(error, MemoryShortageError) or not is_shortage:
             raise
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise MemoryShortageError(f"{what}: {size(nbytes)} of memory cannot be allocated: {reason}") from error
-
-
-def _is_shortage(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in _SHORTAGE_WORDS)
 
 
 def make_pages(memory: memoryview) -> None:

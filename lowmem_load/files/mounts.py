@@ -15,7 +15,7 @@ from lowmem_load.planning.reads import ReadCost
 NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "beegfs", "gpfs", "ceph", "glusterfs", "wekafs", "afs"}
 )
-"""Types of network file systems. Those whose type starts with "fuse" may be, too."""
+"""Types of network file systems. Those whose type starts with "fuse" may be network file systems, too."""
 
 COHERENT = frozenset({"lustre", "gpfs", "ceph", "wekafs"})
 """Types of network file systems whose nodes lock what they cache, so that one sees what another has written."""
@@ -48,14 +48,13 @@ class Mount(NamedTuple):
         return self.kind in NETWORK or self.kind.startswith("fuse")
 
 
-def mount_of(path: str) -> Mount | None:
-    """Return the file system of a file or folder; None if /proc does not tell."""
+def mount_of(path: str) -> Mount:
+    """Return the file system of a file or folder; one of no kind if /proc does not tell."""
+    path, mount, longest = os.path.realpath(path), Mount("", 0), -1
     try:
         lines = MOUNTS.read_bytes().split(b"\n")[:-1]  # each ends with a newline
     except OSError:
-        return None
-    path, mount = os.path.realpath(path), None
-    longest = -1
+        return mount
     for line in lines:
         before, _, after = line.partition(b" - ")
         point = _unescaped(before.split(b" ")[4])
@@ -75,20 +74,20 @@ def _unescaped(text: bytes) -> str:
 def has_caches_apart(folder: str) -> bool:
     """Return whether nodes cache what they write to a folder without asking each other, as those of NFS do."""
     mount = mount_of(folder)
-    return mount is not None and mount.is_network and mount.kind not in COHERENT
+    return mount.is_network and mount.kind not in COHERENT
 
 
 def read_cost(paths: Iterable[str]) -> ReadCost:
     """Return what reading some files costs, by the types of their file systems.
 
-    On a network file system a block is the larger of `st_blksize` and the `rsize` of the mount; of several file
-    systems, the largest block counts. Files in a remote store cost as `STORE` says.
+    On a network file system a block is the larger of `st_blksize` and the `rsize` of the mount. If there are several
+    file systems, the largest block counts. Files in a remote store cost as `STORE` says.
     """
     paths, block_bytes = list(paths), 1
     if any(map(is_stand_in, paths)):
         return STORE
     for folder, path in {os.path.dirname(os.path.realpath(path)): path for path in paths}.items():
         mount = mount_of(folder)
-        if mount is not None and mount.is_network and os.path.exists(path):
+        if mount.is_network and os.path.exists(path):
             block_bytes = max(block_bytes, os.stat(path).st_blksize, mount.rsize)
     return ReadCost(NETWORK_CALL_S, NETWORK_BYTES_PER_S, block_bytes) if block_bytes > 1 else ReadCost()

@@ -16,7 +16,7 @@ from lowmem_load.errors import CheckpointError
 from lowmem_load.files import object_store
 from lowmem_load.files.object_store import RemoteObject
 from lowmem_load.files.remote_file import Check, map_in_threads
-from lowmem_load.files.stand_ins import MAX_FILES, Listing, is_plain_path, lay_out, note_secret, read_front
+from lowmem_load.files.stand_ins import MAX_FILES, Listing, is_plain_path, lay_out, read_front, secrets
 from lowmem_load.phases import no_callback
 from lowmem_load.text import is_http, plain_url, without_secrets
 
@@ -28,7 +28,7 @@ def folder_of_url(url: str, *, subfolder: str = "", check: Check = no_callback) 
     """
     _check_url(url)
     origin = plain_url(url).rstrip("/")
-    note_secret(origin, url if plain_url(url) != url else None)
+    secrets[origin] = url if plain_url(url) != url else None
     files: Listing
     if is_http(url):
         names = dict.fromkeys(_listed(url, subfolder, check))
@@ -118,7 +118,7 @@ def folder_of_model(
             f"reached: {without_secrets(str(error))}"
         ) from None  # the errors themselves quote URLs with logins
     commit = str(info.sha)
-    note_secret(name, token if isinstance(token, str) else None)
+    secrets[name] = token if isinstance(token, str) else None
     files: dict[str, RemoteObject] = {}
     for sibling in info.siblings:
         file = str(sibling.rfilename)

@@ -53,17 +53,13 @@ Listing: TypeAlias = Mapping[str, RemoteObject]
 Fetch: TypeAlias = Callable[[str, RemoteObject], bytes]
 """Returns the content of a small file, given its path in the checkpoint."""
 
-_secrets: dict[str, str | None] = {}  # a URL with credentials, or a token, by the URL without them or the Hub id
+secrets: dict[str, str | None] = {}
+"""What this process needs to open files: a URL with credentials, or a token, by the URL without them or the Hub id."""
 
 
 def is_url(name: object) -> bool:
     """Return whether a name is a URL in a remote store."""
     return isinstance(name, str) and "://" in name and name.partition("://")[0].lower() in URL_SCHEMES
-
-
-def note_secret(origin: str, secret: str | None) -> None:
-    """Keep what this process needs to open the files of a URL or Hub id; None: nothing."""
-    _secrets[origin] = secret
 
 
 def cache_folder() -> str:
@@ -108,7 +104,7 @@ def open_file(path: str) -> ByteSource:
     entry = manifest["files"].get(file)
     if entry is None:
         return LocalFile(path)
-    item = RemoteObject(**entry, secret=_secrets.get(manifest["origin"]))
+    item = RemoteObject(**entry, secret=secrets.get(manifest["origin"]))
     return RemoteFile(item, Path(path).read_bytes(), path)
 
 

@@ -9,7 +9,7 @@ streams. Three rules keep the order:
   recorded there after the allocation, and copy streams wait for it.
 - The memory may be freed while copies into it are queued, as when a load fails. So every copy stream is recorded as a
   user of it, and the allocator does not hand it out before they are done.
-- A slot is written again only after the event behind the last copy out of it.
+- A slot is written again only after the event that follows the last copy out of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -34,7 +33,7 @@ SLOTS_PER_THREAD = 2
 """One is filled while the other is copied to the device."""
 
 NUM_STREAMS = 2
-"""Copy streams: while one casts or rearranges values, the other copies. For that each needs device memory of a slot."""
+"""Copy streams: while one casts or rearranges values, the other copies, so each needs device memory of a slot."""
 
 Put = Callable[[Nest, int, torch.dtype, Callable[[torch.Tensor], object]], None]
 """`put(nest, numel, dtype, write)` calls `write` with flat host memory for `numel` values of `dtype`, then moves
@@ -49,7 +48,7 @@ class CopyStream:
 
 
 class Slot:
-    """Pinned memory, and the event behind the latest copy out of it."""
+    """Pinned memory, and the event after the latest copy out of it."""
 
     def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
         self.memory, self.copied = memory, torch.Event(device=device)
@@ -99,32 +98,25 @@ class Uploads:
         ready.record(torch.accelerator.current_stream(destination.device))
         for copier in self._streams:
             destination.record_stream(copier.stream)
-        return partial(self._put, destination, ready)
 
-    def _put(
-        self,
-        destination: torch.Tensor,
-        ready: torch.Event,
-        nest: Nest,
-        numel: int,
-        dtype: torch.dtype,
-        write: Callable[[torch.Tensor], object],
-    ) -> None:
-        copier, slot = self._copier(), self._slots.get()
-        try:
-            slot.wait()
-            staged = slot.memory[: numel * dtype.itemsize].view(dtype)
-            assert staged.numel() == numel, f"a read of {numel} elements of {dtype} for a slot of {SLOT_BYTES} bytes"
-            write(staged)
-            with copier.lock:  # so that the stream needs one buffer on the device
-                copier.stream.wait_event(ready)
-                slot.is_copied = True
-                try:
-                    _copy(nest, staged, destination)
-                finally:
-                    slot.copied.record(copier.stream)
-        finally:
-            self._slots.put(slot)
+        def put(nest: Nest, numel: int, dtype: torch.dtype, write: Callable[[torch.Tensor], object]) -> None:
+            copier, slot = self._copier(), self._slots.get()
+            try:
+                slot.wait()
+                staged = slot.memory[: numel * dtype.itemsize].view(dtype)
+                assert staged.numel() == numel, f"{numel} elements of {dtype} for a slot of {SLOT_BYTES} bytes"
+                write(staged)
+                with copier.lock:  # so that the stream needs one buffer on the device
+                    copier.stream.wait_event(ready)
+                    slot.is_copied = True
+                    try:
+                        _copy(nest, staged, destination)
+                    finally:
+                        slot.copied.record(copier.stream)
+            finally:
+                self._slots.put(slot)
+
+        return put
 
     def order_after(self) -> None:
         """Have the calling thread's stream wait for all copies that have been begun."""

@@ -65,7 +65,7 @@ def test_a_plan_goes_by_the_file_system(files: dict[str, str]) -> None:
 def test_without_proc_nothing_is_on_the_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(mounts, "MOUNTS", tmp_path / "gone")
     assert not has_caches_apart("/")
-    assert (mount_of("/"), read_cost([str(tmp_path / "file")])) == (None, ReadCost())
+    assert (mount_of("/"), read_cost([str(tmp_path / "file")])) == (Mount("", 0), ReadCost())
 
 
 @pytest.mark.parametrize(
