@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 import tracemalloc
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -361,7 +362,7 @@ def pickled(data: bytes) -> None:
     found = TorchZip().read(data, "x.bin")
     unpickler = Unpickler(io.BytesIO(data), encoding="utf-8")
     unpickler.persistent_load = _meta_storage
-    with _warnings_off():
+    with warnings.catch_warnings(action="ignore"):
         try:
             theirs = unpickler.load()
         except Exception as error:
@@ -377,15 +378,6 @@ def pickled(data: bytes) -> None:
         other = theirs[name]
         if ours != (other.dtype, other.storage_offset(), tuple(other.shape), other.stride()):
             raise Finding(f"{name!r} is {other.shape} {other.dtype} for torch, {ours} for us")
-
-
-@contextlib.contextmanager
-def _warnings_off() -> Iterator[None]:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _meta_storage(key: Any) -> Any:
@@ -426,9 +418,7 @@ def model_config(data: bytes) -> None:
 
 def adapter(data: bytes) -> None:
     """An adapter_config.json."""
-    base = base_of_adapter(_as_file(data))
-    if not isinstance(base, str):
-        raise Finding(f"the base is {base!r}")
+    base_of_adapter(_as_file(data))
 
 
 _JSON = (b"null", b"true", b"1e999", b"-1", b"-0", b"[]", b"{}", b'""', b"\\u0000", b"\\ud800", b"NaN", b"9" * 20)
@@ -472,27 +462,14 @@ _OBJECTS = (
 )
 
 _OF_CLIENTS = (
-    *(
-        b"cbuiltins\nset\n",
-        b"cbuiltins\nbytearray\n",
-        b"cbuiltins\ncomplex\n",
-        b"ctorch\ndevice\n",
-        b"cnumpy\nndarray\n",
-    ),
+    *(b"cbuiltins\nset\n", b"cbuiltins\nbytearray\n", b"cbuiltins\ncomplex\n"),
+    *(b"ctorch\ndevice\n", b"cnumpy\nndarray\n"),
     *(b"(K\x03X\x01\x00\x00\x00<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb", b"X\x04\x00\x00\x00cuda"),
 )
 
 _OF_DCP = (
-    *(
-        b"\x8c\x05model",
-        b"\x94",
-        b"\x93",
-        b"\x95\x10\x00\x00\x00\x00\x00\x00\x00",
-        b"\x81",
-        b"\x85",
-        b"\x86",
-        b"\x8c\x00",
-    ),
+    *(b"\x8c\x05model", b"\x94", b"\x93", b"\x95\x10\x00\x00\x00\x00\x00\x00\x00"),
+    *(b"\x81", b"\x85", b"\x86", b"\x8c\x00"),
     *(b"ctorch.distributed.tensor.placement_types\nShard\n", b"ctorch.distributed.tensor.placement_types\nReplicate\n"),
     *(b"ctorch._utils\n_rebuild_wrapper_subclass\n", b"X\x0d\x00\x00\x00_local_tensor", b"X\x05\x00\x00\x00_spec"),
 )

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote
 
 from tests.remote.behaviour import Behaviour
-from tests.remote.range_server import Answer, RangeServer, Request, file_answer
+from tests.remote.range_server import Answer, RangeServer, Request, file_answer, range_server
 
 COMMIT = "c" * 40
 LFS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -46,12 +46,9 @@ class HubServer(RangeServer):
             content = self._tree(model) if api[2] == "tree" else self._info(model, request.query)
             return Answer(200, {"Content-Type": "application/json"}, json.dumps(content).encode())
         assert file is not None
-        found = self.path_of(f"/{model}/{quote(file[3])}")
-        return (
-            self._missing("EntryNotFound")
-            if found is None
-            else self._resolve(found, model, file[3], request, behaviour)
-        )
+        if (found := self.path_of(f"/{model}/{quote(file[3])}")) is None:
+            return self._missing("EntryNotFound")
+        return self._resolve(found, model, file[3], request, behaviour)
 
     def _resolve(self, path: Path, model: str, name: str, request: Request, behaviour: Behaviour) -> Answer:
         of_hub = {"X-Repo-Commit": self.commit}
@@ -116,12 +113,8 @@ def hub_front(
     `behaviour` is that of the Hub; that of the second host is set by `files.set`. Signatures begin with `secret`.
     """
     at_files = {"check_signature": True, "refuse_authorization": True, "secret": secret, "valid_s": valid_s}
-    files = RangeServer(repositories, **at_files)
-    try:
-        server = HubServer(repositories, files, **behaviour)
-        try:
-            yield server
-        finally:
-            server.close()
-    finally:
-        files.close()
+    with (
+        range_server(repositories, **at_files) as files,
+        contextlib.closing(HubServer(repositories, files, **behaviour)) as server,
+    ):
+        yield server

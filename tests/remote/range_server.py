@@ -40,6 +40,7 @@ from tests.remote.listing import etag as listing_etag
 from tests.remote.listing import listing
 
 MOST_ASKED = 100_000
+PLAIN = Behaviour()
 CHUNK_BYTES = 1 << 30
 
 Folders = Path | str | Mapping[str, Path]
@@ -53,7 +54,6 @@ class Stats:
     """For files, with those that failed."""
     bytes_sent: int = 0
     """Of files."""
-    connections: int = 0
     authorized: int = 0
     """Requests that had an Authorization header."""
     methods: Counter[str] = field(default_factory=Counter)
@@ -136,7 +136,6 @@ class RangeServer(socketserver.ThreadingTCPServer):
 
     Args:
         folders: one, whose files are at the root, or several by what their paths begin with.
-        port: 0: one that is free.
         host: "0.0.0.0" for all of this machine's addresses.
         behaviour: values of Behaviour by name.
     """
@@ -144,7 +143,7 @@ class RangeServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 512
 
-    def __init__(self, folders: Folders, *, port: int = 0, host: str = "127.0.0.1", **behaviour: Any) -> None:
+    def __init__(self, folders: Folders, *, host: str = "127.0.0.1", **behaviour: Any) -> None:
         self._folders = dict(folders) if isinstance(folders, Mapping) else {"": Path(folders)}
         self.behaviour = Behaviour().changed(behaviour)
         self._lock = threading.Lock()
@@ -152,7 +151,7 @@ class RangeServer(socketserver.ThreadingTCPServer):
         self._stats = Stats()
         self._numbered = self._failed = 0
         self._open: set[Any] = set()
-        super().__init__((host, port), Connection)
+        super().__init__((host, 0), Connection)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self._serving = threading.Thread(target=self.serve_forever, args=[0.01], name=self.url, daemon=True)
         self._serving.start()
@@ -167,7 +166,7 @@ class RangeServer(socketserver.ThreadingTCPServer):
             return {name: copy.copy(value) for name, value in vars(self._stats).items()}
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Begin to count again."""
         with self._lock:
             self._stats = Stats()
             self._numbered = self._failed = 0
@@ -190,7 +189,6 @@ class RangeServer(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            self._stats.connections += 1
             self._open.add(request)
         super().process_request(request, client_address)
 
@@ -234,13 +232,8 @@ class RangeServer(socketserver.ThreadingTCPServer):
             stats.authorized += "authorization" in request.headers
             if len(stats.asked) < MOST_ASKED:
                 condition = request.headers.get("if-match")
-                parts = [
-                    request.method,
-                    request.path,
-                    request.headers.get("range"),
-                    condition and f"if-match={condition}",
-                ]
-                stats.asked.append(" ".join(part for part in parts if part))
+                wanted = request.headers.get("range"), condition and f"if-match={condition}"
+                stats.asked.append(" ".join(filter(None, (request.method, request.path, *wanted))))
             if behaviour.counts(request.path):
                 if behaviour.at_most < 0 or self._failed < behaviour.at_most:
                     fault = _befalls(request, behaviour.fault(self._numbered))
@@ -313,14 +306,8 @@ class RangeServer(socketserver.ThreadingTCPServer):
         return None
 
     def _send(
-        self,
-        connection: Connection,
-        request: Request,
-        answer: Answer,
-        behaviour: Behaviour | None = None,
-        fault: str = "",
+        self, connection: Connection, request: Request, answer: Answer, behaviour: Behaviour = PLAIN, fault: str = ""
     ) -> bool:
-        behaviour = behaviour or Behaviour()
         count = answer.count if answer.file >= 0 else len(answer.content)
         with_body = request.method != "HEAD" and count > 0
         fault = fault if fault in IN_BODY and with_body and answer.file >= 0 and count > 1 else ""
@@ -456,14 +443,9 @@ def _json(what: dict[str, Any]) -> Answer:
     return Answer(200, {"Content-Type": "application/json"}, json.dumps(what).encode())
 
 
-@contextlib.contextmanager
-def range_server(folders: Folders, **behaviour: Any) -> Iterator[RangeServer]:
-    """Serve folders from threads of this process."""
-    server = RangeServer(folders, **behaviour)
-    try:
-        yield server
-    finally:
-        server.close()
+def range_server(folders: Folders, **behaviour: Any) -> contextlib.closing[RangeServer]:
+    """Serve folders from threads of this process while a block runs."""
+    return contextlib.closing(RangeServer(folders, **behaviour))
 
 
 @dataclass(frozen=True)
@@ -477,7 +459,7 @@ class FarServer:
         return json.loads(self._ask("GET", "/_stats?asked" if asked else "/_stats"))
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Begin to count again."""
         self._ask("POST", "/_reset")
 
     def set(self, **changes: Any) -> None:

@@ -68,10 +68,7 @@ def test_a_list_is_asked_for_again(fault: str, store: RangeServer) -> None:
     assert store.stats()["faults"] == {fault: 2}
 
 
-@pytest.mark.parametrize(
-    "url",
-    ["s3://bucket name/a", "s3://bucket//a", "az://container/a", "abfss://a/b"],
-)
+@pytest.mark.parametrize("url", ["s3://bucket name/a", "s3://bucket//a", "az://container/a", "abfss://a/b"])
 def test_urls_that_name_nothing_are_told_at_once(url: str, store: RangeServer) -> None:
     with pytest.raises(CheckpointError, match="is not the URL of a store, or lacks settings: "):
         folder_of_url(url)
@@ -177,18 +174,9 @@ def test_only_servers_that_the_environment_trusts_are_read_and_not_by_http(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
 ) -> None:
     certificate, key = str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=x", "-days", "1"]
-    command += [
-        "-addext",
-        "basicConstraints=critical,CA:FALSE",
-        "-addext",
-        "subjectAltName=IP:127.0.0.1",
-        "-keyout",
-        key,
-        "-out",
-        certificate,
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=x -days 1 -addext subjectAltName=IP:127.0.0.1"
+    command += " -addext basicConstraints=critical,CA:FALSE"
+    subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
     names = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
