@@ -20,7 +20,7 @@ from lowmem_load.errors import UnsupportedError, listed
 from lowmem_load.files.stand_ins import origin
 from lowmem_load.files.uploads import NUM_STREAMS, SLOTS_PER_THREAD
 from lowmem_load.load.load import MAX_THREADS
-from lowmem_load.load.plan_model import plan_sharded, plan_zero3_rank
+from lowmem_load.load.plan_model import plan_rank
 from lowmem_load.load.request import class_and_config
 from lowmem_load.models.model_folder import find_checkpoint
 from lowmem_load.models.quantizers import dequantizing, four_bit_config, stays_packed
@@ -116,7 +116,7 @@ def _plan_zero(
     if four_bit:
         keywords["quantization_config"] = _four_bits(config, settings.dtype)
     device = torch.device("cuda")  # any other accelerator is planned for alike
-    plan = plan_zero3_rank(folder, ds_config, rank=0, world_size=job.world_size, device=device, **keywords)
+    plan = plan_rank(folder, ds_config, rank=0, world_size=job.world_size, device=device, **keywords)
     about = {
         "planned for": f"ZeRO-{settings.stage}, on GPUs",
         "ds_config": "" if job.ds_config else "none given: stage 3, bf16",
@@ -139,7 +139,7 @@ def _plan_fsdp2(
     sharding: Any = [size for size in (sizes["dp_replicate_size"], sizes["fsdp_size"]) if size > 1] or [1]
     if not (is_fsdp_alone and (is_packed or config is None)):
         sharding = distributed_config(sizes)  # which refuses packed weights
-    plan = plan_sharded(folder, sharding, rank=0, world_size=world_size, dtype=dtype, **keywords)
+    plan = plan_rank(folder, sharding, rank=0, world_size=world_size, dtype=dtype, **keywords)
     mesh = ", ".join(f"{axis} {ranks}" for axis, ranks in sizes.items() if ranks > 1)
     return plan, {"planned for": "FSDP2, on GPUs", "mesh": mesh}
 

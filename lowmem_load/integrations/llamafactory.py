@@ -242,10 +242,10 @@ class ModelEngine:
             settings = settings.for_model(model_class.model_config(name, kwargs))
         self.precision = settings.dtype
         self.ds_config: dict[str, Any] = copy.deepcopy(dict(settings.ds_config))
-        request = Request(name, self.args.auto_class, "auto", kwargs)
+        request = Request(name, self.args.auto_class, "auto", kwargs, settings, settings.compared)
         # transformers gets a copy: it must not see what the caller adds to ds_config, such as an optimizer.
         with load_lock(), active.deepspeed_config(settings.ds_config) as self.hf_deepspeed_config:
-            self.model = load_request(lambda: (request, settings), self.distributed, Options())
+            self.model = load_request(lambda: request, self.distributed, Options())
         self.model_config = self.model.config
         with self.distributed.step("setting up the model", name=self.args.model):
             self._freeze()

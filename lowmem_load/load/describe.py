@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -141,12 +142,17 @@ class _Reads:
             self.nbytes[reason] = self.nbytes.get(reason, 0) + nbytes
 
 
+def random_state_text() -> str:
+    """Return torch's random state as text, for other ranks."""
+    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+
+
 @contextlib.contextmanager
-def random_state_of(common: bytes) -> Iterator[None]:
-    """Give this rank the random state of rank 0, so that missing keys are initialised equally on all ranks."""
-    if not common or torch.get_rng_state().numpy().tobytes() == common:
+def random_state_of(common: str) -> Iterator[None]:
+    """Give this rank the random state of rank 0, so that missing keys are initialized equally on all ranks."""
+    if not common or random_state_text() == common:
         yield
         return
     with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(torch.frombuffer(bytearray(common), dtype=torch.uint8))
+        torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(common)), dtype=torch.uint8))
         yield

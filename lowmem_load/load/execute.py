@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from lowmem_load.distributed.side_group import SideGroup
 from lowmem_load.distributed.steps import Alone, RankGroup
@@ -39,21 +39,23 @@ def execute(
     planned: PlannedModel,
     target: Target,
     executor: Executor,
-    on_part: Callable[[], object] = no_callback,
     once: ReadOnce | None = None,
+    on_part: Callable[[], object] = no_callback,
 ) -> None:
-    """Replace every symbolic parameter and buffer of the described model by one that holds its values.
+    """Replace every symbolic parameter and buffer of the described model by one that has its values.
 
-    This uses up `planned`. `on_part` is called after each parameter. `once` carries out the reads of ranks that hold
-    the same.
+    This uses up `planned`. Collective: of the ranks of `once`, by default this process alone. `on_part` is called after
+    each parameter.
     """
+    once = once or ReadOnce(Alone(), [""], "off")
     plan, filling = planned.plan, Filling(planned.plan.values, planned.constants, executor)
     executor.sources.expect(plan.files)
+    combined = _combine_companions(planned, executor, once)
     _fill_buffers(planned, target, filling)
     # A value in memory is freed after the last parameter that needs it.
     uses = [plan.values_of(part.fills) for part in plan.targets]
     last_use = {number: position for position, numbers in enumerate(uses) for number in numbers}
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # source and copy of what several destinations hold
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # source and copy of what is in several destinations
     restores: list[Callable[[], None]] = []
     made_bytes, all_bytes = 0, plan.partition_bytes + plan.replicated_bytes
     for position, part in enumerate(plan.targets):
@@ -65,14 +67,16 @@ def execute(
             if destination.fill is not None:
                 planned_part = PlannedPart(part.name, destination.fill, tensor[: destination.fill.numel])
                 filling.prove(planned_part)
-                if once is None or not once.takes(position, number, planned_part.memory):
+                if not once.takes(position, number, planned_part.memory):
                     filling.start(planned_part)
             if destination.copied_from is not None:
                 holder, first = destination.copied_from
                 refuse_left(part.name, tensor)
                 numel = destination.region.numel
                 copies.append((memory[holder].narrow(0, first, numel), tensor[:numel]))
-        restores += _restore_later(part, made, planned, target, filling)
+        if (packing := planned.packings.get(part.name)) is not None:
+            read = {**combined.pop(part.name, {}), **_read_companions(part, filling)}
+            restores.append(functools.partial(packing.restore, part.name, made, read, target.device))
         for number in uses[position]:
             if last_use[number] == position:
                 planned.constants.tensors.pop(number, None)
@@ -82,8 +86,7 @@ def execute(
         if isinstance(parameter, SymbolicTensor):
             parameter.value.forget()
         on_part()
-    if once is not None:
-        once.run(plan.name, executor, planned.constants)
+    once.run(plan.name, executor, planned.constants)
     filling.finish()
     executor.sources.check_unchanged()
     for source, copy in copies:  # only now are the sources filled
@@ -120,34 +123,26 @@ def _start(filling: Filling, name: str, fill: Fill, memory: torch.Tensor) -> Non
     filling.start(part)
 
 
-def _restore_later(
-    part: TargetPlan, made: nn.Parameter, planned: PlannedModel, target: Target, filling: Filling
-) -> list[Callable[[], None]]:
-    """Start reading what goes with packed values, if they are; return what then makes the quantized parameter."""
-    packing = planned.packings.pop(part.name, None)
-    if packing is None:
-        return []
-    read: dict[str, Any] = dict(planned.combined.pop(part.name, {}))
+def _read_companions(part: TargetPlan, filling: Filling) -> dict[str, torch.Tensor]:
+    """Start to read what goes with packed values; return it by its names. It is there after `filling.finish`."""
+    read: dict[str, torch.Tensor] = {}
     for companion in part.companions:
         if companion.fill is not None and not companion.in_parts:
             flat = torch.empty(companion.fill.numel, dtype=companion.dtype, device="cpu")
             _start(filling, f"{part.name}.{companion.name}", companion.fill, flat)
             read[companion.name] = flat.view(companion.shape)
-    return [lambda: packing.restore(part.name, made, read, target.device)]
+    return read
 
 
 # -- companions of packed weights that the ranks make together -------------------------------------------------------
 
 
-def combine_companions(
-    planned: PlannedModel, executor: Executor, ranks: RankGroup, progress: Callable[[], Progress] | None = None
-) -> None:
-    """Make what companions that are filled in parts are for; see `PlannedModel.combined`.
+def _combine_companions(planned: PlannedModel, executor: Executor, once: ReadOnce) -> dict[str, Mapping[str, Any]]:
+    """Return what companions that are filled in parts are for, by the names of their parameters.
 
-    Each rank computes the scales of its blocks, and sends them. Collective. `progress` is that of the reading.
-
-    Memory: `BATCH_BYTES`, or the largest.
+    Each rank computes the scales of its blocks, and sends them. Collective. Memory: `BATCH_BYTES`, or the largest.
     """
+    combined: dict[str, Mapping[str, Any]] = {}
     shared = [
         (target.name, companion)
         for target in sorted(planned.plan.targets, key=lambda target: target.name)  # ranks plan in orders of their own
@@ -155,8 +150,9 @@ def combine_companions(
         if companion.in_parts
     ]
     if not shared:
-        return
-    progress, others = progress or computing(), Alone() if ranks.is_fake else ranks
+        return combined
+    ranks, progress = once.ranks, once.progress or computing()
+    others = Alone() if ranks.is_fake else ranks
     with contextlib.closing(SideGroup(others)) as side:
         for number, batch in enumerate(in_batches(shared, lambda one: one[1].nbytes, BATCH_BYTES)):
             with ranks.step("computing the scales of packed weights", progress=progress):
@@ -174,7 +170,8 @@ def combine_companions(
                 side.finish(ranks.check)
             for (name, companion), of_ranks in zip(batch, parts, strict=True):
                 whole = torch.cat(of_ranks)[: math.prod(companion.shape)]
-                planned.combined[name] = planned.packings[name].combine({companion.name: whole})
+                combined[name] = planned.packings[name].combine({companion.name: whole})
+    return combined
 
 
 def _in_parts(

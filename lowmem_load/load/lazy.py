@@ -22,16 +22,14 @@ from lowmem_load.errors import UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import Part, fill, read_whole
 from lowmem_load.load.describe import Described, describe
-from lowmem_load.load.execute import combine_companions, execute
-from lowmem_load.load.load import MAX_THREADS, REPORT_ATTRIBUTE
+from lowmem_load.load.execute import execute
+from lowmem_load.load.load import MAX_THREADS, REPORT_ATTRIBUTE, LoadedModel
 from lowmem_load.load.make_plan import PlannedModel, make_plan
 from lowmem_load.load.report import LoadReport, OnLoad
-from lowmem_load.load.request import Checked, class_and_config, name_text, refuse_placing, stage_3
+from lowmem_load.load.request import Request, agree_on_request, refuse_placing, stage_3
 from lowmem_load.locks import ForkedLock
-from lowmem_load.models import model_folder
 from lowmem_load.models.active import load_lock, on_host, transformers_models
 from lowmem_load.models.loader import Call
-from lowmem_load.models.model_folder import find_folder
 from lowmem_load.models.saver import OURS, default_shard_size
 from lowmem_load.phases import no_callback
 from lowmem_load.planning.expression import Expression, Source, leaves, substituted
@@ -95,15 +93,14 @@ def lazy(
         model.save_pretrained("copy", max_shard_size="1GB")
     """
     refuse_placing(from_pretrained_kwargs, "lazy: remove {}; place, shard or quantize the model that lazy() returns")
-    where, kwargs = find_folder(name_text(name), from_pretrained_kwargs, stream=not download)
-    model_folder.check_name(where, kwargs.get("subfolder", ""))
-    cls, _ = class_and_config(where, auto_class, kwargs)
+    request = Request(name, auto_class, from_pretrained_kwargs.pop("dtype", None), from_pretrained_kwargs)
+    checked = agree_on_request(Alone(), lambda: request, stream=not download)
 
-    def load(call: Call) -> tuple[nn.Module, dict[str, Any]]:
+    def load(call: Call) -> LoadedModel:
         return describe_lazily(call, Executor(num_threads=min(MAX_THREADS, environment.cores(1))))
 
     with load_lock():
-        return Checked(where, stage_3(torch.float32, 1), cls, kwargs).run(load)
+        return checked.run(load)
 
 
 def describe_lazily(
@@ -113,7 +110,7 @@ def describe_lazily(
     *,
     make_target: TargetMaker = lambda *_: Unfilled(),
     on_load: OnLoad | None = None,
-) -> tuple[nn.Module, dict[str, Any]]:
+) -> LoadedModel:
     """Return the lazy model of a call of `from_pretrained`, and the loading info. Local."""
     report = report or LoadReport(call.name)
     try:
@@ -124,7 +121,6 @@ def describe_lazily(
             with report.phase("plan"):
                 planned = make_plan(described, 0)
             report.take_plan(planned.plan, {})
-            combine_companions(planned, executor, Alone())
             hand_out(described, planned, LazyReader(executor, described, report), on_load)
     except BaseException as error:
         executor.__exit__(type(error), error, None)

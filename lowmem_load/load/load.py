@@ -1,13 +1,12 @@
-"""The steps of a load, in the order of the picture in docs/development/architecture.md: see `Load._load`."""
+"""The stages of a load, in the order of the picture in docs/development/architecture.md: see `Load._load`."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -36,8 +35,8 @@ from lowmem_load.files.mounts import read_cost
 from lowmem_load.files.remote_file import requests_in_flight
 from lowmem_load.files.stand_ins import is_stand_in, is_url, origin
 from lowmem_load.load.checks import agree_on_bytes, check_room, disk_uses, identify_files, memory_uses
-from lowmem_load.load.describe import Described, describe, random_state_of
-from lowmem_load.load.execute import combine_companions, execute, reading
+from lowmem_load.load.describe import Described, describe, random_state_of, random_state_text
+from lowmem_load.load.execute import execute, reading
 from lowmem_load.load.make_plan import PlannedModel, make_plan
 from lowmem_load.load.read_once import ReadOnce
 from lowmem_load.load.report import LoadReport, OnLoad
@@ -49,6 +48,9 @@ from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.text import MAX_VALUE, fingerprint
 
 logger = logging.getLogger(__name__)
+
+LoadedModel = tuple[nn.Module, dict[str, Any]]
+"""A model and the loading info."""
 
 MAX_THREADS = 4
 """Reads in flight per rank. More compete for the same disk and page tables."""
@@ -88,96 +90,61 @@ class Load:
     make_target: TargetMaker
     options: Options = Options()
 
-    def __call__(self, call: Call) -> tuple[nn.Module, dict[str, Any]]:
+    def __call__(self, call: Call) -> LoadedModel:
         """Run a `from_pretrained`; return the model, filled and with its report, and the loading info. Collective."""
         with self.ranks.session(f"the load of {call.name}"):
             find(call, self.options, self.ranks)
             random_state = torch.get_rng_state()
-            try:
-                return rename_loaded(self._load(call) or call.run())
-            except _FallbackError as error:
-                reason = str(error)
-            return fall_back(call, "the default ZeRO-3 loader", reason, random_state)
+            loaded = self._load(call)
+            if isinstance(loaded, str):
+                return fall_back(call, "the default ZeRO-3 loader", loaded, random_state)
+            return rename_loaded(loaded)
 
-    def _load(self, call: Call) -> tuple[nn.Module, dict[str, Any]] | None:
-        """Run the stages of a load. Return the model and the loading info; None if transformers loads it.
+    def _load(self, call: Call) -> LoadedModel | str:
+        """Run the stages of a load; return the model and the loading info, or why the default loader has to load it.
 
         Whatever may fail is in a step, which succeeds on all ranks or raises on all.
         """
-        ranks, name = self.ranks, call.name
-        report = LoadReport(name, ranks.rank, ranks.world_size)
+        report = LoadReport(call.name, self.ranks.rank, self.ranks.world_size)
+        of_ranks = self._agree_on_call(call)
+        if is_left_alone(call, self.settings):
+            return call.run()
         with contextlib.ExitStack() as stack:
-            with ranks.step("checking the call", name=name) as agreed:
-                agreed.digest, agreed.payload = self._check(call), (node_name(ranks.rank), _random_state(ranks))
-            if is_left_alone(call, self.settings):
-                return None
-            around, executor, once = self._enter(stack, call, agreed.payloads)
-            with self._streamable(call):
-                progress = _progress_of_describing(call, executor)
-                describing = ranks.step("describing the model", name=name, progress=progress)
-                with describing as agreed, report.phase("describe"):
-                    described = self._describe(call, executor)
-                    agreed.digest = _compared(described)
-                    agreed.payload = fingerprint(map(" ".join, described.constructor.values.items()))
-                differing = self._differing_values(described, agreed.payloads)
-                # A step of its own. Otherwise a failure here would stop a rank that still describes, before it finds
-                # out by itself that the default loader has to do it.
-                with ranks.step("planning", name=name, progress=computing()) as agreed, report.phase("plan"):
-                    if differing:
-                        raise UnsupportedError(
-                            f"{name}: the constructor of {type(described.model).__name__} computes values that differ "
-                            f"between ranks: {listed(differing)}. Have it compute the same on all ranks, save these "
-                            "values with the checkpoint, or load without lowmem_load"
-                        )
-                    planned = self._plan(described, around)
-                    shared, message_bytes = once.plan(planned.plan, described.target.device, planned.plan.read_cost)
-                    uses = memory_uses(ranks.rank, planned.plan, described, executor.num_threads, message_bytes)
-                    agreed.digest = {"plan": planned.plan.fingerprint, "as share_reads": self.options.share_reads}
-                    agreed.payload = identify_files(described.files), uses, shared
-                file_ids, uses_of_ranks, shared_of_ranks = zip(*agreed.payloads, strict=True)
-                check_room(name, [uses] if ranks.is_fake else uses_of_ranks, MemoryShortageError)
-                # A step of its own, too: DeepSpeed may make groups here, which all ranks must do or none.
-                with ranks.step("preparing", name=name) as agreed, report.phase("plan"):
-                    with naming_shortage("preparing (swap buffers of offload_param)", described.settings.swap_bytes):
-                        described.target.prepare(described.model)
-                    agreed.payload = disk_uses(described.target.files(planned.plan.targets))
-                check_room(name, agreed.payloads, ConfigError)
-            report.take_plan(planned.plan, described.settings.ds_config)
-            with report.phase("compare"):
-                agree_on_bytes(ranks, name, described.files, executor.sources, file_ids)
-            reading_step = reading(ranks, name, [executor], report.needed_bytes, [report], bar="Loading partitions")
-            with reading_step as state, report.phase("read"):
-                combine_companions(planned, executor, ranks, state.progress)
-                once.agree(shared_of_ranks)
-                once.progress, state.num_waits = state.progress, lambda: once.num_waits
-                execute(planned, described.target, executor, state.on_part, once)
-                described.constructor.finish(described.model, described.target.device)
-        report.take_counts(executor.stats, once)
+            around, executor, once = self._enter(stack, call, of_ranks)
+            try:
+                described = self._describe(call, executor, report)
+                planned = self._plan(described, around, executor, once, report)
+            except Exception as error:  # noqa: BLE001  it is raised again unless the default loader may work
+                return fallback_reason(error, call, self.options)
+            self._read(described, planned, executor, once, report)
         self._hand_over(described, planned, report)
         return described.model, described.info
 
-    def _check(self, call: Call) -> dict[str, str]:
-        """Raise for a call that nobody can run; return what kind of load it is, on all ranks alike."""
-        if not is_left_alone(call, self.settings):
-            else_ = ", or else by the default loader" if self.options.is_lenient else ""
-            return {"as kind of load": f"a load by lowmem_load{else_}"}
-        if is_stand_in(call.path):
-            raise UnsupportedError(
-                f"{call.name}: transformers itself reads the files of this load, which a remote store has; download "
-                "the checkpoint and name its folder"
-            )
-        return {"as kind of load": "an ordinary load"}
+    def _agree_on_call(self, call: Call) -> Sequence[tuple[str, str]]:
+        """Raise for a call that nobody can run; return the node and the random state of each rank. Collective."""
+        rank = self.ranks.rank
+        with self.ranks.step("checking the call", name=call.name) as agreed:
+            by_default = is_left_alone(call, self.settings)
+            if by_default and is_stand_in(call.path):
+                raise UnsupportedError(
+                    f"{call.name}: transformers itself reads the files of this load, which are in an object store; "
+                    "download the checkpoint and name its folder"
+                )
+            ours = f"a load by lowmem_load{', or else by the default loader' if self.options.is_lenient else ''}"
+            agreed.digest = {"as kind of load": "an ordinary load" if by_default else ours}
+            agreed.payload = node_name(rank), random_state_text() if rank == 0 else ""
+        return agreed.payloads
 
     def _enter(
         self, stack: contextlib.ExitStack, call: Call, of_ranks: Sequence[tuple[str, str]]
     ) -> tuple[Any, Executor, ReadOnce]:
         """Set up what a load runs in, while the stack is open, given the node and the random state of each rank.
 
-        Returns the zero.Init around it, what reads, and what reads once what several ranks hold.
+        Returns the zero.Init around it, what reads, and what reads once what several ranks need.
         """
         around = stack.enter_context(zero_init_disabled())
         stack.enter_context(on_host())
-        stack.enter_context(random_state_of(base64.b64decode(of_ranks[0][1])))
+        stack.enter_context(random_state_of(of_ranks[0][1]))
         ranks = self.ranks
         nodes = [str(rank) if ranks.is_fake else node for rank, (node, _) in enumerate(of_ranks)]  # no others exist
         executor = stack.enter_context(make_executor(call, nodes.count(nodes[ranks.rank])))
@@ -186,40 +153,75 @@ class Load:
         once = ReadOnce(ranks, nodes, self.options.share_reads if can_share else "off")
         return around, executor, stack.enter_context(contextlib.closing(once))
 
-    @contextlib.contextmanager
-    def _streamable(self, call: Call) -> Iterator[None]:
-        """Have an error after which the default loader may work lead to it, if the load is lenient."""
-        try:
-            yield
-        except Exception as error:
-            raise _FallbackError(fallback_reason(error, call, self.options)) from error
+    def _describe(self, call: Call, executor: Executor, report: LoadReport) -> Described:
+        """Describe the model. Collective: the ranks agree on all that is not planned."""
+        ranks, name, weights = self.ranks, call.name, self.options.weights
+        settings, make_target, is_quiet = self.settings, self.make_target, ranks.rank != 0
+        progress = _progress_of_describing(call, executor)
+        with ranks.step("describing the model", name=name, progress=progress) as agreed, report.phase("describe"):
+            described = describe(
+                call, settings, make_target, executor, holds_values=True, weights=weights, is_quiet=is_quiet
+            )
+            agreed.digest = _compared(described)
+            agreed.payload = fingerprint(map(" ".join, described.constructor.values.items()))
+        if len(set(agreed.payloads)) > 1:
+            with ranks.step("comparing the constructor's values", name=name) as agreed:
+                agreed.payload = described.constructor.values
+            names = {name for values in agreed.payloads for name in values}
+            if differing := [name for name in names if len({values.get(name) for values in agreed.payloads}) > 1]:
+                raise UnsupportedError(
+                    f"{name}: the constructor of {type(described.model).__name__} computes values that differ between "
+                    f"ranks: {listed(sorted(differing))}. Have it compute the same on all ranks, save these values "
+                    "with the checkpoint, or load without lowmem_load"
+                )
+        return described
 
-    def _describe(self, call: Call, executor: Executor) -> Described:
-        weights, is_quiet = self.options.weights, self.ranks.rank != 0
-        settings, make_target = self.settings, self.make_target
-        return describe(call, settings, make_target, executor, holds_values=True, weights=weights, is_quiet=is_quiet)
+    def _plan(
+        self, described: Described, around: Any, executor: Executor, once: ReadOnce, report: LoadReport
+    ) -> PlannedModel:
+        """Return the proved plan, for which all ranks have room. Collective: they agree on it, and on the files."""
+        ranks, name, target, settings = self.ranks, described.name, described.target, described.settings
+        # A step of its own. Otherwise a failure here would stop a rank that still describes, before it finds out by
+        # itself that the default loader has to do it.
+        with ranks.step("planning", name=name, progress=computing()) as agreed, report.phase("plan"):
+            if settings.stage == 3:
+                device = target.device.type if settings.offload_device == "none" else settings.offload_device
+                refuse_other_zero_init(around, dtype=settings.dtype, device=device, world_size=settings.world_size)
+            planned = make_plan(described, ranks.rank, read_cost([file.path for file in described.files]))
+            shared, message_bytes = once.plan(planned.plan, target.device)
+            uses = memory_uses(ranks.rank, planned.plan, described, executor.num_threads, message_bytes)
+            agreed.digest = {"plan": planned.plan.fingerprint, "as share_reads": self.options.share_reads}
+            agreed.payload = identify_files(described.files), uses, shared
+        file_ids, uses_of_ranks, shared_of_ranks = zip(*agreed.payloads, strict=True)
+        check_room(name, [uses] if ranks.is_fake else uses_of_ranks, MemoryShortageError)
+        once.agree(shared_of_ranks)
+        # A step of its own, too: DeepSpeed may make groups here, which all ranks must do or none.
+        with ranks.step("preparing", name=name) as agreed, report.phase("plan"):
+            with naming_shortage("preparing (swap buffers of offload_param)", settings.swap_bytes):
+                target.prepare(described.model)
+            agreed.payload = disk_uses(target.files(planned.plan.targets))
+        check_room(name, agreed.payloads, ConfigError)
+        with report.phase("compare"):
+            agree_on_bytes(ranks, name, described.files, executor.sources, file_ids)
+        return planned
 
-    def _differing_values(self, described: Described, digests: Sequence[str]) -> list[str]:
-        """Return the names of values of the constructor that differ between ranks, given their digests. Collective."""
-        if len(set(digests)) == 1:
-            return []
-        with self.ranks.step("comparing the constructor's values", name=described.name) as agreed:
-            agreed.payload = described.constructor.values
-        names = {name for values in agreed.payloads for name in values}
-        return sorted(name for name in names if len({values.get(name) for values in agreed.payloads}) > 1)
-
-    def _plan(self, described: Described, around: Any) -> PlannedModel:
-        """Return the proved plan. `around` is the zero.Init around this load, which must make the same parameters."""
-        settings, device = described.settings, described.settings.offload_device
-        if settings.stage == 3:
-            device = described.target.device.type if device == "none" else device
-            refuse_other_zero_init(around, dtype=settings.dtype, device=device, world_size=settings.world_size)
-        return make_plan(described, self.ranks.rank, read_cost([file.path for file in described.files]))
+    def _read(
+        self, described: Described, planned: PlannedModel, executor: Executor, once: ReadOnce, report: LoadReport
+    ) -> None:
+        """Make memory for the model and fill it. Collective: all ranks have finished, or all raise."""
+        report.take_plan(planned.plan, described.settings.ds_config)
+        needed_bytes, bar = report.needed_bytes, "Loading partitions"
+        reading_step = reading(self.ranks, described.name, [executor], needed_bytes, [report], bar=bar)
+        with reading_step as state, report.phase("read"):
+            once.progress, state.num_waits = state.progress, lambda: once.num_waits
+            execute(planned, described.target, executor, once, state.on_part)
+            described.constructor.finish(described.model, described.target.device)
+        report.take_counts(executor.stats, once)
 
     def _hand_over(self, described: Described, planned: PlannedModel, report: LoadReport) -> None:
         """Complete the report and hand it over, on the model and to `on_load`."""
         if unset := ", ".join(target.name for target in planned.plan.targets if target.is_uninitialised):
-            report.notes.append(f"not in the files, and left uninitialised by transformers: {unset}; they are zero")
+            report.notes.append(f"not in the files, and left uninitialized by transformers: {unset}; they are zero")
             if report.rank == 0:
                 warnings.warn(f"{described.name}: {report.notes[-1]}", stacklevel=outside_level())
         trained = {name for name, parameter in described.model.named_parameters() if parameter.requires_grad}
@@ -259,7 +261,7 @@ def fallback_reason(error: Exception, call: Call, options: Options) -> str:
     return error_text(error)
 
 
-def fall_back(call: Call, loader: str, reason: str, random_state: torch.Tensor) -> tuple[nn.Module, dict[str, Any]]:
+def fall_back(call: Call, loader: str, reason: str, random_state: torch.Tensor) -> LoadedModel:
     """Run a call as without lowmem_load, with a warning. See [Note: fallback]."""
     torch.set_rng_state(random_state)
     text = f"{call.name}: lowmem_load cannot load this, so {loader} does: {reason}"
@@ -267,15 +269,6 @@ def fall_back(call: Call, loader: str, reason: str, random_state: torch.Tensor) 
     model, info = call.run()
     setattr(model, FALLBACK_ATTRIBUTE, f"{loader} has loaded it: {reason}")
     return model, info
-
-
-class _FallbackError(Exception):
-    """Carries the reason out of a load that the default loader has to do."""
-
-
-def _random_state(ranks: RankGroup) -> str:
-    """Return rank 0's random state as text, with which all ranks initialise what no file has; "" on others."""
-    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode() if ranks.rank == 0 else ""
 
 
 def _progress_of_describing(call: Call, executor: Executor) -> Callable[[], Progress] | None:

@@ -26,14 +26,12 @@ from lowmem_load.engines.sharded_target import ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.files.stand_ins import origin
 from lowmem_load.load.fill_lazy import allocate_shards
-from lowmem_load.load.load import REPORT_ATTRIBUTE, Load, Options
+from lowmem_load.load.load import REPORT_ATTRIBUTE, Load, LoadedModel, Options
 from lowmem_load.load.report import LoadReport
 from lowmem_load.load.request import (
     Checked,
-    LoadedModel,
+    Request,
     agree_on_request,
-    asked_dtype,
-    class_and_config,
     make_load,
     name_text,
     not_taken,
@@ -44,7 +42,7 @@ from lowmem_load.load.request import (
 from lowmem_load.models import diffusion, loader, model_folder
 from lowmem_load.models.active import IS_LOADING, load_lock, ordinary_path, transformers_models
 from lowmem_load.models.loader import Call
-from lowmem_load.models.model_folder import find_folder, hub_keywords, rename_loaded
+from lowmem_load.models.model_folder import hub_keywords, rename_loaded
 from lowmem_load.models.modules import (
     Build,
     BuiltModelCall,
@@ -161,37 +159,37 @@ class IntoModule:
         dtype: str | torch.dtype | None = None,
         auto_class: str | type | None = None,
         rename: Rename | None = None,
-        **of_names: Any,
+        strict: bool = True,
+        build: Build | None = None,
     ) -> None:
         self._name, self._kwargs, self._dtype, self._auto_class = name_text(name), kwargs, dtype, auto_class
-        self._of_names = {"rename": rename, **of_names}
+        self._of_names = {"rename": rename, "strict": strict, "build": build}
         if isinstance(skip, str):
             raise ConfigError(f"skip: {skip!r} is one name; pass a collection of names, such as [{skip!r}]")
         self.model, self.left = module, set(skip)
         models = transformers_models(module)
-        self.is_by_names = rename is not None or not models
-        if self.is_by_names:
+        self._is_by_names = rename is not None or not models
+        if self._is_by_names:
             if dtype is not None or auto_class is not None:
                 raise ConfigError(
                     "load_into: dtype and auto_class are for transformers models; a module has its own dtypes"
                 )
             return
-        refused = {**of_names, "strict": not of_names.get("strict", True)}
-        if named := [keyword for keyword, value in refused.items() if value]:
+        if named := [keyword for keyword, value in {"build": build, "strict": not strict}.items() if value]:
             raise ConfigError(
                 f"load_into: {', '.join(named)}: for modules that are loaded by names; transformers models are loaded "
                 "by transformers' rules. Pass rename={} to load this one by names"
             )
         if len(models) > 1:
             raise UnsupportedError(
-                f"{type(module).__name__}: holds {len(models)} transformers models; call load_into for each of them"
+                f"{type(module).__name__}: has {len(models)} transformers models; call load_into for each of them"
             )
         self.model = models[0]
         self.left = _left(module, self.model, skip)
 
     def shards(self, ranks: RankGroup, world_size: int) -> tuple[Settings, Run]:
         """Return how the values of shards are loaded. Collective: the ranks agree."""
-        if not self.is_by_names:
+        if not self._is_by_names:
             checked = self._checked(ranks, world_size)
             return checked.settings, checked.run
         call = self._module_call(stand_in_for(self.model), is_stand_in=True)
@@ -199,41 +197,38 @@ class IntoModule:
 
     def partitions(self, ranks: RankGroup) -> Run:
         """Return how the model itself is filled. Collective: the ranks agree."""
-        if self.is_by_names:
+        if self._is_by_names:
             return lambda load: loader.run_load(load, self._module_call(self.model))
         checked = self._checked(ranks, ranks.world_size)
         return lambda load: checked.run(lambda call: load(BuiltModelCall(call, self.model, self.left)))
 
     def _checked(self, ranks: RankGroup, world_size: int) -> Checked:
         arguments = self.model, self._name, self._dtype, self._auto_class, self._kwargs, world_size
-        return agree_on_request(ranks, functools.partial(ordinary_load, *arguments), has_ds_config=False)
+        return agree_on_request(ranks, functools.partial(ordinary_load, *arguments))
 
     def _module_call(self, model: nn.Module, *, is_stand_in: bool = False) -> ModuleCall:
-        how = {**self._of_names, "skip": self.left, "is_stand_in": is_stand_in}
+        how: dict[str, Any] = {**self._of_names, "skip": self.left, "is_stand_in": is_stand_in}
         return ModuleCall(self._name, model, dict(self._kwargs), **how)
 
 
 class IntoDiffusers:
     """The load of a checkpoint into a model of diffusers, which it builds; by default in fp32."""
 
-    def __init__(self, cls: Any, name: str, dtype: Any, kwargs: Mapping[str, Any]) -> None:
-        self._cls, self._name, self._kwargs = cls, name, dict(kwargs)
-        if isinstance(asked := asked_dtype(dtype, self._kwargs), torch.dtype):
-            self._kwargs["torch_dtype"] = asked
-        self.model: nn.Module = diffusion.skeleton(cls, name, self._kwargs)
+    def __init__(self, checked: Checked) -> None:
+        self._run = checked.run
+        self.model: nn.Module = diffusion.skeleton(checked.cls, checked.name, checked.kwargs)
         self.left: set[str] = set()
 
-    def shards(self, ranks: RankGroup, world_size: int) -> tuple[Settings, Run]:  # noqa: ARG002  has agreed
+    def shards(self, _: RankGroup, world_size: int) -> tuple[Settings, Run]:
         """Return how the values of shards are loaded. Local."""
-        settings = stage_3(torch.float32, world_size)
-        return settings, Checked(self._name, settings, self._cls, self._kwargs).run
+        return stage_3(torch.float32, world_size), self._run
 
 
 Into: TypeAlias = IntoModule | IntoDiffusers
 """The load of a checkpoint into a `model` that is sharded, of which the caller fills the tensors `left`."""
 
-End: TypeAlias = Callable[[nn.Module, Callable[[], Into]], Mapping[str, Any]]
-"""The end of a load into a skeleton that is sharded. It gets what makes the load into it; returns the loading info."""
+End: TypeAlias = Callable[[Into], Mapping[str, Any]]
+"""The end of a load into a skeleton that is sharded; returns the loading info."""
 
 
 def _left(model: nn.Module, plain: nn.Module, skip: Collection[str]) -> set[str]:
@@ -266,12 +261,12 @@ def _parts(model: nn.Module) -> dict[str, torch.Tensor | nn.Module]:
 def _fill_shards(
     model: nn.Module, make_into: Callable[[], Into], options: Options, *, is_skeleton: bool = False
 ) -> LoadReport:
-    """Fill the DTensors of a model, and what it holds in full. Collective. For `is_skeleton`, see `ShardedModel`."""
+    """Fill the DTensors of a model, and what it has in full. Collective. For `is_skeleton`, see `ShardedModel`."""
     ranks = RankGroup(None)
     # In inference mode the local tensor of a DTensor cannot be detached.
     with load_lock(), torch.inference_mode(mode=False), ranks.session("load_into"):
         with ranks.step("checking the model"):
-            reshard(model)  # what a forward has left gathered is no memory of a shard
+            reshard(model)  # what a forward has left gathered is not memory of a shard
             into = make_into()
             sharded = ShardedModel(into.model, into.left, is_skeleton=is_skeleton)
         settings, run = into.shards(ranks, ranks.world_size)
@@ -314,78 +309,67 @@ def _fill_partitions(
 # -- models by name, over a mesh ---------------------------------------------------------------------------------------
 
 
-def load_sharded(
-    name: str | os.PathLike[str],
-    sharding: Any,
-    options: Options,
-    *,
-    auto_class: str | type | None,
-    dtype: str | torch.dtype | None,
-    fully_shard_kwargs: Mapping[str, Any] | None = None,
-    **kwargs: Any,
-) -> Any:
+def load_sharded(request: Request, sharding: Any, policy: Mapping[str, Any] | None, options: Options) -> Any:
     """Do what `load_model` does with a `DistributedConfig`, or with a `DeviceMesh` and keywords of `fully_shard`."""
+
+    def make_request() -> Request:
+        if not (is_mesh(sharding) or is_distributed_config(sharding)):
+            raise ConfigError(f"load_model: {sharding!r} is neither a DeviceMesh nor a DistributedConfig")
+        if policy is not None and not is_mesh(sharding):
+            raise ConfigError("fully_shard_kwargs: goes with a mesh; a DistributedConfig has its own settings")
+        # Without the addresses of objects, texts are the same on ranks which pass the same.
+        texts = {key: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for key, value in (policy or {}).items()}
+        compared = {f"fully_shard_kwargs {key}": text for key, text in texts.items()}
+        return request._replace(compared={"as sharding": str(sharding), **compared})
+
     # Shards need no DeepSpeed, whose comm would be compiled for CPU ranks.
     ranks = RankGroup(None) if has_group() else DistributedInterface()
     with load_lock(), ranks.session("the load"):
-        with ranks.step("checking the arguments") as step:
-            has_mesh, policy = is_mesh(sharding), fully_shard_kwargs or {}
-            if not (has_mesh or is_distributed_config(sharding)):
-                raise ConfigError(f"load_model: {sharding!r} is neither a DeviceMesh nor a DistributedConfig")
-            if fully_shard_kwargs is not None and not has_mesh:
-                raise ConfigError("fully_shard_kwargs: goes with a mesh; a DistributedConfig has its own settings")
-            where, kwargs = find_folder(name_text(name), kwargs, stream=options.stream, check=ranks.check)
-            found = class_and_config(where, auto_class, kwargs)
-            dtype = asked_dtype(dtype, kwargs)
-            step.digest = {"as sharding": str(sharding), **_texts(policy)}
-        end = filling(options, is_offloaded=offloads(policy))
-        how: dict[str, Any] = {"dtype": dtype, "policy": policy, "weights": options.weights}
-        return build_sharded(where, found, sharding, end, **how, **kwargs)
+        checked = agree_on_request(ranks, make_request, stream=options.stream)
+        end = filling(options, is_offloaded=offloads(policy or {}))
+        return build_sharded(checked, sharding, end, policy, options.weights)
 
 
 def build_sharded(
-    name: str,
-    found: tuple[Any, Any],
+    checked: Checked,
     sharding: Any,
     end: End,
-    *,
-    dtype: str | torch.dtype | None,
     policy: Mapping[str, Any] | None = None,
     weights: str | None = None,
-    **kwargs: Any,
 ) -> Any:
     """Build a model without values, shard it by a `DistributedConfig` or a mesh, and have `end` go on; return it.
 
-    `found` has its class and configuration. `weights`: see `filled_by`.
+    `weights`: see `filled_by`.
     """
-    (cls, config), is_config = found, is_distributed_config(sharding)
-    if config is None and is_config:
+    is_config, kwargs = is_distributed_config(sharding), dict(checked.kwargs)
+    if checked.config is None and is_config:
         raise ConfigError("a DistributedConfig shards transformers models; pass mesh=")
 
     def shard(model: nn.Module) -> None:
         if not is_config:
             shard_fully(model, sharding, blocks(model), policy or {})
 
-    if config is None:
-        into = IntoDiffusers(cls, name, dtype, kwargs)
+    if checked.config is None:
+        into = IntoDiffusers(checked)
         shard(into.model)
-        end(into.model, lambda: into)
+        end(into)
         return into.model
     if is_config:
         kwargs["distributed_config"] = sharding
-    with skeletons_sharded(name, kwargs, end, shard, weights):
-        return rename_loaded(cls.from_pretrained(name, dtype=dtype, **kwargs))
+    with skeletons_sharded(checked.name, kwargs, end, shard, weights):
+        return rename_loaded(checked.cls.from_pretrained(checked.name, **kwargs))
 
 
 def filling(options: Options, *, is_offloaded: bool = False) -> End:
-    """Return what makes the memory of a skeleton, and reads what each rank's shards hold."""
+    """Return what makes the memory of a skeleton, and reads the shards of each rank."""
 
-    def fill(model: nn.Module, make_into: Callable[[], Into]) -> Mapping[str, Any]:
+    def fill(into: Into) -> Mapping[str, Any]:
+        model = into.model
         device = CPU if is_offloaded or is_kept_on_host(model) else mesh_device(model)
         allocate_shards(model, device)
         Constructor().finish(model, device)  # `to_empty` moves no attributes
         plain_options = replace(options, is_lenient=False, on_load=None)
-        report = _fill_shards(model, make_into, plain_options, is_skeleton=True)
+        report = _fill_shards(model, lambda: into, plain_options, is_skeleton=True)
         if options.on_load is not None:
             options.on_load(report)
         return report.loading_info
@@ -417,7 +401,7 @@ def skeletons_sharded(
         filled.append(model)
         keywords |= hub_keywords(kwargs, FILE_KEYWORDS)
         with holding(IS_LOADING, False):  # a handler gets what `end` loads
-            return end(model, lambda: IntoModule(model, name, dtype=dtype, kwargs=keywords))
+            return end(IntoModule(model, name, dtype=dtype, kwargs=keywords))
 
     explained = model_folder.files_explained(name, kwargs.get("subfolder") or "")
     with ordinary_path(), filled_by(fill, weights), explained:
@@ -429,8 +413,3 @@ def skeletons_sharded(
         yield
         if not filled:
             raise not_taken(origin(name))
-
-
-def _texts(policy: Mapping[str, Any]) -> dict[str, str]:
-    """Return a text of each keyword of `fully_shard` that is the same on ranks which pass the same."""
-    return {f"fully_shard_kwargs {key}": re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for key, value in policy.items()}

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from lowmem_load.config.settings import Partition, Settings, read_settings
+from lowmem_load.config.settings import Partition, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.errors import ConfigError
 from lowmem_load.load.load import FALLBACK_ATTRIBUTE, REPORT_ATTRIBUTE, Options
 from lowmem_load.load.load_into import load_sharded
 from lowmem_load.load.report import LoadReport
-from lowmem_load.load.request import Request, agree_on_request, make_load, name_text, target_of, weights_folder
+from lowmem_load.load.request import Request, agree_on_request, make_load, target_of, weights_folder
 from lowmem_load.models.active import load_lock
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.renamed import renamed_keywords
@@ -84,30 +84,29 @@ def load_model(
         mesh = init_device_mesh("cuda", (8,))
         model = load_model("Qwen/Qwen3-8B", mesh=mesh).train()  # FSDP2
     """
-    folder = weights_folder(weights_from)
-    options = Options(stream=not download, weights=folder, share_reads=share_reads)
+    options = Options(stream=not download, weights=weights_folder(weights_from), share_reads=share_reads)
     key, target = target_of(ds_config=ds_config, mesh=mesh, distributed_config=distributed_config)
+    request = Request(name, auto_class, dtype, from_pretrained_kwargs)
     if key != "ds_config":
         if partition is not None or data_parallel_group is not None:
             raise ConfigError("partition and data_parallel_group belong to ZeRO, not to a DistributedConfig or mesh")
-        how: dict[str, Any] = {"auto_class": auto_class, "dtype": dtype, "fully_shard_kwargs": fully_shard_kwargs}
-        return load_sharded(name, target, options, **how, **from_pretrained_kwargs)
+        return load_sharded(request, target, fully_shard_kwargs, options)
     if fully_shard_kwargs is not None:
         raise ConfigError("fully_shard_kwargs belongs to a mesh, not to a ds_config")
     with load_lock():
         ranks = DistributedInterface().subgroup(data_parallel_group)
 
-        def make_request() -> tuple[Request, Settings]:
-            request = Request(name_text(name), auto_class, dtype, from_pretrained_kwargs)
-            return request, read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
+        def make_request() -> Request:
+            settings = read_settings(ds_config, world_size=ranks.world_size, partition=partition, must_match=True)
+            return request._replace(settings=settings, compared=settings.compared)
 
         return load_request(make_request, ranks, options)
 
 
-def load_request(make_request: Callable[[], tuple[Request, Settings]], ranks: RankGroup, options: Options) -> Any:
-    """Do what `load_model` does with what `make_request` returns. Collective, under `load_lock`."""
+def load_request(make_request: Callable[[], Request], ranks: RankGroup, options: Options) -> Any:
+    """Do what `load_model` does with a ds_config and what `make_request` returns. Collective, under `load_lock`."""
     with ranks.session("the load"):
-        checked = agree_on_request(ranks, make_request)
+        checked = agree_on_request(ranks, make_request, stream=options.stream)
         return checked.run(make_load(ranks, checked.settings, options))
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.process_group import fake_group
@@ -21,10 +20,9 @@ from lowmem_load.files.mounts import read_cost
 from lowmem_load.load.describe import describe
 from lowmem_load.load.load_into import Into, Run, build_sharded
 from lowmem_load.load.make_plan import make_plan
-from lowmem_load.load.request import Request, agree_on_request, asked_dtype, class_and_config, name_text, target_of
+from lowmem_load.load.request import Request, agree_on_request, target_of
 from lowmem_load.models.active import load_lock, on_host
 from lowmem_load.models.loader import Call, is_left_alone
-from lowmem_load.models.model_folder import find_folder
 from lowmem_load.models.skeleton import is_distributed_config, is_kept_on_host
 from lowmem_load.planning.load_plan import LoadPlan
 
@@ -65,66 +63,54 @@ def plan(
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
-    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "auto_class": auto_class, "dtype": dtype}
-    options |= from_pretrained_kwargs
     key, target = target_of(ds_config=ds_config, distributed_config=distributed_config)
     if key != "ds_config":
         if not is_distributed_config(target):
             raise ConfigError(f"plan: {target!r} is not a DistributedConfig")
         if partition is not None:
             raise ConfigError("partition belongs to ZeRO, not to a DistributedConfig")
-        return plan_sharded(name, target, **options)
-    return plan_zero3_rank(name, target, device=_accelerator(), partition=partition, **options)
+    how: dict[str, Any] = {"auto_class": auto_class, "dtype": dtype, "partition": partition, **from_pretrained_kwargs}
+    return plan_rank(name, target, rank=rank, world_size=world_size, **how)
 
 
-def plan_sharded(
+def plan_rank(
     name: str | os.PathLike[str],
-    sharding: Any,
+    target: Any,
     *,
     rank: int,
     world_size: int,
-    auto_class: str | type | None = None,
-    dtype: str | torch.dtype | None = "auto",
-    **kwargs: Any,
-) -> LoadPlan:
-    """Return the plan of a model that is sharded, as one rank of a fake process group.
-
-    `sharding` is a `DistributedConfig`, or the shape of FSDP2's mesh: (shards,) or (replicas, shards).
-    """
-    where, kwargs = find_folder(name_text(name), kwargs, stream=True)
-    dtype = asked_dtype(dtype, kwargs)
-    found = class_and_config(where, auto_class, kwargs)
-    forget_meshes()
-
-    def end(model: nn.Module, make_into: Callable[[], Into]) -> NoReturn:
-        into, device = make_into(), "cpu" if is_kept_on_host(model) else mesh_device(model).type
-        sharded = ShardedModel(into.model, into.left, device, is_skeleton=True)
-        raise _Done(_planned(*into.shards(Alone(), world_size), sharded.make_target, rank))
-
-    with load_lock(), fake_group(rank, world_size):
-        sharding = sharding if is_distributed_config(sharding) else host_mesh(sharding)
-        plan: LoadPlan = _result(lambda: build_sharded(where, found, sharding, end, dtype=dtype, **kwargs))
-    return plan
-
-
-def plan_zero3_rank(
-    name: str | os.PathLike[str],
-    ds_config: Any,
-    *,
-    rank: int,
-    world_size: int,
-    device: torch.device,
     auto_class: str | type | None = None,
     dtype: str | torch.dtype | None = "auto",
     partition: Partition | None = None,
+    device: torch.device | None = None,
     **from_pretrained_kwargs: Any,
 ) -> LoadPlan:
-    """Return the plan of a model under a ds_config."""
-    where, kwargs = find_folder(name_text(name), from_pretrained_kwargs, stream=True)
-    request = Request(where, auto_class, dtype, kwargs)
-    settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
-    checked = agree_on_request(Alone(), lambda: (request, settings))
-    return _planned(checked.settings, checked.run, target_maker(rank, device), rank)
+    """Return the plan of one rank under a ds_config, or as one of a fake process group.
+
+    Then `target` is a `DistributedConfig`, or the shape of FSDP2's mesh: (shards,) or (replicas, shards). `device` is
+    that of ZeRO's partitions. Default: the one that DeepSpeed would choose.
+    """
+    is_config = is_distributed_config(target)
+    is_sharded = is_config or isinstance(target, list | tuple)
+
+    def make_request() -> Request:
+        settings = None
+        if not is_sharded:
+            settings = read_settings(target, world_size=world_size, partition=partition, must_match=True)
+        return Request(name, auto_class, dtype, from_pretrained_kwargs, settings)
+
+    def end(into: Into) -> NoReturn:
+        device = "cpu" if is_kept_on_host(into.model) else mesh_device(into.model).type
+        sharded = ShardedModel(into.model, into.left, device, is_skeleton=True)
+        raise _Done(_planned(*into.shards(Alone(), world_size), sharded.make_target, rank))
+
+    checked = agree_on_request(Alone(), make_request, stream=True)
+    if not is_sharded:
+        return _planned(checked.settings, checked.run, target_maker(rank, device or _accelerator()), rank)
+    forget_meshes()
+    with load_lock(), fake_group(rank, world_size):
+        plan: LoadPlan = _result(lambda: build_sharded(checked, target if is_config else host_mesh(target), end))
+    return plan
 
 
 def _planned(settings: Settings, run: Run, make_target: TargetMaker, rank: int) -> LoadPlan:

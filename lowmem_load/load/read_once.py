@@ -22,7 +22,6 @@ from lowmem_load.files.remote_file import results_of
 from lowmem_load.phases import Progress
 from lowmem_load.planning.load_plan import LoadPlan
 from lowmem_load.planning.planner import Constants
-from lowmem_load.planning.reads import ReadCost
 from lowmem_load.planning.replicas import BATCH_BYTES, LEAST_BYTES, Replicas, ShareReads, chooser, plan_replicas
 
 BATCHES_AHEAD = 2
@@ -45,7 +44,7 @@ class ReadOnce:
         self.received_bytes = 0
         self.progress: Callable[[], Progress] | None = None
         self.why_alone = ""
-        self._ranks, self._nodes, self._share, self._replicas = ranks, nodes, share, list[Replicas]()
+        self.ranks, self._nodes, self._share, self._replicas = ranks, nodes, share, list[Replicas]()
         self._num_batches = 0
         self._wanted: set[tuple[int, int]] = set()
         self._groups: list[SideGroup] = []
@@ -56,13 +55,13 @@ class ReadOnce:
         """Waits for messages, which are progress."""
         return sum(group.num_waits for group in self._groups)
 
-    def plan(self, plan: LoadPlan, device: torch.device, cost: ReadCost) -> tuple[Summary, int]:
+    def plan(self, plan: LoadPlan, device: torch.device) -> tuple[Summary, int]:
         """Plan what this rank shares with which ranks, in memory of a device.
 
         Returns what all others must know of it, and the host memory that messages will take.
         """
         least_bytes = 0 if self._share == "job" else LEAST_BYTES
-        reads_once = chooser(self._share, cost, self._nodes, on_host=device.type == "cpu")
+        reads_once = chooser(self._share, plan.read_cost, self._nodes, on_host=device.type == "cpu")
         self._replicas = plan_replicas(plan, reads_once, least_bytes)
         known = [(replicas.digest, len(replicas.ranks)) for replicas in self._replicas]
         summary = known, max((replicas.num_batches for replicas in self._replicas), default=0)
@@ -100,13 +99,13 @@ class ReadOnce:
         """Fill all memory that was taken. Collective: of all ranks of the load."""
         if not self._num_batches:
             return
-        with self._ranks.step("connecting ranks that hold the same", name=name, progress=self.progress):
+        with self.ranks.step("connecting ranks that hold the same", name=name, progress=self.progress):
             for replicas in self._replicas:
-                self._groups.append(SideGroup(self._ranks, replicas.ranks))
+                self._groups.append(SideGroup(self.ranks, replicas.ranks))
                 self._groups[-1].connect()
         batches: list[list[Future[None]]] = []
         for number in range(self._num_batches):
-            with self._ranks.step("reading for other ranks", name=name, progress=self.progress):
+            with self.ranks.step("reading for other ranks", name=name, progress=self.progress):
                 while len(batches) <= min(number + BATCHES_AHEAD, self._num_batches - 1):
                     own = [
                         (piece.fill, self._memory[piece.target, piece.destination])
@@ -114,7 +113,7 @@ class ReadOnce:
                         for piece in replicas.batch(len(batches), group.place)
                     ]
                     batches.append(executor.fill_parts(own, constants))
-                results_of(batches[number], self._ranks.check)
+                results_of(batches[number], self.ranks.check)
                 executor.order_after_copies()
             self._exchange(number, executor)
 
@@ -147,7 +146,7 @@ class ReadOnce:
 
     def _finish(self, staged: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for group in self._groups:
-            group.finish(self._ranks.check)
+            group.finish(self.ranks.check)
         for sent, memory in staged:
             memory.copy_(sent)
         staged.clear()

@@ -18,7 +18,7 @@ from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.engines.mesh import is_mesh
 from lowmem_load.engines.zero3_target import target_maker
 from lowmem_load.errors import ConfigError, UnsupportedError
-from lowmem_load.load.load import Load, Options
+from lowmem_load.load.load import Load, LoadedModel, Options
 from lowmem_load.models import diffusion, loader, model_class, model_folder
 from lowmem_load.models.loader import LEFT_ALONE, SHARDS, Call
 from lowmem_load.models.model_folder import commit_of, find_folder, rename_loaded
@@ -27,40 +27,56 @@ from lowmem_load.models.skeleton import is_distributed_config
 from lowmem_load.models.wrappers import plain_class
 from lowmem_load.renamed import warn_of
 
-LoadedModel = tuple[nn.Module, dict[str, Any]]
-"""A model and the loading info."""
-
 
 class Request(NamedTuple):
-    """A model by name, and how to load it: see `lowmem_load.load_model`. `kwargs` are those of `from_pretrained`."""
+    """A model by name, and how to load it: see `lowmem_load.load_model`. `kwargs` are those of `from_pretrained`.
 
-    name: str
+    It has no `settings` if no engine decides on its dtype. `compared` must be equal on all ranks, too.
+    """
+
+    name: Any
     auto_class: str | type | None
     dtype: str | torch.dtype | None
     kwargs: Mapping[str, Any]
+    settings: Settings | None = None
+    compared: Mapping[str, str] = {}
 
-    def checked(self, settings: Settings) -> Checked:
+    def checked(self) -> Checked:
         """Return the call that will load, with the settings for this model."""
-        kwargs = dict(self.kwargs)
+        kwargs, settings = dict(self.kwargs), self.settings
         dtype = asked_dtype(self.dtype, kwargs)
-        is_partitioned = settings.stage == 3
-        storage = storage_dtype(dtype, settings.dtype, must_agree=is_partitioned and settings.partition is None)
-        kwargs["dtype"] = storage
         cls, config = class_and_config(self.name, self.auto_class, kwargs)
-        if config is None:
-            kwargs["torch_dtype"] = kwargs.pop("dtype")
-        elif is_partitioned:
-            refuse_quantized(config, kwargs)
-        return Checked(self.name, settings.for_model(config), cls, kwargs)
+        if settings is not None:
+            is_partitioned = settings.stage == 3
+            must_agree = is_partitioned and settings.partition is None
+            if dtype == "auto" or (dtype is None and must_agree):
+                dtype = settings.dtype
+            if must_agree and dtype != settings.dtype:
+                raise ConfigError(
+                    f"dtype {dtype} contradicts the ds_config, under which DeepSpeed runs in {settings.dtype}; "
+                    "drop dtype, or change bf16.enabled and fp16.enabled"
+                )
+            if is_partitioned and config is not None:
+                refuse_quantized(config, kwargs)
+            settings = settings.for_model(config)
+        if config is not None:
+            kwargs["dtype"] = dtype
+        else:
+            kwargs["torch_dtype"] = None if dtype == "auto" else dtype
+        return Checked(self.name, cls, config, kwargs, settings or stage_3(torch.float32, 1))
 
 
 class Checked(NamedTuple):
-    """A request that can be met: `settings` for the model, its class, and all keywords of `from_pretrained`."""
+    """A request that can be met: the class, transformers' configuration, and all keywords of `from_pretrained`.
+
+    `settings` are those for the model. `config` is None for a model of diffusers.
+    """
 
     name: str
-    settings: Settings
     cls: Any
+    config: Any
     kwargs: Mapping[str, Any]
+    settings: Settings
 
     def run(self, load: Callable[[Call], LoadedModel]) -> Any:
         """Call the class's `from_pretrained`, for which `load` does what loads; return the model.
@@ -99,29 +115,25 @@ def class_and_config(name: str, auto_class: str | type | None, kwargs: Mapping[s
     return model_class.model_class(None, config, trust_remote_code=bool(kwargs.get("trust_remote_code"))), config
 
 
-def agree_on_request(
-    ranks: RankGroup, make_request: Callable[[], tuple[Request, Settings]], *, has_ds_config: bool = True
-) -> Checked:
-    """Return what `make_request` returns, checked and equal on all ranks.
+def agree_on_request(ranks: RankGroup, make_request: Callable[[], Request], *, stream: bool = False) -> Checked:
+    """Return what `make_request` returns, checked and equal on all ranks. For `stream`, see `find_folder`.
 
     Collective: one step; two for a Hub id.
     """
     with ranks.step("checking the arguments") as step:
-        request, settings = make_request()
-        name, kwargs = find_folder(request.name, request.kwargs, check=ranks.check)
+        request = make_request()
+        name, kwargs = find_folder(name_text(request.name), request.kwargs, stream=stream, check=ranks.check)
         request = request._replace(name=name, kwargs=kwargs)
-        model_folder.check_name(request.name, request.kwargs.get("subfolder", ""))
-        is_folder = os.path.isdir(request.name)
-        kind = "a local folder" if is_folder else "a name on the Hub"
-        compared = settings.compared if has_ds_config else {"dtype": settings.compared["precision"]}
-        step.digest = {**compared, "as name": kind}
+        model_folder.check_name(name, kwargs.get("subfolder") or "")
+        is_folder = os.path.isdir(name)
+        step.digest = {**request.compared, "as name": "a local folder" if is_folder else "a name on the Hub"}
         if is_folder:
-            return request.checked(settings)
-    with ranks.step("asking the Hub", name=request.name) as step:
-        commit = commit_of(request.name, request.kwargs)
+            return request.checked()
+    with ranks.step("asking the Hub", name=name) as step:
+        commit = commit_of(name, kwargs)
         step.digest = {"commit": commit}
         pinned = {"revision": commit} if commit else {}
-        return request._replace(kwargs={**request.kwargs, **pinned}).checked(settings)
+        return request._replace(kwargs={**kwargs, **pinned}).checked()
 
 
 def stage_3(dtype: torch.dtype, world_size: int) -> Settings:
@@ -139,13 +151,13 @@ def refuse_placing(kwargs: Mapping[str, Any], text: str) -> None:
 
 def ordinary_load(
     model: nn.Module,
-    name: str | os.PathLike[str],
+    name: str,
     dtype: str | torch.dtype | None,
     auto_class: str | type | None,
     kwargs: Mapping[str, Any],
     world_size: int,
-) -> tuple[Request, Settings]:
-    """Return the ordinary load that has the values of a sharded model, and its settings. See `load_into`."""
+) -> Request:
+    """Return the ordinary load that has the values of a sharded model. See `load_into`."""
     kwargs = dict(kwargs)
     asked = asked_dtype(dtype, kwargs)
     refuse_placing(kwargs, "load_into: remove {}; the model says where its parameters go")
@@ -163,7 +175,7 @@ def ordinary_load(
     # The smallest in which no parameter loses bits. Those of one byte are packed.
     own = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
     settings = stage_3(asked if isinstance(asked, torch.dtype) else own, world_size)
-    return Request(name_text(name), auto_class, "auto", kwargs), settings
+    return Request(name, auto_class, "auto", kwargs, settings, {"dtype": settings.compared["precision"]})
 
 
 def make_load(ranks: RankGroup, settings: Settings, options: Options) -> Load:
@@ -221,20 +233,3 @@ def asked_dtype(dtype: str | torch.dtype | None, kwargs: dict[str, Any]) -> torc
             f"dtype {dtype!r} is not a floating-point dtype of torch; use 'auto' or one such as 'bfloat16'"
         )
     return wanted
-
-
-def storage_dtype(
-    dtype: torch.dtype | Literal["auto"] | None, engine: torch.dtype, *, must_agree: bool = False
-) -> torch.dtype | None:
-    """Return the dtype for `from_pretrained` of `load_model` and the like: the engine's for "auto", and None for None.
-
-    With `must_agree` it is the engine's in any case.
-    """
-    if dtype == "auto" or (dtype is None and must_agree):
-        return engine
-    if must_agree and dtype != engine:
-        raise ConfigError(
-            f"dtype {dtype} contradicts the ds_config, under which DeepSpeed runs in {engine}; "
-            "drop dtype, or change bf16.enabled and fp16.enabled"
-        )
-    return dtype

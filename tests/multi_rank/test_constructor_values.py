@@ -21,7 +21,7 @@ import lowmem_load
 from lowmem_load import UnsupportedError, plan
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.integrations.install import streaming
-from lowmem_load.load.plan_model import plan_sharded
+from lowmem_load.load.plan_model import plan_rank
 from tests.parity import FP32
 from tests.ranks import run_ranks
 
@@ -238,7 +238,7 @@ def test_values_of_the_constructor_are_there_under_zero(checkpoint: str) -> None
 
 def test_values_of_the_constructor_are_there_on_meshes(checkpoint: str) -> None:
     run_ranks(load_on_meshes, checkpoint, timeout_s=180)
-    assert plan_sharded(checkpoint, (2,), rank=1, world_size=2, auto_class=AUTO, **REMOTE).buffers
+    assert plan_rank(checkpoint, (2,), rank=1, world_size=2, auto_class=AUTO, **REMOTE).buffers
 
 
 @pytest.mark.parametrize(

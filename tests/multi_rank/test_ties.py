@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lowmem_load
 from lowmem_load import CheckpointError, get_load_report, load_into, load_model, plan, save_model
-from lowmem_load.load.plan_model import plan_sharded
+from lowmem_load.load.plan_model import plan_rank
 from lowmem_load.symbolic.lazy import is_unread
 from tests import builders
 from tests.model_digest import differing
@@ -205,5 +205,5 @@ def test_what_a_constructor_shares_is_as_after_an_ordinary_load(tmp_path: Path) 
     paths = {sharing_folder(cls, str(tmp_path)): cls for cls in SHARING}
     for rank, costs in enumerate(run_ranks(load_sharing, str(tmp_path), timeout_s=120)):
         for (path, cls), cost in zip(paths.items(), costs, strict=True):
-            planned = plan_sharded(path, (2,), rank=rank, world_size=2, auto_class=cls, dtype=torch.float32)
+            planned = plan_rank(path, (2,), rank=rank, world_size=2, auto_class=cls, dtype=torch.float32)
             assert planned.costs.read_bytes == cost, cls
