@@ -139,7 +139,7 @@ def _plan_fsdp2(
     sharding: Any = [size for size in (sizes["dp_replicate_size"], sizes["fsdp_size"]) if size > 1] or [1]
     if not (is_fsdp_alone and (is_packed or config is None)):
         sharding = distributed_config(sizes)  # which refuses packed weights
-    plan = plan_rank(folder, sharding, rank=0, world_size=world_size, dtype=dtype, **keywords)
+    plan = plan_rank(folder, sharding=sharding, rank=0, world_size=world_size, dtype=dtype, **keywords)
     mesh = ", ".join(f"{axis} {ranks}" for axis, ranks in sizes.items() if ranks > 1)
     return plan, {"planned for": "FSDP2, on GPUs", "mesh": mesh}
 

@@ -24,6 +24,7 @@ from lowmem_load.phases import Phases, Progress, computing, no_callback, progres
 from lowmem_load.planning.load_plan import CompanionPlan, TargetPlan
 from lowmem_load.planning.reads import Fill
 from lowmem_load.planning.regions import partition_numel
+from lowmem_load.quantized.format import packing_of
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.text import share
 from lowmem_load.weights_out.buckets import in_batches
@@ -59,7 +60,8 @@ def execute(
     restores: list[Callable[[], None]] = []
     made_bytes, all_bytes = 0, plan.partition_bytes + plan.replicated_bytes
     for position, part in enumerate(plan.targets):
-        parameter = planned.parameters.pop(part.name)
+        slot = planned.parameters.pop(part.name)
+        parameter, packing = slot.tensor, packing_of(slot.tensor)
         with naming_shortage(f"parameter {part.name}, after {share(made_bytes, all_bytes)}", part.held_bytes):
             made, memory = target.make(part, parameter, filling.finish)
         made_bytes += part.held_bytes
@@ -74,15 +76,14 @@ def execute(
                 refuse_left(part.name, tensor)
                 numel = destination.region.numel
                 copies.append((memory[holder].narrow(0, first, numel), tensor[:numel]))
-        if (packing := planned.packings.get(part.name)) is not None:
+        if packing is not None:
             read = {**combined.pop(part.name, {}), **_read_companions(part, filling)}
             restores.append(functools.partial(packing.restore, part.name, made, read, target.device))
         for number in uses[position]:
             if last_use[number] == position:
                 planned.constants.tensors.pop(number, None)
         loader.copy_marks(parameter, made)
-        for module, name in planned.places.pop(part.name):
-            setattr(module, name, made)
+        slot.put(made)
         if isinstance(parameter, SymbolicTensor):
             parameter.value.forget()
         on_part()
@@ -100,7 +101,8 @@ def _fill_buffers(planned: PlannedModel, target: Target, filling: Filling) -> No
     """Start to replace the symbolic buffers of the described model. They are there after `filling.finish`."""
     for buffer in planned.plan.buffers:
         name = buffer.names[0]
-        before = after = planned.buffers.pop(name)
+        slot = planned.buffers.pop(name)
+        before = after = slot.tensor
         if buffer.fill is not None:
             with naming_shortage(f"buffer {name}", buffer.fill.numel * buffer.dtype.itemsize):
                 flat = torch.empty(buffer.fill.numel, dtype=buffer.dtype, device=target.device)
@@ -113,8 +115,7 @@ def _fill_buffers(planned: PlannedModel, target: Target, filling: Filling) -> No
         elif not before.is_meta:
             after = before.to(device=target.device, dtype=buffer.dtype)
         if after is not before:
-            for module, last in planned.places.pop(name):
-                setattr(module, last, after)
+            slot.put(after)
 
 
 def _start(filling: Filling, name: str, fill: Fill, memory: torch.Tensor) -> None:
@@ -170,7 +171,9 @@ def _combine_companions(planned: PlannedModel, executor: Executor, once: ReadOnc
                 side.finish(ranks.check)
             for (name, companion), of_ranks in zip(batch, parts, strict=True):
                 whole = torch.cat(of_ranks)[: math.prod(companion.shape)]
-                combined[name] = planned.packings[name].combine({companion.name: whole})
+                packing = packing_of(planned.parameters[name].tensor)
+                assert packing is not None  # as of all that have companions
+                combined[name] = packing.combine({companion.name: whole})
     return combined
 
 

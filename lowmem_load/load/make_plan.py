@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -26,33 +26,37 @@ from lowmem_load.planning.load_plan import (
 from lowmem_load.planning.planner import Constants, Planner
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
 from lowmem_load.planning.regions import FlatRange, Region
-from lowmem_load.quantized.format import Packing, packing_of, plan_companions
+from lowmem_load.quantized.format import packing_of, plan_companions
 from lowmem_load.symbolic.initialise import INITIALISED, UNINITIALISED
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.text import fingerprint
 
-Place = tuple[nn.Module, str]
-"""A module, and the name of one of its own parameters or buffers."""
+
+@dataclass(slots=True)
+class Slot:
+    """A described parameter or buffer, with all of its names, and its places: modules, and its name in each."""
+
+    tensor: Any
+    names: list[str] = field(default_factory=list)
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    def put(self, made: torch.Tensor) -> None:
+        """Put another tensor into all places."""
+        for module, name in self.places:
+            setattr(module, name, made)
 
 
 @dataclass(slots=True)
 class PlannedModel:
     """A plan, and the described parameters and buffers by the first of their names.
 
-    Attributes:
-        constants: what the plan's steps refer to by number.
-        places: all places of each parameter and buffer.
-        packings: how quantized parameters are packed.
-        combined: what is made of the companions in parts of quantized parameters, once `combine_companions` has run.
+    `constants` are what the plan's steps refer to by number.
     """
 
     plan: LoadPlan
     constants: Constants
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    places: dict[str, list[Place]] = field(default_factory=dict)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    packings: dict[str, Packing] = field(default_factory=dict)
-    combined: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    parameters: dict[str, Slot]
+    buffers: dict[str, Slot]
 
 
 def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> PlannedModel:
@@ -68,22 +72,16 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> 
     cost = cost or ReadCost()
     limits = ReadLimits(max_gap_bytes=cost.max_gap_bytes)
     planner = Planner(limits._replace(direct_bytes=cost.request_bytes) if cost.request_bytes else limits)
-    parameters, places, names_of = _distinct(model, "_parameters")
-    packings = {name: packing for name, parameter in parameters.items() if (packing := packing_of(parameter))}
+    parameters, buffers = _distinct(model, "_parameters"), _distinct(model, "_buffers")
+    place = rank, described.settings.world_size
     targets = [
-        replace(
-            _plan_target(planner, names_of[name], parameter, target.layout(name, parameter)),
-            companions=tuple(plan_companions(planner, name, packings.get(name), rank, described.settings.world_size)),
-        )
-        for name, parameter in parameters.items()
+        _plan_target(planner, slot, target.layout(name, slot.tensor), place) for name, slot in parameters.items()
     ]
     targets.sort(key=lambda plan: reading_order(plan.fills, plan.name))  # so that files are read front to back
-    buffers, buffer_places, buffer_names = _distinct(model, "_buffers")
     on_host = target.device.type == "cpu"
     fp32 = {id(buffer) for buffer in target.fp32_buffers(model)}
     buffer_plans = [
-        _plan_buffer(planner, buffer_names[name], buffer, keeps_fp32=id(buffer) in fp32, on_host=on_host)
-        for name, buffer in buffers.items()
+        _plan_buffer(planner, slot, keeps_fp32=id(slot.tensor) in fp32, on_host=on_host) for slot in buffers.values()
     ]
     costs = planner.costs(fill for plan in targets for fill in plan.fills)
     costs = costs.plus(planner.costs(plan.fill for plan in buffer_plans if plan.fill is not None))
@@ -102,36 +100,31 @@ def make_plan(described: Described, rank: int, cost: ReadCost | None = None) -> 
         costs=costs,
         read_cost=cost,
     )
-    return PlannedModel(load_plan, planner.constants, parameters, {**places, **buffer_places}, buffers, packings)
+    return PlannedModel(load_plan, planner.constants, parameters, buffers)
 
 
-def _distinct(
-    model: nn.Module, kind: Literal["_parameters", "_buffers"]
-) -> tuple[dict[str, Any], dict[str, list[Place]], dict[str, list[str]]]:
-    """Return the distinct parameters or buffers by their first names, with all places and all names of each.
+def _distinct(model: nn.Module, kind: Literal["_parameters", "_buffers"]) -> dict[str, Slot]:
+    """Return the distinct parameters or buffers by their first names.
 
     They are those that the modules have: a `named_parameters` of a class may leave some out, or give them other names.
     """
-    first: dict[int, str] = {}
-    tensors: dict[str, Any] = {}
-    places: dict[str, list[Place]] = {}
-    all_names: dict[str, list[str]] = {}
+    slots: dict[int, Slot] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for last, tensor in vars(module)[kind].items():
             if tensor is not None:
-                name = f"{prefix}.{last}" if prefix else last
-                key = first.setdefault(id(tensor), name)
-                tensors.setdefault(key, tensor)
-                places.setdefault(key, []).append((module, last))
-                all_names.setdefault(key, []).append(name)
-    return tensors, places, all_names
+                slot = slots.setdefault(id(tensor), Slot(tensor))
+                slot.names.append(f"{prefix}.{last}" if prefix else last)
+                slot.places.append((module, last))
+    return {slot.names[0]: slot for slot in slots.values()}
 
 
-def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, layout: Layout) -> TargetPlan:
-    name, expression = names_[0], _described(names_[0], parameter)
+def _plan_target(planner: Planner, slot: Slot, layout: Layout, place: tuple[int, int]) -> TargetPlan:
+    """Plan a parameter for the rank at a place: its number, and that of all ranks."""
+    name, parameter = slot.names[0], slot.tensor
+    expression = _described(name, parameter)
     is_recast = expression.dtype != layout.dtype
     leaves = ex.leaves(expression)
-    # Ranks agree on the whole expression; below, a rank may drop a cast of the loader for its own dtype.
+    # Ranks agree on the full expression; below, a rank may drop a cast of the loader for its own dtype.
     digest = fingerprint([_line(parameter, leaves), f"{layout.dtype} {layout.kind} {len(layout.regions)}"])
     if is_recast and isinstance(expression, ex.Cast) and not layout.keeps_casts:  # the loader's: DeepSpeed casts once
         expression = expression.part
@@ -140,7 +133,7 @@ def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, l
     fills = [destination.fill for destination in destinations if destination.fill is not None]
     slow_paths = tuple(_slow_paths(name, leaves, fills))
     return TargetPlan(
-        names=tuple(names_),
+        names=tuple(slot.names),
         shape=tuple(parameter.shape),
         dtype=layout.dtype,
         kind=layout.kind,
@@ -149,11 +142,12 @@ def _plan_target(planner: Planner, names_: list[str], parameter: nn.Parameter, l
         is_uninitialised=any(isinstance(leaf, ex.Computed) and leaf.operation == UNINITIALISED for leaf in leaves),
         slow_paths=slow_paths,
         fingerprint=digest,
+        companions=plan_companions(planner, name, parameter, *place),
     )
 
 
 def _destinations(planner: Planner, name: str, stored: ex.Expression, layout: Layout) -> Iterator[Destination]:
-    """Yield the plan of each piece of memory; what another one holds, too, is copied from there."""
+    """Yield the plan of each piece of memory; what another one has, too, is copied from there."""
     for number, (region, size) in enumerate(zip(layout.regions, layout.numels, strict=True)):
         copied_from = _holder(layout.regions, number)
         fill = None
@@ -163,7 +157,7 @@ def _destinations(planner: Planner, name: str, stored: ex.Expression, layout: La
 
 
 def _holder(regions: Sequence[Region], number: int) -> tuple[int, int] | None:
-    """Return the first other region that holds all of this one, and the element at which this one starts there."""
+    """Return the first other region that has all of this one, and the element at which this one starts there."""
     this = regions[number]
     for other_number, other in enumerate(regions):
         is_copied = other.numel > this.numel or (other.numel == this.numel and other_number < number)
@@ -175,34 +169,38 @@ def _holder(regions: Sequence[Region], number: int) -> tuple[int, int] | None:
 
 
 def _described(name: str, parameter: torch.Tensor) -> ex.Expression:
-    if isinstance(parameter, SymbolicTensor):
-        expression = parameter.initialised or parameter.expression
-        if expression.dtype != parameter.dtype:
-            raise UnsupportedError(
-                f"{name}: came out as {parameter.dtype}, though what it is made of is {expression.dtype}: somebody has "
-                "replaced functions of torch that make tensors; load outside of that"
-            )
-        return expression
-    if parameter.is_meta:
+    """Return what a parameter is made of; raise UnsupportedError if it has no value."""
+    expression = _expression_of(parameter)
+    if expression.dtype != parameter.dtype:
+        raise UnsupportedError(
+            f"{name}: came out as {parameter.dtype}, though what it is made of is {expression.dtype}: somebody has "
+            "replaced functions of torch that make tensors; load outside of that"
+        )
+    if parameter.is_meta and not isinstance(parameter, SymbolicTensor):
         raise UnsupportedError(f"{name}: transformers gave it no value, neither from the files nor by initializing it")
-    return ex.hold(parameter)
+    return expression
 
 
-def _plan_buffer(
-    planner: Planner, names_: list[str], buffer: torch.Tensor, *, keeps_fp32: bool, on_host: bool
-) -> BufferPlan:
-    dtype, fill = torch.float32 if keeps_fp32 else buffer.dtype, None
-    whole = ex.hold(buffer) if not isinstance(buffer, SymbolicTensor) else buffer.initialised or buffer.expression
+def _expression_of(tensor: torch.Tensor) -> ex.Expression:
+    return (tensor.initialised or tensor.expression) if isinstance(tensor, SymbolicTensor) else ex.hold(tensor)
+
+
+def _plan_buffer(planner: Planner, slot: Slot, *, keeps_fp32: bool, on_host: bool) -> BufferPlan:
+    buffer, name, expression = slot.tensor, slot.names[0], _expression_of(slot.tensor)
+    dtype, leaves, fills = torch.float32 if keeps_fp32 else buffer.dtype, ex.leaves(expression), list[Fill]()
     if isinstance(buffer, SymbolicTensor):
-        expression = whole
         while keeps_fp32 and isinstance(expression, ex.Cast):  # upcasting later would not give back what a cast took
             expression = expression.part
-        whole_range = FlatRange(0, ex.numel(expression))
-        fill = planner.plan_fill(names_[0], ex.cast(expression, dtype), whole_range, on_host=on_host)
-    fills = [] if fill is None else [fill]
-    leaves = ex.leaves(whole)
-    slow_paths = tuple(_slow_paths(names_[0], leaves, fills))
-    return BufferPlan(tuple(names_), tuple(buffer.shape), dtype, fill, slow_paths, fingerprint([_line(buffer, leaves)]))
+        all_of_it = FlatRange(0, ex.numel(expression))
+        fills.append(planner.plan_fill(name, ex.cast(expression, dtype), all_of_it, on_host=on_host))
+    return BufferPlan(
+        names=tuple(slot.names),
+        shape=tuple(buffer.shape),
+        dtype=dtype,
+        fill=fills[0] if fills else None,
+        slow_paths=tuple(_slow_paths(name, leaves, fills)),
+        fingerprint=fingerprint([_line(buffer, leaves)]),
+    )
 
 
 def _slow_paths(name: str, leaves: list[Any], fills: list[Fill]) -> Iterator[SlowPath]:
@@ -213,13 +211,13 @@ def _slow_paths(name: str, leaves: list[Any], fills: list[Fill]) -> Iterator[Slo
         elif isinstance(leaf, ex.Held) and leaf.origin != ex.IN_MEMORY:
             yield SlowPath(name, f"made of {leaf.origin}")
         elif isinstance(leaf, ex.Computed) and leaf.operation != UNINITIALISED:
-            yield SlowPath(name, f"{leaf.operation} ran on whole tensors")
+            yield SlowPath(name, f"{leaf.operation} ran on full tensors")
     if any(_is_scattered(step) for fill in fills for step in fill.steps):
         yield SlowPath(name, "gathered from scattered bytes")
 
 
 def _is_scattered(step: object) -> bool:
-    """Return whether a step reads elements that do not lie side by side, or gaps between them."""
+    """Return whether a step reads elements that are not adjacent, or gaps between them."""
     if not isinstance(step, Read) or step.is_direct:
         return False
     has_runs = any(axis.source == axis.destination == 1 for axis in (*step.outer, *step.nest.axes))
@@ -227,12 +225,12 @@ def _is_scattered(step: object) -> bool:
 
 
 def _line(tensor: torch.Tensor, leaves: Sequence[ex.Leaf]) -> str:
-    """Describe a tensor and its leaves. Ranks that differ here hold different files or arguments."""
+    """Describe a tensor and its leaves. Ranks that differ here have different files or arguments."""
     parts = [f"{tuple(tensor.shape)} {tensor.dtype}"]
     if (packing := packing_of(tensor)) is not None:
         parts.append(packing.method)
-        beside = [companion.expression for companion in packing.companions.values() if companion.expression is not None]
-        leaves = [*leaves, *(leaf for part in beside for leaf in ex.leaves(part))]
+        made = [companion.expression for companion in packing.companions.values() if companion.expression is not None]
+        leaves = [*leaves, *(leaf for part in made for leaf in ex.leaves(part))]
     for leaf in leaves:
         parts.append(type(leaf).__name__)
         if isinstance(leaf, ex.Source):

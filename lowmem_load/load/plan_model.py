@@ -64,19 +64,21 @@ def plan(
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: asked for {rank}, expected 0 <= rank < world_size = {world_size}")
     key, target = target_of(ds_config=ds_config, distributed_config=distributed_config)
-    if key != "ds_config":
-        if not is_distributed_config(target):
-            raise ConfigError(f"plan: {target!r} is not a DistributedConfig")
-        if partition is not None:
-            raise ConfigError("partition belongs to ZeRO, not to a DistributedConfig")
-    how: dict[str, Any] = {"auto_class": auto_class, "dtype": dtype, "partition": partition, **from_pretrained_kwargs}
-    return plan_rank(name, target, rank=rank, world_size=world_size, **how)
+    how: dict[str, Any] = {"auto_class": auto_class, "dtype": dtype, **from_pretrained_kwargs}
+    if key == "ds_config":
+        return plan_rank(name, target, rank=rank, world_size=world_size, partition=partition, **how)
+    if not is_distributed_config(target):
+        raise ConfigError(f"plan: {target!r} is not a DistributedConfig")
+    if partition is not None:
+        raise ConfigError("partition belongs to ZeRO, not to a DistributedConfig")
+    return plan_rank(name, sharding=target, rank=rank, world_size=world_size, **how)
 
 
 def plan_rank(
     name: str | os.PathLike[str],
-    target: Any,
+    ds_config: Any = None,
     *,
+    sharding: Any = None,
     rank: int,
     world_size: int,
     auto_class: str | type | None = None,
@@ -85,18 +87,16 @@ def plan_rank(
     device: torch.device | None = None,
     **from_pretrained_kwargs: Any,
 ) -> LoadPlan:
-    """Return the plan of one rank under a ds_config, or as one of a fake process group.
+    """Return the plan of one rank under a ds_config; of a model with a `sharding`, as one of a fake process group.
 
-    Then `target` is a `DistributedConfig`, or the shape of FSDP2's mesh: (shards,) or (replicas, shards). `device` is
-    that of ZeRO's partitions. Default: the one that DeepSpeed would choose.
+    That is a `DistributedConfig`, or the shape of FSDP2's mesh: (shards,) or (replicas, shards). `device` is that of
+    ZeRO's partitions. Default: the one that DeepSpeed would choose.
     """
-    is_config = is_distributed_config(target)
-    is_sharded = is_config or isinstance(target, list | tuple)
 
     def make_request() -> Request:
         settings = None
-        if not is_sharded:
-            settings = read_settings(target, world_size=world_size, partition=partition, must_match=True)
+        if sharding is None:
+            settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
         return Request(name, auto_class, dtype, from_pretrained_kwargs, settings)
 
     def end(into: Into) -> NoReturn:
@@ -105,11 +105,12 @@ def plan_rank(
         raise _Done(_planned(*into.shards(Alone(), world_size), sharded.make_target, rank))
 
     checked = agree_on_request(Alone(), make_request, stream=True)
-    if not is_sharded:
+    if sharding is None:
         return _planned(checked.settings, checked.run, target_maker(rank, device or _accelerator()), rank)
     forget_meshes()
     with load_lock(), fake_group(rank, world_size):
-        plan: LoadPlan = _result(lambda: build_sharded(checked, target if is_config else host_mesh(target), end))
+        mesh = sharding if is_distributed_config(sharding) else host_mesh(sharding)
+        plan: LoadPlan = _result(lambda: build_sharded(checked, mesh, end))
     return plan
 
 

@@ -12,7 +12,7 @@ rank computes its region out of bytes of the files.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,16 +158,19 @@ def packed_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Packing
 
 
 def plan_companions(
-    planner: Planner, name: str, packing: Packing | None, rank: int, world_size: int
-) -> Iterator[CompanionPlan]:
-    """Yield the plans of what goes with the packed values of a parameter; none if it is not packed."""
+    planner: Planner, name: str, parameter: object, rank: int, world_size: int
+) -> tuple[CompanionPlan, ...]:
+    """Return the plans of what goes with the packed values of a parameter; none if it is not packed."""
+    plans = []
+    packing = packing_of(parameter)
     for key, companion in packing.companions.items() if packing is not None else ():
         fill = None
         if companion.expression is not None:
             place = (rank, world_size) if companion.in_parts else (0, 1)
             part = partition_range(numel(companion.expression), *place)
             fill = planner.plan_fill(f"{name}.{key}", companion.expression, part)
-        yield CompanionPlan(key, companion.shape, companion.dtype, fill, companion.in_parts)
+        plans.append(CompanionPlan(key, companion.shape, companion.dtype, fill, companion.in_parts))
+    return tuple(plans)
 
 
 # -- weights that are dequantized --------------------------------------------------------------------------------------

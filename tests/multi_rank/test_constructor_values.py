@@ -238,7 +238,7 @@ def test_values_of_the_constructor_are_there_under_zero(checkpoint: str) -> None
 
 def test_values_of_the_constructor_are_there_on_meshes(checkpoint: str) -> None:
     run_ranks(load_on_meshes, checkpoint, timeout_s=180)
-    assert plan_rank(checkpoint, (2,), rank=1, world_size=2, auto_class=AUTO, **REMOTE).buffers
+    assert plan_rank(checkpoint, sharding=(2,), rank=1, world_size=2, auto_class=AUTO, **REMOTE).buffers
 
 
 @pytest.mark.parametrize(

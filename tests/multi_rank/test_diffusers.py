@@ -389,5 +389,5 @@ def test_values_and_files_are_those_of_diffusers(act: Any, tmp_path: Path) -> No
     answers = run_ranks(act, tmp_path, timeout_s=300)
     for rank, read_bytes in enumerate(answers if act is load_by_name else ()):
         of_rank: Any = {"rank": rank, "world_size": 2, "dtype": torch.bfloat16}
-        plans = [plan_rank(tmp_path / name, (2,), **of_rank) for name in MODELS]
+        plans = [plan_rank(tmp_path / name, sharding=(2,), **of_rank) for name in MODELS]
         assert [plan.costs.read_bytes for plan in plans] == read_bytes

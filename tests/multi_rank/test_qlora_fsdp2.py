@@ -139,11 +139,11 @@ def test_shards_and_training_equal_stock(family: str, checkpoints: Path) -> None
     figures = run_ranks(compare, path, packed, world_size=world_size, timeout_s=180)
     how: dict[str, Any] = {"world_size": world_size, "dtype": torch.bfloat16}
     for rank in (0, world_size - 1):
-        plan = plan_rank(path, [world_size], rank=rank, quantization_config=quantization(), **how)
+        plan = plan_rank(path, sharding=[world_size], rank=rank, quantization_config=quantization(), **how)
         whole_bytes = plan.replicated_bytes + plan.companion_bytes
         planned = plan.partition_bytes, whole_bytes, plan.costs.read_bytes, plan.costs.num_reads
         assert planned == tuple(figures[rank].values())
-        assert plan_rank(packed, [world_size], rank=rank, **how).partition_bytes == plan.partition_bytes
+        assert plan_rank(packed, sharding=[world_size], rank=rank, **how).partition_bytes == plan.partition_bytes
 
 
 def compare_prepared(path: str, packed: str) -> None:

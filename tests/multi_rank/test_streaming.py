@@ -191,7 +191,7 @@ def load_corner_cases(llama: str, half: str) -> None:
     with warnings.catch_warnings(record=True) as caught, streaming(FP32):
         warnings.simplefilter("always")
         forgetful = Forgetful.from_pretrained(llama)
-    unset = "not in the files, and left uninitialised by transformers: gate; they are zero"
+    unset = "not in the files, and left uninitialized by transformers: gate; they are zero"
     assert unset in get_load_report(forgetful).notes
     assert partition_of(forgetful.gate).abs().max().item() == 0.0
     assert len([w for w in caught if unset in str(w.message)]) == (1 if rank == 0 else 0)

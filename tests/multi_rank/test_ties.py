@@ -205,5 +205,5 @@ def test_what_a_constructor_shares_is_as_after_an_ordinary_load(tmp_path: Path) 
     paths = {sharing_folder(cls, str(tmp_path)): cls for cls in SHARING}
     for rank, costs in enumerate(run_ranks(load_sharing, str(tmp_path), timeout_s=120)):
         for (path, cls), cost in zip(paths.items(), costs, strict=True):
-            planned = plan_rank(path, (2,), rank=rank, world_size=2, auto_class=cls, dtype=torch.float32)
+            planned = plan_rank(path, sharding=(2,), rank=rank, world_size=2, auto_class=cls, dtype=torch.float32)
             assert planned.costs.read_bytes == cost, cls

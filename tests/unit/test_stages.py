@@ -193,14 +193,14 @@ NOW = "made of the result of aten.{}, which ran while the model was described"
         (lambda x: x, []),
         (lambda x: x.reshape(3, 8)[1:].half(), []),
         (lambda x: x.exp(), []),
-        (lambda x: x.flip(0), ["aten.flip.default ran on whole tensors"]),
+        (lambda x: x.flip(0), ["aten.flip.default ran on full tensors"]),
         (lambda x: x[::2, ::3], ["gathered from scattered bytes"]),  # elements 0, 3, 12, 15 in one read
         (lambda x: x[x > 1], [NOW.format("index.Tensor")]),
         (lambda x: torch.bernoulli(x / 10), [NOW.format("bernoulli.default")]),
         (lambda x: torch.bernoulli(x / 10).t() + 1, [NOW.format("bernoulli.default")]),
         (
             lambda x: x[torch.nonzero(x[:, 0] > 1)[:, 0]],  # rows 2 and 3
-            ["aten.index.Tensor ran on whole tensors", NOW.format("nonzero.default")],
+            ["aten.index.Tensor ran on full tensors", NOW.format("nonzero.default")],
         ),
     ],
 )
