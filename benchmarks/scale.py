@@ -132,7 +132,7 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
 
     import lowmem_load
     from benchmarks.memory import PeakMemory
-    from lowmem_load.load import plan_model
+    from lowmem_load.load import load_model
     from lowmem_load.load.make_plan import PlannedModel
 
     getattr(transformers, MODELS[row.model].config["architectures"][0])  # imports the model's module
@@ -148,7 +148,7 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
         if is_loaded:
             seconds = dict(lowmem_load.get_load_report(lowmem_load.load_model(folder, DS_CONFIG, **keywords)).seconds)
         else:
-            start, ordinary, seconds = time.perf_counter(), plan_model.make_plan, {}
+            start, ordinary, seconds = time.perf_counter(), load_model.make_plan, {}
 
             def timed(*args: Any) -> PlannedModel:
                 seconds["describe"] = time.perf_counter() - start  # the sharding of the skeleton too
@@ -156,7 +156,7 @@ def measure(folder: str, row: Row) -> dict[str, Any]:
                 seconds["plan"] = time.perf_counter() - start - seconds["describe"]
                 return made
 
-            plan_model.make_plan = timed
+            load_model.make_plan = timed
             plan = lowmem_load.plan(folder, rank=row.rank, world_size=row.world_size, **row.target(), **keywords)
     time.perf_counter = elapsed
     if is_loaded:

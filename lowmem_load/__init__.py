@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.load.load_into import load_into as load_into
     from lowmem_load.load.load_model import get_load_report as get_load_report
     from lowmem_load.load.load_model import load_model as load_model
-    from lowmem_load.load.plan_model import plan as plan
+    from lowmem_load.load.load_model import plan as plan
     from lowmem_load.load.report import LoadReport as LoadReport
     from lowmem_load.models.model_folder import local_folder as local_folder
     from lowmem_load.partial.initialize import initialize_partial as initialize_partial
@@ -40,8 +40,7 @@ _HOMES = {
         *("FallbackWarning", "RankError", "UnsupportedError"),
     ),
     "load.load_into": ("load_into",),
-    "load.load_model": ("get_load_report", "load_model"),
-    "load.plan_model": ("plan",),
+    "load.load_model": ("get_load_report", "load_model", "plan"),
     "load.lazy": ("lazy",),
     "partial.initialize": ("initialize_partial", "partial_zero3"),
     "integrations.install": ("install",),

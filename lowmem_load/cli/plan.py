@@ -20,7 +20,7 @@ from lowmem_load.errors import UnsupportedError, listed
 from lowmem_load.files.stand_ins import origin
 from lowmem_load.files.uploads import NUM_STREAMS, SLOTS_PER_THREAD
 from lowmem_load.load.load import MAX_THREADS
-from lowmem_load.load.plan_model import plan_rank
+from lowmem_load.load.load_model import plan_rank
 from lowmem_load.load.request import class_and_config
 from lowmem_load.models.model_folder import find_checkpoint
 from lowmem_load.models.quantizers import dequantizing, four_bit_config, stays_packed

@@ -198,7 +198,7 @@ class Sharded(Unfilled):
 
 def _check_packed(described: nn.Module, sharded: ShardedModel) -> None:
     """Raise for packed weights that do not fit the sharded model, or that FSDP2 would cast as if they were numbers."""
-    for name, (parameter, packing) in packed_parameters(described).items():
+    for name, parameter in packed_parameters(described).items():
         own = sharded.parameters.get(plain_name(described, name))
         if own is None:
             continue
@@ -212,8 +212,8 @@ def _check_packed(described: nn.Module, sharded: ShardedModel) -> None:
         if casts := sharded.casts - {parameter.dtype}:
             raise ConfigError(
                 f"{name}: its packed values are stored as {parameter.dtype}, and FSDP2 would cast them to "
-                f"{casts.pop()} as if they were numbers (mp_policy); use that dtype as {packing.storage_option}, and "
-                "pack a checkpoint again that is packed already"
+                f"{casts.pop()} as if they were numbers (mp_policy); use that dtype as "
+                f"{parameter.packing.storage_option}, and pack a checkpoint again that is packed already"
             )
 
 

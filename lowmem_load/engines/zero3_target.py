@@ -226,8 +226,8 @@ def check_packed(model: nn.Module, settings: Settings) -> None:
             raise ConfigError(f"{setting}: DeepSpeed {does}, but packed weights are not numbers; remove it")
     if settings.partition is not None:
         raise UnsupportedError("partition= with packed weights has not been tried; load all of it into ZeRO-3")
-    for name, (parameter, packing) in packed.items():
-        storage = parameter.dtype
+    for name, parameter in packed.items():
+        storage, packing = parameter.dtype, parameter.packing
         if storage.is_floating_point and storage != settings.dtype:
             raise ConfigError(
                 f"{name}: its packed values are stored as {storage}, and DeepSpeed, which runs in {settings.dtype} "

@@ -17,40 +17,29 @@ from lowmem_load.engines.zero3_target import TargetMaker, refuse_partitioned
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
-from lowmem_load.files.format import CheckpointFile
 from lowmem_load.models.loader import Call
 from lowmem_load.planning.expression import Expression, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import FlatRange, bounding_range
 from lowmem_load.symbolic.constructor import Constructor, Context, Keeps
-from lowmem_load.symbolic.initialise import Initialiser
+from lowmem_load.symbolic.initialise import Initialiser, ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from lowmem_load.training_checkpoints.open_model import open_model
 
 
 @dataclass(slots=True)
 class Described:
-    """A model whose parameters are expressions.
+    """A model whose parameters are expressions."""
 
-    Attributes:
-        name: of the checkpoint, for messages.
-        info: the loading info: missing, unexpected and mismatched keys.
-        settings: resolved for this model.
-        target: where its parameters go.
-        files: of the checkpoint that were opened.
-        read_to_describe: see `LoadPlan`.
-        constructor: the values that the model's constructor has computed.
-    """
-
-    name: str
+    name: str  # of the checkpoint, for messages
     model: nn.Module
-    info: dict[str, Any]
-    settings: Settings
+    info: dict[str, Any]  # the loading info: missing, unexpected and mismatched keys
+    settings: Settings  # resolved for this model
     target: Target
-    files: tuple[PlannedFile, ...]
-    read_to_describe: tuple[tuple[str, int], ...]
-    constructor: Constructor
+    files: tuple[PlannedFile, ...]  # of the checkpoint that were opened
+    read_to_describe: tuple[tuple[str, int], ...]  # see `LoadPlan`
+    constructor: Constructor  # with the values that the model's constructor has computed
 
 
 def describe(
@@ -65,7 +54,7 @@ def describe(
 ) -> Described:
     """Describe what a call would load, with `is_quiet` without the report of its loader. Local.
 
-    Missing parameters are initialised with `holds_values`, else only noted. `weights` is the folder of a training
+    Missing parameters are initialized with `holds_values`, else only noted. `weights` is the folder of a training
     checkpoint, whose weights take the place of those that the call names.
     """
     reads = _Reads(executor)
@@ -86,7 +75,7 @@ def describe(
         name_of = {id(parameter): name for name, parameter in nn.Module.named_parameters(model)}
 
         def kept(parameter: torch.Tensor) -> FlatRange:
-            """Return the smallest flat range that holds all regions that this rank has of a parameter."""
+            """Return the smallest flat range with all regions that this rank has of a parameter."""
             regions = layout(name_of[id(parameter)], parameter).regions
             ranges = [bounding_range(region, tuple(parameter.shape)) for region in regions]
             return FlatRange(min(part.start for part in ranges), max(part.end for part in ranges))
@@ -97,26 +86,28 @@ def describe(
     context = Context(reads.now, initialiser, keeps_of, refuse_partitioned, executor.sources.opened)
     context.is_partitioned, context.is_quiet = settings.stage == 3, is_quiet
     context.compares_values = holds_values and settings.world_size > 1
-    context.weights = None if weights is None else _training_weights(weights, executor, context)
+    files: tuple[PlannedFile, ...] = ()
+    if weights is not None:
+        context.weights, files = _training_weights(weights, executor, reads.now)
     model, info = call.describe(context)
-    files = tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
+    files += tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     _, resolved, target = prepare(model)
     read = tuple(reads.nbytes.items())
     return Described(call.name, model, info, resolved, target, files, read, context.constructor)
 
 
-def _training_weights(folder: str, executor: Executor, context: Context) -> dict[str, torch.Tensor]:
-    """Return the weights of a training checkpoint by name; note its files."""
+def _training_weights(
+    folder: str, executor: Executor, read_now: ReadNow
+) -> tuple[dict[str, torch.Tensor], tuple[PlannedFile, ...]]:
+    """Return the weights of a training checkpoint by name, and its files."""
     model = open_model(folder, executor).without_wrappers()
     if model.adapter is not None:
         raise UnsupportedError(
-            f"{folder}: holds an adapter; make a folder of it by `lowmem-load consolidate`, and load that"
+            f"{folder}: contains an adapter; make a folder of it by `lowmem-load consolidate`, and load that"
         )
-    for file in model.files:
-        whole = CheckpointFile(file.path, file.nbytes, file.digest, file.version, (), None, {}.__getitem__)  # type: ignore[arg-type]
-        context.files[file.path] = whole
-    values = {id(tensor): SymbolicTensor(tensor.whole, context.read_now) for tensor in model.tensors.values()}
-    return {name: values[id(tensor)].detach() for name, tensor in model.tensors.items()}  # tied names share a value
+    values = {id(tensor): SymbolicTensor(tensor.whole, read_now) for tensor in model.tensors.values()}
+    tensors = {name: values[id(tensor)].detach() for name, tensor in model.tensors.items()}  # tied names share a value
+    return tensors, model.files
 
 
 class _Reads:

@@ -1,4 +1,4 @@
-"""Fills the parts that ranks hold of a model that was lazy: shards on the meta device, and ZeRO-3 partitions.
+"""Fills the parts that ranks own of a model that was lazy: shards on the meta device, and ZeRO-3 partitions.
 
 What comes from files unchanged, or moved and cast, each rank reads for itself: the elements of its part. What a script
 has made or changed comes from rank 0, as by default.
@@ -24,7 +24,7 @@ from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.load.execute import reading
 from lowmem_load.load.lazy import LazyReader, leave, reader_of, was_lazy
 from lowmem_load.phases import computing
-from lowmem_load.planning.expression import Computed, Elementwise, Expression, Held, Source, children, leaves
+from lowmem_load.planning.expression import Concat, Expression, Source, Strided, children, leaves
 from lowmem_load.planning.load_plan import in_common_order
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread, keep, replace_in_place, values_of
 from lowmem_load.text import fingerprint
@@ -51,12 +51,9 @@ def are_lazy(model: nn.Module) -> bool:
 def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Give a model that is sharded on meta memory on a device, and the values of a state dict of the same names.
 
-    Collective: all ranks of the default process group. Memory: beside the shards a staging buffer for each reading
-    thread; for what comes from rank 0, up to `BATCH_BYTES` or one tensor.
-
-    Raises:
-        CheckpointError: the state dict lacks a name, or the ranks hold different weights.
-        RankError: another rank failed.
+    Raises CheckpointError if the state dict lacks a name, or if the ranks have different weights. Collective: all ranks
+    of the default process group. Memory: in addition to the shards, a staging buffer for each reading thread, and
+    `BATCH_BYTES` or one tensor for what comes from rank 0.
     """
     ranks, name_of_model = RankGroup(None), type(model).__name__
     with ranks.session("filling the sharded model"), torch.no_grad():
@@ -64,7 +61,10 @@ def fill_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], device: to
         shards = model.state_dict()
         with ranks.step("looking at the state dict"):
             if missing := sorted(shards.keys() - state.keys()):
-                raise CheckpointError(f"the state dict that the sharded model is filled from lacks {listed(missing)}")
+                raise CheckpointError(
+                    f"{name_of_model}: the state dict from which it is filled lacks {listed(missing)}. Pass the full "
+                    "state dict of the same model"
+                )
         unchanged = _find_unchanged(name_of_model, {name: state[name] for name in shards}, ranks)
         parts: dict[LazyReader, dict[int, Part]] = {}
         for name, tensor in unchanged.items():
@@ -94,7 +94,7 @@ def _find_unchanged(name: str, tensors: Mapping[Any, torch.Tensor], ranks: RankG
     parts = (leaf for tensor in unchanged.values() for leaf in leaves(tensor.expression))
     sources: list[OpenSources] = [*dict.fromkeys(leaf.files for leaf in parts if isinstance(leaf, Source))]
     with ranks.step("comparing the weights") as step:
-        lines = (f"{key} {line}" for key, tensor in unchanged.items() for line in _lines(tensor))
+        lines = (f"{key} {line}" for key, tensor in unchanged.items() for line in _lines(tensor.expression))
         files = [
             f"{place} {file.nbytes} {file.digest}"
             for place, opened in enumerate(sources)
@@ -111,13 +111,9 @@ def _find_unchanged(name: str, tensors: Mapping[Any, torch.Tensor], ranks: RankG
 def fill_partitions(partitioner: Partitioner, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Partition those of a model's parameters that are still as in the files. DeepSpeed has to partition the others.
 
-    Returns the others, which then have memory: on the first rank with their values. They stay the same objects.
-    Collective: the ranks among which parameters are partitioned. Memory: the partitions, a staging buffer for each
-    reading thread, and the others.
-
-    Raises:
-        CheckpointError: the ranks hold different weights.
-        RankError: another rank failed.
+    Returns the others, which then have memory: on the first rank with their values. They stay the same objects. Raises
+    CheckpointError if the ranks have different weights. Collective: the ranks among which parameters are partitioned.
+    Memory: the partitions, a staging buffer for each reading thread, and the others.
     """
     ranks = RankGroup(partitioner.group)
     lazy = {number: local for number, local in enumerate(parameters) if isinstance(local, LazyTensor)}
@@ -162,21 +158,23 @@ def allocate_shards(model: nn.Module, device: torch.device) -> None:
 
     It makes several parameters of a tied one, and keeps the strides of a buffer, whose values come in order.
     """
+
+    def put(name: str, tensor: torch.Tensor) -> None:
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, tensor)
+
     first: dict[int, str] = {}
-    ties = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            ties.append((name, first[id(parameter)]))
+    parameters = model.named_parameters(remove_duplicate=False)
+    origins = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
     shard_bytes = sum(local_tensor(parameter).nbytes for parameter in model.parameters())
     with naming_shortage("shards of this rank", shard_bytes), torch.no_grad():
         model.to_empty(device=device)
-    for name, origin in ties:
-        owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, model.get_parameter(origin))
+    for name, origin in origins.items():
+        if name != origin:
+            put(name, model.get_parameter(origin))
     for name, buffer in list(model.named_buffers()):
         if local_tensor(buffer) is buffer and not buffer.is_contiguous():
-            owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+            put(name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
 def _read(name: str, parts: Mapping[LazyReader, list[Part]], ranks: RankGroup) -> None:
@@ -218,24 +216,21 @@ def _is_of_files(tensor: LazyTensor) -> bool:
     """Return whether a tensor is what a load has described, elements perhaps moved or cast since."""
     if not is_unread(tensor):
         return False
-    known, nodes = reader_of(tensor).leaves, [tensor.expression]
-    while nodes:
-        node = nodes.pop()
-        if id(node) in known:
-            continue
-        if isinstance(node, Source | Held | Computed | Elementwise):
-            return False
-        nodes.extend(children(node))
-    return True
+    known = reader_of(tensor).leaves
+    return all(id(leaf) in known for leaf in leaves(tensor.expression))
 
 
-def _lines(tensor: LazyTensor) -> Iterator[str]:
+def _lines(expression: Expression) -> Iterator[str]:
     """Yield a line for each step from files to a tensor. Ranks that differ here would give it other values."""
-    nodes: list[Expression] = [tensor.expression]
+    nodes = [expression]
     while nodes:
         node = nodes.pop()
         text = f"{type(node).__name__} {node.shape} {node.dtype}"
         if isinstance(node, Source):
             text += f" {node.path.rpartition('/')[2]} {node.name} {node.start}"
+        elif isinstance(node, Strided):
+            text += f" {node.start} {node.strides}"
+        elif isinstance(node, Concat):
+            text += f" {node.dim}"
         yield text
         nodes.extend(children(node))

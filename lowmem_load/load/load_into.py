@@ -1,11 +1,12 @@
 """Loads of models that are sharded by DTensors: by their owner, a `DistributedConfig`, or FSDP2 over a device mesh.
 
-All of them, and their plans (`plan_model.py`), take one road. There is a module without values; it is sharded; its load
+All of them, and their plans (`load_model.py`), take one road. There is a module without values; it is sharded; its load
 (`Into`) is described by a `Load`, which fills the shards, or is planned.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import re
@@ -32,10 +33,11 @@ from lowmem_load.load.request import (
     Checked,
     Request,
     agree_on_request,
+    asked_dtype,
     make_load,
     name_text,
     not_taken,
-    ordinary_load,
+    refuse_placing,
     stage_3,
     weights_folder,
 )
@@ -61,7 +63,7 @@ from lowmem_load.models.skeleton import (
     is_kept_on_host,
     refuse_parted,
 )
-from lowmem_load.models.wrappers import extra_states, named_modules, named_tensors, plain_name
+from lowmem_load.models.wrappers import extra_states, named_modules, named_tensors, plain_class, plain_name
 from lowmem_load.phases import no_callback
 from lowmem_load.planning.replicas import ShareReads
 from lowmem_load.renamed import renamed_keywords
@@ -203,8 +205,29 @@ class IntoModule:
         return lambda load: checked.run(lambda call: load(BuiltModelCall(call, self.model, self.left)))
 
     def _checked(self, ranks: RankGroup, world_size: int) -> Checked:
-        arguments = self.model, self._name, self._dtype, self._auto_class, self._kwargs, world_size
-        return agree_on_request(ranks, functools.partial(ordinary_load, *arguments))
+        return agree_on_request(ranks, lambda: self._ordinary_load(world_size))
+
+    def _ordinary_load(self, world_size: int) -> Request:
+        """Return the ordinary load that has the values of the model."""
+        kwargs = dict(self._kwargs)
+        asked = asked_dtype(self._dtype, kwargs)
+        refuse_placing(kwargs, "load_into: remove {}; the model says where its parameters go")
+        config: Any = copy.deepcopy(self.model.config)
+        vars(config).pop("distributed_config", None)
+        quantization: Any = getattr(config, "quantization_config", None)
+        if hasattr(quantization, "to_dict"):
+            config.quantization_config = quantization.to_dict()  # as in config.json, for another load
+        quantizer: Any = getattr(self.model, "hf_quantizer", None)
+        if quantizer is not None and not quantizer.pre_quantized:  # the files are not quantized
+            kwargs = {"quantization_config": quantizer.quantization_config, **kwargs}
+            vars(config).pop("quantization_config", None)
+        tensors = self.model.parameters()
+        dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.itemsize > 1]
+        # The smallest in which no parameter loses bits. Those of one byte are packed.
+        own = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+        settings = stage_3(asked if isinstance(asked, torch.dtype) else own, world_size)
+        cls, kwargs = self._auto_class or plain_class(self.model), {"config": config, **kwargs}
+        return Request(self._name, cls, "auto", kwargs, settings, {"dtype": settings.compared["precision"]})
 
     def _module_call(self, model: nn.Module, *, is_stand_in: bool = False) -> ModuleCall:
         how: dict[str, Any] = {**self._of_names, "skip": self.left, "is_stand_in": is_stand_in}

@@ -229,8 +229,8 @@ def _line(tensor: torch.Tensor, leaves: Sequence[ex.Leaf]) -> str:
     parts = [f"{tuple(tensor.shape)} {tensor.dtype}"]
     if (packing := packing_of(tensor)) is not None:
         parts.append(packing.method)
-        made = [companion.expression for companion in packing.companions.values() if companion.expression is not None]
-        leaves = [*leaves, *(leaf for part in made for leaf in ex.leaves(part))]
+        others = (*packing.companions.values(), *packing.in_parts.values())
+        leaves = [*leaves, *(leaf for other in others for leaf in ex.leaves(other))]
     for leaf in leaves:
         parts.append(type(leaf).__name__)
         if isinstance(leaf, ex.Source):

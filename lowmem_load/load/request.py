@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
 
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
@@ -24,7 +21,6 @@ from lowmem_load.models.loader import LEFT_ALONE, SHARDS, Call
 from lowmem_load.models.model_folder import commit_of, find_folder, rename_loaded
 from lowmem_load.models.quantizers import refuse_quantized, stays_packed
 from lowmem_load.models.skeleton import is_distributed_config
-from lowmem_load.models.wrappers import plain_class
 from lowmem_load.renamed import warn_of
 
 
@@ -147,35 +143,6 @@ def refuse_placing(kwargs: Mapping[str, Any], text: str) -> None:
         value = kwargs.get(keyword)
         if value is not None and not (keyword == "quantization_config" and stays_packed(value)):
             raise ConfigError(text.format(keyword))
-
-
-def ordinary_load(
-    model: nn.Module,
-    name: str,
-    dtype: str | torch.dtype | None,
-    auto_class: str | type | None,
-    kwargs: Mapping[str, Any],
-    world_size: int,
-) -> Request:
-    """Return the ordinary load that has the values of a sharded model. See `load_into`."""
-    kwargs = dict(kwargs)
-    asked = asked_dtype(dtype, kwargs)
-    refuse_placing(kwargs, "load_into: remove {}; the model says where its parameters go")
-    config: Any = copy.deepcopy(model.config)
-    vars(config).pop("distributed_config", None)
-    quantization: Any = getattr(config, "quantization_config", None)
-    if hasattr(quantization, "to_dict"):
-        config.quantization_config = quantization.to_dict()  # as in config.json, for another load
-    quantizer: Any = getattr(model, "hf_quantizer", None)
-    if quantizer is not None and not quantizer.pre_quantized:  # the files are not quantized
-        kwargs = {"quantization_config": quantizer.quantization_config, **kwargs}
-        vars(config).pop("quantization_config", None)
-    auto_class, kwargs = auto_class or plain_class(model), {"config": config, **kwargs}
-    dtypes = [tensor.dtype for tensor in model.parameters() if tensor.is_floating_point() and tensor.itemsize > 1]
-    # The smallest in which no parameter loses bits. Those of one byte are packed.
-    own = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
-    settings = stage_3(asked if isinstance(asked, torch.dtype) else own, world_size)
-    return Request(name, auto_class, "auto", kwargs, settings, {"dtype": settings.compared["precision"]})
 
 
 def make_load(ranks: RankGroup, settings: Settings, options: Options) -> Load:

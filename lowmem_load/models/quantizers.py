@@ -14,10 +14,8 @@ from lowmem_load import foreign_names
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.models.model_class import model_config
 from lowmem_load.quantized.bitsandbytes import BitsAndBytes4Bit
-from lowmem_load.quantized.compressed_tensors import CompressedTensors, dequantized_whole
+from lowmem_load.quantized.dequantized import CompressedTensors, FineGrainedFp8, Mxfp4, dequantized_whole
 from lowmem_load.quantized.format import QuantizedFormat, fields_of, method_of
-from lowmem_load.quantized.fp8 import FineGrainedFp8
-from lowmem_load.quantized.mxfp4 import Mxfp4
 from lowmem_load.replaced import replaced
 
 FORMATS: tuple[QuantizedFormat, ...] = (BitsAndBytes4Bit(), FineGrainedFp8(), Mxfp4(), CompressedTensors())

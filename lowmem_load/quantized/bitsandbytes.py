@@ -1,7 +1,7 @@
 """bitsandbytes: describes 4-bit weights. Written for bitsandbytes 0.48.2 to 0.50.2.
 
-A weight that is packed in the file is read by ranges. Any other is packed by ranges: each block depends on its own
-weights alone. Its scales are whole on every rank, and double quantization subtracts the mean of all of them.
+A weight that is packed in the file is read by ranges. Any other is packed by ranges, because each block depends on its
+own weights alone. Its scales are full on every rank, and double quantization subtracts the mean of all of them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import nn
 from lowmem_load import foreign_names
 from lowmem_load.errors import CheckpointError, IncompatibleVersionError, UnsupportedError, listed
 from lowmem_load.foreign_names import BITSANDBYTES, check_release
-from lowmem_load.planning.expression import Elementwise, Shape
+from lowmem_load.planning.expression import Elementwise
 from lowmem_load.quantized.format import (
-    Companion,
+    Kinds,
     Packing,
     QuantizedFormat,
     QuantizedTensor,
@@ -43,8 +43,6 @@ STORAGE = "bnb_4bit_quant_storage"
 
 _SCALES, _STATE = "scales", "state"
 """Names of the scales in fp32 before they are quantized, and of the quantization state that has them."""
-
-Tensors = dict[str, tuple[Shape, torch.dtype]]
 
 
 class BitsAndBytes4Bit(QuantizedFormat):
@@ -75,46 +73,45 @@ class BitsAndBytes4Bit(QuantizedFormat):
 
     def check(self, name: str, model: nn.Module) -> None:
         """See `QuantizedFormat`."""
-        unpacked = [
-            f"{prefix}.weight"
-            for prefix, module in model.named_modules()
-            if isinstance(module, _classes().Linear4bit) and packing_of(module.weight) is None
-        ]
-        if unpacked:
+        if unpacked := [f"{prefix}.weight" for prefix, module in _linears(model) if packing_of(module.weight) is None]:
             raise CheckpointError(
-                f"{name}: {listed(unpacked)} are to be held in 4 bits, but "
-                "the files have no values for them, or packed ones without their quantization state"
+                f"{name}: {listed(unpacked)} are to have 4 bits, but the files have no values for them, or packed ones "
+                "without their quantization state. Save the checkpoint again, with all of its tensors"
             )
-        for weight, (_, packing) in packed_parameters(model).items():
-            if packing.problem is not None:
-                raise UnsupportedError(f"{weight}: {packing.problem}")
+        for weight, parameter in packed_parameters(model).items():
+            if parameter.packing.problem is not None:
+                raise UnsupportedError(f"{weight}: {parameter.packing.problem}")
 
     def pack_skeleton(self, model: nn.Module) -> None:
         """See `QuantizedFormat`."""
-        kinds = _classes()
-        for name, module in model.named_modules():
-            if isinstance(module, kinds.Linear4bit):
-                if not isinstance(module.weight, kinds.Params4bit):
-                    raise UnsupportedError(
-                        f"{name}.weight: was sharded before it is packed in 4 bits; pass a DeviceMesh, not a "
-                        "DistributedConfig"
-                    )
-                storage: torch.dtype = module.quant_storage
-                num_elements = -(-module.out_features * module.in_features // (2 * storage.itemsize))
-                packed = torch.empty(num_elements, 1, dtype=storage, device="meta")
-                module.weight = nn.Parameter(packed, requires_grad=False)
+        for name, module in _linears(model):
+            if not isinstance(module.weight, _package().nn.Params4bit):
+                raise UnsupportedError(
+                    f"{name}.weight: was sharded before it is packed in 4 bits; pass a DeviceMesh, not a "
+                    "DistributedConfig"
+                )
+            storage: torch.dtype = module.quant_storage
+            num_elements = -(-module.out_features * module.in_features // (2 * storage.itemsize))
+            packed = torch.empty(num_elements, 1, dtype=storage, device="meta")
+            module.weight = nn.Parameter(packed, requires_grad=False)
 
     def hand_over(self, loaded: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         """Give 4-bit modules the quantization states of the loaded ones."""
-        for name, module in loaded.named_modules():
-            state = module.quant_state if isinstance(module, _classes().Linear4bit) else None
-            if state is not None and (own := modules.get(name)) is not None:
-                own.quant_state = state
-                state.to(next(own.parameters()).device)
+        for name, module in _linears(loaded):
+            own: Any = modules.get(name)
+            if own is not None and module.quant_state is not None:
+                own.quant_state = module.quant_state
+                own.quant_state.to(next(own.parameters()).device)
 
 
-def _classes() -> Any:
-    return importlib.import_module("bitsandbytes").nn
+def _package() -> Any:
+    return importlib.import_module("bitsandbytes")
+
+
+def _linears(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the names and modules whose weights have 4 bits."""
+    kind = _package().nn.Linear4bit
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
 
 
 def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -128,8 +125,8 @@ def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: 
     problem = None
     if num_bytes % storage.itemsize:
         problem = (
-            f"of shape {tuple(data.shape)}, it takes {num_bytes} bytes in 4 bits, which {STORAGE} "
-            f"{storage} does not divide; use torch.uint8, or leave its module out (llm_int8_skip_modules)"
+            f"has the shape {tuple(data.shape)}, and so {num_bytes} bytes in 4 bits, which {STORAGE} {storage} does "
+            "not divide; use torch.uint8, or leave its module out (llm_int8_skip_modules)"
         )
     shape, dtype, blocksize = data.shape, data.dtype, int(template.blocksize)
 
@@ -157,20 +154,18 @@ def _of_weight(ordinary: Callable[..., Any], cls: Any, data: Any = None, *args: 
     group = blocksize // 2 // storage.itemsize
     packed = Elementwise(method, pack, weight, (num_bytes // storage.itemsize, 1), storage, group, blocksize)
     scales = Elementwise(f"scales of {method}", scale, weight, (num_blocks,), torch.float32, 1, blocksize)
-    companions = {key: Companion(*kind, None) for key, kind in expected.items()}
-    companions[_SCALES] = Companion(scales.shape, scales.dtype, scales, in_parts=True)
-    packing = Packing(method, companions, restore, problem, combine, STORAGE)
+    packing = Packing(method, {}, restore, {_SCALES: scales}, combine, expected, problem, STORAGE)
     return QuantizedTensor.of(data, packed, packing, **vars(template))
 
 
 def _quantize(weights: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
-    """Return the packed bytes of whole blocks, and their quantization state, with scales in fp32."""
+    """Return the packed bytes of blocks, and their quantization state, with scales in fp32."""
     # Where an ordinary load packs: transformers' `update_device_map`.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    packed, state = importlib.import_module("bitsandbytes.functional").quantize_4bit(
+    quantized: tuple[torch.Tensor, Any] = _package().functional.quantize_4bit(
         weights.to(device), blocksize=settings.blocksize, quant_type=settings.quant_type
     )
-    return packed, state
+    return quantized
 
 
 def _state(scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype, settings: Any) -> Any:
@@ -178,9 +173,8 @@ def _state(scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype, settings
     state = _quantize(torch.zeros(settings.blocksize, dtype=dtype), settings)[1]
     state.shape, state.absmax = shape, scales.to(state.absmax.device)
     if settings.compress_statistics:
-        functional = importlib.import_module("bitsandbytes.functional")
-        state.offset = state.absmax.mean()
-        state.absmax, state.state2 = functional.quantize_blockwise(state.absmax - state.offset, blocksize=_NESTED_BLOCK)
+        quantize, state.offset = _package().functional.quantize_blockwise, state.absmax.mean()
+        state.absmax, state.state2 = quantize(state.absmax - state.offset, blocksize=_NESTED_BLOCK)
         state.nested = True
     return state
 
@@ -198,9 +192,7 @@ def _of_packed(
     """Stand in for `Params4bit.from_prequantized`."""
     if not isinstance(data, SymbolicTensor):
         return ordinary(cls, data, quantized_stats, requires_grad, device, module=module, **kwargs)
-    companions = {
-        key: Companion(tuple(value.shape), value.dtype, value.expression) for key, value in quantized_stats.items()
-    }
+    companions = {key: value.expression for key, value in quantized_stats.items()}
 
     def restore(name: str, made: nn.Parameter, read: Mapping[str, Any], device: torch.device) -> None:
         empty = torch.empty(0, dtype=data.dtype)
@@ -226,7 +218,7 @@ def _of_packed(
 def _become(made: nn.Parameter, attributes: Mapping[str, Any], device: torch.device) -> None:
     if type(made) is nn.Parameter or isinstance(made, LazyTensor):  # a DTensor stays one: its module has the state
         # In place: DeepSpeed's methods are bound to the object.
-        _pose(made, _classes().Params4bit, attributes)
+        _pose(made, _package().nn.Params4bit, attributes)
     state, module = attributes["quant_state"], attributes["module"]
     state.to(device)
     if module is not None:
@@ -249,19 +241,19 @@ def _check_statistics(state: Any, packed: torch.Tensor, module: Any) -> None:
         raise ValueError(f"scales quantized in blocks of {state.state2.blocksize}; bitsandbytes has {_NESTED_BLOCK}")
 
 
-def _statistics(num_elements: int, blocksize: int, *, double: bool) -> Tensors:
+def _statistics(num_elements: int, blocksize: int, *, double: bool) -> Kinds:
     blocks = -(-num_elements // blocksize)
-    tensors: Tensors = {
+    kinds: Kinds = {
         "absmax": ((blocks,), torch.uint8 if double else torch.float32),
         "quant_map": ((_CODES,), torch.float32),
     }
     if double:
-        tensors["nested_absmax"] = (-(-blocks // _NESTED_BLOCK),), torch.float32
-        tensors["nested_quant_map"] = (_NESTED_CODES,), torch.float32
-    return tensors
+        kinds["nested_absmax"] = (-(-blocks // _NESTED_BLOCK),), torch.float32
+        kinds["nested_quant_map"] = (_NESTED_CODES,), torch.float32
+    return kinds
 
 
-def _tensors_of(state: Any) -> Tensors:
+def _tensors_of(state: Any) -> Kinds:
     return {
         key: (tuple(value.shape), value.dtype)
         for key, value in state.as_dict().items()

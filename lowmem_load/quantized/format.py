@@ -4,39 +4,29 @@
 packs or unpacks weights are replaced by those of `QuantizedFormat.handlers`. They return expressions, from which each
 rank computes its region out of bytes of the files.
 
-- Weights that are *dequantized* while they load come out as ordinary symbolic tensors: nothing else is to be done.
+- Weights that are *dequantized* while they load come out as ordinary symbolic tensors, for which nothing else is done.
 - Weights that *stay packed* come out as `QuantizedTensor`s. Their `Packing` has the companions, such as scales, and
   makes the parameter that the module expects, once the packed values are in memory.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowmem_load.errors import IncompatibleVersionError
-from lowmem_load.foreign_names import ForeignName
 from lowmem_load.planning.expression import (
-    Elementwise,
     Expression,
-    Instance,
-    Placeholder,
     Shape,
-    expand,
-    hold,
     numel,
-    reshape,
 )
 from lowmem_load.planning.load_plan import CompanionPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import partition_range
 from lowmem_load.replaced import Handlers
-from lowmem_load.symbolic.initialise import ReadNow
 from lowmem_load.symbolic.tensor import SymbolicTensor
 
 
@@ -62,7 +52,7 @@ class QuantizedFormat:
         return {}
 
     def refusals(self, quantizer: Any) -> Handlers:
-        """Return what refuses, in loads for partitions, models of which each rank would hold the whole."""
+        """Return what refuses, in loads for partitions, models that each rank would need in full."""
         return {}
 
     # Those below are called for formats that stay packed.
@@ -91,18 +81,8 @@ def fields_of(quantization: Any) -> Mapping[str, Any]:
 # -- weights that stay packed ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Companion:
-    """A tensor that goes with packed values, such as scales; without an expression it is made of those that have one.
-
-    Every rank has it in full, since any rank may gather the weight. One `in_parts` only makes others: each rank
-    computes a part of it, as of a ZeRO-3 parameter.
-    """
-
-    shape: Shape
-    dtype: torch.dtype
-    expression: Expression | None
-    in_parts: bool = False
+Kinds = dict[str, tuple[Shape, torch.dtype]]
+"""The shapes and dtypes of tensors, by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,19 +91,24 @@ class Packing:
 
     Attributes:
         method: the method with its settings, for reports and for the agreement of the ranks.
-        companions: by the name that the method gives them.
-        restore: called with the name of the parameter, the parameter that holds the packed values, the companions that
-            have an expression and what is combined of those in parts, and the device of the model.
-        combine: called with the companions in parts, whole.
+        companions: what is read with the values, such as scales, by the name that the method gives it. Every rank has
+            it in full, since any rank may gather the weight.
+        restore: called with the name of the parameter, the parameter of packed values, the companions and what is
+            combined, and the device of the model.
+        in_parts: what the ranks compute together, each a part, as of a ZeRO-3 parameter.
+        combine: called with that in full; returns what is made of it, and kept by every rank.
+        combined: the tensors in what is made of it.
         problem: why it cannot be packed. It is raised later: transformers catches errors where it is found.
         storage_option: the option by which a user chooses the dtype of the packed values.
     """
 
     method: str
-    companions: Mapping[str, Companion]
+    companions: Mapping[str, Expression]
     restore: Callable[[str, nn.Parameter, Mapping[str, Any], torch.device], None]
-    problem: str | None = None
+    in_parts: Mapping[str, Expression] = field(default_factory=dict)
     combine: Callable[[Mapping[str, torch.Tensor]], Mapping[str, Any]] = dict
+    combined: Kinds = field(default_factory=dict)
+    problem: str | None = None
     storage_option: str = ""
 
 
@@ -151,119 +136,22 @@ def packing_of(parameter: object) -> Packing | None:
     return parameter.packing if isinstance(parameter, QuantizedTensor) else None
 
 
-def packed_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Packing]]:
-    """Return the packed parameters of a described model by name, and how they are packed."""
+def packed_parameters(model: nn.Module) -> dict[str, QuantizedTensor]:
+    """Return the packed parameters of a described model by name."""
     named = nn.Module.named_parameters(model)
-    return {name: (parameter, packing) for name, parameter in named if (packing := packing_of(parameter)) is not None}
+    return {name: parameter for name, parameter in named if isinstance(parameter, QuantizedTensor)}
 
 
 def plan_companions(
     planner: Planner, name: str, parameter: object, rank: int, world_size: int
 ) -> tuple[CompanionPlan, ...]:
     """Return the plans of what goes with the packed values of a parameter; none if it is not packed."""
-    plans = []
-    packing = packing_of(parameter)
-    for key, companion in packing.companions.items() if packing is not None else ():
-        fill = None
-        if companion.expression is not None:
-            place = (rank, world_size) if companion.in_parts else (0, 1)
-            part = partition_range(numel(companion.expression), *place)
-            fill = planner.plan_fill(f"{name}.{key}", companion.expression, part)
-        plans.append(CompanionPlan(key, companion.shape, companion.dtype, fill, companion.in_parts))
+    if (packing := packing_of(parameter)) is None:
+        return ()
+    plans = [CompanionPlan(key, *kind, None) for key, kind in packing.combined.items()]
+    for expressions, place in ((packing.companions, (0, 1)), (packing.in_parts, (rank, world_size))):
+        for key, expression in expressions.items():
+            fill = planner.plan_fill(f"{name}.{key}", expression, partition_range(numel(expression), *place))
+            in_parts = expressions is packing.in_parts
+            plans.append(CompanionPlan(key, expression.shape, expression.dtype, fill, in_parts))
     return tuple(plans)
-
-
-# -- weights that are dequantized --------------------------------------------------------------------------------------
-
-
-class Patterns:
-    """Results of functions on tensors of which only shape, strides and dtype are known.
-
-    The weights of experts have few shapes. Without this DeepSeek-V3 takes three times as long to describe.
-    """
-
-    def __init__(self) -> None:
-        # The expression that all instances share, its placeholders, and a meta tensor like it; None if it needs values.
-        self._known: dict[Hashable, tuple[Expression, tuple[Placeholder, ...], torch.Tensor] | None] = {}
-
-    def applied(
-        self, function: Callable[..., torch.Tensor], tensors: Sequence[SymbolicTensor], settings: Hashable
-    ) -> torch.Tensor:
-        """Return `function(*tensors)`. A function that asks for values is called each time."""
-        kind = (settings, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors))
-        if kind not in self._known:
-            placeholders = tuple(Placeholder(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-            pairs = zip(placeholders, tensors, strict=True)
-            symbols = [SymbolicTensor(place, _no_values, like.meta) for place, like in pairs]
-            try:
-                result: Any = function(*symbols)
-                self._known[kind] = result.expression, placeholders, result.meta
-            except _NeedsValuesError:
-                self._known[kind] = None
-        pattern = self._known[kind]
-        if pattern is None:
-            return function(*tensors)
-        expression, placeholders, meta = pattern
-        inputs = tuple(tensor.expression for tensor in tensors)
-        return SymbolicTensor(Instance(expression, placeholders, inputs), tensors[0].read_now, meta)
-
-
-class _NeedsValuesError(Exception):
-    pass
-
-
-def _no_values(_: Expression, reason: str) -> torch.Tensor:
-    raise _NeedsValuesError(reason)
-
-
-NUM_CODES = 16
-"""Codes of 4 bits."""
-
-_LOOKED_UP = 1 << 16
-"""Codes that are looked up at a time: their indexes stay in the processor's cache."""
-
-
-def values_of_codes(
-    method: str, packed: Expression, table: torch.Tensor, scales: Expression | None = None
-) -> Expression:
-    """Return what a table has for the 4-bit codes in each element of the last dim, the lowest bits first.
-
-    With `scales`, which are bytes, the table has 16 values for each of 256. Each goes with an equal part of that dim.
-    """
-    *outer, last = packed.shape
-    num_each = packed.dtype.itemsize * 2
-    every = (*outer, last * num_each)
-
-    def repeated(part: Expression, *sizes: int) -> Expression:
-        return reshape(expand(part, (*outer, *sizes)), every)
-
-    bits = hold(4 * torch.arange(num_each, dtype=packed.dtype, device="cpu"))
-    shifts = reshape(bits, (1,) * len(packed.shape) + (num_each,))
-    parts = [repeated(reshape(packed, (*packed.shape, 1)), last, num_each), repeated(shifts, last, num_each)]
-    if scales is not None:
-        num_scales = scales.shape[-1]
-        parts.append(repeated(reshape(scales, (*scales.shape, 1)), num_scales, every[-1] // num_scales))
-    return Elementwise(method, functools.partial(_look_up, table), tuple(parts), every, table.dtype)
-
-
-def _look_up(table: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    packed, shifts, *scales = parts
-    values = torch.empty(packed.numel(), dtype=table.dtype, device=packed.device)
-    table = table.to(packed.device)
-    for start in range(0, packed.numel(), _LOOKED_UP):
-        some = slice(start, start + _LOOKED_UP)
-        indexes = (packed[some] >> shifts[some]).bitwise_and_(NUM_CODES - 1).int()
-        for each in scales:
-            indexes.add_(each[some], alpha=NUM_CODES)
-        torch.index_select(table, 0, indexes, out=values[some])
-    return values
-
-
-def check_sample(name: ForeignName, ours: Expression, theirs: torch.Tensor, read_now: ReadNow) -> None:
-    """Raise IncompatibleVersionError unless a description has the values that the function itself returns."""
-    values = read_now(ours, "")
-    if (values.shape, values.dtype) != (theirs.shape, theirs.dtype) or not torch.equal(values, theirs):
-        raise IncompatibleVersionError(
-            f"{name} unpacks codes in another way than lowmem_load knows; install "
-            f"{name.releases.package}=={name.releases.newest}"
-        )

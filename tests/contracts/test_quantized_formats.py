@@ -18,16 +18,14 @@ from lowmem_load.errors import IncompatibleVersionError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
 from lowmem_load.foreign_names import ForeignName
-from lowmem_load.load import plan_model
+from lowmem_load.load import load_model
 from lowmem_load.load.make_plan import PlannedModel
 from lowmem_load.models.quantizers import FORMATS, format_of
 from lowmem_load.planning.expression import hold
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.quantized.bitsandbytes import BitsAndBytes4Bit
-from lowmem_load.quantized.compressed_tensors import CompressedTensors
+from lowmem_load.quantized.dequantized import CompressedTensors, FineGrainedFp8, Mxfp4
 from lowmem_load.quantized.format import QuantizedFormat
-from lowmem_load.quantized.fp8 import FineGrainedFp8
-from lowmem_load.quantized.mxfp4 import Mxfp4
 from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from tests.conversions.checkpoints import SCHEMES, write_compressed, write_fp8, write_mxfp4
@@ -122,8 +120,8 @@ def test_each_rank_reads_the_bytes_of_its_part(written: Written, monkeypatch: py
     ordinary = AutoModelForCausalLM.from_pretrained(written.folder, dtype=torch.bfloat16, **written.keywords)
     expected = {name: value.detach().view(-1) for name, value in ordinary.named_parameters()}
     made: list[PlannedModel] = []
-    make_plan = plan_model.make_plan
-    monkeypatch.setattr(plan_model, "make_plan", lambda *args: made.append(make_plan(*args)) or made[-1])
+    make_plan = load_model.make_plan
+    monkeypatch.setattr(load_model, "make_plan", lambda *args: made.append(make_plan(*args)) or made[-1])
     for world_size in WORLD_SIZES:
         for rank in range(world_size):
             plan = lowmem_load.plan(written.folder, BF16, rank=rank, world_size=world_size, **written.keywords)

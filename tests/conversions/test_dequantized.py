@@ -18,8 +18,7 @@ from lowmem_load.files.fill import read_whole
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.reads import ReadLimits
-from lowmem_load.quantized.fp8 import FineGrainedFp8
-from lowmem_load.quantized.mxfp4 import Mxfp4
+from lowmem_load.quantized.dequantized import FineGrainedFp8, Mxfp4
 from lowmem_load.replaced import replaced
 from lowmem_load.symbolic.tensor import SymbolicTensor
 from tests.conversions import mappings

@@ -21,7 +21,7 @@ import lowmem_load
 from lowmem_load import UnsupportedError, plan
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.integrations.install import streaming
-from lowmem_load.load.plan_model import plan_rank
+from lowmem_load.load.load_model import plan_rank
 from tests.parity import FP32
 from tests.ranks import run_ranks
 

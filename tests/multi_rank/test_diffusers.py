@@ -30,7 +30,7 @@ from lowmem_load import (
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.integrations.install import uninstall
 from lowmem_load.load.lazy import LazyReader
-from lowmem_load.load.plan_model import plan_rank
+from lowmem_load.load.load_model import plan_rank
 from lowmem_load.symbolic.lazy import is_unread
 from tests.model_digest import differing, whole_tensors
 from tests.multi_rank.test_own_modules import Z3, assert_sent_as_saved

@@ -19,7 +19,7 @@ import lowmem_load
 from lowmem_load import ConfigError, UnsupportedError, get_load_report, load_into, load_model
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.load import execute
-from lowmem_load.load.plan_model import plan_rank
+from lowmem_load.load.load_model import plan_rank
 from lowmem_load.symbolic.lazy import is_unread
 from tests import builders
 from tests.multi_rank.test_accelerate_fsdp2 import ENVIRONMENT, prepare

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lowmem_load
 from lowmem_load import CheckpointError, get_load_report, load_into, load_model, plan, save_model
-from lowmem_load.load.plan_model import plan_rank
+from lowmem_load.load.load_model import plan_rank
 from lowmem_load.symbolic.lazy import is_unread
 from tests import builders
 from tests.model_digest import differing

@@ -151,7 +151,7 @@ def test_eight_bits_are_refused(plain: Path) -> None:
 
 def test_a_weight_that_no_file_has_is_refused(plain: Path, tmp_path: Path) -> None:
     copy_changed(plain, tmp_path, lambda tensors: tensors.pop(WEIGHT))
-    with pytest.raises(CheckpointError, match=rf"{WEIGHT} are to be held in 4 bits, but the files"):
+    with pytest.raises(CheckpointError, match=rf"{WEIGHT} are to have 4 bits, but the files"):
         plan(tmp_path, BF16, rank=0, world_size=2, quantization_config=quantization())
 
 

@@ -17,7 +17,8 @@ from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
 from lowmem_load.models.quantizers import described_quantizers
 from lowmem_load.planning import expression as ex
-from lowmem_load.quantized.format import Companion, Packing, Patterns, QuantizedTensor
+from lowmem_load.quantized.dequantized import Patterns
+from lowmem_load.quantized.format import Packing, QuantizedTensor
 from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor, expression_of
 from tests.described import described, write_file
@@ -33,8 +34,9 @@ def file(tmp_path: Path) -> Path:
 
 def quantized(tensors: Mapping[str, Any]) -> QuantizedTensor:
     """Stands for x packed; z goes with it."""
-    scales = Companion((6,), torch.float32, tensors["z"].expression)
-    packing = Packing("halves", {"scales": scales}, pytest.fail, storage_option="bnb_4bit_quant_storage")
+    packing = Packing(
+        "halves", {"scales": tensors["z"].expression}, pytest.fail, storage_option="bnb_4bit_quant_storage"
+    )
     return QuantizedTensor.of(tensors["x"], tensors["x"].expression, packing, blocks=8)
 
 
