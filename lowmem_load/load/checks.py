@@ -30,7 +30,7 @@ from lowmem_load.planning.load_plan import LoadPlan, PlannedFile, in_common_orde
 from lowmem_load.text import fingerprint, size, spell_ranks
 
 BLOCK_BYTES = 4096
-"""Bytes of a block: a page, which the system reads as a whole anyway."""
+"""Bytes of a block: a page, which the system reads in full anyway."""
 
 MIN_BLOCKS, MAX_BLOCKS = 3, 64
 """Fewest and most blocks of a file."""
@@ -135,10 +135,9 @@ def agree_on_bytes(
     The ranks have agreed on names, sizes and headers. `ids` has what `identify_files` returned on each rank, and one
     rank for each id reads the sample. Collective: one step; none where all opened the very same files.
     """
-    ranks_by_id: dict[str, list[int]] = {}
-    for rank, digest in enumerate(ids):
-        ranks_by_id.setdefault(digest, []).append(rank)
-    if len(ranks_by_id) == 1:
+    first: dict[str, int] = {}
+    readers = [first.setdefault(digest, rank) for rank, digest in enumerate(ids)]  # for each rank
+    if len(first) == 1:
         return
     ordered, num_sampled = in_common_order(files), 0
 
@@ -151,27 +150,26 @@ def agree_on_bytes(
         return Progress(num_sampled, f"{num_sampled} blocks compared")
 
     with ranks.step("comparing the files of the ranks", name=name, progress=progress) as step:
-        if any(alike[0] == ranks.rank for alike in ranks_by_id.values()):
+        if readers[ranks.rank] == ranks.rank:
             digests = sample_digests(ordered, ids[0], sources, on_block)
             step.payload = [(file.path, digest) for file, digest in zip(ordered, digests, strict=True)]
-    check_same([(alike, step.payloads[alike[0]]) for alike in ranks_by_id.values()])
+    check_same([step.payloads[reader] for reader in readers])
 
 
-def check_same(samples: Sequence[tuple[Sequence[int], Sequence[Sequence[str]]]]) -> None:
+def check_same(samples: Sequence[Sequence[Sequence[str]]]) -> None:
     """Raise CheckpointError, which names the first file that differs and the ranks, unless all samples are equal.
 
-    Each has the ranks that opened the very same files, and path and digest of each file, in one order for all samples.
+    That of each rank has path and digest of each file, in one order for all ranks.
     """
-    for number in range(len(samples[0][1])):
-        versions: dict[str, tuple[str, list[int]]] = {}
-        for of_ranks, files in samples:
-            path, digest = files[number]
-            versions.setdefault(digest, (path, []))[1].extend(of_ranks)
+    for of_file in zip(*samples, strict=True):
+        versions: dict[str, list[int]] = {}
+        for rank, (_, digest) in enumerate(of_file):
+            versions.setdefault(digest, []).append(rank)
         if len(versions) > 1:
-            held = "; ".join(f"rank(s) {spell_ranks(sorted(alike))}: {path}" for path, alike in versions.values())
+            found = "; ".join(f"rank(s) {spell_ranks(alike)}: {of_file[alike[0]][0]}" for alike in versions.values())
             raise CheckpointError(
-                f"{samples[0][1][number][0].rpartition('/')[2]}: the ranks hold {len(versions)} different files of "
-                f"this name, so the model would be a mixture: {held}. Give all ranks the same checkpoint and revision"
+                f"{of_file[0][0].rpartition('/')[2]}: the ranks have {len(versions)} different files of this name, so "
+                f"the model would be a mixture: {found}. Give all ranks the same checkpoint and revision"
             )
 
 
@@ -189,10 +187,7 @@ def sample_offsets(files: Sequence[PlannedFile], seed: str) -> list[list[int]]:
 
 
 def sample_digests(
-    files: Sequence[PlannedFile],
-    seed: str,
-    sources: OpenSources,
-    on_block: Callable[[], object] = no_callback,
+    files: Sequence[PlannedFile], seed: str, sources: OpenSources, on_block: Callable[[], object] = no_callback
 ) -> list[str]:
     """Return a digest of the sampled blocks of each file.
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -41,28 +41,12 @@ from lowmem_load.load.request import (
     stage_3,
     weights_folder,
 )
-from lowmem_load.models import diffusion, loader, model_folder
+from lowmem_load.models import diffusion, loader, model_folder, skeleton
 from lowmem_load.models.active import IS_LOADING, load_lock, ordinary_path, transformers_models
 from lowmem_load.models.loader import Call
 from lowmem_load.models.model_folder import hub_keywords, rename_loaded
-from lowmem_load.models.modules import (
-    Build,
-    BuiltModelCall,
-    ModuleCall,
-    Rename,
-    as_before_if_it_fails,
-    stand_in_for,
-)
+from lowmem_load.models.modules import Build, BuiltModelCall, ModuleCall, Rename, as_before_if_it_fails, stand_in_for
 from lowmem_load.models.quantizers import packed_format
-from lowmem_load.models.skeleton import (
-    FILE_KEYWORDS,
-    blocks,
-    filled_by,
-    hand_over,
-    is_distributed_config,
-    is_kept_on_host,
-    refuse_parted,
-)
 from lowmem_load.models.wrappers import extra_states, named_modules, named_tensors, plain_class, plain_name
 from lowmem_load.phases import no_callback
 from lowmem_load.planning.replicas import ShareReads
@@ -234,17 +218,12 @@ class IntoModule:
         return ModuleCall(self._name, model, dict(self._kwargs), **how)
 
 
-class IntoDiffusers:
-    """The load of a checkpoint into a model of diffusers, which it builds; by default in fp32."""
+class IntoDiffusers(NamedTuple):
+    """The load of a checkpoint into a model of diffusers. The caller fills none of its tensors."""
 
-    def __init__(self, checked: Checked) -> None:
-        self._run = checked.run
-        self.model: nn.Module = diffusion.skeleton(checked.cls, checked.name, checked.kwargs)
-        self.left: set[str] = set()
-
-    def shards(self, _: RankGroup, world_size: int) -> tuple[Settings, Run]:
-        """Return how the values of shards are loaded. Local."""
-        return stage_3(torch.float32, world_size), self._run
+    model: nn.Module
+    shards: Callable[[RankGroup, int], tuple[Settings, Run]]
+    left: frozenset[str] = frozenset()
 
 
 Into: TypeAlias = IntoModule | IntoDiffusers
@@ -255,7 +234,7 @@ End: TypeAlias = Callable[[Into], Mapping[str, Any]]
 
 
 def _left(model: nn.Module, plain: nn.Module, skip: Collection[str]) -> set[str]:
-    """Return which parts of the transformers model the caller fills. Raise unless he fills all that is beside it."""
+    """Return which parts of the transformers model the caller fills. Raise unless he fills all that is next to it."""
     prefix = next(name for name, module in named_modules(model) if module is plain)
     inner, outer = _parts(plain), _parts(model)
     known = {**inner, **outer}  # a name may be one of either model
@@ -267,7 +246,7 @@ def _left(model: nn.Module, plain: nn.Module, skip: Collection[str]) -> set[str]
     if lost := sorted(name for name, tensor in tensors.items() if id(tensor) not in inside and name not in left):
         raise ConfigError(
             f"{type(model).__name__}: this load fills the {type(plain).__name__} at {prefix!r}, and not {listed(lost)} "
-            "beside it; fill these yourself and name them in skip, or call load_into for that model alone"
+            "next to it; fill these yourself and name them in skip, or call load_into for that model alone"
         )
     parts_left = {id(known[name]) for name in left}
     return {name for name, part in inner.items() if id(part) in parts_left}
@@ -298,7 +277,7 @@ def _fill_shards(
             report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
             sharded.fill_buffers(loaded)
             device = next((tensor.device for tensor in (*into.model.parameters(), *into.model.buffers())), CPU)
-            hand_over(loaded, into.model, device, {*report.loading_info["missing_keys"], *sharded.left})
+            skeleton.hand_over(loaded, into.model, device, {*report.loading_info["missing_keys"], *sharded.left})
     setattr(model, REPORT_ATTRIBUTE, report)
     return report
 
@@ -336,7 +315,7 @@ def load_sharded(request: Request, sharding: Any, policy: Mapping[str, Any] | No
     """Do what `load_model` does with a `DistributedConfig`, or with a `DeviceMesh` and keywords of `fully_shard`."""
 
     def make_request() -> Request:
-        if not (is_mesh(sharding) or is_distributed_config(sharding)):
+        if not (is_mesh(sharding) or skeleton.is_distributed_config(sharding)):
             raise ConfigError(f"load_model: {sharding!r} is neither a DeviceMesh nor a DistributedConfig")
         if policy is not None and not is_mesh(sharding):
             raise ConfigError("fully_shard_kwargs: goes with a mesh; a DistributedConfig has its own settings")
@@ -364,19 +343,19 @@ def build_sharded(
 
     `weights`: see `filled_by`.
     """
-    is_config, kwargs = is_distributed_config(sharding), dict(checked.kwargs)
+    is_config, kwargs = skeleton.is_distributed_config(sharding), dict(checked.kwargs)
     if checked.config is None and is_config:
         raise ConfigError("a DistributedConfig shards transformers models; pass mesh=")
 
     def shard(model: nn.Module) -> None:
         if not is_config:
-            shard_fully(model, sharding, blocks(model), policy or {})
+            shard_fully(model, sharding, skeleton.blocks(model), policy or {})
 
     if checked.config is None:
-        into = IntoDiffusers(checked)
-        shard(into.model)
-        end(into)
-        return into.model
+        model: nn.Module = diffusion.skeleton(checked.cls, checked.name, checked.kwargs)
+        shard(model)
+        end(IntoDiffusers(model, lambda _, world_size: (stage_3(torch.float32, world_size), checked.run)))
+        return model
     if is_config:
         kwargs["distributed_config"] = sharding
     with skeletons_sharded(checked.name, kwargs, end, shard, weights):
@@ -388,7 +367,7 @@ def filling(options: Options, *, is_offloaded: bool = False) -> End:
 
     def fill(into: Into) -> Mapping[str, Any]:
         model = into.model
-        device = CPU if is_offloaded or is_kept_on_host(model) else mesh_device(model)
+        device = CPU if is_offloaded or skeleton.is_kept_on_host(model) else mesh_device(model)
         allocate_shards(model, device)
         Constructor().finish(model, device)  # `to_empty` moves no attributes
         plain_options = replace(options, is_lenient=False, on_load=None)
@@ -418,16 +397,16 @@ def skeletons_sharded(
     filled: list[nn.Module] = []
 
     def fill(model: nn.Module, dtype: torch.dtype, keywords: dict[str, Any]) -> Mapping[str, Any]:
-        refuse_parted(model)
+        skeleton.refuse_parted(model)
         packed_format(model).pack_skeleton(model)
         shard(model)
         filled.append(model)
-        keywords |= hub_keywords(kwargs, FILE_KEYWORDS)
+        keywords |= hub_keywords(kwargs, skeleton.FILE_KEYWORDS)
         with holding(IS_LOADING, False):  # a handler gets what `end` loads
             return end(IntoModule(model, name, dtype=dtype, kwargs=keywords))
 
     explained = model_folder.files_explained(name, kwargs.get("subfolder") or "")
-    with ordinary_path(), filled_by(fill, weights), explained:
+    with ordinary_path(), skeleton.filled_by(fill, weights), explained:
         if model_folder.adapter_config_file(name, kwargs) is not None:
             raise UnsupportedError(
                 f"{origin(name)}: is an adapter; load the base model that its adapter_config.json names, and add it to "

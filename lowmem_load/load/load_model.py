@@ -19,7 +19,7 @@ from lowmem_load.files.executor import Executor
 from lowmem_load.files.mounts import read_cost
 from lowmem_load.load.describe import describe
 from lowmem_load.load.load import FALLBACK_ATTRIBUTE, REPORT_ATTRIBUTE, Options
-from lowmem_load.load.load_into import Into, Run, build_sharded, load_sharded
+from lowmem_load.load.load_into import Into, build_sharded, load_sharded
 from lowmem_load.load.make_plan import make_plan
 from lowmem_load.load.report import LoadReport
 from lowmem_load.load.request import Request, agree_on_request, make_load, target_of, weights_folder
@@ -216,25 +216,39 @@ def plan_rank(
             settings = read_settings(ds_config, world_size=world_size, partition=partition, must_match=True)
         return Request(name, auto_class, dtype, from_pretrained_kwargs, settings)
 
-    def end(into: Into) -> NoReturn:
+    def end(into: Into) -> Any:
         device = "cpu" if is_kept_on_host(into.model) else mesh_device(into.model).type
         sharded = ShardedModel(into.model, into.left, device, is_skeleton=True)
-        raise _Done(_planned(*into.shards(Alone(), world_size), sharded.make_target, rank))
+        settings, run = into.shards(Alone(), world_size)
+        return run(_planning(settings, sharded.make_target, rank))
 
     checked = agree_on_request(Alone(), make_request, stream=True)
-    if sharding is None:
-        return _planned(checked.settings, checked.run, target_maker(rank, device or _accelerator()), rank)
-    forget_meshes()
-    with load_lock(), fake_group(rank, world_size):
-        mesh = sharding if is_distributed_config(sharding) else host_mesh(sharding)
-        plan: LoadPlan = _result(lambda: build_sharded(checked, mesh, end))
-    return plan
+    try:
+        with load_lock():
+            if sharding is None:
+                make_target = target_maker(rank, device or _accelerator())
+                checked.run(_planning(checked.settings, make_target, rank))
+            else:
+                forget_meshes()
+                with fake_group(rank, world_size):
+                    build_sharded(checked, sharding if is_distributed_config(sharding) else host_mesh(sharding), end)
+    except _Planned as planned:
+        return planned.plan
+    raise AssertionError("a load that nothing takes is an error by itself")
 
 
-def _planned(settings: Settings, run: Run, make_target: TargetMaker, rank: int) -> LoadPlan:
-    """Return the plan of what a load describes on the host. torch's random state stays as it was."""
+class _Planned(BaseException):
+    """Carries a plan out of a `from_pretrained`, past overrides that would go on to use the model."""
 
-    def handler(call: Call) -> NoReturn:
+    def __init__(self, plan: LoadPlan) -> None:
+        super().__init__()
+        self.plan = plan
+
+
+def _planning(settings: Settings, make_target: TargetMaker, rank: int) -> Callable[[Call], NoReturn]:
+    """Return what plans a load that is described on the host. torch's random state stays as it was."""
+
+    def plan_call(call: Call) -> NoReturn:
         if is_left_alone(call, settings):
             raise UnsupportedError(
                 f"{call.name}: transformers places this model by itself, so there is nothing to plan"
@@ -242,29 +256,10 @@ def _planned(settings: Settings, run: Run, make_target: TargetMaker, rank: int) 
         random_state = torch.random.fork_rng(devices=[])
         with random_state, zero_init_disabled(), on_host(), Executor() as executor:
             described = describe(call, settings, make_target, executor, holds_values=False)
-            plan = make_plan(described, rank, read_cost([file.path for file in described.files])).plan
-        raise _Done(plan)
+            planned = make_plan(described, rank, read_cost([file.path for file in described.files]))
+        raise _Planned(planned.plan)
 
-    with load_lock():
-        plan: LoadPlan = _result(lambda: run(handler))
-    return plan
-
-
-def _result(from_pretrained: Callable[[], object]) -> Any:
-    """Return what a `_Done` carries out of a call of `from_pretrained`."""
-    try:
-        from_pretrained()
-    except _Done as done:
-        return done.result
-    raise AssertionError("a load that nothing takes is an error by itself")
-
-
-class _Done(BaseException):
-    """Carries a result out of a `from_pretrained`, past overrides that would go on to use the model."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.result = result
+    return plan_call
 
 
 def _accelerator() -> torch.device:

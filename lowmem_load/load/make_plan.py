@@ -15,14 +15,7 @@ from lowmem_load.errors import UnsupportedError
 from lowmem_load.load.describe import Described
 from lowmem_load.models.quantizers import packed_format
 from lowmem_load.planning import expression as ex
-from lowmem_load.planning.load_plan import (
-    BufferPlan,
-    Destination,
-    LoadPlan,
-    SlowPath,
-    TargetPlan,
-    reading_order,
-)
+from lowmem_load.planning.load_plan import BufferPlan, Destination, LoadPlan, SlowPath, TargetPlan, reading_order
 from lowmem_load.planning.planner import Constants, Planner
 from lowmem_load.planning.reads import Fill, Read, ReadCost, ReadLimits
 from lowmem_load.planning.regions import FlatRange, Region

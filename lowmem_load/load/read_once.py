@@ -1,4 +1,4 @@
-"""Reads once what several ranks hold: each rank reads its share, and sends it. See [Note: read once] in `replicas.py`.
+"""Reads once what several ranks need: each rank reads its share, and sends it. See [Note: read once] in `replicas.py`.
 
 [Note: reading and sending] The threads of the executor read one batch after the other, and stop for nothing but the
 main thread being two batches behind. The main thread waits for its own part of a batch, agrees with all ranks of the
@@ -32,7 +32,7 @@ Summary = tuple[list[tuple[str, int]], int]
 
 
 class ReadOnce:
-    """Fills memory together with other ranks that hold the same. Close it after the load.
+    """Fills memory together with other ranks that need the same. Close it after the load.
 
     Attributes:
         received_bytes: that have come from other ranks.
@@ -81,7 +81,7 @@ class ReadOnce:
         """Share what was planned, unless ranks have planned it otherwise."""
         counts = Counter((digest, size) for known, _ in summaries for digest, size in known)
         if any(count != size for (_, size), count in counts.items()):
-            self.why_alone = "ranks that hold the same have not planned the same reads"
+            self.why_alone = "ranks that need the same have not planned the same reads"
         else:
             self._num_batches = max(number for _, number in summaries)
         if self._num_batches:
@@ -99,7 +99,7 @@ class ReadOnce:
         """Fill all memory that was taken. Collective: of all ranks of the load."""
         if not self._num_batches:
             return
-        with self.ranks.step("connecting ranks that hold the same", name=name, progress=self.progress):
+        with self.ranks.step("connecting ranks that need the same", name=name, progress=self.progress):
             for replicas in self._replicas:
                 self._groups.append(SideGroup(self.ranks, replicas.ranks))
                 self._groups[-1].connect()

@@ -141,8 +141,8 @@ class LoadReport(Phases):
     def _rows(self) -> dict[str, str]:
         quantized = f"; {self.num_quantized} tensors are quantized" if self.num_quantized else ""
         of_all = f"of {size(self.partition_bytes * self.world_size)} partitioned" if self.ds_config else "of shards"
-        holds = {f"{size(self.partition_bytes)} {of_all}": self.partition_bytes}
-        holds |= {f"{size(self.whole_bytes)} whole on every rank": self.whole_bytes}
+        keeps = {f"{size(self.partition_bytes)} {of_all}": self.partition_bytes}
+        keeps |= {f"{size(self.whole_bytes)} full on every rank": self.whole_bytes}
         needed = f", {size(self.needed_bytes)} needed" if self.needed_bytes else ""  # not counted: read one by one
         read = f"{size(self.read_bytes)} of {size(self.file_bytes)} in the files{needed}"
         from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
@@ -151,10 +151,10 @@ class LoadReport(Phases):
         on_device = f"peak {size(self.peak_device_bytes)} above the start" if self.peak_device_bytes else ""
         rows = {
             "model": f"{self.contents}{quantized}",
-            "holds": ", ".join(text for text, nbytes in holds.items() if nbytes),
+            "keeps": ", ".join(text for text, nbytes in keeps.items() if nbytes),
             "read": from_files,
             "requests": f"{requests.num_requests:,}, {size(requests.received_bytes)}" if requests.num_requests else "",
-            "received": f"{size(self.received_bytes)} from ranks that hold the same" if self.received_bytes else "",
+            "received": f"{size(self.received_bytes)} from ranks that need the same" if self.received_bytes else "",
             "host memory": f"peak {size(self.peak_memory.total_bytes)} above the start",
             "device memory": on_device,
             "seconds": ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items()),

@@ -242,7 +242,7 @@ def _int4_table(ordinary: Unpack, read_now: ReadNow) -> torch.Tensor:
 
 
 def _refuse_stacked(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Refuse experts that are dequantized into one tensor: each rank would hold the whole model."""
+    """Refuse experts that are dequantized into one tensor: each rank would need the full model."""
     conversions = ordinary(*args, **kwargs)
     for conversion in conversions:
         first, *others = getattr(conversion, "operations", None) or [None]
@@ -252,9 +252,9 @@ def _refuse_stacked(ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def dequantized_whole(method: str) -> UnsupportedError:
-    """Return the error for experts that transformers dequantizes whole on every rank."""
+    """Return the error for experts that transformers dequantizes in full on every rank."""
     return UnsupportedError(
-        f"quantization {method!r}: transformers dequantizes the experts of this model whole on every rank; load a "
+        f"quantization {method!r}: transformers dequantizes the experts of this model in full on every rank; load a "
         "dequantized or an fp8 checkpoint (quant_method 'fp8'), or use ZeRO stage 0, 1 or 2"
     )
 

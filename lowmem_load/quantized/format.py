@@ -18,11 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowmem_load.planning.expression import (
-    Expression,
-    Shape,
-    numel,
-)
+from lowmem_load.planning.expression import Expression, Shape, numel
 from lowmem_load.planning.load_plan import CompanionPlan
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.regions import partition_range

@@ -150,7 +150,7 @@ def test_stacked_experts_of_compressed_tensors_are_refused(tmp_path: Path) -> No
     sizes = {"num_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
     write_compressed(tmp_path, transformers.Qwen3MoeConfig(**SIZES, **sizes), "fp8 by tensor")
     config = transformers.CompressedTensorsConfig(dequantize=True)
-    with pytest.raises(UnsupportedError, match="dequantizes the experts of this model whole"):
+    with pytest.raises(UnsupportedError, match="dequantizes the experts of this model in full"):
         lowmem_load.plan(tmp_path, BF16, rank=0, world_size=2, quantization_config=config)
 
 

@@ -471,7 +471,7 @@ def load_unlike(path: str, other: str) -> None:
     for make in (empty_on_others, own_teacher, one_at_a_time, judge_on_first, stock_on_one):
         assert differing(prepare(make(path, other), efficient=True), stock) == []
     rank = torch.distributed.get_rank()
-    with pytest.raises(CheckpointError, match="the ranks hold 2 different files"):
+    with pytest.raises(CheckpointError, match="the ranks have 2 different files"):
         prepare(from_files([path, other][rank]), efficient=True)
 
 

@@ -366,7 +366,7 @@ def fill_beside_others(path: str) -> None:
     beside = ["tower.weight", "tower.bias", "mean"]
     for leave, lost in (((), "mean, tower.bias, tower.weight"), (beside[:2], "mean")):
         with pytest.raises(
-            ConfigError, match=f"VisionLanguage: .* LlamaForCausalLM at 'llm', and not {lost} beside it"
+            ConfigError, match=f"VisionLanguage: .* LlamaForCausalLM at 'llm', and not {lost} next to it"
         ):
             load_into(model, path, skip=leave)
     with pytest.raises(ConfigError, match=r"skip: .* lm_head"):

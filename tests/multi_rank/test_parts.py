@@ -129,7 +129,7 @@ def fill_transformers(path: str) -> None:
         wrapper.policy, wrapper.value = AutoModelForCausalLM.from_config(config, dtype=torch.float32), nn.Linear(32, 1)
     load_into(model, path, Z3)
     assert not differing(model, expected)
-    with pytest.raises(ConfigError, match=r"not .* beside it"):
+    with pytest.raises(ConfigError, match=r"not .* next to it"):
         load_into(wrapper, path, Z3)
     load_into(wrapper, path, Z3, skip=["value.weight", "value.bias"])
     assert not differing(wrapper.policy, expected)

@@ -192,7 +192,7 @@ def refuse(path: str, even: str, odd: str) -> None:
     bits = quantization(storage=torch.float32)
     with pytest.raises(ConfigError, match=r"q_proj.weight: .* as torch.float32, and FSDP2 would cast them to torch.b"):
         load_model(even, mesh=mesh, dtype=torch.float32, fully_shard_kwargs=policy, quantization_config=bits)
-    with pytest.raises(UnsupportedError, match=r"q_proj.weight: of shape \(18, 15\), it takes 135 bytes in 4 bits"):
+    with pytest.raises(UnsupportedError, match=r"q_proj.weight: has the shape \(18, 15\), and so 135 bytes in 4 bits"):
         load_model(odd, mesh=mesh, dtype=torch.bfloat16, quantization_config=quantization())
     for sizes in ({"fsdp_size": 2}, {"tp_size": 2}):
         with pytest.raises(UnsupportedError, match=r"q_proj.weight: was sharded .* pass a DeviceMesh, not a Distr"):

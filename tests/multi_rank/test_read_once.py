@@ -111,7 +111,7 @@ def disagree(path: str) -> tuple[int, list[str]]:
 
 
 def test_ranks_that_would_share_otherwise_read_alone(checkpoints: Path) -> None:
-    note = "no reads were shared with other ranks: ranks that hold the same have not planned the same reads"
+    note = "no reads were shared with other ranks: ranks that need the same have not planned the same reads"
     assert run_ranks(disagree, str(builders.tiny_llama(checkpoints)), world_size=2) == [(0, [note])] * 2
 
 

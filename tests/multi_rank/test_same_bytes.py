@@ -75,7 +75,7 @@ def test_two_checkpoints_of_one_shape_are_not_mixed(checkpoints: Path, tmp_path:
     assert all(text == texts[0] for text in texts), "the same errors on every rank"
     *of_files, of_config, of_generation = texts[0]
     for text, other in zip(of_files, others, strict=False):
-        assert "model.safetensors: the ranks hold 2 different files of this name" in text
+        assert "model.safetensors: the ranks have 2 different files of this name" in text
         assert f"rank(s) 0-1: {first}" in text and f"rank(s) 2-3: {other}" in text
     assert "describing the model failed" in of_config
     assert "has configuration rms_norm_eps 2e-06, where rank(s) 0" in of_config and "have 1e-06" in of_config

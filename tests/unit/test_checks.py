@@ -44,26 +44,20 @@ def checkpoint(folder: Path, **contents: bytes) -> list[PlannedFile]:
     return files
 
 
-Sample = tuple[tuple[int, ...], list[tuple[str, str]]]
-
-
-def view(*ranks: int, digests: str = "xy") -> Sample:
-    """What ranks found in the files `a` and `b` of a folder named after the first of them."""
-    return ranks, [(f"/{ranks[0]}/{name}", digest) for name, digest in zip("ab", digests, strict=True)]
-
-
 @pytest.mark.parametrize(
     ("views", "expected"),
     [
-        ([view(0), view(1, digests="xz")], "b: the ranks hold 2 .*: rank\\(s\\) 0: /0/b; rank\\(s\\) 1: /1/b\\. Give"),
-        ([view(0), view(1, digests="zz")], "a: the ranks hold 2"),
-        ([view(0, 3), view(1, 4, digests="xz"), view(2)], "0, 2-3: /0/b; rank\\(s\\) 1, 4: /1/b"),
-        ([view(0), view(1, digests="xz"), view(2, digests="xw")], "the ranks hold 3 .*0: /0/b; .*1: /1/b; .*2: /2/b"),
+        (["0 xy", "1 xz"], "b: the ranks have 2 .*: rank\\(s\\) 0: /0/b; rank\\(s\\) 1: /1/b\\. Give"),
+        (["0 xy", "1 zz"], "a: the ranks have 2"),
+        (["0 xy", "1 xz", "2 xy", "0 xy", "1 xz"], "0, 2-3: /0/b; rank\\(s\\) 1, 4: /1/b"),
+        (["0 xy", "1 xz", "2 xw"], "the ranks have 3 .*0: /0/b; .*1: /1/b; .*2: /2/b"),
     ],
 )
-def test_views_of_other_bytes_are_named_with_their_ranks(views: list[Sample], expected: str) -> None:
+def test_views_of_other_bytes_are_named_with_their_ranks(views: list[str], expected: str) -> None:
+    """What each rank found in the files `a` and `b`: the folder that it opened, and their digests."""
+    samples = [[(f"/{view[0]}/{name}", digest) for name, digest in zip("ab", view[2:], strict=True)] for view in views]
     with pytest.raises(CheckpointError, match=expected):
-        check_same(views)
+        check_same(samples)
 
 
 def test_a_file_that_changes_is_another_view_and_is_refused(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_experts_that_would_be_dequantized_whole_are_refused(
         quantizer.validate_environment()
         if is_partitioned and is_stacked:
             with pytest.raises(
-                UnsupportedError, match=r"compressed-tensors.*dequantizes the experts of this model whole"
+                UnsupportedError, match=r"compressed-tensors.*dequantizes the experts of this model in full"
             ):
                 quantizer.update_weight_conversions([], None)
         else:
@@ -159,7 +159,7 @@ def test_experts_without_a_quantizer_are_refused_when_quantized(is_partitioned: 
     tensors = {name: torch.ones(shapes[name]) for name in names}
     with described_quantizers(is_partitioned=is_partitioned):
         if is_partitioned and method:
-            with pytest.raises(UnsupportedError, match=f"{method}.*dequantizes the experts of this model whole"):
+            with pytest.raises(UnsupportedError, match=f"{method}.*dequantizes the experts of this model in full"):
                 owner().convert(tensors, names, ["experts"])
         else:
             wide = 64 if method == "nvfp4" else 32

@@ -44,7 +44,7 @@ def test_a_plan_is_taken() -> None:
     report = LoadReport("model")
     report.take_plan(dataclasses.replace(plan, targets=targets), {"zero_optimization": {"stage": 3}})
     assert report.ds_config == {}
-    assert "  holds: 1020 B of shards" in str(report).splitlines()
+    assert "  keeps: 1020 B of shards" in str(report).splitlines()
 
 
 def test_the_dtype_does_not_depend_on_the_order_in_which_a_rank_reads() -> None:
@@ -138,7 +138,7 @@ def test_the_text_holds_the_figures() -> None:
     assert str(report).splitlines() == [
         "some/model: rank 3 of 8",
         "  model: 291 tensors, 6.74 B parameters, bfloat16",
-        "  holds: 1.50 MiB of 12.0 MiB partitioned",
+        "  keeps: 1.50 MiB of 12.0 MiB partitioned",
         "  read: 2.50 MiB of 12.0 MiB in the files, 1.00 MiB needed, 17 reads",
         "  host memory: peak 5.00 MiB above the start",
         "  seconds: describe 1.23, plan 0.50",
@@ -153,7 +153,7 @@ def test_what_only_some_loads_have_is_said_of_those() -> None:
     assert str(report).splitlines() == [
         "model: rank 0 of 1",
         "  model: 0 tensors, 0 parameters; 14 tensors are quantized",
-        "  holds: 1.00 MiB whole on every rank",
+        "  keeps: 1.00 MiB full on every rank",
         "  read: nothing: built from its configuration",
         "  host memory: peak 0 B above the start",
         "  device memory: peak 5.00 MiB above the start",
