@@ -27,8 +27,7 @@ from lowmem_load.engines.mesh import offloads
 from lowmem_load.engines.sharded_target import Unfilled
 from lowmem_load.engines.target import Target
 from lowmem_load.errors import UnsupportedError
-from lowmem_load.load.fill_lazy import are_lazy, fill_partitions, fill_sharded
-from lowmem_load.load.lazy import describe_lazily
+from lowmem_load.load.lazy import are_lazy, describe_lazily, fill_partitions, fill_sharded
 from lowmem_load.load.load import Options, fall_back, fallback_reason, find, make_executor
 from lowmem_load.load.report import LoadReport
 from lowmem_load.models.active import active_zero3_config, draws_no_missing

@@ -35,9 +35,6 @@ BLOCK_BYTES = 4096
 MIN_BLOCKS, MAX_BLOCKS = 3, 64
 """Fewest and most blocks of a file."""
 
-NUM_THREADS = 4
-"""Files that are sampled at a time."""
-
 MAX_BLOCKS_IN_ALL = 2048
 """Most blocks of a checkpoint, unless `MIN_BLOCKS` of each file are more: a few milliseconds from the page cache."""
 
@@ -62,7 +59,7 @@ def disk_uses(needed: Mapping[str, int]) -> list[Use]:
     ]
 
 
-def memory_uses(rank: int, plan: LoadPlan, described: Described, num_threads: int, message_bytes: int = 0) -> list[Use]:
+def memory_uses(rank: int, plan: LoadPlan, described: Described, num_threads: int, message_bytes: int) -> list[Use]:
     """Return the host memory that a load will need on this rank at least, with what is free of all that bounds it.
 
     `message_bytes` are those of messages to other ranks.
@@ -202,5 +199,5 @@ def sample_digests(
         return hasher.hexdigest()
 
     sources.expect(files)
-    with ThreadPoolExecutor(NUM_THREADS, "lowmem_load-sample") as pool:
+    with ThreadPoolExecutor(4, "lowmem_load-sample") as pool:
         return list(pool.map(digest, files, sample_offsets(files, seed)))

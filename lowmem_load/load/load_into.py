@@ -26,7 +26,7 @@ from lowmem_load.engines.mesh import is_mesh, mesh_device, offloads, reshard, sh
 from lowmem_load.engines.sharded_target import ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.files.stand_ins import origin
-from lowmem_load.load.fill_lazy import allocate_shards
+from lowmem_load.load.lazy import allocate_shards
 from lowmem_load.load.load import REPORT_ATTRIBUTE, Load, LoadedModel, Options
 from lowmem_load.load.report import LoadReport
 from lowmem_load.load.request import (

@@ -61,21 +61,17 @@ class ReadOnce:
         Returns what all others must know of it, and the host memory that messages will take.
         """
         least_bytes = 0 if self._share == "job" else LEAST_BYTES
-        reads_once = chooser(self._share, plan.read_cost, self._nodes, on_host=device.type == "cpu")
+        on_host = device.type == "cpu"
+        reads_once = chooser(self._share, plan.read_cost, self._nodes, on_host=on_host)
         self._replicas = plan_replicas(plan, reads_once, least_bytes)
-        known = [(replicas.digest, len(replicas.ranks)) for replicas in self._replicas]
-        summary = known, max((replicas.num_batches for replicas in self._replicas), default=0)
-        return summary, self._message_bytes(device)
-
-    def _message_bytes(self, device: torch.device) -> int:
-        if device.type == "cpu":
-            return 0
-        most = 0
-        for number in range(max((replicas.num_batches for replicas in self._replicas), default=0)):
+        num_batches = max((replicas.num_batches for replicas in self._replicas), default=0)
+        message_bytes = 0
+        for number in range(0 if on_host else num_batches):
             of_ranks = [replicas.batch(number, place) for replicas in self._replicas for place in replicas.places]
             sizes = [sum(piece.nbytes for piece in batch) for batch in of_ranks]
-            most = max(most, min(sum(sizes), BATCH_BYTES + max(sizes)))
-        return most
+            message_bytes = max(message_bytes, min(sum(sizes), BATCH_BYTES + max(sizes)))
+        known = [(replicas.digest, len(replicas.ranks)) for replicas in self._replicas]
+        return (known, num_batches), message_bytes
 
     def agree(self, summaries: Sequence[Summary]) -> None:
         """Share what was planned, unless ranks have planned it otherwise."""

@@ -119,7 +119,7 @@ def fill_changed(ds_config: Any = "ds.json") -> Any:
     from torch.distributed.fsdp import fully_shard
 
     from lowmem_load import lazy
-    from lowmem_load.load.fill_lazy import fill_sharded
+    from lowmem_load.load.lazy import fill_sharded
 
     model = lazy("checkpoint")
     model.lm_head.weight.data.mul_(2)

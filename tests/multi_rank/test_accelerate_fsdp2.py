@@ -26,7 +26,7 @@ from lowmem_load import CheckpointError, FallbackWarning, RankError, Unsupported
 from lowmem_load.distributed.side_group import SideGroup
 from lowmem_load.engines.mesh import local_tensor
 from lowmem_load.integrations import accelerate
-from lowmem_load.load import fill_lazy
+from lowmem_load.load import lazy as lazy_module
 from lowmem_load.models.active import IS_LOADING
 from lowmem_load.replaced import holding
 from lowmem_load.symbolic.lazy import LazyTensor, is_unread
@@ -385,7 +385,7 @@ def fail_to_send(path: str) -> None:
     os.environ[EFFICIENT] = "True"
     lowmem_load.install()
     faults = (
-        (OSError(5, "Input/output error"), fill_lazy, "values_of"),
+        (OSError(5, "Input/output error"), lazy_module, "values_of"),
         (MemoryError("no memory"), SideGroup, "broadcast"),
     )
     for failing, (error, owner, function) in enumerate(faults):

@@ -82,7 +82,7 @@ def fill(paths: dict[str, str], folder: str) -> None:
     checkpoints = {**paths, "projector": f"{folder}/projector.safetensors"}
     for make, how in ((sharded, {}), (on_meta, {"ds_config": Z3})):
         model = make(paths)
-        with pytest.raises(UnsupportedError, match="holds 2 transformers models; call load_into for each of them"):
+        with pytest.raises(UnsupportedError, match="has 2 transformers models; call load_into for each of them"):
             load_into(model, paths["llm"], **how)
         reports = [load_into(model.get_submodule(name), path, **how) for name, path in checkpoints.items()]
         assert not differing(model, expected)

@@ -99,7 +99,9 @@ def test_settings_are_what_ranks_agree_on(plain: Path) -> None:
 
 
 @pytest.mark.usefixtures("lone_process")
-def test_transposed_weights_are_packed_as_in_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transposed_weights_are_packed_as_by_the_default_loader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)).save_pretrained(tmp_path)
@@ -111,8 +113,8 @@ def test_transposed_weights_are_packed_as_in_stock(tmp_path: Path, monkeypatch: 
     assert_same_packed(model, AutoModelForCausalLM.from_pretrained(tmp_path, **kwargs), count=4)
 
 
-def assert_same_packed(model: torch.nn.Module, stock: torch.nn.Module, count: int = len(SHAPES)) -> None:
-    streamed, ordinary = dict(model.named_parameters()), dict(stock.named_parameters())
+def assert_same_packed(model: torch.nn.Module, expected: torch.nn.Module, count: int) -> None:
+    streamed, ordinary = dict(model.named_parameters()), dict(expected.named_parameters())
     assert list(streamed) == list(ordinary)
     kinds = {name for name, parameter in ordinary.items() if isinstance(parameter, bnb.nn.Params4bit)}
     assert len(kinds) == count

@@ -1,5 +1,6 @@
 """What load_model, streaming, plan and get_load_report refuse before anything is read."""
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,9 @@ def test_a_plan_is_for_a_rank_that_there_is(rank: int, world_size: int, llama: s
 
 
 def test_a_plan_of_shards_takes_no_choice_of_partitions(llama: str) -> None:
-    distributed = pytest.importorskip("transformers.distributed")
+    sharding = pytest.importorskip("transformers.distributed").DistributedConfig(fsdp_size=2)
     with pytest.raises(ConfigError, match="partition belongs to ZeRO"):
-        plan(
-            llama,
-            rank=0,
-            world_size=2,
-            distributed_config=distributed.DistributedConfig(fsdp_size=2),
-            partition="model.layers.*",
-        )
+        plan(llama, rank=0, world_size=2, distributed_config=sharding, partition="model.layers.*")
 
 
 @pytest.mark.parametrize("name", [7, None, ""])
@@ -53,10 +48,9 @@ def test_a_class_that_loads_in_its_own_way_has_no_plan(llama: str) -> None:
         def from_pretrained(cls, *_: Any, **__: Any) -> nn.Module:
             return nn.Linear(1, 1)
 
-    with pytest.raises(UnsupportedError, match="its class does not load through transformers' from_pretrained"):
-        plan(llama, STAGE_3, rank=0, world_size=2, auto_class=Own)
-    with pytest.raises(UnsupportedError, match="its class does not load through transformers' from_pretrained"):
-        lowmem_load.lazy(llama, auto_class=Own)
+    for load in (functools.partial(plan, ds_config=STAGE_3, rank=0, world_size=2), lowmem_load.lazy):
+        with pytest.raises(UnsupportedError, match="its class does not load through transformers' from_pretrained"):
+            load(llama, auto_class=Own)
 
 
 def test_what_transformers_places_by_itself_has_no_plan(llama: str) -> None:

@@ -51,9 +51,8 @@ def made_plan(rank: int = 1, digest: str = "abc") -> LoadPlan:
         plan_of("zero3", flipped(SOURCE), planner, FlatRange(240 * rank, 240 * rank + 240), 250),
         plan_of(REPLICATED, ex.hold(torch.ones(5)), planner, FlatRange(0, 5), 5),
     )
-    buffer = BufferPlan(
-        ("norm.mean",), (3,), torch.float32, planner.plan_fill("b", SOURCE, FlatRange(0, 3)), (), "of b"
-    )
+    of_buffer = planner.plan_fill("b", SOURCE, FlatRange(0, 3))
+    buffer = BufferPlan(("norm.mean",), (3,), torch.float32, of_buffer, (), "of b")
     return LoadPlan(
         name="model",
         rank=rank,
@@ -82,6 +81,5 @@ def test_the_fingerprint_is_that_of_what_ranks_have_in_common() -> None:
         replace(plan, targets=(replace(plan.targets[0], kind="other"), plan.targets[1])),
     ]
     assert len({plan.fingerprint, *(other.fingerprint for other in others)}) == 1 + len(others)
-    assert (
-        replace(plan, targets=plan.targets[::-1]).fingerprint == plan.fingerprint
-    )  # ranks read in orders of their own
+    turned = replace(plan, targets=plan.targets[::-1])  # ranks read in orders of their own
+    assert turned.fingerprint == plan.fingerprint

@@ -57,11 +57,7 @@ def test_a_dataclass_of_another_library_may_have_more_fields() -> None:
         ({"model": "m", "model_kwargs": {"dtype": 1}}, DIST, "ModelArguments.model_kwargs: remove dtype; bf16"),
         ({"model": "m", "dist_config": 3}, None, "dist_config: expected a dataclass, a mapping, or the path of a YAML"),
         ({"model": "m"}, DIST["config_file"], "DistConfig: unknown key.s. zero_optimization; known are config_file"),
-        (
-            {"model": "m"},
-            {"name": "fsdp2"},
-            "DistConfig.name: expected 'deepspeed', got 'fsdp2'; for FSDP2 call ",
-        ),
+        ({"model": "m"}, {"name": "fsdp2"}, "DistConfig.name: expected 'deepspeed', got 'fsdp2'; for FSDP2 call "),
         ("gone", DIST, "model_args: gone: cannot be read as YAML: .*No such file"),
     ],
 )

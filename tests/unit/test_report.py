@@ -146,7 +146,7 @@ def test_the_text_holds_the_figures() -> None:
 
 
 def test_what_only_some_loads_have_is_said_of_those() -> None:
-    report = LoadReport("model", whole_bytes=MIB, num_quantized=14, notes=["stock rounds", "3 reads again"])
+    report = LoadReport("model", whole_bytes=MIB, num_quantized=14, notes=["it rounds", "3 reads again"])
     report.peak_device_bytes = 5 * MIB
     report.loading_info = {"missing_keys": ["a", "b"], "unexpected_keys": list("rstuvwxyz"), "mismatched_keys": []}
     report.slow_paths = [SlowPath("slow.weight", "why")]
@@ -160,7 +160,7 @@ def test_what_only_some_loads_have_is_said_of_those() -> None:
         "  missing keys: a, b",
         "  unexpected keys: r, s, t, u, v, w, x, y, ... (9 in all)",
         "  slow paths: slow.weight",
-        "  notes: stock rounds; 3 reads again",
+        "  notes: it rounds; 3 reads again",
     ]
 
 
@@ -173,19 +173,18 @@ def test_a_bar_in_a_log_is_rare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         return ordinary(**kwargs)
 
     monkeypatch.setattr(phases_module, "tqdm", noted)
-    with progress_bar(4 << 30, "Loading partitions", 0) as update:
-        update(31 << 20)
+
+    def show(rank: int, setting: str = "") -> None:
+        monkeypatch.setenv("LOWMEM_LOAD_PROGRESS", setting)
+        with progress_bar(1 << 30, "Loading partitions", rank) as update:
+            update(1 << 29)
+
+    show(rank=0)
     assert made[0]["delay"] == made[0]["mininterval"] == phases_module.LINE_S
-    with progress_bar(1 << 30, "Loading partitions", 1) as update:
-        update(1)
-    monkeypatch.setenv("LOWMEM_LOAD_PROGRESS", "0")
-    with progress_bar(1 << 30, "Loading partitions", 0) as update:
-        update(1)
+    show(rank=1)
+    show(rank=0, setting="0")
     assert capsys.readouterr().err == "" and len(made) == 1
-    monkeypatch.setenv("LOWMEM_LOAD_PROGRESS", "1")
-    with progress_bar(1 << 30, "Loading partitions", 0) as update:
-        update(1 << 29)
+    show(rank=0, setting="1")
     assert "Loading partitions of rank 0:  50%" in capsys.readouterr().err
-    monkeypatch.setenv("LOWMEM_LOAD_PROGRESS", "no")
-    with pytest.raises(ConfigError, match="'no', expected 0 or 1"), progress_bar(1, "", 1):
-        pass
+    with pytest.raises(ConfigError, match="'no', expected 0 or 1"):
+        show(rank=1, setting="no")

@@ -18,7 +18,6 @@ from lowmem_load.load.describe import Described, describe
 from lowmem_load.load.execute import execute
 from lowmem_load.load.make_plan import PlannedModel, make_plan
 from lowmem_load.planning.load_plan import PlannedFile, SlowPath, TargetPlan
-from lowmem_load.planning.reads import Read
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
@@ -31,10 +30,19 @@ def file(tmp_path: Path) -> Path:
 
 
 def executed(found: Described) -> PlannedModel:
+    """Execute the plan, which says what that reads."""
     result = make_plan(found, 0)
     with Executor() as executor:
         execute(result, found.target, executor)
+        assert executor.stats.read_bytes == result.plan.costs.read_bytes
     return result
+
+
+def missing(context: Context, *shape: int) -> SymbolicTensor:
+    """A parameter that no file has."""
+    made = make_uninitialised(torch.empty(shape, device="meta"), context.read_now)
+    made.initialise_in(context.initialiser, FlatRange(0, made.numel()))
+    return made
 
 
 # -- what is read while describing -----------------------------------------------------------------------------------
@@ -54,11 +62,7 @@ def test_what_is_read_while_describing_is_named_and_the_values_are_those_of_torc
 ) -> None:
     torch.manual_seed(0)
     found = described(file, lambda tensors, _: module(weight=operation(tensors["x"]).detach()))
-    result = make_plan(found, 0)
-    assert result.plan.read_to_describe == ((name, nbytes),)
-    with Executor() as executor:
-        execute(result, found.target, executor)
-        assert executor.stats.read_bytes == result.plan.costs.read_bytes
+    assert executed(found).plan.read_to_describe == ((name, nbytes),)
     torch.manual_seed(0)
     assert torch.equal(found.model.get_parameter("weight"), operation(X))
 
@@ -73,8 +77,7 @@ def written_into(tensors: dict[str, torch.Tensor], context: Context) -> nn.Modul
 
 def written_from_another(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
     """As a missing parameter that is initialised from one that is there."""
-    made = make_uninitialised(torch.empty(4, 6, device="meta"), context.read_now)
-    made.initialise_in(context.initialiser, FlatRange(0, 24))
+    made = missing(context, 4, 6)
     made.copy_(tensors["y"])
     context.initialiser.release()
     return module(weight=made)
@@ -90,8 +93,7 @@ def test_a_plan_without_values_is_that_of_the_load(build: Build, file: Path) -> 
 
 def test_without_values_a_missing_parameter_is_noted_and_not_allocated(file: Path) -> None:
     def build(_: dict[str, torch.Tensor], context: Context) -> nn.Module:
-        tensor = make_uninitialised(torch.empty(1 << 40, device="meta"), context.read_now)  # 4 TiB
-        tensor.initialise_in(context.initialiser, FlatRange(0, 1 << 40))
+        tensor = missing(context, 1 << 40)  # 4 TiB
         tensor.fill_(1.0)
         context.initialiser.release()
         return module(weight=tensor)
@@ -167,13 +169,8 @@ def test_a_model_within_that_the_settings_do_not_fit_is_kept_whole(file: Path) -
     def run(build: Build) -> None:
         call: Any = Call(file, build)
         with Executor() as executor:
-            describe(
-                call,
-                read_settings(AUTO, world_size=3),
-                lambda settings, _: Zero3(settings, 0, CPU),
-                executor,
-                holds_values=True,
-            )
+            settings = read_settings(AUTO, world_size=3)
+            describe(call, settings, lambda settings, _: Zero3(settings, 0, CPU), executor, holds_values=True)
 
     run(build)
     assert kept == [FlatRange(0, 24)]
@@ -213,13 +210,11 @@ def test_a_slow_path_names_the_operation(
 
 def test_a_missing_parameter_is_a_slow_path_and_one_without_a_value_is_zero(file: Path) -> None:
     def build(tensors: dict[str, torch.Tensor], context: Context) -> nn.Module:
-        made = [make_uninitialised(torch.empty(3, 5, device="meta"), context.read_now) for _ in range(2)]
-        for tensor in made:
-            tensor.initialise_in(context.initialiser, FlatRange(0, 15))
+        made = missing(context, 3, 5)
         with torch.no_grad():
-            made[0].normal_()
+            made.normal_()
         context.initialiser.release()
-        return module(initialised=made[0], forgotten=made[1], read=tensors["x"])
+        return module(initialised=made, forgotten=missing(context, 3, 5), read=tensors["x"])
 
     found = described(file, build)
     result = executed(found)
@@ -255,13 +250,6 @@ def test_files_are_read_front_to_back(file: Path) -> None:
     def build(tensors: dict[str, torch.Tensor], _: Context) -> nn.Module:
         return module(c=tensors["z"], held=torch.ones(2), b=tensors["x"], a=tensors["y"], cut=tensors["x"][2:])
 
-    reads = [
-        step.tensor.start + 4 * step.first
-        for target in planned(file, build).targets
-        for step in target.destinations[0].fill.steps
-        if isinstance(step, Read)
-    ]
-    assert len(reads) == 4
     assert [target.name for target in planned(file, build).targets] == ["held", "b", "cut", "a", "c"]
 
 
@@ -281,10 +269,7 @@ def test_a_buffer_is_whole_and_as_exact_as_the_engine_keeps_it(
         made["norm"].register_buffer("empty", torch.empty(0, device="meta"))
         return made
 
-    def make_target(settings: Any, _: nn.Module) -> Target:
-        return KeepingFp32(names)
-
-    found = described(file, build, make_target)
+    found = described(file, build, lambda *_: KeepingFp32(names))
     norm = found.model["norm"]
     before = norm.count
     result = executed(found)
@@ -306,12 +291,8 @@ class KeepingFp32(Replicated):
         self.names = names
 
     def fp32_buffers(self, model: nn.Module, /) -> list[torch.Tensor]:
-        return [
-            buffer
-            for name in self.names
-            for buffer in model.get_submodule(name).buffers()
-            if buffer.is_floating_point()
-        ]
+        buffers = [buffer for name in self.names for buffer in model.get_submodule(name).buffers()]
+        return [buffer for buffer in buffers if buffer.is_floating_point()]
 
 
 # -- execution -------------------------------------------------------------------------------------------------------
@@ -336,8 +317,7 @@ def test_a_held_value_is_there_for_every_destination(file: Path) -> None:
     """hpZ's secondary partition needs a missing parameter's value after the partition was filled."""
 
     def build(_: dict[str, torch.Tensor], context: Context) -> nn.Module:
-        made = make_uninitialised(torch.empty(10, device="meta"), context.read_now)
-        made.initialise_in(context.initialiser, FlatRange(0, 10))
+        made = missing(context, 10)
         made.fill_(3.0)
         context.initialiser.release()
         return module(weight=made)
@@ -363,11 +343,8 @@ def test_what_two_pieces_hold_is_read_once(
 ) -> None:
     target = TwoPieces(regions, numels)
     found = described(file, lambda tensors, _: module(weight=tensors["x"]), lambda *_: target)
-    result = make_plan(found, 0)
-    assert result.plan.costs.read_bytes == result.plan.costs.needed_bytes == 4 * read_numel
-    with Executor() as executor:
-        execute(result, found.target, executor)
-        assert executor.stats.read_bytes == 4 * read_numel
+    costs = executed(found).plan.costs
+    assert costs.read_bytes == costs.needed_bytes == 4 * read_numel
     for piece, region, numel in zip(target.pieces, regions, numels, strict=True):
         padding = [0.0] * (numel - region.numel)
         assert piece.tolist() == X.flatten()[region.start : region.end].tolist() + padding
