@@ -72,10 +72,10 @@ def execute(
                 if not once.takes(position, number, planned_part.memory):
                     filling.start(planned_part)
             if destination.copied_from is not None:
-                holder, first = destination.copied_from
+                origin, first = destination.copied_from
                 refuse_left(part.name, tensor)
                 numel = destination.region.numel
-                copies.append((memory[holder].narrow(0, first, numel), tensor[:numel]))
+                copies.append((memory[origin].narrow(0, first, numel), tensor[:numel]))
         if packing is not None:
             read = {**combined.pop(part.name, {}), **_read_companions(part, filling)}
             restores.append(functools.partial(packing.restore, part.name, made, read, target.device))

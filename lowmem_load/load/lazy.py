@@ -234,11 +234,6 @@ class _LazyParameters(Unfilled):
         return made, empty
 
 
-def was_lazy(model: nn.Module) -> bool:
-    """Return whether a part of a model was lazy. All ranks agree, whatever each has looked at."""
-    return any(getattr(module, _WAS_LAZY, False) for module in model.modules())
-
-
 # -- parameters become ordinary --------------------------------------------------------------------------------------
 
 
@@ -312,7 +307,7 @@ def are_lazy(model: nn.Module) -> bool:
     Programs may give weights to one rank alone, from which the default loader then sends them.
     """
     with RankGroup(None).step("looking for lazy weights", name=type(model).__name__) as step:
-        step.payload = was_lazy(model)
+        step.payload = any(getattr(module, _WAS_LAZY, False) for module in model.modules())
     return all(step.payloads)
 
 
@@ -387,7 +382,7 @@ def fill_partitions(partitioner: Partitioner, parameters: Sequence[nn.Parameter]
     lazy = {number: local for number, local in enumerate(parameters) if isinstance(local, LazyTensor)}
     with ranks.session("partitioning the model"), torch.no_grad():
         takable = {number: parameter for number, parameter in lazy.items() if partitioner.takes(parameter)}
-        taken = _find_unchanged("the model", takable, ranks)
+        taken: dict[int, Any] = _find_unchanged("the model", takable, ranks)
         parts: dict[LazyReader, list[Part]] = {}
 
         def read() -> None:
@@ -396,8 +391,11 @@ def fill_partitions(partitioner: Partitioner, parameters: Sequence[nn.Parameter]
 
         for parameter in taken.values():
             partitioner.make_room(read)
-            reader = reader_of(parameter)  # which a lazy tensor alone has
-            parts.setdefault(reader, []).extend(_partition(partitioner, parameter))
+            own, expression = parts.setdefault(reader_of(parameter), []), parameter.expression
+            partitioner.convert(parameter)
+            replace_in_place(parameter, torch.empty(0, dtype=parameter.dtype, device=partitioner.device))
+            for region, memory in partitioner.allocate(parameter):
+                own.append(Part(name_in_files(expression), expression, region, memory[: region.numel]))
         read()
         partitioner.finish()
         with ranks.step("reading what was changed"):
@@ -410,15 +408,6 @@ def fill_partitions(partitioner: Partitioner, parameters: Sequence[nn.Parameter]
     if partitioner.module is not None:
         leave(partitioner.module)
     return [parameter for number, parameter in enumerate(parameters) if number not in taken]
-
-
-def _partition(partitioner: Partitioner, parameter: Any) -> list[Part]:
-    """Let a lazy parameter be one of ZeRO-3; return what its partitions are to be filled with."""
-    expression = parameter.expression
-    partitioner.convert(parameter)
-    replace_in_place(parameter, torch.empty(0, dtype=parameter.dtype, device=partitioner.device))
-    parts, name = partitioner.allocate(parameter), name_in_files(expression)
-    return [Part(name, expression, region, memory[: region.numel]) for region, memory in parts]
 
 
 def allocate_shards(model: nn.Module, device: torch.device) -> None:
