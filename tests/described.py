@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lowmem_load.config.settings import read_settings
+from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.engines.target import Replicated, Target
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.safetensors import Safetensors
@@ -51,8 +51,10 @@ def whole(*_: Any) -> Target:
     return Replicated(CPU)
 
 
-def described(file: Path, build: Build, make_target: Any = whole, *, holds_values: bool = True) -> Described:
-    settings = read_settings({"zero_optimization": {"stage": 3}}, world_size=3)
+def described(
+    file: Path, build: Build, make_target: Any = whole, settings: Settings | None = None, *, holds_values: bool = True
+) -> Described:
+    settings = settings or read_settings({"zero_optimization": {"stage": 3}}, world_size=3)
     call: Any = Call(file, build)
     with Executor() as executor:
         return describe(call, settings, make_target, executor, holds_values=holds_values)

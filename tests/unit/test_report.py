@@ -60,13 +60,9 @@ def test_the_dtype_does_not_depend_on_the_order_in_which_a_rank_reads() -> None:
 # -- phases ----------------------------------------------------------------------------------------------------------
 
 
-def clocked(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
-    ticks = iter(seconds)
-    monkeypatch.setattr(phases_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-
-
 def test_seconds_of_a_phase_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocked(monkeypatch, 1.0, 3.5, 10.0, 10.25, 20.0, 21.0)
+    ticks = iter([1.0, 3.5, 10.0, 10.25, 20.0, 21.0])
+    monkeypatch.setattr(phases_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     report = LoadReport("model")
     for name in ("plan", "read", "plan"):
         with contextlib.suppress(OSError), report.phase(name):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +15,14 @@ from lowmem_load.engines.zero3_target import Zero3
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.source import LocalFile
-from lowmem_load.load.describe import Described, describe
+from lowmem_load.load.describe import Described
 from lowmem_load.load.execute import execute
 from lowmem_load.load.make_plan import PlannedModel, make_plan
 from lowmem_load.planning.load_plan import PlannedFile, SlowPath, TargetPlan
 from lowmem_load.planning.regions import FlatRange
 from lowmem_load.symbolic.constructor import Context
 from lowmem_load.symbolic.tensor import SymbolicTensor, make_uninitialised
-from tests.described import CPU, Build, Call, X, Y, described, module, planned, write_file
+from tests.described import CPU, Build, X, Y, described, module, planned, write_file
 
 
 @pytest.fixture
@@ -120,17 +121,12 @@ def test_the_description_names_its_files_and_keeps_transformers_info(file: Path)
 # -- settings and targets --------------------------------------------------------------------------------------------
 
 
-class Config:
-    def __init__(self, hidden_size: int) -> None:
-        self.hidden_size = hidden_size
-
-
 AUTO = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
 
 
 def with_config(model: nn.Module, hidden_size: int) -> nn.Module:
     made: Any = model
-    made.config = Config(hidden_size)
+    made.config = SimpleNamespace(hidden_size=hidden_size)
     return model
 
 
@@ -147,10 +143,7 @@ def test_each_model_gets_its_own_settings_and_target_once(file: Path) -> None:
         asked.append((model, settings))
         return Replicated(CPU)
 
-    call: Any = Call(file, build)
-    settings = read_settings(AUTO, world_size=1)
-    with Executor() as executor:
-        found = describe(call, settings, make_target, executor, holds_values=True)
+    found = described(file, build, make_target, read_settings(AUTO, world_size=1))
     sizes = [settings.ds_config["zero_optimization"]["reduce_bucket_size"] for _, settings in asked]
     assert sizes == [4 * 4, 8 * 8]
     assert asked[0][0] is found.model["inner"] and asked[1][0] is found.model
@@ -167,10 +160,7 @@ def test_a_model_within_that_the_settings_do_not_fit_is_kept_whole(file: Path) -
         return with_config(nn.ModuleDict({"inner": inner}), 8)
 
     def run(build: Build) -> None:
-        call: Any = Call(file, build)
-        with Executor() as executor:
-            settings = read_settings(AUTO, world_size=3)
-            describe(call, settings, lambda settings, _: Zero3(settings, 0, CPU), executor, holds_values=True)
+        described(file, build, lambda settings, _: Zero3(settings, 0, CPU), read_settings(AUTO, world_size=3))
 
     run(build)
     assert kept == [FlatRange(0, 24)]
