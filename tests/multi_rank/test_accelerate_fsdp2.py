@@ -473,6 +473,11 @@ def load_unlike(path: str, other: str) -> None:
     rank = torch.distributed.get_rank()
     with pytest.raises(CheckpointError, match="the ranks have 2 different files"):
         prepare(from_files([path, other][rank]), efficient=True)
+    model = from_files(path)
+    weight = model.lm_head.weight
+    weight.data = torch.cat([weight.data[rank : rank + 1], weight.data[1:]])  # cut alike, at another place on each rank
+    with pytest.raises(RankError, match="holds weights that are not read yet"):
+        prepare(model, efficient=True)
 
 
 def test_ranks_need_not_load_alike(checkpoints: Path, tmp_path: Path) -> None:
