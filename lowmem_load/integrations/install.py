@@ -44,20 +44,14 @@ from lowmem_load.replaced import Handlers, replaced, usable_names, warn_of_loss,
 
 
 @contextlib.contextmanager
-def streaming(
-    ds_config: Any,
-    *,
-    partition: Partition | None = None,
-    stream: bool = False,
-    share_reads: ShareReads = "auto",
-) -> Iterator[None]:
+def streaming(ds_config: Any, *, partition: Partition | None = None, **options: Any) -> Iterator[None]:
     """Inside, each `from_pretrained` of this thread loads as `load_model` does by these arguments. A name of 0.3.
 
-    Under stages 0 to 2 models keep the dtype that the caller asked for. Collective: all ranks.
+    `options` are stream and share_reads. Under stages 0 to 2 models keep the dtype that the caller asked for.
+    Collective: all ranks.
     """
-    options = Options(stream=stream, share_reads=share_reads)
     with load_lock():
-        load = _load_by(ds_config, options, partition=partition)
+        load = _load_by(ds_config, Options(**options), partition=partition)
     # Code that the block calls may ask for the ds_config: generate, resize_token_embeddings.
     with deepspeed_config(load.settings.ds_config), loader.intercepted(load), diffusion.intercepted(load):
         try:
@@ -213,7 +207,7 @@ def _hooks(options: Options, *, saves: bool) -> Iterator[tuple[Sequence[ForeignN
     yield tuple(of_diffusers), lambda: of_diffusers
     yield [foreign_names.LLAMAFACTORY_LOAD], lambda: _late("llamafactory").load_handlers(options)
     yield [foreign_names.SYNC_WEIGHTS, foreign_names.ITER_NAMED_PARAMS], lambda: _late("trl").HANDLERS
-    yield [foreign_names.INITIALIZE, foreign_names.LOAD_CHECKPOINT], lambda: _late("engine").HANDLERS
+    yield [foreign_names.INITIALIZE, foreign_names.LOAD_CHECKPOINT], lambda: _late("deepspeed").HANDLERS
     if saves:
         yield [foreign_names.DIFFUSERS_SAVE], lambda: diffusers.SAVE_HANDLERS
         yield _SAVES, lambda: {name: functools.partial(_save, name) for name in _SAVES}
@@ -228,7 +222,7 @@ def _save(name: ForeignName, ordinary: Callable[..., Any], *args: Any, **kwargs:
     # Others can save what DeepSpeed has not partitioned. The handlers need DeepSpeed: 70 MiB, and seconds of imports.
     if "deepspeed" not in sys.modules:
         return ordinary(*args, **kwargs)
-    return _late("saves").HANDLERS[name](ordinary, *args, **kwargs)
+    return _late("deepspeed").HANDLERS[name](ordinary, *args, **kwargs)
 
 
 def _replaced_once_imported(names: Sequence[ForeignName], handlers: Callable[[], Handlers]) -> contextlib.ExitStack:

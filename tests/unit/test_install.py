@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,22 +53,17 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs"),
+    "initialize",
     [
-        ((), {"config_params": CONFIG}),
-        ((None, "model", *BETWEEN, None, None, CONFIG), {}),
-        ((SimpleNamespace(deepspeed_config=CONFIG),), {}),
+        lambda model: deepspeed.initialize(model=model, config_params=CONFIG),
+        lambda model: deepspeed.initialize(None, model, *BETWEEN, None, None, CONFIG),
+        lambda model: deepspeed.initialize(SimpleNamespace(deepspeed_config=CONFIG), model=model),
     ],
 )
-def test_a_model_that_comes_whole_is_reported(args: tuple[Any, ...], kwargs: dict[str, Any], installed: None) -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SMALL))
-    if len(args) > 1:
-        args = (args[0], model, *args[2:])
-    else:
-        kwargs = {**kwargs, "model": model}
+def test_a_model_that_comes_replicated_is_reported(initialize: Callable[[Any], Any], installed: None) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert deepspeed.initialize(*args, **kwargs) == "engine"
+        assert initialize(LlamaForCausalLM(LlamaConfig(**SMALL))) == "engine"
     [message] = [warning for warning in caught if warning.category is LoadOrderWarning]
     assert str(message.message).startswith("LlamaForCausalLM: every rank has all ")
     assert message.filename == __file__

@@ -17,8 +17,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from lowmem_load.errors import UnsupportedError
 from lowmem_load.foreign_names import GET_STATE_DICT, MODEL_SAVE
-from lowmem_load.integrations import saves
-from lowmem_load.integrations.saves import NOTED_SAVES, LookedIntoError, NotGathered, is_saved_by_itself
+from lowmem_load.integrations import deepspeed
+from lowmem_load.integrations.deepspeed import NOTED_SAVES, LookedIntoError, NotGathered, is_saved_by_itself
 from lowmem_load.models.saver import default_shard_size
 from lowmem_load.replaced import holding, replaced
 from tests import builders
@@ -33,8 +33,8 @@ def model(checkpoints: Path) -> PreTrainedModel:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What is noted, and what is checked, of the saves inside."""
     things: list[Any] = []
-    monkeypatch.setattr(saves, "refuse_empty", things.append)
-    with replaced({MODEL_SAVE: saves.HANDLERS[MODEL_SAVE]}), holding(NOTED_SAVES, things):
+    monkeypatch.setattr(deepspeed, "refuse_empty", things.append)
+    with replaced({MODEL_SAVE: deepspeed.HANDLERS[MODEL_SAVE]}), holding(NOTED_SAVES, things):
         yield things
 
 
@@ -82,7 +82,7 @@ def test_a_placeholder_is_neither_read_nor_changed(use: Callable[[Any], Any]) ->
 
 
 def test_whole_models_give_their_state(model: PreTrainedModel) -> None:
-    with replaced({GET_STATE_DICT: saves.HANDLERS[GET_STATE_DICT]}):
+    with replaced({GET_STATE_DICT: deepspeed.HANDLERS[GET_STATE_DICT]}):
         assert Accelerator(cpu=True).get_state_dict(model=model).keys() == model.state_dict().keys()
 
 

@@ -1,9 +1,9 @@
-"""Saves under `install`: the same files, but each rank writes what it owns. `save_pretrained` takes a placeholder.
+"""DeepSpeed under `install`: `deepspeed.initialize`, the engine's `load_checkpoint`, and saves that would gather.
 
 [Note: saved afterwards] Trainer and scripts with accelerate ask for all weights on all ranks, and pass them to
 `save_pretrained` on rank 0 (Trainer through `_save`, which subclasses override). Here they get a placeholder, which
-only `save_pretrained` may look at, and `save_model` writes the weights to its folder: for Trainer when its own save has
-ended on all ranks.
+only `save_pretrained` may look at, and `save_model` writes the same files, each rank what it owns: for Trainer when its
+own save has ended on all ranks.
 """
 
 from __future__ import annotations
@@ -13,20 +13,88 @@ import inspect
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, NoReturn, TypeAlias
 
+import torch
 from torch import nn
 
 from lowmem_load import foreign_names
-from lowmem_load.engines.hooks import consolidates_to, may_gather
+from lowmem_load.config.ds_config import given_ds_configs
+from lowmem_load.config.settings import Settings, read_settings
+from lowmem_load.engines.engine_states import is_plain_zero3
+from lowmem_load.engines.hooks import asked_first, consolidates_to, is_shell, may_gather
 from lowmem_load.engines.parameters import full_numel, is_partitioned
-from lowmem_load.errors import ConfigError, UnsupportedError, outside_level
+from lowmem_load.errors import ConfigError, LoadOrderWarning, UnsupportedError, outside_level
+from lowmem_load.load.load import REPORT_ATTRIBUTE
+from lowmem_load.load.load_model import fallback_of
+from lowmem_load.models.active import transformers_models
 from lowmem_load.models.saver import OURS, default_shard_size
 from lowmem_load.replaced import Handlers, holding
+from lowmem_load.resume.load_checkpoint import load_checkpoint
+from lowmem_load.training_checkpoints.zero_checkpoint import saved_by
 from lowmem_load.weights_out.rank_shards import ranks_of, unwrapped
 from lowmem_load.weights_out.save import save_model, save_when_all_call
+
+
+def _before_engine(arguments: Mapping[str, Any]) -> None:
+    """Do what `deepspeed.initialize` needs done to its model, and warn of one that was loaded too early."""
+    model = arguments.get("model")
+    if not isinstance(model, nn.Module):
+        return
+    try:
+        settings = read_settings(next(iter(given_ds_configs(arguments)), None), world_size=1)
+    except ConfigError:  # there is none, or DeepSpeed is about to report it
+        return
+    _cast_adapters(model, settings)
+    if settings.stage == 3 and not is_shell(model):
+        _check_load_order(model)
+
+
+def _cast_adapters(model: nn.Module, settings: Settings) -> None:
+    """Cast what was added to a loaded model of 4-bit weights, as DeepSpeed's engine does if nothing is partitioned."""
+    reports = [getattr(inner, REPORT_ATTRIBUTE, None) for inner in transformers_models(model)]
+    is_packed = any(report is not None and report.num_quantized for report in reports)
+    if not is_packed or settings.dtype is torch.float32:
+        return
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not is_partitioned(parameter):
+            parameter.data = parameter.data.to(settings.dtype)
+
+
+def _check_load_order(model: nn.Module) -> None:
+    """Warn for each transformers model that `deepspeed.initialize` partitions only now."""
+    for inner in transformers_models(model):  # with any partition, it was loaded under ZeRO-3, and added to since
+        parameters = list(inner.parameters())
+        if parameters and not any(map(is_partitioned, parameters)) and not fallback_of(inner):
+            mib = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / 2**20
+            warnings.warn(
+                f"{type(inner).__name__}: every rank has all {mib:.1f} MiB of it, and ZeRO-3 partitions it only now, "
+                "because no ZeRO-3 configuration was active when it was loaded. First make TrainingArguments("
+                "deepspeed=...), Accelerator(deepspeed_plugin=...) or HfDeepSpeedConfig(...), keep it in a variable, "
+                "then call from_pretrained",
+                LoadOrderWarning,
+                stacklevel=outside_level(),
+            )
+
+
+def _load_checkpoint(arguments: dict[str, Any]) -> tuple[str | None, dict[str, Any]] | None:
+    """Load a checkpoint that another number of ranks saved, in place of `engine.load_checkpoint`; else return None."""
+    engine = arguments.pop("self")
+    if not is_plain_zero3(engine) or engine.load_universal_checkpoint() or arguments.get("custom_load_fn") is not None:
+        return None
+    ranks = ranks_of(unwrapped(engine))
+    # Ranks may see only the files of their own node. All must take the same way.
+    with ranks.step("finding the checkpoint") as step:
+        step.payload = saved_by(arguments["load_dir"], arguments.get("tag"))
+    saved_for = set(step.payloads)
+    if len(saved_for) > 1 or saved_for <= {None, ranks.world_size}:
+        return None
+    return load_checkpoint(engine, **{name: value for name, value in arguments.items() if name != "custom_load_fn"})
+
+
+# -- saves -------------------------------------------------------------------------------------------------------------
 
 
 class LookedIntoError(UnsupportedError):
@@ -101,7 +169,9 @@ def save_trained(ordinary: Callable[..., None], trainer: Any, *args: Any, **kwar
     """Do what `Trainer.save_model` does; see [Note: saved afterwards]. Collective: all ranks, as that is."""
     run = functools.partial(ordinary, trainer, *args, **kwargs)
     model, engine = unwrapped(trainer.model), getattr(trainer, "deepspeed", None)
-    if engine is None or not any(map(is_partitioned, model.parameters())) or not _is_plain(trainer, model):
+    is_quantized = getattr(model, "hf_quantizer", None) is not None and not hasattr(model, "peft_config")
+    is_plain = is_saved_by_itself(model) and not trainer.args.push_to_hub and not is_quantized
+    if engine is None or not any(map(is_partitioned, model.parameters())) or not is_plain:
         with holding(IN_TRAINER, True):
             run()
         return
@@ -145,11 +215,6 @@ def _note_saves(run: Callable[[], None], model: nn.Module, engine: Any, state: A
     return "", saves
 
 
-def _is_plain(trainer: Any, model: Any) -> bool:
-    quantized = getattr(model, "hf_quantizer", None) is not None and not hasattr(model, "peft_config")
-    return is_saved_by_itself(model) and not trainer.args.push_to_hub and not quantized
-
-
 def is_saved_by_itself(model: nn.Module) -> bool:
     """Return whether Trainer calls the model's `save_pretrained`. It writes the state dict of any other model."""
     classes = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
@@ -171,6 +236,8 @@ def get_state_dict(ordinary: Callable[..., Any], accelerator: Any, model: Any, *
 
 
 HANDLERS: Handlers = {
+    foreign_names.INITIALIZE: asked_first(foreign_names.INITIALIZE, _before_engine),
+    foreign_names.LOAD_CHECKPOINT: asked_first(foreign_names.LOAD_CHECKPOINT, _load_checkpoint),
     foreign_names.GET_STATE_DICT: get_state_dict,
     foreign_names.MODEL_SAVE: save_pretrained,
     foreign_names.ADAPTER_SAVE: save_pretrained,
