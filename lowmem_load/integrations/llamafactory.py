@@ -135,7 +135,7 @@ def _values_of(argument: Any, where: str) -> tuple[dict[str, Any], Path | None]:
             raise ConfigError(
                 f'{where}: {path}: cannot be read as YAML: {error}; for the name of a model write {{"model": ...}}'
             ) from error
-    elif dataclasses.is_dataclass(argument):
+    elif dataclasses.is_dataclass(argument) and not isinstance(argument, type):
         argument = {each.name: getattr(argument, each.name) for each in dataclasses.fields(argument)}
     if not isinstance(argument, Mapping):
         raise ConfigError(f"{where}: expected a dataclass, a mapping, or the path of a YAML file; got {argument!r}")

@@ -36,23 +36,14 @@ MemoryPiece: TypeAlias = "tuple[torch.Tensor, Region]"
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """What this rank owns of a parameter or buffer.
+    """What this rank owns of a parameter or buffer. Only a DTensor has grids."""
 
-    Attributes:
-        source: the full tensor in the plan: its first name, its shape, and the dtype of its memory.
-        tensor: the parameter or buffer.
-        local_region: elements that are in its memory; rank 0 counts as the only owner of a replicated tensor. Only a
-            DTensor has a grid.
-        region: elements that this rank writes: the local ones on their first owner, none on the other owners.
-        is_partitioned, is_master: whether it is a ZeRO-3 parameter, and whether its fp32 values are written.
-    """
-
-    source: Source
+    source: Source  # the full tensor in the plan: its first name, its shape, and the dtype of its memory
     tensor: torch.Tensor
-    local_region: Region
-    region: Region
-    is_partitioned: bool
-    is_master: bool
+    local_region: Region  # elements in its memory; rank 0 counts as the only owner of a replicated tensor
+    region: Region  # elements that this rank writes: the local ones on their first owner, none on the other owners
+    is_partitioned: bool  # whether it is a ZeRO-3 parameter
+    is_master: bool  # whether its fp32 values are written
 
     @property
     def state(self) -> tuple[int, ...]:

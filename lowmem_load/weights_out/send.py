@@ -111,7 +111,7 @@ class Sending:
         sent: _Sent | None = None
         loop = self.ranks.loop()
         side = SideGroup(loop, on_device=True)
-        stream = None if side.device.type == "cpu" else _stream_of(side.device)
+        is_on_host = side.device.type == "cpu"
         changes = _Changes(self._engine, list(self._shards.values()))
         try:
             for number in range(len(self.plan.buckets) + 1):
@@ -121,7 +121,7 @@ class Sending:
                         side.connect()
                     if sent:
                         side.finish(self.ranks.check)
-                    with _on(stream):
+                    with contextlib.nullcontext() if is_on_host else _on(_stream_of(side.device)):
                         tensors = self._put_together(sent) if sent else []
                         sent = self._fill(number, side, sent) if number < len(self.plan.buckets) else None
                 if sent:
@@ -253,11 +253,8 @@ def _stream_of(device: torch.device) -> torch.Stream:
 
 
 @contextlib.contextmanager
-def _on(stream: torch.Stream | None) -> Iterator[None]:
+def _on(stream: torch.Stream) -> Iterator[None]:
     """Use this stream inside, and wait for it. See [Note: streams]."""
-    if stream is None:
-        yield
-        return
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.synchronize(stream.device)
     torch.accelerator.set_stream(stream)
