@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import json
+import operator
 import os
 import shutil
 import subprocess
@@ -164,20 +165,17 @@ def of_kind(found: set[str] | None, new_is_sharded: bool) -> set[str]:
 def test_a_folder_is_kept_with_all_that_is_its_own(target: Path) -> None:
     """Owner, group, the bit that passes the group on, and attributes, of which access lists and stripes are made."""
     target.mkdir()
-    (target / "notes").write_text("mine")
     os.setxattr(target, "user.purpose", b"models")
     if os.getuid() == 0:
         os.chown(target, 1234, 4321)
     target.chmod(0o2775)
-    before = target.stat()
+    fields = operator.attrgetter("st_ino", "st_mode", "st_uid", "st_gid")
+    before = fields(target.stat())
     for text in ("old", "new"):
         save(target, text)
-        after = target.stat()
-        assert [getattr(after, name) for name in ("st_ino", "st_mode", "st_uid", "st_gid")] == [
-            getattr(before, name) for name in ("st_ino", "st_mode", "st_uid", "st_gid")
-        ]
+        assert fields(target.stat()) == before
         assert os.getxattr(target, "user.purpose") == b"models"
-        assert (target / SHARDS[0]).stat().st_gid == before.st_gid
+        assert (target / SHARDS[0]).stat().st_gid == before[-1]
 
 
 def test_a_save_that_still_runs_is_left_alone(target: Path) -> None:
@@ -230,13 +228,14 @@ def test_a_folder_that_other_ranks_do_not_see_is_refused(tmp_path: Path) -> None
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    target, huge = tmp_path / "model", [FileLayout("f", b"", 1 << 60)]
     with pytest.raises(ConfigError, match=r"needs [\d.]+ TiB, but [\d.]+ \w+ are free"):
-        folders.make_staging(folders.find_target(tmp_path / "model"), [FileLayout("f", b"", 1 << 60)])
+        folders.make_staging(str(target), huge)
     assert list(tmp_path.iterdir()) == []
-    save(tmp_path / "model", "old")
+    save(target, "old")
     with pytest.raises(ConfigError, match=r"needs [\d.]+ TiB next to the former files, .* but [\d.]+ \w+ are free"):
-        folders.make_staging(folders.find_target(tmp_path / "model"), [FileLayout("f", b"", 1 << 60)])
-    assert loaded(tmp_path / "model") == {"old"} and beside(tmp_path / "model") == []
+        folders.make_staging(str(target), huge)
+    assert loaded(target) == {"old"} and beside(target) == []
 
 
 def test_a_folder_where_a_file_has_to_go_is_refused_and_nothing_is_moved(target: Path) -> None:
