@@ -6,10 +6,11 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from lowmem_load.distributed.environment import has_group
@@ -98,22 +99,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedError: FSDP1 wraps a part of it.
     """
-    while (inner := _inside(model)) is not None:
-        model = inner
+    inside: dict[type, str] = dict.fromkeys(
+        (Wrapper, nn.DataParallel, DistributedDataParallel, AveragedModel), "module"
+    )
+    if zero3() is not None:
+        inside |= dict.fromkeys(zero3().ENGINES, "module")
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:  # torch.compile imports it
+        inside[dynamo.OptimizedModule] = "_orig_mod"  # as accelerate does
+    while attribute := next((name for cls, name in inside.items() if isinstance(model, cls)), ""):
+        model = getattr(model, attribute)
     reshard(model)
     return model
-
-
-def _inside(model: nn.Module) -> nn.Module | None:
-    wrappers: tuple[type, ...] = (Wrapper, nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
-    if zero3() is not None:
-        wrappers += zero3().ENGINES
-    if isinstance(model, wrappers):
-        return cast("nn.Module", model.module)
-    dynamo = sys.modules.get("torch._dynamo")  # torch.compile imports it
-    if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
-        return cast("nn.Module", model._orig_mod)  # noqa: SLF001  as accelerate does
-    return None
 
 
 def rank_shards(model: nn.Module, rank: int, *, masters: bool) -> list[RankShard]:
