@@ -19,16 +19,7 @@ from __future__ import annotations
 import os
 import sys
 
-from lowmem_load.integrations.switch import (
-    NO_DOWNLOAD,
-    OFF,
-    ON,
-    STRICT,
-    SWITCH,
-    Finder,
-    after_import,
-    keywords_of_run,
-)
+from lowmem_load.integrations.switch import NO_DOWNLOAD, OFF, ON, STRICT, SWITCH, Finder, after_import, keywords_of_run
 
 TYPE_CHECKING = False  # typing's own would import typing
 if TYPE_CHECKING:

@@ -19,15 +19,7 @@ from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.engines.mesh import all_ranks, cuts_of, is_first_replica, local_shard, reshard
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.planning.expression import Source
-from lowmem_load.planning.regions import (
-    NOTHING,
-    Distribution,
-    FlatRange,
-    OnFirst,
-    Partitions,
-    Region,
-    Rule,
-)
+from lowmem_load.planning.regions import NOTHING, Distribution, FlatRange, OnFirst, Partitions, Region, Rule
 from lowmem_load.symbolic.lazy import values_of
 from lowmem_load.text import fingerprint
 
