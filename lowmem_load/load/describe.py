@@ -92,8 +92,7 @@ def describe(
     model, info = call.describe(context)
     files += tuple(PlannedFile(file.path, file.nbytes, file.digest, file.version) for file in context.files.values())
     _, resolved, target = prepare(model)
-    read = tuple(reads.nbytes.items())
-    return Described(call.name, model, info, resolved, target, files, read, context.constructor)
+    return Described(call.name, model, info, resolved, target, files, tuple(reads.nbytes.items()), context.constructor)
 
 
 def _training_weights(

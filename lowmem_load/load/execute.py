@@ -100,8 +100,7 @@ def execute(
 def _fill_buffers(planned: PlannedModel, target: Target, filling: Filling) -> None:
     """Start to replace the symbolic buffers of the described model. They are there after `filling.finish`."""
     for buffer in planned.plan.buffers:
-        name = buffer.names[0]
-        slot = planned.buffers.pop(name)
+        name, slot = buffer.names[0], planned.buffers.pop(buffer.names[0])
         before = after = slot.tensor
         if buffer.fill is not None:
             with naming_shortage(f"buffer {name}", buffer.fill.numel * buffer.dtype.itemsize):

@@ -215,10 +215,7 @@ class _LazyParameters(Unfilled):
         self._bound: dict[int, Expression] = {}
 
     def make(
-        self,
-        plan: TargetPlan,
-        parameter: nn.Parameter,
-        wait: Callable[[], None],  # noqa: ARG002
+        self, plan: TargetPlan, parameter: nn.Parameter, _: Callable[[], None], /
     ) -> tuple[nn.Parameter, list[torch.Tensor]]:
         """See `Target`. What is in memory already stays there."""
         made, empty = parameter, [torch.empty(0, dtype=plan.dtype, device="cpu")]

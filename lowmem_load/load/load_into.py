@@ -283,11 +283,7 @@ def _fill_shards(
 
 
 def _fill_partitions(
-    module: nn.Module,
-    make_into: Callable[[], IntoModule],
-    options: Options,
-    ds_config: Any,
-    partition: Partition | None,
+    outer: nn.Module, make_into: Callable[[], IntoModule], options: Options, ds_config: Any, partition: Partition | None
 ) -> LoadReport:
     """Make the parameters of a module ZeRO-3 partitions. After a failure the module is as before. Collective."""
     with load_lock(), (ranks := DistributedInterface()).session("load_into"):
@@ -304,7 +300,7 @@ def _fill_partitions(
                 if not hasattr(made, attribute):
                     setattr(made, attribute, value)
     report: LoadReport = getattr(model, REPORT_ATTRIBUTE)
-    setattr(module, REPORT_ATTRIBUTE, report)
+    setattr(outer, REPORT_ATTRIBUTE, report)
     return report
 
 
@@ -333,11 +329,7 @@ def load_sharded(request: Request, sharding: Any, policy: Mapping[str, Any] | No
 
 
 def build_sharded(
-    checked: Checked,
-    sharding: Any,
-    end: End,
-    policy: Mapping[str, Any] | None = None,
-    weights: str | None = None,
+    checked: Checked, sharding: Any, end: End, policy: Mapping[str, Any] | None = None, weights: str | None = None
 ) -> Any:
     """Build a model without values, shard it by a `DistributedConfig` or a mesh, and have `end` go on; return it.
 
@@ -389,10 +381,7 @@ def skeletons_sharded(
 ) -> Iterator[None]:
     """Inside, a `from_pretrained` of these keywords builds a model without values, which `shard` shards.
 
-    `weights`: see `filled_by`.
-
-    Raises:
-        UnsupportedError: the name is that of an adapter, or the call loads a model in another way.
+    `weights`: see `filled_by`. Raises UnsupportedError for an adapter, and for a call that loads in another way.
     """
     filled: list[nn.Module] = []
 

@@ -41,13 +41,10 @@ class Slot:
 
 @dataclass(slots=True)
 class PlannedModel:
-    """A plan, and the described parameters and buffers by the first of their names.
-
-    `constants` are what the plan's steps refer to by number.
-    """
+    """A plan, and the described parameters and buffers by the first of their names."""
 
     plan: LoadPlan
-    constants: Constants
+    constants: Constants  # what the plan's steps refer to by number
     parameters: dict[str, Slot]
     buffers: dict[str, Slot]
 
@@ -112,7 +109,7 @@ def _distinct(model: nn.Module, kind: Literal["_parameters", "_buffers"]) -> dic
 
 
 def _plan_target(planner: Planner, slot: Slot, layout: Layout, place: tuple[int, int]) -> TargetPlan:
-    """Plan a parameter for the rank at a place: its number, and that of all ranks."""
+    """Plan a parameter for a rank; `place` has its number, and the number of ranks."""
     name, parameter = slot.names[0], slot.tensor
     expression = _described(name, parameter)
     is_recast = expression.dtype != layout.dtype

@@ -32,18 +32,12 @@ Summary = tuple[list[tuple[str, int]], int]
 
 
 class ReadOnce:
-    """Fills memory together with other ranks that need the same. Close it after the load.
-
-    Attributes:
-        received_bytes: that have come from other ranks.
-        why_alone: why each rank reads alone although it shares; "" if it does not.
-        progress: how far this rank is with all that it reads.
-    """
+    """Fills memory together with other ranks that need the same. Close it after the load."""
 
     def __init__(self, ranks: RankGroup, nodes: Sequence[str], share: ShareReads) -> None:
-        self.received_bytes = 0
-        self.progress: Callable[[], Progress] | None = None
-        self.why_alone = ""
+        self.received_bytes = 0  # that have come from other ranks
+        self.progress: Callable[[], Progress] | None = None  # of this rank, with all that it reads
+        self.why_alone = ""  # why each rank reads alone although it shares
         self.ranks, self._nodes, self._share, self._replicas = ranks, nodes, share, list[Replicas]()
         self._num_batches = 0
         self._wanted: set[tuple[int, int]] = set()

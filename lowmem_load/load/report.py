@@ -148,7 +148,6 @@ class LoadReport(Phases):
         from_files = f"{read}, {self.num_reads:,} reads" if self.file_bytes else "nothing: built from its configuration"
         requests = self.requests
         lists = {**self.loading_info, "slow paths": [path.name for path in self.slow_paths]}
-        on_device = f"peak {size(self.peak_device_bytes)} above the start" if self.peak_device_bytes else ""
         rows = {
             "model": f"{self.contents}{quantized}",
             "keeps": ", ".join(text for text, nbytes in keeps.items() if nbytes),
@@ -156,7 +155,7 @@ class LoadReport(Phases):
             "requests": f"{requests.num_requests:,}, {size(requests.received_bytes)}" if requests.num_requests else "",
             "received": f"{size(self.received_bytes)} from ranks that need the same" if self.received_bytes else "",
             "host memory": f"peak {size(self.peak_memory.total_bytes)} above the start",
-            "device memory": on_device,
+            "device memory": f"peak {size(self.peak_device_bytes)} above the start" if self.peak_device_bytes else "",
             "seconds": ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items()),
             **{label.replace("_", " "): listed(list(map(str, values))) for label, values in lists.items()},
             "notes": "; ".join(self.notes),

@@ -25,17 +25,14 @@ from lowmem_load.renamed import warn_of
 
 
 class Request(NamedTuple):
-    """A model by name, and how to load it: see `lowmem_load.load_model`. `kwargs` are those of `from_pretrained`.
-
-    It has no `settings` if no engine decides on its dtype. `compared` must be equal on all ranks, too.
-    """
+    """A model by name, and how to load it: see `lowmem_load.load_model`. `kwargs` are those of `from_pretrained`."""
 
     name: Any
     auto_class: str | type | None
     dtype: str | torch.dtype | None
     kwargs: Mapping[str, Any]
-    settings: Settings | None = None
-    compared: Mapping[str, str] = {}
+    settings: Settings | None = None  # None if no engine decides on its dtype
+    compared: Mapping[str, str] = {}  # what must be equal on all ranks, too
 
     def checked(self) -> Checked:
         """Return the call that will load, with the settings for this model."""
@@ -63,16 +60,13 @@ class Request(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A request that can be met: the class, transformers' configuration, and all keywords of `from_pretrained`.
-
-    `settings` are those for the model. `config` is None for a model of diffusers.
-    """
+    """A request that can be met: the class, transformers' configuration, and all keywords of `from_pretrained`."""
 
     name: str
     cls: Any
-    config: Any
+    config: Any  # None for a model of diffusers
     kwargs: Mapping[str, Any]
-    settings: Settings
+    settings: Settings  # for the model
 
     def run(self, load: Callable[[Call], LoadedModel]) -> Any:
         """Call the class's `from_pretrained`, for which `load` does what loads; return the model.

@@ -27,17 +27,11 @@ from lowmem_load.symbolic.tensor import SymbolicTensor
 
 
 class QuantizedFormat:
-    """A format. See [Note: formats]. This class itself stands for one that is not known, and does nothing.
+    """A format. See [Note: formats]. This class itself stands for one that is not known, and does nothing."""
 
-    Attributes:
-        method: its `quant_method` in a config.json.
-        config_class: transformers' class of configuration by which it is dequantized while it loads; "" if it is not.
-        stays_packed: whether its weights are packed in memory, too.
-    """
-
-    method: str = ""
-    config_class: str = ""
-    stays_packed: bool = False
+    method: str = ""  # its `quant_method` in a config.json
+    config_class: str = ""  # transformers' class of configuration by which it is dequantized while it loads, if it is
+    stays_packed: bool = False  # whether its weights are packed in memory, too
 
     def recognizes(self, quantization: Any) -> bool:
         """Return whether a quantization config, an object or as in a config.json, is one of this format."""
@@ -85,27 +79,19 @@ Kinds = dict[str, tuple[Shape, torch.dtype]]
 class Packing:
     """How packed values become the parameter that their module expects.
 
-    Attributes:
-        method: the method with its settings, for reports and for the agreement of the ranks.
-        companions: what is read with the values, such as scales, by the name that the method gives it. Every rank has
-            it in full, since any rank may gather the weight.
-        restore: called with the name of the parameter, the parameter of packed values, the companions and what is
-            combined, and the device of the model.
-        in_parts: what the ranks compute together, each a part, as of a ZeRO-3 parameter.
-        combine: called with that in full; returns what is made of it, and kept by every rank.
-        combined: the tensors in what is made of it.
-        problem: why it cannot be packed. It is raised later: transformers catches errors where it is found.
-        storage_option: the option by which a user chooses the dtype of the packed values.
+    `restore` is called with the name of the parameter, the parameter of packed values, the companions and what is
+    combined, and the device of the model. `problem` says why a weight cannot be packed. It is raised later, because
+    transformers catches errors where it is found.
     """
 
-    method: str
-    companions: Mapping[str, Expression]
+    method: str  # with its settings, for reports and for the agreement of the ranks
+    companions: Mapping[str, Expression]  # such as scales. Every rank reads them in full: it may gather the weight
     restore: Callable[[str, nn.Parameter, Mapping[str, Any], torch.device], None]
-    in_parts: Mapping[str, Expression] = field(default_factory=dict)
-    combine: Callable[[Mapping[str, torch.Tensor]], Mapping[str, Any]] = dict
-    combined: Kinds = field(default_factory=dict)
+    in_parts: Mapping[str, Expression] = field(default_factory=dict)  # what ranks compute together, each a part
+    combine: Callable[[Mapping[str, torch.Tensor]], Mapping[str, Any]] = dict  # makes of these what every rank keeps
+    combined: Kinds = field(default_factory=dict)  # the tensors in what it makes
     problem: str | None = None
-    storage_option: str = ""
+    storage_option: str = ""  # by which a user chooses the dtype of the packed values
 
 
 class QuantizedTensor(SymbolicTensor):
