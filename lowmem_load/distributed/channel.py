@@ -204,7 +204,10 @@ class StoreChannel:
         for group, title in groups.items():
             if why:  # with one title: some ranks may raise in an inner step, and some in an outer one
                 self._decide(group.key, Verdict([(self.rank, why)], place.title))
-            if (is_busy or group != place.group) and self._fails(group):
+            if not is_busy and group == place.group:
+                continue
+            # A verdict that comes before this rank's entry is a failure.
+            if peek(self._store, group.key) or peek(self._store, f"{group.name}/failed") == group.key.encode():
                 self._failing = place
                 if not is_busy:  # the rank for which this one waits may wait for it in the outer step
                     self._decide(place.key, Verdict([(self.rank, f"stopped because {title} has failed")]))
@@ -255,11 +258,6 @@ class StoreChannel:
             group.read.append(key)
             if len(group.read) > KEPT:
                 self._store.delete_key(group.read.pop(0))
-
-    def _fails(self, group: Group) -> bool:
-        """Return whether a step of a group fails to which this rank has yet to bring its entry."""
-        key = group.key
-        return bool(peek(self._store, key)) or peek(self._store, f"{group.name}/failed") == key.encode()
 
     def _decide(self, key: str, verdict: Verdict) -> Verdict:
         """Write the verdict on a step, unless there is one; return the one that counts."""

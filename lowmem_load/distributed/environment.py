@@ -18,13 +18,6 @@ LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 # every rank would silently load the full model. SLURM_NTASKS does not count: shells of salloc have it too.
 FOREIGN_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
-# No process listens there: a lone process needs no rendezvous, but DeepSpeed reads both. 29500 is the default of torch.
-_ALONE_ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-
-# Minutes; torch's default for gloo. DeepSpeed's and NCCL's 10 are too few: fast ranks wait for the slowest one, which
-# may read from a slow file system.
-_DEFAULT_TIMEOUT_MIN = 30
-
 _inherited: list[weakref.ref[Any]] = []  # the group that was live when this process was forked, if any
 
 
@@ -103,7 +96,9 @@ def alone() -> dict[str, str]:
             f"{', '.join(LAUNCHER_NAMES)} is set. Set them from that launcher's variables, use torchrun, or unset "
             f"{foreign[0]} to run alone."
         )
-    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **_ALONE_ADDRESS}
+    # No process listens there: a lone process needs no rendezvous, but DeepSpeed reads both. 29500 is torch's default.
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **address}
 
 
 def require_launched() -> None:
@@ -133,9 +128,11 @@ def unset(added: dict[str, str]) -> None:
 
 
 def default_timeout() -> timedelta:
-    """Return the timeout of collectives for a new group: DeepSpeed's variable, else the default."""
-    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
-    return timedelta(minutes=integer("DEEPSPEED_TIMEOUT") if minutes else _DEFAULT_TIMEOUT_MIN)
+    """Return the timeout of collectives for a new group: DeepSpeed's variable, else torch's 30 minutes for gloo.
+
+    DeepSpeed's and NCCL's 10 are too few: fast ranks wait for the slowest one, which may read from a slow file system.
+    """
+    return timedelta(minutes=integer("DEEPSPEED_TIMEOUT") if os.environ.get("DEEPSPEED_TIMEOUT") else 30)
 
 
 def cores(local_ranks: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import threading
 import time
@@ -66,7 +67,9 @@ class SideGroup:
         """Connect the members. Collective, within a step."""
         if self._is_own and len(self._members) > 1:
             name = f"{self._ranks.next_step}/{'-'.join(map(str, self._members))}"  # of this step: no other has it
-            made = _in_thread("lowmem_load-connect", lambda: self._of_gloo(name))
+            self._store = dist.PrefixStore(f"lowmem_load/side/{name}", default_store())  # type: ignore[attr-defined]
+            gloo = functools.partial(dist.ProcessGroupGloo, self._store, self.place, len(self._members), self._limit)
+            made = _in_thread("lowmem_load-connect", gloo)
             until_s = time.monotonic() + self._limits.silence_s
             while not made.done():
                 self._ranks.check()
@@ -75,10 +78,6 @@ class SideGroup:
                     raise LowMemLoadError(f"{self._names} have not connected to each other in {limit}")
                 time.sleep(PAUSE_S)
             self._group = made.result()
-
-    def _of_gloo(self, name: str) -> Any:
-        self._store = dist.PrefixStore(f"lowmem_load/side/{name}", default_store())  # type: ignore[attr-defined]
-        return dist.ProcessGroupGloo(self._store, self.place, len(self._members), self._limit)
 
     def broadcast(self, memory: torch.Tensor, place: int) -> None:
         """Begin to send contiguous memory from the member at `place` to the same memory of all others."""
@@ -133,7 +132,7 @@ class SideGroup:
         try:
             self._wait(count_and_check)
         except RuntimeError as error:  # of gloo: a member has ended, which the ranks learn from each other
-            until_s = time.monotonic() + self._limit.total_seconds() + VERDICT_S
+            until_s = time.monotonic() + self._limits.gone_s + VERDICT_S
             while time.monotonic() < until_s:
                 check()
                 time.sleep(LONGEST_PAUSE_S)
