@@ -111,7 +111,7 @@ class RankGroup:
         """
         full_title = f"{name}: {title}" if name else title
         step, entry, error = Step(), Entry(title), None
-        with self._doing(full_title, progress):
+        with self.session(full_title, progress):
             try:
                 if group := self._joined():  # an error of this rank's variables is one of all ranks
                     timeout_s = default_store().timeout.total_seconds()
@@ -125,15 +125,11 @@ class RankGroup:
                     raise
                 error = caught
                 entry = entry._replace(error="" if isinstance(error, StoppedError) else error_text(error, MAX_TEXT))
-            try:
-                verdict = self._agree(entry)
-                if verdict.differs:
-                    verdict = self._agree(Entry(title, payload=json.dumps(dict(step.digest))))
-                    failures = verdict.failures or _differing(self.world_ranks, verdict.payloads)
-                    verdict = verdict._replace(failures=failures)
-            except BaseException as interrupt:
-                self.abort(full_title, interrupt)
-                raise
+            verdict = self._agree(entry)
+            if verdict.differs:
+                verdict = self._agree(Entry(title, payload=json.dumps(dict(step.digest))))
+                failures = verdict.failures or _differing(self.world_ranks, verdict.payloads)
+                verdict = verdict._replace(failures=failures)
         # An interrupt stays one, now that the others know of it.
         if error is not None and (verdict.is_alike or not isinstance(error, Exception | StoppedError)):
             raise self._note_known(error)
@@ -142,9 +138,9 @@ class RankGroup:
         step.payloads = [json.loads(text or "null") for text in verdict.payloads]
 
     @contextlib.contextmanager
-    def session(self, what: str) -> Iterator[None]:
+    def session(self, what: str, progress: Callable[[], Progress] | None = None) -> Iterator[None]:
         """Send heartbeats within the block, also between steps. An error of this rank alone aborts it for all."""
-        with self._doing(what):
+        with self._doing(what, progress):
             try:
                 yield
             except BaseException as error:
