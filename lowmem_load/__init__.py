@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # "as" makes a name public for type checkers
     from lowmem_load.load.load_model import plan as plan
     from lowmem_load.load.report import LoadReport as LoadReport
     from lowmem_load.models.model_folder import local_folder as local_folder
-    from lowmem_load.partial.initialize import initialize_partial as initialize_partial
-    from lowmem_load.partial.initialize import partial_zero3 as partial_zero3
+    from lowmem_load.partial.partial_engine import initialize_partial as initialize_partial
+    from lowmem_load.partial.partial_engine import partial_zero3 as partial_zero3
     from lowmem_load.resume.consolidate import consolidate as consolidate
     from lowmem_load.resume.load_checkpoint import load_checkpoint as load_checkpoint
     from lowmem_load.weights_out.iter_weights import WeightSource as WeightSource
@@ -42,7 +42,7 @@ _HOMES = {
     "load.load_into": ("load_into",),
     "load.load_model": ("get_load_report", "load_model", "plan"),
     "load.lazy": ("lazy",),
-    "partial.initialize": ("initialize_partial", "partial_zero3"),
+    "partial.partial_engine": ("initialize_partial", "partial_zero3"),
     "integrations.install": ("install",),
     "models.model_folder": ("local_folder",),
     "load.report": ("LoadReport",),

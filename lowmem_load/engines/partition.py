@@ -15,11 +15,14 @@ Written for deepspeed 0.18.4 to 0.19.8, `runtime/zero/partition_parameters.py`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import mmap
+import os
 import re
+import shutil
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,12 +34,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import nn
 
-from lowmem_load.engines import swapping
+from lowmem_load.engines.ops import load_async_io
 from lowmem_load.engines.parameters import is_partitioned
-from lowmem_load.engines.swapping import Folder, Swapping
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.foreign_names import DEEPSPEED, require, require_attributes
 from lowmem_load.planning.regions import FlatRange, partition_range, secondary_range
+from lowmem_load.text import size
 
 _ZERO = "deepspeed.runtime.zero.partition_parameters"
 
@@ -47,6 +50,11 @@ require(
             *("_aligned_size", "_convert_to_deepspeed_param", "get_partition_rank", "num_partitions", "param_id"),
         ),
         _ZERO: ("ZeroParamStatus.NOT_AVAILABLE", "PartitionedParamStatus.AVAILABLE"),
+        "deepspeed.ops.op_builder": ("AsyncIOBuilder",),
+        "deepspeed.runtime.swap_tensor.partitioned_param_swapper:AsyncPartitionedParameterSwapper": (
+            *("_io_aligned_numel", "available_swap_in_buffers", "get_buffer", "get_path", "swap_out_and_release"),
+            *("swappable_tensor", "synchronize_writes"),
+        ),
         "deepspeed.runtime.zero.linear": ("zero3_linear_wrap",),
         "deepspeed.runtime.zero.offload_config": ("OffloadDeviceEnum.cpu", "OffloadDeviceEnum.nvme"),
         "deepspeed.utils.groups": ("_get_zero_param_intra_parallel_group",),
@@ -102,7 +110,7 @@ class Partitioner:
         if group is not None:
             num_ranks = dist.get_world_size(group) // ds_config.get("sequence_parallel_size", 1)
         check_by_deepspeed(ds_config, num_ranks)
-        swap_folder = swapping.prepare(ds_config)
+        swap_folder = _prepare_swapper(ds_config)
         secondary_size = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1)
         init = Init(
             module=None,
@@ -195,11 +203,11 @@ class Partitioner:
         parameter.ds_tensor = partition
         parameter.ds_numel_aligned = aligned
         parts = [(partition_range(parameter.ds_numel, self.rank, self.world_size), partition)]
-        rank, size = self.secondary
-        if size:
-            secondary = self._new_partition(aligned // size, parameter.dtype)
+        rank, num_ranks = self.secondary
+        if num_ranks:
+            secondary = self._new_partition(aligned // num_ranks, parameter.dtype)
             parameter.ds_secondary_tensor = secondary
-            parts.append((secondary_range(parameter.ds_numel, rank, self.world_size, size)[0], secondary))
+            parts.append((secondary_range(parameter.ds_numel, rank, self.world_size, num_ranks)[0], secondary))
         for region, memory in parts:
             memory[region.numel :].zero_()  # DeepSpeed leaves it uninitialized, so its hashes differ from run to run
         return parts
@@ -235,13 +243,13 @@ def _unit_of(world_size: int | None) -> Any:
     return None if world_size is None else SimpleNamespace(get_data_parallel_world_size=lambda: world_size)
 
 
-def _secondary_group(size: int) -> Any:
+def _secondary_group(num_ranks: int) -> Any:
     """Return the hpZ group that an earlier model has made, if any: DeepSpeed cannot make another."""
-    group = groups._get_zero_param_intra_parallel_group() if size > 1 else None
-    if group is not None and dist.get_world_size(group) != min(size, dist.get_world_size()):
+    group = groups._get_zero_param_intra_parallel_group() if num_ranks > 1 else None
+    if group is not None and dist.get_world_size(group) != min(num_ranks, dist.get_world_size()):
         raise ConfigError(
-            f"zero_hpz_partition_size {size}: an earlier model in this process has {dist.get_world_size(group)}, and "
-            "DeepSpeed has one size per process; use the same"
+            f"zero_hpz_partition_size {num_ranks}: an earlier model in this process has {dist.get_world_size(group)}, "
+            "and DeepSpeed has one size per process; use the same"
         )
     return group
 
@@ -257,21 +265,20 @@ def _as_partition(memory: torch.Tensor, final_location: OffloadDeviceEnum | None
 
 def new_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return flat page-locked memory, uninitialized; ordinary memory if the accelerator is the CPU."""
-    accelerator = get_accelerator()
-    nbytes = numel * dtype.itemsize
-    if nbytes >= MIN_REGISTERED_BYTES and accelerator.device_name() != "cpu":
+    accelerator, nbytes = get_accelerator(), numel * dtype.itemsize
+    is_device = accelerator.device_name() != "cpu"
+    # Older releases lack register_host_memory and pin_empty.
+    if is_device and nbytes >= MIN_REGISTERED_BYTES and hasattr(accelerator, "register_host_memory"):
         registered = _registered(accelerator, nbytes)
         if registered is not None:
             return registered.view(dtype)
-    if hasattr(accelerator, "pin_empty"):  # which older releases lack, like register_host_memory
+    if hasattr(accelerator, "pin_empty"):
         return accelerator.pin_empty(numel, dtype=dtype)
-    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=accelerator.device_name() != "cpu")
+    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=is_device)
 
 
 def _registered(accelerator: Any, nbytes: int) -> torch.Tensor | None:
     """Return bytes that are registered with the device until their last view is gone; None if it registers none."""
-    if not hasattr(accelerator, "register_host_memory"):
-        return None
     # Pages of their own, since a page is registered once, at the start of a storage, where torch looks for pinned ones.
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
@@ -291,6 +298,124 @@ def _unregister(accelerator: Any, device: int, address: int) -> None:
     with contextlib.suppress(RuntimeError):  # an error of earlier work on the device, which its caller gets as well
         accelerator.synchronize(device)  # copies may still read it
     accelerator.unregister_host_memory(address)
+
+
+# -- the swapper of offload_param to nvme ------------------------------------------------------------------------------
+
+# zero.Init makes it (`runtime/swap_tensor/partitioned_param_swapper.py`). It allocates all buffers at once, empties its
+# folder, and does not check that a file has all bytes that were written to it.
+
+Folder = tuple[str, str]
+"""The nvme_path and the precision of a swapper: DeepSpeed has a folder for each of these."""
+
+_LIVE: weakref.WeakValueDictionary[Folder, Any] = weakref.WeakValueDictionary()
+"""The live swappers of this process by folder."""
+
+
+def _prepare_swapper(ds_config: Mapping[str, Any]) -> Folder | None:
+    """Return the folder of the swapper that zero.Init will make; None if it will make none.
+
+    Raises ConfigError for what zero.Init does not check, or reports badly.
+    """
+    offload = ds_config["zero_optimization"].get("offload_param") or {}
+    if offload.get("device") != OffloadDeviceEnum.nvme:
+        return None
+    enabled = [name for name in ("bf16", "fp16") if ds_config.get(name, {}).get("enabled")]
+    folder = os.path.realpath(offload["nvme_path"]), " ".join(enabled)
+    if folder in _LIVE:
+        gc.collect()  # parameters and their methods refer to each other
+    if folder in _LIVE:
+        raise ConfigError(
+            f"offload_param.nvme_path {folder[0]}: has the weights of another model of this process, and DeepSpeed "
+            "would delete them; give each model a folder of its own"
+        )
+    if (ds_config.get("aio") or {}).get("use_gds"):
+        return folder  # another op, which needs no libaio
+    try:
+        load_async_io()  # zero.Init loads it too, but raises RuntimeError for other reasons as well
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"offload_param.device 'nvme': DeepSpeed cannot build or load its async_io op: {error}; install libaio "
+            "(libaio-dev on Debian) and what else it names, or use device 'cpu'"
+        ) from error
+    return folder
+
+
+class Swapping:
+    """Partitions in the buffers of a swapper: half of the buffers are written to files while the others are filled."""
+
+    def __init__(self, swapper: Any, folder: Folder | None) -> None:
+        require_attributes(
+            DEEPSPEED, swapper, ("elements_per_buffer", "param_buffer_count", "swap_element_size", "swap_folder")
+        )
+        self._swapper = swapper
+        self._filling: list[nn.Parameter] = []
+        self._writing: list[tuple[str, int]] = []  # path and final length in bytes of each file
+        if folder is not None:  # else it is an engine's own
+            _LIVE[folder] = swapper
+
+    def swaps(self, numel: int) -> bool:
+        """Return whether partitions of `numel` elements are large enough for files."""
+        return bool(self._swapper.swappable_tensor(numel=numel))
+
+    def buffer(self, parameter: nn.Parameter, numel: int) -> torch.Tensor:
+        """Return memory for a partition of `parameter` in one of the buffers. `swap_out` must follow."""
+        swapper = self._swapper
+        if numel > swapper.elements_per_buffer:
+            raise ConfigError(
+                f"offload_param.buffer_size is {swapper.elements_per_buffer} elements, but a partition of a parameter "
+                f"of shape {tuple(parameter.ds_shape)} has {numel}; raise it to at least that"
+            )
+        partition = torch.empty(0, dtype=parameter.dtype, device="cpu")
+        partition.data = swapper.get_buffer(parameter, numel).data
+        self._filling.append(parameter)
+        return partition
+
+    def files(self, numels: Iterable[int]) -> dict[str, int]:
+        """Return how many bytes partitions of `numels` elements will take in files, by folder."""
+        # Source: deepspeed 0.19.8 partitioned_param_swapper.py, get_buffer: a file is as long as the aligned buffer.
+        swapper = self._swapper
+        swapped = [numel for numel in numels if self.swaps(numel)]
+        return {swapper.swap_folder: sum(map(swapper._io_aligned_numel, swapped)) * swapper.swap_element_size}
+
+    @property
+    def is_swap_due(self) -> bool:
+        """Whether `swap_out` is due: half of the buffers are filled, or none is free."""
+        is_half = 2 * len(self._filling) >= self._swapper.param_buffer_count
+        return is_half or bool(self._swapper.available_swap_in_buffers() == 0)
+
+    def swap_out(self) -> None:
+        """Start to write the filled buffers to files; return when a buffer is free."""
+        self._await_writes()
+        if self._filling:
+            parameters, self._filling = self._filling, []
+            # DeepSpeed releases the buffers only after the writes, whatever the argument says.
+            self._swapper.swap_out_and_release(parameters, async_op=True, force_buffer_release=True)
+            for parameter in parameters:
+                partition = parameter.ds_tensor
+                nbytes = partition.ds_numel * partition.element_size()
+                self._writing.append((self._swapper.get_path(parameter, must_exist=True), nbytes))
+        if self._swapper.available_swap_in_buffers() == 0:
+            self._await_writes()
+
+    def finish(self) -> None:
+        """Write all filled buffers to files, and free them."""
+        self.swap_out()
+        self._await_writes()
+
+    def _await_writes(self) -> None:
+        if not self._writing:
+            return
+        self._swapper.synchronize_writes()
+        files, self._writing = self._writing, []
+        for path, written in files:
+            nbytes = os.stat(path).st_size if os.path.exists(path) else 0
+            if nbytes < written:  # DeepSpeed would train on zeros
+                free = shutil.disk_usage(os.path.dirname(path)).free
+                raise ConfigError(
+                    f"offload_param.nvme_path: {path} has {nbytes} bytes after {written} were written to it "
+                    f"({size(free)} are free there); free space, or name another folder"
+                )
 
 
 # -- what the installed release lacks, and would ignore silently -------------------------------------------------------

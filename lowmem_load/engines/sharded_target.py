@@ -44,10 +44,6 @@ class ShardedModel:
             for name, tensor in {**self.parameters, **self.buffers}.items()
         }
 
-    def make_target(self, settings: Settings, described: nn.Module) -> Sharded:
-        """Return the target of a load into this model, given the model that the load describes."""
-        return Sharded(self, described, settings.world_size)
-
     def shard(self, tensor: torch.Tensor) -> tuple[Grid, torch.Tensor]:
         """Return which elements of one of the tensors this rank owns, and its memory. See `local_shard`."""
         return self._shards[id(tensor)]
@@ -131,8 +127,8 @@ class Sharded(Unfilled):
     What the caller fills is `Unfilled`. Buffers are read on the host, and `ShardedModel.fill_buffers` moves them on.
     """
 
-    def __init__(self, sharded: ShardedModel, described: nn.Module, world_size: int = 1) -> None:
-        self._sharded, self._described, self._world_size = sharded, described, world_size
+    def __init__(self, sharded: ShardedModel, settings: Settings, described: nn.Module) -> None:
+        self._sharded, self._described, self._world_size = sharded, described, settings.world_size
         self._names: dict[str, list[str]] = {}
         self._holders: dict[Any, Sequence[int]] = {}
 

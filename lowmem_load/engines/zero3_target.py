@@ -52,7 +52,7 @@ _LOSSY = {
 _FP32_NAMES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
 
 
-class Zero3(Target):
+class Zero3(Replicated):
     """The parameters of `modules`, topmost ones by name, become ZeRO-3 parameters; those of others are replicated.
 
     `rank` is that of the partition group; `group` None means all ranks. For planning the device needs no index.
@@ -66,16 +66,16 @@ class Zero3(Target):
         group: Any = None,
         modules: Collection[str] = ("",),
     ) -> None:
+        super().__init__(device, settings.world_size)
         _refuse(settings, group)
         self._settings, self._rank, self._group, self._modules = settings, rank, group, modules
-        self.device, self._outside = device, Replicated(device, settings.world_size)
         self._partitioner: Partitioner | None = None
         self._ids: dict[int, int] = {}
 
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:
         """See `Target`. Under hpZ the second region is the secondary partition, which the ranks of a node share."""
         if not is_below(name, self._modules):
-            return self._outside.layout(name, parameter)
+            return super().layout(name, parameter)
         numel, stored = parameter.numel(), parameter.dtype
         world_size, secondary_size = self._settings.world_size, self._settings.secondary_size
         regions, numels = [partition_range(numel, self._rank, world_size)], [partition_numel(numel, world_size)]
@@ -105,7 +105,7 @@ class Zero3(Target):
 
     def host_bytes(self, plans: Sequence[TargetPlan], /) -> HostBytes:
         """See `Target`. Under offload_param to nvme, small partitions stay on the host; they are not counted."""
-        new_bytes = self._outside.host_bytes([plan for plan in plans if plan.kind != KIND]).new
+        new_bytes = super().host_bytes([plan for plan in plans if plan.kind != KIND]).new
         if self._settings.offload_device == "nvme":
             uses_gds = (self._settings.ds_config.get("aio") or {}).get("use_gds")  # its buffers lie on the device
             new_bytes += 0 if uses_gds else self._settings.swap_bytes
@@ -143,7 +143,7 @@ class Zero3(Target):
     ) -> tuple[nn.Parameter, list[torch.Tensor]]:
         """See `Target`."""
         if plan.kind != KIND:
-            return self._outside.make(plan, parameter, wait)
+            return super().make(plan, parameter, wait)
         partitioner = self._partitioner
         assert partitioner is not None  # prepare comes first
         partitioner.make_room(wait)

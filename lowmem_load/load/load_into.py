@@ -23,7 +23,7 @@ from lowmem_load.distributed.environment import has_group
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.distributed.steps import RankGroup
 from lowmem_load.engines.mesh import is_mesh, mesh_device, offloads, reshard, shard_fully
-from lowmem_load.engines.sharded_target import ShardedModel
+from lowmem_load.engines.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import ConfigError, UnsupportedError, listed
 from lowmem_load.files.stand_ins import origin
 from lowmem_load.load.lazy import allocate_shards
@@ -272,7 +272,7 @@ def _fill_shards(
             into = make_into()
             sharded = ShardedModel(into.model, into.left, is_skeleton=is_skeleton)
         settings, run = into.shards(ranks, ranks.world_size)
-        loaded = run(Load(settings, ranks, sharded.make_target, options))
+        loaded = run(Load(settings, ranks, functools.partial(Sharded, sharded), options))
         with ranks.step("filling buffers"), torch.no_grad():
             report: LoadReport = getattr(loaded, REPORT_ATTRIBUTE)
             sharded.fill_buffers(loaded)

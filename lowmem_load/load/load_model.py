@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -12,7 +13,7 @@ from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface, fake_group
 from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.engines.mesh import forget_meshes, host_mesh, mesh_device
-from lowmem_load.engines.sharded_target import ShardedModel
+from lowmem_load.engines.sharded_target import Sharded, ShardedModel
 from lowmem_load.engines.zero3_target import TargetMaker, target_maker, zero_init_disabled
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.files.executor import Executor
@@ -220,7 +221,7 @@ def plan_rank(
         device = "cpu" if is_kept_on_host(into.model) else mesh_device(into.model).type
         sharded = ShardedModel(into.model, into.left, device, is_skeleton=True)
         settings, run = into.shards(Alone(), world_size)
-        return run(_planning(settings, sharded.make_target, rank))
+        return run(_planning(settings, functools.partial(Sharded, sharded), rank))
 
     checked = agree_on_request(Alone(), make_request, stream=True)
     try:

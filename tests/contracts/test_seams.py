@@ -25,7 +25,7 @@ from torch import nn
 
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.engines import engine as zero3_engine
-from lowmem_load.engines import hooks, ops, parameters, swapping
+from lowmem_load.engines import hooks, ops, parameters
 from lowmem_load.engines import partition as zero3
 from lowmem_load.errors import IncompatibleVersionError
 from lowmem_load.models import loader as hf
@@ -48,8 +48,8 @@ def check(seam: ModuleType, optimize: int = -1) -> None:
         (pp, "ZeroParamStatus", zero3),
         (linear, "zero3_linear_wrap", zero3),
         (groups, "_get_zero_param_intra_parallel_group", zero3),
-        (op_builder, "AsyncIOBuilder", swapping),
-        (AsyncPartitionedParameterSwapper, "swap_out_and_release", swapping),
+        (op_builder, "AsyncIOBuilder", zero3),
+        (AsyncPartitionedParameterSwapper, "swap_out_and_release", zero3),
         (zero_utils, "is_zero_param", parameters),
         (DeepSpeedEngine, "is_gradient_accumulation_boundary", zero3_engine),
         (DeepSpeedZeroOptimizer_Stage3, "_get_norm_groups", zero3_engine),
@@ -152,15 +152,14 @@ def test_an_installation_without_sources_is_accepted(monkeypatch: pytest.MonkeyP
         raise OSError("could not get source code")
 
     monkeypatch.setattr(inspect, "getsource", getsource)
-    for seam in (hf, zero3, swapping, zero3_engine, parameters):
+    for seam in (hf, zero3, zero3_engine, parameters):
         check(seam)
 
 
 @pytest.mark.parametrize(
     ("module", "roots"),
     [
-        (zero3, {"self._init", "init", "Init", "groups"}),
-        (swapping, {"self._swapper", "swapper"}),
+        (zero3, {"self._init", "init", "Init", "groups", "self._swapper", "swapper"}),
         (zero3_engine, {"self.engine", "self.engine.optimizer", "zero", "self.engine.optimizer.parameter_offload"}),
         (partial_engine, {"self.zero3"}),
     ],
@@ -169,7 +168,7 @@ def test_what_is_used_is_checked(module: ModuleType, roots: set[str]) -> None:
     """Whatever the seams reach through these names is named by a check."""
     checked = {
         node.value
-        for seam in (zero3, swapping, zero3_engine)
+        for seam in (zero3, zero3_engine)
         for call in ast.walk(ast.parse(inspect.getsource(seam)))
         if isinstance(call, ast.Call) and ast.unparse(call.func) in ("require", "require_attributes")
         for node in ast.walk(call)

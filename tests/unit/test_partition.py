@@ -10,9 +10,8 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import nn
 
-from lowmem_load.engines import partition, swapping
-from lowmem_load.engines.partition import KEEPS_FP32, Partitioner, has
-from lowmem_load.engines.swapping import Swapping
+from lowmem_load.engines import partition
+from lowmem_load.engines.partition import KEEPS_FP32, Partitioner, Swapping, has
 from lowmem_load.errors import ConfigError
 
 
@@ -82,7 +81,7 @@ def raising(error: Exception) -> Callable[..., None]:
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swapping, "load_async_io", lambda: None)
+    monkeypatch.setattr(partition, "load_async_io", lambda: None)
     monkeypatch.setattr(partition, "DeepSpeedConfig", lambda *_: None)  # the real one wants a GPU for GDS
     monkeypatch.setattr(partition, "Init", Init)
 
@@ -91,7 +90,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_op_that_cannot_be_built_is_explained(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swapping, "load_async_io", raising(error))
+    monkeypatch.setattr(partition, "load_async_io", raising(error))
     with pytest.raises(ConfigError, match=rf"async_io op: {error}; install libaio") as caught:
         Partitioner.from_config(nvme(tmp_path))
     assert caught.value.__cause__ is error
@@ -106,7 +105,7 @@ def test_other_errors_of_zero_init_are_not_blamed_on_libaio(tmp_path: Path, monk
 
 
 def test_gds_has_an_op_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swapping, "load_async_io", raising(RuntimeError("Unable to JIT load")))
+    monkeypatch.setattr(partition, "load_async_io", raising(RuntimeError("Unable to JIT load")))
     Partitioner.from_config(nvme(tmp_path, aio={"use_gds": True}))
 
 

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lowmem_load.engines.mesh import is_first_replica, local_shard, shard_fully
 from lowmem_load.engines.sharded_target import Sharded, ShardedModel
 from lowmem_load.errors import UnsupportedError
+from lowmem_load.load.request import stage_3
 from lowmem_load.models.skeleton import blocks
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.load_plan import SHARDED, TargetPlan
@@ -62,22 +63,16 @@ def test_a_rank_that_is_not_in_a_mesh_holds_nothing_of_a_scalar_either(rank: int
 
 
 def test_of_tied_parameters_the_first_may_be_left_to_the_caller() -> None:
-    model = embedding_and_head(tied=True)
+    model = nn.ModuleDict({"embed": nn.Linear(2, 3, bias=False), "head": nn.Linear(2, 3, bias=False)})
+    model["head"].weight = model["embed"].weight
     sharded = ShardedModel(model, left=["embed.weight"])
-    target = Sharded(sharded, model)
+    target = Sharded(sharded, stage_3(torch.float32, 1), model)
     target.check(model)
     names = ("embed.weight", "head.weight")
     plan = TargetPlan(names, (3, 2), torch.float32, SHARDED, (), False, False, (), "")
     made, [memory] = target.make(plan, model["embed"].weight, lambda: None)
     assert made is model["head"].weight
     assert memory.data_ptr() == made.data_ptr()
-
-
-def embedding_and_head(*, tied: bool) -> nn.ModuleDict:
-    model = nn.ModuleDict({"embed": nn.Linear(2, 3, bias=False), "head": nn.Linear(2, 3, bias=False)})
-    if tied:
-        model["head"].weight = model["embed"].weight
-    return model
 
 
 @pytest.mark.parametrize("rank", [0], indirect=True)
@@ -88,8 +83,9 @@ def test_a_stride_that_does_not_divide_a_dim_is_refused_where_torch_cuts_otherwi
     """torch 2.8 gives rank 0 of 3 the elements 0 and 3 of 4, torch 2.11 the elements 0 and 2."""
     monkeypatch.setattr("lowmem_load.engines.mesh.CUTS_AS_HERE", False)
     mesh = init_device_mesh("cpu", (4,))
-    local = torch.zeros(2 if size == 8 else 1)
-    tensor = DTensor(local, _spec(mesh, size), requires_grad=False)
+    placements, meta = (_StridedShard(0, split_factor=2),), TensorMeta(torch.Size([size]), (1,), torch.float32)
+    spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+    tensor = DTensor(torch.zeros(2 if size == 8 else 1), spec, requires_grad=False)
     if size == 8:
         assert local_shard("w", tensor, needs_memory=True)[0].numel == 2
     else:
@@ -111,8 +107,3 @@ def test_blocks_inside_others_are_sharded_before_those(rank: int) -> None:
     mesh = init_device_mesh("cpu", (4,))
     shard_fully(model, mesh, blocks(model), {})
     assert {parameter.to_local().shape[0] / len(parameter) for parameter in model.parameters()} == {0.25}
-
-
-def _spec(mesh: object, size: int) -> DTensorSpec:
-    placements = (_StridedShard(0, split_factor=2),)
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size([size]), (1,), torch.float32))

@@ -137,27 +137,21 @@ def layouts(target: Target) -> dict[str, tuple[str, tuple[Any, ...], bool]]:
     return {name: (layout.kind, layout.regions, layout.on_host) for name, layout in found.items()}
 
 
-@pytest.mark.parametrize("partition", ["body", ["bo*"], lambda name, _: name == "body"])
+@pytest.mark.parametrize("partition", ["body", ["bo*"], ["tail", "body"], lambda name, _: name == "body", []])
 def test_a_partition_cuts_up_what_it_chooses_and_leaves_the_rest_on_the_accelerator(partition: Partition) -> None:
+    """An empty one is not the whole model."""
     target = target_maker(0, GPU)(settings(2, partition=partition), model())
     assert type(target) is Zero3
     assert target.device == GPU
     assert layouts(target) == {
-        "body.weight": (KIND, (FlatRange(0, 6),), False),
+        "body.weight": (KIND, (FlatRange(0, 6),), False) if partition else (REPLICATED, (FlatRange(0, 12),), False),
         "head.weight": (REPLICATED, (FlatRange(0, 15),), False),
     }
 
 
-def test_an_empty_partition_is_not_the_whole_model() -> None:
-    target = target_maker(0, GPU)(settings(2, partition=[]), model())
-    assert {kind for kind, _, _ in layouts(target).values()} == {REPLICATED}
-
-
-def test_an_entry_that_chooses_nothing_is_refused_only_where_it_must_match() -> None:
+def test_an_entry_that_chooses_nothing_is_refused_where_it_must_match() -> None:
     with pytest.raises(ConfigError, match="'tail' choose"):
         target_maker(0, GPU)(settings(2, partition=["tail"], must_match=True), model())
-    target = target_maker(0, GPU)(settings(2, partition=["tail", "body"]), model())
-    assert layouts(target)["body.weight"][0] == KIND
 
 
 @pytest.mark.parametrize(
