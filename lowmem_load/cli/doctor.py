@@ -70,6 +70,6 @@ def check_compiler() -> Iterator[Finding]:
 
 
 def check_locks() -> Iterator[Finding]:
-    """Look for locks of killed builds, at which DeepSpeed waits without a word."""
+    """Look for locks of killed builds, at which DeepSpeed waits silently."""
     for text in old_locks():
         yield Finding("compiler", PROBLEM, text, "delete it if nobody builds there")

@@ -16,8 +16,10 @@ were entered are remembered.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -247,33 +249,34 @@ def full_state_dict(model: nn.Module, *, without_frozen: bool) -> dict[str, torc
 
 
 def _refuse(ds_config: Mapping[str, Any]) -> None:
-    section = ds_config["zero_optimization"]
+    def section(name: str) -> Mapping[str, Any]:
+        return ds_config.get(name) or {}
+
+    stage3 = section("zero_optimization")
+    offload = stage3.get("offload_optimizer") or {}
     refused = {
         "sequence_parallel_size": ds_config.get("sequence_parallel_size", 1) > 1,
-        "tensor_parallel": ds_config.get("tensor_parallel", {}).get("autotp_size", 0) > 1,
-        "expert_parallel": bool((ds_config.get("expert_parallel") or {}).get("enabled")),
-        "checkpoint.use_node_local_storage": bool((ds_config.get("checkpoint") or {}).get("use_node_local_storage")),
-        "zero_optimization.zenflow": bool(section.get("zenflow")),
-        "zero_optimization.offload_optimizer.super_offload": bool(
-            (section.get("offload_optimizer") or {}).get("super_offload")
-        ),
-        "hybrid_engine": bool((ds_config.get("hybrid_engine") or {}).get("enabled")),
-        "optimizer.type Muon": str((ds_config.get("optimizer") or {}).get("type")).lower() == "muon",
+        "tensor_parallel": section("tensor_parallel").get("autotp_size", 0) > 1,
+        "expert_parallel": section("expert_parallel").get("enabled"),
+        "checkpoint.use_node_local_storage": section("checkpoint").get("use_node_local_storage"),
+        "zero_optimization.zenflow": stage3.get("zenflow"),
+        "zero_optimization.offload_optimizer.super_offload": offload.get("super_offload"),
+        "hybrid_engine": section("hybrid_engine").get("enabled"),
+        "optimizer.type Muon": str(section("optimizer").get("type")).lower() == "muon",
     }
-    names = [name for name, is_set in refused.items() if is_set]
-    if names:
+    if names := [name for name, is_set in refused.items() if is_set]:
         raise UnsupportedError(f"partial ZeRO-3 does not support {', '.join(names)}; remove it from the ds_config")
 
 
-def scheduler_class(section: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the class of the lr scheduler that a ds_config's "scheduler" section names, DeepSpeed's or torch's."""
+def scheduler_maker(section: Mapping[str, Any]) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return what makes the lr scheduler of a ds_config's "scheduler" section, DeepSpeed's or torch's."""
     # Source: deepspeed 0.19.8 runtime/engine.py, _scheduler_from_config.
     name = section.get("type")
     owner = lr_schedules if name in lr_schedules.VALID_LR_SCHEDULES else torch.optim.lr_scheduler
     scheduler: Callable[..., Any] | None = getattr(owner, str(name), None)
     if scheduler is None:
         raise ConfigError(f"ds_config scheduler.type: {name!r} is not an lr scheduler of DeepSpeed or torch")
-    return scheduler
+    return functools.partial(scheduler, **(section.get("params") or {}))
 
 
 # -- what enters the partitioned part --------------------------------------------------------------------------------
@@ -295,12 +298,10 @@ def arguments_with_gradient(
     anchor: torch.Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a module's forward with tensors that need a gradient."""
-    try:
-        parameters = list(inspect.signature(module.forward).parameters.values())
-    except (TypeError, ValueError):  # not written in Python
-        parameters = []
+    names: list[str] = []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = (parameter.name for parameter in parameters if parameter.kind in positional)
+    with contextlib.suppress(TypeError, ValueError):  # not written in Python
+        names = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in positional]
     named = zip(args, chain(names, repeat("")), strict=False)
     return tuple(with_gradient(anchor, value, name) for value, name in named), with_gradient(anchor, kwargs)
 

@@ -65,11 +65,6 @@ def consolidates_to(engine: Any, state: dict[str, Any] | None) -> Iterator[None]
         delattr(engine, _MAY_GATHER)
 
 
-def may_gather(engine: Any) -> bool:
-    """Return whether the engine gives all weights, by its ds_config or by `consolidates_to`."""
-    return bool(getattr(engine, _MAY_GATHER)())
-
-
 def partitions_all(engine: Any) -> bool:
     """Return whether an engine is about to partition all parameters of its model, none in a group of its own."""
     experts = any(not getattr(parameter, "allreduce", True) for parameter in engine.module.parameters())

@@ -21,17 +21,17 @@ from lowmem_load.foreign_names import DEEPSPEED, require
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0
-"""Seconds that another process's build may take without a word."""
+"""Seconds that another process's build may take before its lock is named."""
 
 OLD_S = 600.0
-"""Seconds after which a lock is worth a word: builds take minutes on a busy machine, and other ranks wait for one."""
+"""Seconds after which a lock is reported: builds take minutes on a busy machine, and other ranks wait for one."""
 
 _GROUPS = (
     *("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP"),
     *("_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mesh_device", "mpu"),
     *("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP", "_ALL_TO_ALL_GROUP"),
 )
-"""Names of `utils/groups.py` that hold a group, an object with one, or a dict of groups."""
+"""Names of `utils/groups.py` that contain a group, an object with one, or a dict of groups."""
 
 
 def bring_up_comm(backend: str, timeout: timedelta) -> None:
@@ -128,7 +128,7 @@ def old_locks(name: str = "*", *, older_than_s: float = OLD_S) -> list[str]:
             age_s = time.time() - os.path.getmtime(lock)
             if age_s >= older_than_s:
                 texts.append(
-                    f"{lock}: is {age_s / 60:.0f} minutes old. torch waits without a word for the build that made it, "
-                    "and a killed build leaves it"
+                    f"{lock}: is {age_s / 60:.0f} minutes old. torch waits silently for the build that made it, and "
+                    "a killed build leaves it"
                 )
     return texts

@@ -51,7 +51,7 @@ class ShardedModel:
     def tie(self, groups: Iterable[Sequence[str]]) -> None:
         """Have a skeleton share one parameter among the names of each group, and no others.
 
-        Raise CheckpointError if the model of a caller shares one among several groups: it cannot hold their values.
+        Raise CheckpointError if the model of a caller shares one among several groups, which have values of their own.
         """
         users: dict[int, str] = {}
         for group in groups:
@@ -134,8 +134,10 @@ class Sharded(Unfilled):
 
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:
         """See `Target`. Tied parameters have one region for each tensor that the sharded model has for them."""
+        # Source: transformers 5.23 `modeling_utils.py`, `PreTrainedModel.all_tied_weights_keys`: targets and sources.
+        ties: Mapping[str, str] = getattr(self._described, "all_tied_weights_keys", None) or {}
         # Before `check` it is not known which parameters share a value, so any part of these may be needed.
-        is_open = name in _tied_names(self._described) or self._plain(name) not in self._sharded.parameters
+        is_open = name in (*ties, *ties.values()) or self._plain(name) not in self._sharded.parameters
         if is_open and not self._names:
             numel = parameter.numel()
             return Layout(SHARDED, parameter.dtype, (FlatRange(0, numel),), (numel,), on_host=True)
@@ -217,12 +219,3 @@ def _tensors(model: nn.Module, left: Collection[str] = ()) -> tuple[dict[str, nn
     named = [named for named in named_tensors(model) if named.name not in left]
     parameters = {each.name: cast("nn.Parameter", each.tensor) for each in named if each.is_parameter}
     return parameters, {each.name: each.tensor for each in named if not each.is_parameter}
-
-
-def _tied_names(model: nn.Module) -> set[str]:
-    """Return names that transformers may tie later: targets and sources.
-
-    Source: transformers 5.23 `modeling_utils.py`, `PreTrainedModel.all_tied_weights_keys`.
-    """
-    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    return {*tied.keys(), *tied.values()}

@@ -1,6 +1,6 @@
-"""What a target is: it says what a rank holds of each parameter, and makes the memory for it.
+"""What a target is: it says which elements of each parameter a rank owns, and makes the memory for them.
 
-To add one, derive a class from `Target` beside what knows the engine (as `engines/zero3_target.py`).
+To add one, derive a class from `Target` next to what knows the engine (as in `engines/zero3_target.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lowmem_load.planning.regions import FlatRange, Region
 
 
 class Layout(NamedTuple):
-    """What one rank holds of one parameter."""
+    """The elements of one parameter that one rank owns."""
 
     kind: str
-    """What becomes of the parameter; `planning.load_plan.REPLICATED` for one that every rank holds in full."""
+    """What becomes of the parameter; `planning.load_plan.REPLICATED` for one that every rank has in full."""
     dtype: torch.dtype
     regions: tuple[Region, ...]
     """Elements of the parameter, one region for each piece of memory."""
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
     keeps_casts: bool = False
     """Whether values go through the dtype of the ordinary load if `dtype` is another one."""
     holders: Sequence[Sequence[int]] = ()
-    """For each region the ranks that hold the same, this one included; none if that is not known."""
+    """For each region the ranks that own the same, this one included; none if that is not known."""
 
 
 class HostBytes(NamedTuple):
@@ -49,7 +49,7 @@ class Target(ABC):
 
     @abstractmethod
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:
-        """Return what this rank holds of a parameter. Pure: called for any rank, in processes that import no engine."""
+        """Return what this rank owns of a parameter. Pure: called for any rank, in processes that import no engine."""
 
     def fp32_buffers(self, _: nn.Module, /) -> list[torch.Tensor]:
         """Return the buffers that stay in fp32 whatever the model's dtype is; by default none."""
@@ -84,7 +84,7 @@ class Target(ABC):
 
 
 class Replicated(Target):
-    """Every rank holds every parameter in full, as an ordinary load does: ZeRO stages 0 to 2."""
+    """Every rank has every parameter in full, as after an ordinary load: ZeRO stages 0 to 2."""
 
     def __init__(self, device: torch.device, world_size: int = 1) -> None:
         self.device, self._holders = device, (range(world_size),)
@@ -92,9 +92,8 @@ class Replicated(Target):
     def layout(self, name: str, parameter: torch.Tensor) -> Layout:
         """See `Target`."""
         numel = parameter.numel()
-        on_host = self.device.type == "cpu"
-        whole = (FlatRange(0, numel),)
-        return Layout(REPLICATED, parameter.dtype, whole, (numel,), on_host, holders=self._holders)
+        on_host, full = self.device.type == "cpu", (FlatRange(0, numel),)
+        return Layout(REPLICATED, parameter.dtype, full, (numel,), on_host, holders=self._holders)
 
     def make(
         self, plan: TargetPlan, parameter: nn.Parameter, wait: Callable[[], None]

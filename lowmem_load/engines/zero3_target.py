@@ -190,7 +190,7 @@ def _names_fp32(module: nn.Module) -> bool:
 def _refuse(settings: Settings, group: Any) -> None:
     has_secondary = settings.secondary_size > 0
     if settings.ds_config.get("weight_quantization", {}).get("quantized_initialization"):
-        raise UnsupportedError("weight_quantization.quantized_initialization quantizes whole layers; remove it")
+        raise UnsupportedError("weight_quantization.quantized_initialization quantizes full layers; remove it")
     section = settings.ds_config["zero_optimization"]
     if settings.offload_device == "nvme" and not (section.get("offload_param") or {}).get("nvme_path"):
         raise ConfigError("offload_param.device is 'nvme', but offload_param.nvme_path is missing; name a folder")
@@ -331,12 +331,10 @@ def _matches(entry: Choice, name: str, module: nn.Module) -> bool:
 def zero_init_disabled() -> Iterator[Any]:
     """Inside, a zero.Init that was entered around this has no effect. Yields the outermost one, or None."""
     zero: Any = sys.modules.get(_ZERO)
-    if zero is None:
-        yield None
-        return
-    require(DEEPSPEED, {_ZERO: ("restore_init_context", "shutdown_init_context", "top_level_context")})
-    init = zero.top_level_context
-    if init is None or not getattr(init, "patched", False):
+    if zero is not None:
+        require(DEEPSPEED, {_ZERO: ("restore_init_context", "shutdown_init_context", "top_level_context")})
+    init = getattr(zero, "top_level_context", None)
+    if not getattr(init, "patched", False):
         yield None
         return
     zero.shutdown_init_context()

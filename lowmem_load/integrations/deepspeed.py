@@ -24,7 +24,7 @@ from lowmem_load import foreign_names
 from lowmem_load.config.ds_config import given_ds_configs
 from lowmem_load.config.settings import Settings, read_settings
 from lowmem_load.engines.engine_states import is_plain_zero3
-from lowmem_load.engines.hooks import asked_first, consolidates_to, is_shell, may_gather
+from lowmem_load.engines.hooks import asked_first, consolidates_to, is_shell
 from lowmem_load.engines.parameters import full_numel, is_partitioned
 from lowmem_load.errors import ConfigError, LoadOrderWarning, UnsupportedError, outside_level
 from lowmem_load.load.load import REPORT_ATTRIBUTE
@@ -232,7 +232,9 @@ def get_state_dict(ordinary: Callable[..., Any], accelerator: Any, model: Any, *
     """
     inner = unwrapped(model)
     is_left = inner is model or IN_TRAINER.get() or not any(map(is_partitioned, inner.parameters()))
-    return ordinary(accelerator, model, *args, **kwargs) if is_left or may_gather(model) else NotGathered()
+    if is_left or model.zero_gather_16bit_weights_on_model_save():  # by its ds_config, or by `consolidates_to`
+        return ordinary(accelerator, model, *args, **kwargs)
+    return NotGathered()
 
 
 HANDLERS: Handlers = {

@@ -17,7 +17,7 @@ from torch import nn
 from lowmem_load.config.ds_config import AUTO, comparable, given_ds_configs
 from lowmem_load.config.settings import Partition, Settings, read_settings
 from lowmem_load.distributed.process_group import DistributedInterface
-from lowmem_load.engines.engine import PartitionedPart, full_state_dict, scheduler_class
+from lowmem_load.engines.engine import PartitionedPart, full_state_dict, scheduler_maker
 from lowmem_load.engines.engine_states import unusable_until_filled
 from lowmem_load.engines.hooks import asked_first, is_shell
 from lowmem_load.engines.parameters import full_numel, group_of, is_partitioned
@@ -84,8 +84,7 @@ def initialize_partial(
         config = settings.ds_config
         chosen, is_plain = _chosen(model, partition, distributed.world_size)
         split = _split(model, optimizer, config, chosen_parameters(chosen))
-        if config.get("scheduler"):
-            scheduler_class(config["scheduler"])
+        from_config = scheduler_maker(config["scheduler"]) if config.get("scheduler") else None
         step.digest = _digest(model, chosen, config, split)
     derive = None if split is None else lambda parameters: split.derive({id(p): p for p in parameters})
     with contextlib.ExitStack() as undo:  # an error on any rank takes the hooks off the model
@@ -109,18 +108,11 @@ def initialize_partial(
                 masters = {id(replicated.parameters[name]): master for name, master in replicated.masters.items()}
                 replicated.optimizer = split.derive(masters)
             engine = PartialEngine(model, part, replicated, split)
-            engine.lr_scheduler = _lr_scheduler(lr_scheduler, config.get("scheduler"), engine.optimizer.leader)
+            scheduler: Any = from_config if lr_scheduler is None else lr_scheduler
+            is_made = scheduler is None or hasattr(scheduler, "step")
+            engine.lr_scheduler = scheduler if is_made else scheduler(engine.optimizer.leader)
         undo.pop_all()
     return engine
-
-
-def _lr_scheduler(lr_scheduler: Any, section: Mapping[str, Any] | None, leader: torch.optim.Optimizer) -> Any:
-    """Return the lr scheduler, given one, a function that makes one, or a ds_config's section."""
-    if lr_scheduler is None and section:
-        return scheduler_class(section)(leader, **(section.get("params") or {}))
-    if lr_scheduler is None or hasattr(lr_scheduler, "step"):
-        return lr_scheduler
-    return lr_scheduler(leader)
 
 
 def _settings(ds_config: Any, model: nn.Module, world_size: int) -> Settings:

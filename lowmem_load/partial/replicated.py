@@ -226,7 +226,7 @@ class ReplicatedPart:
         return {**optimizer, "state": {numbers.get(key, key): value for key, value in optimizer["state"].items()}}
 
     def _persistent(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the tensors that checkpoints hold, by kind and name."""
+        """Return the tensors that checkpoints contain, by kind and name."""
         names = self._model.state_dict().keys()
         buffers = {name: buffer for name, buffer in self.buffers.items() if name in names}
         return {"parameters": dict(self.parameters), "buffers": buffers}

@@ -67,7 +67,7 @@ def refuse(path: str) -> None:
         ("ConfigError: no trainable parameter of the part", partly, CONFIG, {**llm, "optimizer": only_frozen}),
         ("ConfigError: has no trainable parameter of this model", model, CONFIG, {**llm, "optimizer": stranger}),
         ("ConfigError: there is nothing to train", frozen, CONFIG, llm),
-        ("RankError: holds parameters", uneven, CONFIG, llm),
+        ("RankError: has parameters", uneven, CONFIG, llm),
         ('ConfigError: optimizer.params: lr is "auto"', model, auto_rate, llm),
         ("UnsupportedError: zero_optimization.zenflow", model, {**zenflow, "optimizer": None}, {**llm, **adam}),
         ("UnsupportedError: checkpoint.use_node_local_storage", model, {**CONFIG, **local}, llm),

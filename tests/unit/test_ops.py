@@ -34,7 +34,7 @@ def test_the_lock_of_a_build_is_named(lock: Path, caplog: pytest.LogCaptureFixtu
     assert load_op(op(_loaded_ops={"op": "loaded"})) == "loaded" and not caplog.text
     os.utime(lock, (time.time() - 7200,) * 2)
     assert load_op(op()) == "loaded"
-    assert f"{lock}: is 120 minutes old. torch waits without a word" in caplog.text
+    assert f"{lock}: is 120 minutes old. torch waits silently" in caplog.text
     assert [text.partition(":")[0] for text in old_locks()] == [str(lock)]
 
 

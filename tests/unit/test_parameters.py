@@ -44,7 +44,7 @@ def swapped(num_buffers: int, in_flight: bool = False) -> Any:
     return cut
 
 
-def test_a_partition_on_nvme_is_read_for_the_block() -> None:
+def test_a_partition_on_nvme_is_read_for_the_block_if_there_is_a_buffer() -> None:
     cut = swapped(1)
     with partition_in_memory(cut, "x") as partition:
         assert partition.tolist() == [7.0, 7.0] and cut.nvme_swapper.calls == ["in"]
@@ -52,9 +52,6 @@ def test_a_partition_on_nvme_is_read_for_the_block() -> None:
     on_its_way = swapped(0, in_flight=True)
     with partition_in_memory(on_its_way, "x"):
         assert on_its_way.nvme_swapper.calls == []
-
-
-def test_without_a_buffer_a_partition_on_nvme_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="x: its partition is on nvme"), partition_in_memory(swapped(0), "x"):
         pass
 
@@ -111,18 +108,15 @@ def test_a_release_that_keeps_no_buffers_is_not_asked_for_any(monkeypatch: pytes
 
 
 def test_a_setting_without_its_module_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is switched off."""
     monkeypatch.setattr(partition, "has", lambda asked: asked != HAS_AUTOEP)
     with pytest.raises(UnsupportedError, match=r"^expert_parallel\S*: deepspeed \d\S+ .*install deepspeed>=0.19.8$"):
         refuse_what_is_absent({"zero_optimization": {"stage": 3}, "expert_parallel": {"enabled": True}})
+    for section in ({"enabled": False}, None):
+        refuse_what_is_absent({"zero_optimization": {}, "expert_parallel": section})
 
 
 @pytest.mark.parametrize("name", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
 def test_a_quantizer_that_the_cpu_lacks_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"^{name}: DeepSpeed's quantizer is a CUDA kernel"):
         refuse_what_is_absent({"zero_optimization": {name: True}})
-
-
-def test_what_is_switched_off_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "has", lambda _: False)
-    refuse_what_is_absent({"zero_optimization": {}, "expert_parallel": {"enabled": False}})
-    refuse_what_is_absent({"zero_optimization": {}, "expert_parallel": None})

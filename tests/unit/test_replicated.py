@@ -127,7 +127,7 @@ def test_a_file_that_is_damaged_or_of_another_format_is_refused(tmp_path: Path) 
     save_replicated(str(tmp_path), {"w": torch.ones(300)})
     path = tmp_path / REPLICATED_FILE
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(CheckpointError, match=f"{REPLICATED_FILE}: no zip directory at its end"):
+    with pytest.raises(CheckpointError, match=f"{REPLICATED_FILE}: ends at byte 500 without a zip directory"):
         load_replicated(str(tmp_path))
     torch.save({"format": FORMAT + 1}, path)
     with pytest.raises(CheckpointError, match=f"{REPLICATED_FILE}: is not of format {FORMAT}"):
