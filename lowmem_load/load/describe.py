@@ -17,7 +17,8 @@ from lowmem_load.engines.zero3_target import TargetMaker, refuse_partitioned
 from lowmem_load.errors import ConfigError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
-from lowmem_load.models.loader import Call
+from lowmem_load.models.loader import Call, TransformersCall
+from lowmem_load.models.model_folder import distributed_folder
 from lowmem_load.planning.expression import Expression, numel
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.planner import Planner
@@ -57,6 +58,8 @@ def describe(
     Missing parameters are initialized with `holds_values`, else only noted. `weights` is the folder of a training
     checkpoint, whose weights take the place of those that the call names.
     """
+    if weights is None and isinstance(call, TransformersCall):  # transformers would read all of it by itself
+        weights = distributed_folder(call.path, call.kwargs.get("subfolder") or "")
     reads = _Reads(executor)
     prepared: dict[int, tuple[nn.Module, Settings, Target]] = {}
 

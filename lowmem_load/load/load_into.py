@@ -394,8 +394,13 @@ def skeletons_sharded(
         with holding(IS_LOADING, False):  # a handler gets what `end` loads
             return end(IntoModule(model, name, dtype=dtype, kwargs=keywords))
 
-    explained = model_folder.files_explained(name, kwargs.get("subfolder") or "")
-    with ordinary_path(), skeleton.filled_by(fill, weights), explained:
+    subfolder = kwargs.get("subfolder") or ""
+    with ordinary_path(), skeleton.filled_by(fill, weights), model_folder.files_explained(name, subfolder):
+        if model_folder.distributed_folder(name, subfolder) is not None:
+            raise UnsupportedError(
+                f"{origin(name)}: is a distributed checkpoint, which transformers reads in full on each rank; name a "
+                "folder that has only its config.json, and pass this one as weights_from="
+            )
         if model_folder.adapter_config_file(name, kwargs) is not None:
             raise UnsupportedError(
                 f"{origin(name)}: is an adapter; load the base model that its adapter_config.json names, and add it to "

@@ -21,6 +21,7 @@ from lowmem_load.files.index import WEIGHTS, check_files, check_index, of_varian
 from lowmem_load.files.remote_checkpoint import folder_of_model, folder_of_url
 from lowmem_load.files.stand_ins import is_url, origin
 from lowmem_load.phases import no_callback
+from lowmem_load.training_checkpoints.safetensors_shards import shard_files
 
 
 def check_name(name: str, subfolder: str) -> None:
@@ -52,6 +53,12 @@ def check_config(name: str, subfolder: str) -> None:
             f"{os.path.join(origin(name), subfolder)}: has no config.json, which says what model the weights are "
             "of; copy it there, or pass config="
         )
+
+
+def distributed_folder(name: str, subfolder: str) -> str | None:
+    """Return the folder of a name if it is one of `save_pretrained(distributed_checkpoint=True)`; None for others."""
+    folder = os.path.join(name, subfolder)
+    return folder if os.path.isdir(folder) and shard_files(folder) else None
 
 
 @contextlib.contextmanager

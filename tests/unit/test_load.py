@@ -72,6 +72,18 @@ def test_weights_of_a_trainer_for_a_model_in_a_subfolder(llama: str, tmp_path: P
     assert all(torch.equal(tensor, state[name].to(tensor.dtype)) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:::torch")
+def test_a_distributed_checkpoint_is_read_by_ranges(llama: str, tmp_path: Path, lone_process: None) -> None:
+    shutil.copy(Path(llama) / "config.json", tmp_path)
+    state = LlamaForCausalLM.from_pretrained(llama).state_dict()
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    costs = plan(tmp_path, STAGE_3, rank=0, world_size=2).costs
+    assert 0 < costs.read_bytes < 0.6 * sum(tensor.nbytes for tensor in state.values())
+    model = load_model(tmp_path, STAGE_0)
+    assert all(torch.equal(tensor, state[name].to(tensor.dtype)) for name, tensor in model.state_dict().items())
+
+
 def test_an_ordinary_model_has_no_report(llama: str) -> None:
     with pytest.raises(ValueError, match="LlamaForCausalLM was not loaded by lowmem_load"):
         get_load_report(AutoModelForCausalLM.from_pretrained(llama))
