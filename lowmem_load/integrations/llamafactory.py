@@ -205,7 +205,7 @@ class ModelEngine:
             scheduler, whose values the training loop knows. You may add to it.
         hf_deepspeed_config: the `HfDeepSpeedConfig` that was active while loading. Only the engine keeps it alive.
             transformers sees it inside `deepspeed_visible`.
-        processor: of AutoProcessor or AutoTokenizer; None if the checkpoint has none.
+        processor: what AutoProcessor or AutoTokenizer returns; None if the checkpoint has neither.
         model_config: `model.config`.
         model: the model; `lowmem_load.get_load_report(model)` says how it was loaded.
 

@@ -1,1 +1,1 @@
-"""Weights of a partitioned model, put together on the ranks: `iter_weights` and `push_weights`."""
+"""Weights that leave a model or a training checkpoint, into files or messages."""
