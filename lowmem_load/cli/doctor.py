@@ -9,14 +9,11 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowmem_load import foreign_names
 from lowmem_load.engines.ops import old_locks
-from lowmem_load.foreign_names import is_release_between
+from lowmem_load.foreign_names import ACCELERATE, DEEPSPEED, TORCH, TRANSFORMERS, is_release_between
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 """Levels of findings. A problem makes a run fail or go wrong unless it is fixed."""
-
-NEEDED = (foreign_names.TORCH, foreign_names.TRANSFORMERS, foreign_names.DEEPSPEED, foreign_names.ACCELERATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +32,8 @@ def check_machine() -> list[Finding]:
 
 
 def check_versions() -> Iterator[Finding]:
-    """Compare the installed releases with the supported ones. Nothing is imported."""
-    for package, oldest, newest in NEEDED:
+    """Compare the installed releases with the supported ones, without importing them."""
+    for package, oldest, newest in (TORCH, TRANSFORMERS, DEEPSPEED, ACCELERATE):
         try:
             text = f"{package} {importlib.metadata.version(package)}, tested {oldest} to {newest}"
         except importlib.metadata.PackageNotFoundError:
@@ -62,9 +59,9 @@ def check_compiler() -> Iterator[Finding]:
         return
     for tool, package in ((os.environ.get("CXX", "c++"), "g++"), ("ninja", "ninja")):
         try:
-            subprocess.run([*shlex.split(tool), "--version"], capture_output=True, check=True)
+            subprocess.run([*shlex.split(tool), "--version"], capture_output=True, check=True, timeout=60)
             yield Finding("compiler", OK, f"{tool} runs")
-        except (OSError, subprocess.CalledProcessError) as error:
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
             text = f"{tool} does not run ({error}), with which DeepSpeed compiles its deepspeed_shm_comm for CPU ranks"
             yield Finding("compiler", PROBLEM, text, f"install {package}, and have it on PATH")
 

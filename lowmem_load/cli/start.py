@@ -80,7 +80,7 @@ def plan(
     dequantize: Annotated[
         bool, typer.Option("--dequantize", help="Dequantize an fp8, mxfp4 or compressed-tensors checkpoint.")
     ] = False,
-    subfolder: Annotated[str, typer.Option(help="Subfolder that holds the weights.")] = "",
+    subfolder: Annotated[str, typer.Option(help="Subfolder that has the weights.")] = "",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
     auto_class: Annotated[
         str | None, typer.Option(help="Class of transformers to load with. Default: the one that config.json names.")
@@ -110,17 +110,9 @@ def plan(
     with working():
         from lowmem_load.cli.plan import Job, needs_of
 
-        job = Job(num_ranks, gpus_per_node or min(8, num_ranks), mesh, str(ds_config) if ds_config else None)
-        found = needs_of(
-            name,
-            job,
-            revision=revision,
-            four_bit=four_bit,
-            dequantize=dequantize,
-            subfolder=subfolder,
-            auto_class=auto_class,
-            trust_remote_code=trust_remote_code,
-        )
+        options = {"subfolder": subfolder, "auto_class": auto_class, "trust_remote_code": trust_remote_code}
+        job = Job(num_ranks, min(gpus_per_node or 8, num_ranks), mesh, str(ds_config) if ds_config else None)
+        found = needs_of(name, job, revision=revision, four_bit=four_bit, dequantize=dequantize, **options)
     answer(as_json, asdict(found), lambda: f"{found.name}\n{table(found.about.items())}")
 
 
@@ -161,7 +153,7 @@ def doctor(
 def _show_steps(store: str, as_json: bool) -> None:
     """Print what the ranks that meet in a store wrote last about themselves."""
     host, _, port = store.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise ConfigError(f"--store: {store!r} is not HOST:PORT, such as node1:29500")
     with working():
         from lowmem_load.distributed.process_group import look_into
@@ -217,17 +209,12 @@ def consolidate(
         from lowmem_load.distributed.process_group import DistributedInterface
         from lowmem_load.resume.consolidate import consolidate
 
-        report = consolidate(
-            checkpoint,
-            output,
-            tag=tag,
-            part=part,
-            dtype=None if dtype is None else getattr(torch, dtype),
-            max_shard_size=max_shard_size,
-            config=False if config == "none" else config,
-            # Not by WORLD_SIZE, which pods export without ranks.
-            ranks=DistributedInterface() if "TORCHELASTIC_RUN_ID" in os.environ else None,
-        )
+        # Not by WORLD_SIZE, which pods export without ranks.
+        ranks = DistributedInterface() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        options: dict[str, Any] = {"tag": tag, "part": part, "max_shard_size": max_shard_size, "ranks": ranks}
+        options["dtype"] = None if dtype is None else getattr(torch, dtype)
+        options["config"] = False if config == "none" else config
+        report = consolidate(checkpoint, output, **options)
     if report.rank:
         return
     has_config = (output / "config.json").is_file()
@@ -250,9 +237,7 @@ def run(
     ] = False,
     no_download: Annotated[
         bool,
-        typer.Option(
-            "--no-download", help="Read models from the Hub by ranges, without downloading them to its cache."
-        ),
+        typer.Option("--no-download", help="Read models from the Hub by ranges, without a download to its cache."),
     ] = False,
     stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
 ) -> None:

@@ -48,13 +48,13 @@ def test_a_machine_of_cpus_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_command_ends_with_1_where_there_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = [Finding("a", OK, "fine"), Finding("b", PROBLEM, "broken [x]", "mend it")]
+    found = [Finding("a", OK, "fine"), Finding("b", PROBLEM, "broken [x]", "fix it")]
     monkeypatch.setattr(doctor, "check_versions", lambda: found)
     monkeypatch.setattr(doctor, "check_compiler", list)
     monkeypatch.setattr(doctor, "check_locks", list)
     assert app(["doctor"], standalone_mode=False) == 1
     told = capsys.readouterr().out
-    assert "broken [x]" in told and "mend it" in told and "fine" in told
+    assert "broken [x]" in told and "fix it" in told and "fine" in told
     found.pop()
     assert not app(["doctor", "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out) == [{"area": "a", "level": "ok", "text": "fine", "advice": ""}]
