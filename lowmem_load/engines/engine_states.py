@@ -79,9 +79,11 @@ class Zero3State:
             list(_parts_of(group, names, master.dtype))
             for group, master in zip(self._zero.fp16_groups, self._zero.fp32_partitioned_groups_flat, strict=True)
         ]
-        trained = {id(part.tensor) for group in self.sub_groups for part in group}
-        frozen = [p for p in engine.module.parameters() if id(p) not in trained]
+        trained = [part for group in self.sub_groups for part in group]
+        others = names.keys() - {id(part.tensor) for part in trained}
+        frozen = [p for p in engine.module.parameters() if id(p) in others]
         self.frozen = [part for p in frozen for part in _parts_of([p], names, p.ds_tensor.dtype)]
+        self.parameters = [*trained, *self.frozen]
         self.optional = {PLACEHOLDER} & set(names.values())  # not in the model
         state = engine.module.state_dict(keep_vars=True)
         self.buffers = {name: buffer for name, buffer in engine.module.named_buffers() if name in state}

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from torch import nn
 from lowmem_load.distributed.steps import Alone, RankGroup
 from lowmem_load.errors import CheckpointError, ConfigError
 from lowmem_load.files.executor import Executor
+from lowmem_load.files.index import read_json
 from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.models import peft, saver
 from lowmem_load.models.active import load_lock
@@ -28,15 +29,14 @@ from lowmem_load.planning.proof import prove_names
 from lowmem_load.planning.regions import FlatRange, partition_range
 from lowmem_load.renamed import renamed_keywords
 from lowmem_load.text import fingerprint
-from lowmem_load.training_checkpoints.adapter_config import ADAPTER_CONFIG, adapter_config
-from lowmem_load.training_checkpoints.open_model import SavedModel, open_model
+from lowmem_load.training_checkpoints.open_model import ADAPTER_CONFIG, SHARDS, SavedModel, open_model
 from lowmem_load.training_checkpoints.saved_state import BandedTensor, are_equal, own_files, read_chunks
 from lowmem_load.training_checkpoints.zero_checkpoint import differences_of
 from lowmem_load.weights_out.rank_shards import MemoryPiece
 from lowmem_load.weights_out.save import SaveReport, write
 from lowmem_load.weights_out.weights import Weights, used_sources
 
-BESIDE = (
+COPIED_FILES = (
     *(*TOKENIZER_FILES, *PROCESSOR_FILES, "special_tokens_map.json", "added_tokens.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json"),
 )
@@ -66,23 +66,26 @@ def consolidate(
 ) -> SaveReport:
     """Make a Hugging Face folder of a training checkpoint of DeepSpeed, FSDP2, torch DCP or verl.
 
-    Takes what DeepSpeed's `save_checkpoint` writes under ZeRO-3; torch DCP (`.metadata` with `.distcp` or safetensors
-    files); and the files of ranks of verl (`model_world_size_8_rank_3.pt`) and accelerate (`use_dcp=False`). The files
-    say which it is. No pickle is run. Needs no GPU and no process group. A new folder appears all at once. Adapters go
-    into it, if the checkpoint has nothing else, else into its folder `adapter`. Returns what this process has written.
-    Memory: buffers of 40 MiB, and the description of the checkpoint: some MiB; 1.5 GiB for 512,000 chunks.
+    It takes what DeepSpeed's `save_checkpoint` writes under ZeRO-3, torch DCP (`.metadata` with `.distcp` or
+    safetensors files), and the files of ranks of verl (`model_world_size_8_rank_3.pt`) and accelerate
+    (`use_dcp=False`). The files say which it is. It does not run a pickle, and does not need a GPU or a process group.
+    A new folder appears all at once. Adapters go into it if the checkpoint has nothing else, otherwise into its folder
+    `adapter`. Returns what this process has written. Memory: buffers of 40 MiB, and the description of the checkpoint:
+    some MiB, or 1.5 GiB for 512,000 chunks.
 
     Args:
-        checkpoint: the folder that was saved to; of Trainer and accelerate also `checkpoint-500`.
-        folder: made if it is not there.
-        tag: of a checkpoint of DeepSpeed. None: the one that the file `latest` names.
-        part: of the state dict, which is the model: "model", "ema". None: found by its name.
-        dtype: of floating-point tensors: fp64, fp32, fp16 or bf16. None: as saved; of ZeRO, the optimizer's fp32.
-        max_shard_size: bytes, or text such as "5GB".
-        config: folder with config.json, or a model on the Hub, whose `save_pretrained` names the parameters so. None:
-            the config.json in the checkpoint or its `huggingface/`. False, or without one: the names of the checkpoint,
-            and tied parameters under each name.
-        ranks: a `DistributedInterface`, whose ranks share the work and all make this call. None: this process does it.
+        checkpoint: folder that the trainer saved to, e.g. `checkpoint-500` of Trainer and accelerate.
+        folder: folder to write, which is made if it is not there.
+        tag: tag of a DeepSpeed checkpoint. Default: the one that the file `latest` names.
+        part: part of the state dict that is the model, e.g. "model" or "ema". Default: found by its name.
+        dtype: dtype of floating-point tensors: fp64, fp32, fp16 or bf16. Default: as saved; for ZeRO, the optimizer's
+            fp32.
+        max_shard_size: largest size of a file, in bytes or as text. Default: "5GB".
+        config: folder with config.json, or a model on the Hub, whose `save_pretrained` names the parameters. False
+            keeps the names of the checkpoint, and tied parameters under each name. Default: the config.json in the
+            checkpoint or its `huggingface/`; without one, as False.
+        ranks: a `DistributedInterface`, whose ranks share the work and all make this call. Default: this process does
+            all of it.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, malformed or truncated, or of another model than `config`.
@@ -103,32 +106,14 @@ def consolidate(
         def weights(scratch: Path) -> Weights:
             saved = _open(ranks, os.fspath(checkpoint), executor, tag, part)
             in_files = dtype or (torch.float32 if saved.num_masters else None)
-            saved, adapter, files = _describe_folder(saved, scratch, executor, config, in_files, max_shard_size)
-            return _weights_of(saved, adapter, files, ranks, executor)
+            options = {"dtype": in_files, "max_shard_size": max_shard_size}
+            tensors, files, left_out = _describe_folder(saved, scratch, executor, config, options)
+            source = f"a checkpoint of {saved.kind}: {len(saved.files)} files"
+            source += f"; {saved.removed} was removed from all names" if saved.removed else ""
+            shares = _shares(tensors, ranks, executor)
+            return Weights(files, shares, left_out=left_out, num_masters=saved.num_masters, source=source)
 
         return write(ranks, folder, weights, {"dtype": dtype}, title="consolidate")
-
-
-def _weights_of(
-    saved: SavedModel,
-    adapter: Mapping[str, BandedTensor],
-    files: Sequence[saver.SavedFile],
-    ranks: RankGroup,
-    executor: Executor,
-) -> Weights:
-    """Return the weights of a training checkpoint, of which each rank copies a part of each tensor."""
-    tensors = {**saved.tensors, **{_OF_ADAPTER + name: tensor for name, tensor in adapter.items()}}
-    buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
-    spans = {name: partition_range(tensor.numel, ranks.rank, ranks.world_size) for name, tensor in tensors.items()}
-    source = f"a checkpoint of {saved.kind}: {len(saved.files)} files"
-    source += f"; {saved.removed} was removed from all names" if saved.removed else ""
-    return Weights(
-        files,
-        {name: ShareOfTensor(name, tensor, spans[name], executor, buffer) for name, tensor in tensors.items()},
-        left_out=saved.left_out,
-        num_masters=saved.num_masters,
-        source=source,
-    )
 
 
 def _open(ranks: RankGroup, folder: str, executor: Executor, tag: str | None, part: str | None) -> SavedModel:
@@ -138,8 +123,8 @@ def _open(ranks: RankGroup, folder: str, executor: Executor, tag: str | None, pa
         read = (f"{os.path.basename(file.path)} {file.nbytes} {file.digest}" for file in saved.files)
         step.digest = {"checkpoint": fingerprint(read)}
         step.payload = identify_files(saved.files)
-    if ranks.world_size > 1:  # of equal names, sizes and shapes are two saves of one run, too
-        agree_on_bytes(ranks, saved.folder, saved.files, executor.sources, step.payloads)
+    # Two saves of one run have equal names, sizes and shapes.
+    agree_on_bytes(ranks, saved.folder, saved.files, executor.sources, step.payloads)
     return saved
 
 
@@ -158,77 +143,132 @@ class ShareOfTensor:
         return contextlib.closing(read_chunks(self.name, self.tensor, self.region, self.executor, self.buffer))
 
 
+def _shares(tensors: Mapping[str, BandedTensor], ranks: RankGroup, executor: Executor) -> dict[str, ShareOfTensor]:
+    """Return the part of each tensor that this rank copies."""
+    buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+    shares = {}
+    for name, tensor in tensors.items():
+        region = partition_range(tensor.numel, ranks.rank, ranks.world_size)
+        shares[name] = ShareOfTensor(name, tensor, region, executor, buffer)
+    return shares
+
+
 # -- what the files of the new folder are ------------------------------------------------------------------------------
 
 
 def _describe_folder(
-    saved_model: SavedModel,
+    model: SavedModel,
     scratch: Path,
     executor: Executor,
     config: str | os.PathLike[str] | bool | None,
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
-) -> tuple[SavedModel, Mapping[str, BandedTensor], list[saver.SavedFile]]:
-    """Return what is written of the model and of its adapter, and the files; write those without weights to `scratch`.
+    options: Mapping[str, Any],
+) -> tuple[dict[str, BandedTensor], list[saver.SavedFile], list[str]]:
+    """Return the tensors of the plan, the files of weights, and the names of tensors that are in none of them.
 
-    The adapter's tensors have the names under which PEFT saves them.
+    Writes the files without weights to `scratch`. The adapter's tensors have the names under which PEFT saves them.
     """
-    saved: list[saver.SavedFile] = []
     named = None if isinstance(config, bool) else config
-    config = saved_model.companion("config.json") if config is None else named
+    config = model.companion("config.json") if config is None else named
     if config:
-        saved_model = saved_model.without_wrappers()
-    adapter: Mapping[str, BandedTensor] = {}
-    if saved_model.adapter is not None:
-        folder, values = adapter_config(saved_model, named)
-        saved_model, adapter = _split(saved_model, folder, config)
-    if saved_model.tensors and config:
+        model = model.without_wrappers()
+    tensors, adapter, left_out = model.tensors, dict[str, BandedTensor](), list(model.left_out)
+    if model.adapter is not None:
+        folder, values = _adapter_config(model, named)
+        tensors, adapter, others = _split(model, folder, config)
+        left_out += others
+    files: list[saver.SavedFile] = []
+    if tensors and config:
         with load_lock():
-            options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "kwargs": {}}
-            saved, left_out = _as_saved_by_transformers(saved_model.tensors, scratch, executor, config, options)
-        _copy_tokenizer(saved_model, scratch, config)
-        saved_model = replace(saved_model, left_out=(*saved_model.left_out, *left_out))
-    elif saved_model.tensors and not saved_model.has_shapes:
+            files, others = _as_saved_by_transformers(tensors, scratch, executor, config, options)
+        _copy_tokenizer(model, scratch, config)
+        left_out += others
+    elif tensors and model.kind == SHARDS:
         raise ConfigError(
-            f"{saved_model.folder}: its files do not say how large the tensors are, so a missing last one would not be "
+            f"{model.folder}: its files do not say how large the tensors are, so a missing last one would not be "
             "noticed: name the model by config"
         )
-    elif saved_model.tensors:
-        sources = _sources(saved_model.tensors)
-        saved = saver.describe_plain(sources, scratch, dtype=dtype, max_shard_size=max_shard_size)
+    elif tensors:
+        files = saver.describe_plain(_sources(tensors), scratch, **options)
     if adapter:
-        place = scratch / ADAPTER_FOLDER if saved_model.tensors else scratch
+        place = scratch / ADAPTER_FOLDER if tensors else scratch
         place.mkdir(exist_ok=True)
-        if saved_model.tensors and isinstance(values.get("init_lora_weights"), str):
+        if tensors and isinstance(values.get("init_lora_weights"), str):
             values["init_lora_weights"] = True  # such as PiSSA, which would change the base once more
         (place / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         name = (place / "adapter_model.safetensors").relative_to(scratch).as_posix()
-        saved.append(saver.plain_file(name, _sources(adapter, _OF_ADAPTER), dtype))
-    return saved_model, adapter, saved
+        files.append(saver.plain_file(name, _sources(adapter, _OF_ADAPTER), options["dtype"]))
+    return {**tensors, **{_OF_ADAPTER + name: tensor for name, tensor in adapter.items()}}, files, left_out
+
+
+def _adapter_config(model: SavedModel, config: str | os.PathLike[str] | None) -> tuple[str, dict[str, Any]]:
+    """Return a folder with the configuration of a model's adapter, which few trainers save, and its content.
+
+    `config` is another folder that may have it.
+    """
+    folder = model.companion(ADAPTER_CONFIG) or (None if config is None else os.fspath(config))
+    paths = own_files(folder, [ADAPTER_CONFIG]) if folder else []
+    if folder is None or not paths:
+        place = next(near for near in reversed(model.near) if os.path.isdir(near))
+        raise CheckpointError(
+            f"{model.folder}: has adapters, but no {ADAPTER_CONFIG} says their scale (lora_alpha). Make one with "
+            f"the training's arguments: peft.LoraConfig(r=..., lora_alpha=...).save_pretrained({place!r}); in "
+            "a training program, model.peft_config['default'].save_pretrained(...) does it. Or copy it into the folder "
+            "of config"
+        )
+    values = read_json(paths[0])
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{paths[0]}: is not a configuration of an adapter")
+    if values.get("peft_type") == "LORA" and not model.adapter:
+        _check_lora(paths[0], values, model.tensors)
+    return folder, values
+
+
+def _check_lora(path: str, values: Mapping[str, Any], tensors: Mapping[str, BandedTensor]) -> None:
+    """Raise CheckpointError if a configuration of LoRA is not that of the tensors, which PEFT has named."""
+    has_magnitudes = any(name.endswith(".lora_magnitude_vector") for name in tensors)
+    if has_magnitudes != bool(values.get("use_dora")):
+        raise CheckpointError(
+            f"{path}: use_dora is {values.get('use_dora')!r:.80}, but the checkpoint "
+            f"{'has' if has_magnitudes else 'lacks'} tensors lora_magnitude_vector: it is of another adapter"
+        )
+    pattern = values.get("rank_pattern") or {}
+    ranks = [values.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
+    if not all(type(rank) is int and 0 < rank < 1 << 31 for rank in ranks):
+        raise CheckpointError(f"{path}: r, or a value of rank_pattern, is not the rank of an adapter; copy it again")
+    if values.get("target_parameters") or values.get("megatron_config"):
+        return  # all experts have one tensor
+    allowed = set(ranks)
+    for name, tensor in tensors.items():
+        if name.endswith((".lora_A.weight", ".lora_embedding_A")) and allowed.isdisjoint(tensor.shape[:1]):
+            raise CheckpointError(
+                f"{path}: says r={values['r']}, but {name} is of shape {tensor.shape}: it is of another adapter"
+            )
 
 
 def _split(
-    saved_model: SavedModel, folder: str, config: str | os.PathLike[str] | None
-) -> tuple[SavedModel, Mapping[str, BandedTensor]]:
-    """Return the base model, and the tensors of the adapter as PEFT would save them. `folder` has its configuration."""
-    wrapped = saved_model.tensors
-    if not saved_model.adapter:
-        return replace(saved_model, tensors={}), wrapped
+    model: SavedModel, folder: str, config: str | os.PathLike[str] | None
+) -> tuple[Mapping[str, BandedTensor], dict[str, BandedTensor], list[str]]:
+    """Return the tensors of the base model, those of the adapter as PEFT would save them, and the names of others.
+
+    `folder` has the configuration of the adapter.
+    """
+    wrapped = model.tensors
+    if not model.adapter:
+        return {}, dict(wrapped), []
     if not config:
         raise ConfigError(
-            f"{saved_model.folder}: holds an adapter; which of its tensors PEFT saves, and under which names, depends "
-            "on the model: name that by config"
+            f"{model.folder}: has an adapter; which of its tensors PEFT saves, and under which names, depends on the "
+            "model: name that by config"
         )
     with load_lock():
         shapes = {name: tensor.shape for name, tensor in wrapped.items()}
-        names = peft.names_in(saver.model_of(config), folder, saved_model.adapter, shapes)
+        names = peft.names_in(saver.model_of(config), folder, model.adapter, shapes)
     new_names = {old: new for old, (new, _) in names.base.items()}
-    prove_names(saved_model.folder, wrapped, new_names, wrapped.keys() - new_names.keys())
-    base, left_out = {new: wrapped[old] for old, new in new_names.items()}, [*saved_model.left_out, *names.left_out]
+    prove_names(model.folder, wrapped, new_names, wrapped.keys() - new_names.keys())
+    base, left_out = {new: wrapped[old] for old, new in new_names.items()}, names.left_out
     if any(_is_packed(old, wrapped[old], shape) for old, (_, shape) in names.base.items()):
         base, left_out = {}, [*left_out, *base]
-    adapter = {new: wrapped[old] for new, old in names.adapter.items()}
-    return replace(saved_model, tensors=base, left_out=tuple(left_out)), adapter
+    return base, {new: wrapped[old] for new, old in names.adapter.items()}, left_out
 
 
 def _is_packed(name: str, tensor: BandedTensor, shape: Sequence[int]) -> bool:
@@ -248,21 +288,12 @@ def _as_saved_by_transformers(
     config: str | os.PathLike[str],
     options: Mapping[str, Any],
 ) -> tuple[list[saver.SavedFile], list[str]]:
-    """Return the files in which transformers saves the model of a configuration that has these tensors.
-
-    And the names of the tensors of which these have nothing.
-    """
+    """Return the files in which transformers saves the model of a configuration, and the tensors that are in none."""
     sources = _sources(tensors)
     model = saver.model_of(config)
     state = model.state_dict(keep_vars=True)
     named = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if name in state}
-    differences = differences_of(
-        {name: source.shape for name, source in sources.items()},
-        {name: tuple(tensor.shape) for name, tensor in named.items()},
-        sources.keys() - state.keys(),
-        "model",
-    )
-    if differences:
+    if differences := differences_of(sources, named, sources.keys() - state.keys(), "model"):
         raise CheckpointError(
             f"the checkpoint is not of a {type(model).__name__} as config {config} says: {differences}. Name another "
             f"config, or pass {saver.NO_CONFIG}, which writes the parameters under the names that the checkpoint has. "
@@ -272,19 +303,19 @@ def _as_saved_by_transformers(
     _check_ties(model, tensors, executor, config)
     of_model = {id(tensor): sources[name] for name, tensor in named.items() if name in sources}
     saver.give_dtypes(model, {key: source.dtype for key, source in of_model.items()})
-    files = saver.describe_save_pretrained(model, scratch, of_model, **options)
+    files = saver.describe_save_pretrained(model, scratch, of_model, kwargs={}, **options)
     used = used_sources(files)
     written = {name for name in sources if (source := of_model.get(id(state[name]))) and source.name in used}
     return files, [name for name in sources if name not in written]
 
 
-def _copy_tokenizer(saved_model: SavedModel, scratch: Path, config: str | os.PathLike[str]) -> None:
-    """Copy the trained tokenizer, which is the checkpoint's; where it has none, that of the configuration."""
-    for place in filter(os.path.isdir, saved_model.near):
-        if files := own_files(place, BESIDE):
+def _copy_tokenizer(model: SavedModel, scratch: Path, config: str | os.PathLike[str]) -> None:
+    """Copy the trained tokenizer, which is the checkpoint's; if it has none, that of the configuration."""
+    for place in model.near:
+        if files := own_files(place, COPIED_FILES):
             break
     else:
-        files = [path for file in BESIDE if (path := find_file(os.fspath(config), file, {}))]
+        files = [path for file in COPIED_FILES if (path := find_file(os.fspath(config), file, {}))]
     for path in files:
         shutil.copyfile(path, scratch / os.path.basename(path))
 
@@ -299,7 +330,7 @@ def _check_ties(
             continue
         other = first.setdefault(id(parameter), name)
         one, two = tensors[other], tensors[name]
-        if one is not two and not are_equal(name, one, two, executor):
+        if one is not two and not are_equal(name, one.whole, two.whole, executor):
             raise CheckpointError(
                 f"{other} and {name} are two parameters in the checkpoint, and one in a {type(model).__name__} as "
                 f"config {config} says: set tie_word_embeddings in it to false, or pass {saver.NO_CONFIG}"

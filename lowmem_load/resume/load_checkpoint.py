@@ -1,4 +1,4 @@
-"""load_checkpoint: open, plan, agree, read, agree. Where the elements lie: `zero_checkpoint.py`."""
+"""load_checkpoint: open, plan, agree, read, agree. `zero_checkpoint.py` finds where the elements lie."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from lowmem_load.files.fill import Part, fill, read_whole
 from lowmem_load.files.memory import naming_shortage
 from lowmem_load.load.checks import agree_on_bytes, identify_files
 from lowmem_load.load.execute import reading
-from lowmem_load.planning.expression import Expression
-from lowmem_load.planning.regions import FlatRange
 from lowmem_load.renamed import renamed_keywords
 from lowmem_load.text import fingerprint
 from lowmem_load.training_checkpoints.zero_checkpoint import (
@@ -50,32 +48,6 @@ class Wanted:
     allow_pickle: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run of memory: this rank's elements of one parameter (`FP32`), or of a moment of it.
-
-    `values` are an expression, and which elements of it. Without them the checkpoint lacks the parameter: its values
-    stay, moments become zero.
-    """
-
-    parameter: HeldParameter
-    key: str
-    values: tuple[Expression, FlatRange] | None
-
-
-@dataclass(frozen=True, slots=True)
-class ResumePlan:
-    """What is read of a checkpoint, and small values that were read already."""
-
-    checkpoint: ZeroCheckpoint
-    sub_groups: Sequence[Sequence[Run]]
-    scalars: Sequence[Mapping[str, Any]]  # of each sub-group, what the optimizer keeps besides tensors
-    moments: tuple[str, ...]  # their keys
-    frozen: Sequence[Run]
-    scheduler: Any  # state of the lr scheduler; None if it is not loaded
-    client_state: dict[str, Any]
-
-
 @renamed_keywords(trusted="allow_pickle")
 def load_checkpoint(
     engine: Any,
@@ -90,37 +62,40 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, Any]]:
     """Load what DeepSpeed's `save_checkpoint` has written, on any number of ranks, with any offload.
 
-    Has the arguments and the result of `engine.load_checkpoint`. Each rank reads its own partitions from the files of
-    all ranks that saved. Takes what was saved under ZeRO-3, also with the optimizer on nvme. Everything is checked
-    before anything is changed. If a read fails afterwards, the engine cannot be run until a checkpoint is loaded again.
+    Call on every rank. It has the arguments and the result of `engine.load_checkpoint`. Each rank reads its own
+    partitions from the files of all ranks that saved. The checkpoint was saved under ZeRO-3, perhaps with the optimizer
+    on nvme. Everything is checked before anything is changed. If a read fails afterwards, the engine cannot be run
+    until a checkpoint is loaded again.
 
     Args:
-        engine: of ZeRO-3, or a `PartialEngine`; it may have stepped.
-        load_dir: the folder that `save_checkpoint` was given, on a file system that all ranks share; nodes may have it
+        engine: engine of ZeRO-3, or a `PartialEngine`. It may have stepped.
+        load_dir: folder that `save_checkpoint` was given, on a file system that all ranks share. Nodes may have it
             under different paths.
-        tag: of the checkpoint. None: the one that the file `latest` names.
+        tag: tag of the checkpoint. Default: the one that the file `latest` names.
         load_module_strict: whether the checkpoint must have each parameter of the module, and no others. If False,
-            parameters that it lacks stay as they are, and the optimizer's state for them becomes zero.
-        load_optimizer_states: whether to load moments, hyperparameters and loss scale. The fp32 weights always are.
-        load_lr_scheduler_states: whether to load the state of the lr scheduler, if the engine has one.
-        load_module_only: load weights and buffers only; counters and schedulers stay as well.
+            parameters that it lacks stay as they are, and the optimizer's state for them becomes zero. Default: True.
+        load_optimizer_states: whether to load moments, hyperparameters and loss scale. The fp32 weights are always
+            loaded. Default: True.
+        load_lr_scheduler_states: whether to load the state of the lr scheduler, if the engine has one. Default: True.
+        load_module_only: whether to load weights and buffers only, so that counters and schedulers stay as well.
+            Default: False.
         allow_pickle: whether Python may unpickle the model states if the client state has objects that only their own
-            code can make. That runs code from the file. Default: False.
+            code can make. This runs code from the file. Default: False.
 
     Returns:
         Folder of the tag, and the client_state that `save_checkpoint` was given, with DeepSpeed's version and
-        configuration. Each rank gets its own client state if as many ranks resume as saved, else that of rank 0.
+        configuration. Each rank gets its own client state if as many ranks resume as saved, otherwise that of rank 0.
         (None, {}) if there is no file `latest`.
 
-    Collective: all ranks. Only weights that DeepSpeed keeps in full between steps cross the network.
-    Memory: the optimizer's moments, if it has not stepped yet; 16 MiB for each reading thread where values are cast.
+    Only weights that DeepSpeed keeps in full between steps cross the network.
+    Memory: the optimizer's moments, if it has not stepped yet; 16 MiB for each reading thread if values are cast.
 
     Raises:
         CheckpointError: it is incomplete, malformed, truncated, of another model, not the same on all ranks, or has
             objects in its client state, without `allow_pickle`.
         ConfigError: it is of another optimizer.
-        UnsupportedError: the engine is not one of plain ZeRO-3, the checkpoint has another kind of parallelism, or the
-            optimizer's states were asked for and have 8 bits.
+        UnsupportedError: the engine is not one of plain ZeRO-3, the checkpoint has another kind of parallelism or has
+            in full what the engine partitions, or the optimizer's states were asked for and have 8 bits.
         RankError: another rank failed; the same error is raised on every rank.
 
     Example:
@@ -154,26 +129,41 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
             step.digest = {"files": "none: there is no file 'latest'"}
             if folder is not None:
                 checkpoint = open_checkpoint(folder, executor, with_moments=wanted.optimizer)
+                saved = _match(checkpoint, state, wanted)
+                moments, scalars = _optimizer_states(checkpoint, saved, state) if wanted.optimizer else ((), [])
                 own_rank = ranks.rank if len(checkpoint.states) == ranks.world_size else 0
-                has_scheduler = engine.lr_scheduler is not None
-                plan = make_plan(checkpoint, state, wanted, own_rank, executor, has_scheduler=has_scheduler)
+                scheduler, client_state = checkpoint.python_states(own_rank, executor, allow_pickle=wanted.allow_pickle)
+                loads_scheduler = wanted.scheduler and engine.lr_scheduler is not None
+                if loads_scheduler and scheduler is None:
+                    raise CheckpointError(
+                        f"{folder}: was saved without an lr scheduler; pass load_lr_scheduler_states=False"
+                    )
                 step.digest = _compared(checkpoint, state, wanted)
                 step.payload = identify_files(checkpoint.files)
         if folder is None:
             return None, {}
-        # Of equal names, sizes and shapes are two saves of one run, too.
+        # Two saves of one run have equal names, sizes and shapes.
         agree_on_bytes(ranks, folder, checkpoint.files, executor.sources, step.payloads)
         with unusable_until_filled(engine):
-            _fill(ranks, plan, state, executor, name)
+            _fill(ranks, checkpoint, saved, moments, state, executor, name)
             with ranks.step("setting scalars, scheduler and counters", name=name):
-                _set_rest(engine, state, plan, wanted)
+                for number, values in enumerate(scalars):
+                    state.set_scalars(number, values)
+                if wanted.optimizer:
+                    state.set_groups(checkpoint.param_groups)
+                    scaler, attributes = checkpoint.loss_scaler
+                    state.set_loss_scale(scaler, attributes, overflow=bool(checkpoint.optimizer.get("overflow")))
+                if loads_scheduler:
+                    engine.lr_scheduler.load_state_dict(scheduler)
+                if wanted.counters:
+                    state.set_counters(checkpoint.counters, len(checkpoint.states))
             state.finish()
-    return folder, plan.client_state
+    return folder, client_state
 
 
 def _compared(checkpoint: ZeroCheckpoint, state: Zero3State, wanted: Wanted) -> dict[str, str]:
     files = sorted((os.path.basename(file.path), file.nbytes, file.digest) for file in checkpoint.files)
-    parameters = [f"{parameter.name} {parameter.shape}" for group in state.sub_groups for parameter in group]
+    parameters = [f"{parameter.name} {parameter.shape}" for parameter in state.parameters]
     return {
         **{key: repr(value) for key, value in asdict(wanted).items()},
         "files": listed([f"{name} ({nbytes} bytes)" for name, nbytes, _ in files]),
@@ -182,54 +172,19 @@ def _compared(checkpoint: ZeroCheckpoint, state: Zero3State, wanted: Wanted) -> 
     }
 
 
-# -- planning --------------------------------------------------------------------------------------------------------
+# -- what the engine has of the checkpoint ---------------------------------------------------------------------------
 
 
-def make_plan(
-    checkpoint: ZeroCheckpoint, state: Zero3State, wanted: Wanted, rank: int, executor: Executor, *, has_scheduler: bool
-) -> ResumePlan:
-    """Return what a rank reads, and check the checkpoint against the engine.
-
-    The client state and the scheduler are those of `rank`; the executor reads tensors in them.
-    """
-    trained = [parameter for group in state.sub_groups for parameter in group]
-    saved = _match(checkpoint, [*trained, *state.frozen], state, wanted)
-    moments: tuple[str, ...] = ()
-    scalars: list[Mapping[str, Any]] = [{} for _ in state.sub_groups]
-    if wanted.optimizer:
-        param_groups = checkpoint.param_groups
-        groups = [[saved[held.name] for held in group if held.name in saved] for group in state.sub_groups]
-        # Before the optimizer's first step there are no moments.
-        moments = next((tuple(sorted({*group[0].tensors} - {FP32})) for group in groups if group), ())
-        state.check_groups(param_groups, frozenset(moments))
-        scalars = [_scalars_of(number, group, state, param_groups) for number, group in enumerate(groups)]
-    scheduler, client_state = checkpoint.python_states(rank, executor, allow_pickle=wanted.allow_pickle)
-    loads_scheduler = wanted.scheduler and has_scheduler
-    if loads_scheduler and scheduler is None:
-        raise CheckpointError(
-            f"{checkpoint.folder}: was saved without an lr scheduler; pass load_lr_scheduler_states=False"
-        )
-    return ResumePlan(
-        checkpoint=checkpoint,
-        sub_groups=[
-            [_run(saved, parameter, key) for key in (FP32, *moments) for parameter in group]
-            for group in state.sub_groups
-        ],
-        scalars=scalars,
-        moments=moments,
-        frozen=[_run(saved, parameter, FP32) for parameter in state.frozen],
-        scheduler=scheduler if loads_scheduler else None,
-        client_state=client_state,
-    )
-
-
-def _match(
-    checkpoint: ZeroCheckpoint, parameters: Sequence[HeldParameter], state: Zero3State, wanted: Wanted
-) -> dict[str, SavedParameter]:
+def _match(checkpoint: ZeroCheckpoint, state: Zero3State, wanted: Wanted) -> dict[str, SavedParameter]:
     """Return the saved parameters that the engine has, by name."""
-    expected = {parameter.name: tuple(parameter.shape) for parameter in parameters}
+    expected: dict[str, Any] = {parameter.name: parameter for parameter in state.parameters}
     frozen = {parameter.name for parameter in state.frozen}
     optional = {*state.optional, *(frozen if checkpoint.lacks_frozen else ())}
+    if in_full := [name for name in expected if name in checkpoint.replicated]:
+        raise UnsupportedError(
+            f"{checkpoint.folder}: {listed(in_full, 4)}: partial ZeRO-3 has saved them in full, and this engine "
+            "partitions them; partition the same modules as the run that saved"
+        )
     saved = {name: parameter for name, parameter in checkpoint.parameters.items() if name in expected}
     if wanted.optimizer:
         differ = [name for name, parameter in saved.items() if (parameter.group is None) != (name in frozen)]
@@ -238,95 +193,103 @@ def _match(
                 f"{checkpoint.folder}: {listed(sorted(differ))}: trained only in the checkpoint or only in the engine, "
                 "so the optimizer's states do not match; pass load_optimizer_states=False"
             )
-    expected.update((name, tuple(buffer.shape)) for name, buffer in state.buffers.items())
+    for parameter in state.parameters:
+        if parameter.name in saved:
+            _check_dtype(parameter, saved[parameter.name].values.dtype)
+    expected |= state.buffers
     found = {**checkpoint.replicated, **{name: parameter.values for name, parameter in saved.items()}}
-    shapes = {name: tensor.shape for name, tensor in found.items() if name in expected}
+    found = {name: tensor for name, tensor in found.items() if name in expected}
     required = expected.keys() - optional if wanted.strict else set()
-    wanted_shapes = {name: shape for name, shape in expected.items() if name in shapes or name in required}
+    compared = {name: each for name, each in expected.items() if name in found or name in required}
     unknown = set(checkpoint.of_module) - set(expected) if wanted.strict else ()
-    differences = differences_of(shapes, wanted_shapes, unknown, "engine")
-    if differences:
+    if differences := differences_of(found, compared, unknown, "engine"):
         raise CheckpointError(f"{checkpoint.folder}: is a checkpoint of another model: {differences}")
     return saved
 
 
-def _scalars_of(
-    number: int, group: Sequence[SavedParameter], state: Zero3State, param_groups: Sequence[Mapping[str, Any]]
-) -> Mapping[str, Any]:
-    """Return the other values that the optimizer saved for the parameters that form a sub-group now."""
-    owner = {sub: index for index, owned in enumerate(param_groups) for sub in owned.get("params", ())}
-    for parameter in group:
-        if owner.get(parameter.group) != state.group_of(number):
-            raise ConfigError(
-                f"{parameter.name}: is in group {state.group_of(number)} of the optimizer, and was in group "
-                f"{owner.get(parameter.group)} when the checkpoint was saved"
-            )
-        if repr(parameter.scalars) != repr(group[0].scalars):
-            raise ConfigError(f"sub-group {number}: its parameters have made different numbers of steps")
-    return group[0].scalars if group else {}
-
-
-def _run(saved: Mapping[str, SavedParameter], parameter: HeldParameter, key: str) -> Run:
-    name = parameter.name
-    if name not in saved:
-        return Run(parameter, key, None)
-    dtype = saved[name].values.dtype
-    dtypes = (dtype, parameter.dtype, parameter.tensor.dtype)
-    if len({dtype.is_floating_point for dtype in dtypes}) > 1:
+def _check_dtype(parameter: HeldParameter, saved: torch.dtype) -> None:
+    if len({dtype.is_floating_point for dtype in (saved, parameter.dtype, parameter.tensor.dtype)}) > 1:
         raise UnsupportedError(
-            f"{name}: was saved as {dtype}, and is {parameter.tensor.dtype} here, in partitions of "
+            f"{parameter.name}: was saved as {saved}, and is {parameter.tensor.dtype} here, in partitions of "
             f"{parameter.dtype}; quantized weights cannot be filled by others"
         )
-    return Run(parameter, key, saved[name].tensors[key].part(parameter.mine))
+
+
+def _optimizer_states(
+    checkpoint: ZeroCheckpoint, saved: Mapping[str, SavedParameter], state: Zero3State
+) -> tuple[tuple[str, ...], list[Mapping[str, Any]]]:
+    """Return the keys of the moments, and what else the optimizer saved for the parameters of each sub-group of now."""
+    param_groups = checkpoint.param_groups
+    # Before the optimizer's first step nothing has moments.
+    keys = next((parameter.tensors.keys() for parameter in saved.values() if parameter.group is not None), {FP32})
+    moments = tuple(sorted(keys - {FP32}))
+    state.check_groups(param_groups, frozenset(moments))
+    owner = {sub: index for index, owned in enumerate(param_groups) for sub in owned["params"]}
+    scalars: list[Mapping[str, Any]] = []
+    for number, parameters in enumerate(state.sub_groups):
+        group = {each.name: saved[each.name] for each in parameters if each.name in saved}
+        scalars.append(next((parameter.scalars for parameter in group.values()), {}))
+        for name, parameter in group.items():
+            if owner.get(parameter.group) != state.group_of(number):
+                raise ConfigError(
+                    f"{name}: is in group {state.group_of(number)} of the optimizer, and was in group "
+                    f"{owner.get(parameter.group)} when the checkpoint was saved"
+                )
+            if repr(parameter.scalars) != repr(scalars[-1]):
+                raise ConfigError(f"sub-group {number}: its parameters have made different numbers of steps")
+    return moments, scalars
 
 
 # -- filling ---------------------------------------------------------------------------------------------------------
 
 
-def _fill(ranks: RankGroup, plan: ResumePlan, state: Zero3State, executor: Executor, name: str) -> None:
-    replicated = plan.checkpoint.replicated
-    read = [run.values for group in (*plan.sub_groups, plan.frozen) for run in group if run.values is not None]
-    num_bytes = sum(elements.numel * values.dtype.itemsize for values, elements in read)
+def _fill(
+    ranks: RankGroup,
+    checkpoint: ZeroCheckpoint,
+    saved: Mapping[str, SavedParameter],
+    moments: Sequence[str],
+    state: Zero3State,
+    executor: Executor,
+    name: str,
+) -> None:
+    num_bytes = sum(
+        parameter.mine.numel * tensor.dtype.itemsize
+        for parameter in state.parameters
+        if parameter.name in saved
+        for tensor in saved[parameter.name].tensors.values()
+    )
     step = reading(ranks, name, [executor], num_bytes, bar="Resuming", title="reading the checkpoint")
     with step as done:
         state.prepare()
-        for number, runs in enumerate(plan.sub_groups):
-            nbytes = sum(run.parameter.numel for run in runs if run.key != FP32) * torch.float32.itemsize
+        for number, group in enumerate(state.sub_groups):
+            nbytes = sum(parameter.numel for parameter in group) * len(moments) * torch.float32.itemsize
             shortage = naming_shortage(f"optimizer states of sub-group {number}", nbytes)
-            with shortage, state.memory(number, plan.moments) as (master, moments):
-                fill(_into(runs, {FP32: master, **moments}), executor, done.on_part)
-        for run in plan.frozen:
-            with state.frozen_memory(run.parameter) as memory:
-                fill(_into([run], {FP32: memory}), executor, done.on_part)
+            with shortage, state.memory(number, moments) as (master, of_moments):
+                fill(_parts(group, saved, {FP32: master, **of_moments}), executor, done.on_part)
+        for parameter in state.frozen:
+            with state.frozen_memory(parameter) as memory:
+                fill(_parts([parameter], saved, {FP32: memory}), executor, done.on_part)
         for key, buffer in state.buffers.items():
-            if key in replicated:
-                buffer.detach().copy_(read_whole(executor, replicated[key].whole))
+            if key in checkpoint.replicated:
+                buffer.detach().copy_(read_whole(executor, checkpoint.replicated[key].whole))
         executor.sources.check_unchanged()
 
 
-def _into(runs: Sequence[Run], memory: Mapping[str, torch.Tensor]) -> list[Part]:
-    """Return the parts of memory that the checkpoint fills; make padding, and moments that it lacks, zero."""
+def _parts(
+    parameters: Sequence[HeldParameter], saved: Mapping[str, SavedParameter], memory: Mapping[str, torch.Tensor]
+) -> list[Part]:
+    """Return the parts of memory that the checkpoint fills; make padding, and moments that it lacks, zero.
+
+    `memory` has that of the values and of each moment, in which the parameters lie one after the other.
+    """
     parts = []
-    for run in runs:
-        mine, numel = memory[run.key].narrow(0, run.parameter.first, run.parameter.numel), run.parameter.mine.numel
-        if run.values is not None:
-            mine[numel:].zero_()  # padding, which DeepSpeed steps as well
-            name = f"{run.parameter.name} ({run.key})"
-            parts.append(Part(name, *run.values, mine[:numel]))
-        elif run.key != FP32:
-            mine.zero_()
+    for parameter in parameters:
+        for key, flat in memory.items():
+            partition, numel = flat.narrow(0, parameter.first, parameter.numel), parameter.mine.numel
+            if parameter.name in saved:
+                partition[numel:].zero_()  # padding, which DeepSpeed steps as well
+                values, elements = saved[parameter.name].tensors[key].part(parameter.mine)
+                parts.append(Part(f"{parameter.name} ({key})", values, elements, partition[:numel]))
+            elif key != FP32:
+                partition.zero_()
     return parts
-
-
-def _set_rest(engine: Any, state: Zero3State, plan: ResumePlan, wanted: Wanted) -> None:
-    checkpoint = plan.checkpoint
-    if wanted.optimizer:
-        for number, scalars in enumerate(plan.scalars):
-            state.set_scalars(number, scalars)
-        state.set_groups(checkpoint.param_groups)
-        name, attributes = checkpoint.loss_scaler
-        state.set_loss_scale(name, attributes, overflow=bool(checkpoint.optimizer.get("overflow")))
-    if plan.scheduler is not None:
-        engine.lr_scheduler.load_state_dict(plan.scheduler)
-    if wanted.counters:
-        state.set_counters(checkpoint.counters, len(checkpoint.states))

@@ -9,7 +9,6 @@ Source: torch 2.6 to 2.13 `distributed/checkpoint/metadata.py`, `filesystem.py`.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import reprlib
 from collections.abc import Callable, Mapping
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from lowmem_load.errors import CheckpointError, UnsupportedError
-from lowmem_load.files.executor import Executor
 from lowmem_load.files.inert_pickle import Foreign, is_shape, objects
 from lowmem_load.files.source import ByteSource, read_bytes
 from lowmem_load.files.torch_zip import ZippedTensors
@@ -28,7 +26,7 @@ from lowmem_load.planning.expression import Shape
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.proof import prove_names
 from lowmem_load.text import fingerprint, key_of
-from lowmem_load.training_checkpoints.saved_state import Files, SavedState, Tile, assemble, check_written_before
+from lowmem_load.training_checkpoints.saved_state import Entries, Files, Tile, assemble, check_written_before
 
 METADATA = ".metadata"
 
@@ -65,15 +63,10 @@ class SavedTensor:
     chunks: tuple[Chunk, ...]
 
 
-def open_dcp(folder: str, executor: Executor) -> SavedState:
-    """Return what a folder with a `.metadata` holds. Reads a KiB of each chunk, and no weights.
-
-    Raises:
-        CheckpointError: chunks are missing or overlap, files are truncated or of another save.
-        UnsupportedError: chunks are compressed or encrypted.
-    """
-    files, path = Files(folder, executor), os.path.join(folder, METADATA)
-    source = executor.sources.opened(path)
+def open_dcp(files: Files) -> Entries:
+    """Return the tensors of a folder with a `.metadata`. Reads a KiB of each chunk, and no weights."""
+    path = os.path.join(files.folder, METADATA)
+    source = files.executor.sources.opened(path)
     saved, digest = read_metadata(source)
     files.opened.append(PlannedFile(path, source.nbytes, digest, source.version))
     by_file: dict[str, list[tuple[SavedTensor, Chunk]]] = {}
@@ -88,7 +81,7 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
         end = max(chunk.start + chunk.nbytes for _, chunk in chunks)
         digest = fingerprint(f"{tensor.name} {chunk}" for tensor, chunk in chunks)
         what, advice = f"{len(chunks)} chunks of weights", "copy the files of all ranks to one folder"
-        source = executor.sources.opened(files.raw(name, end, what, advice, digest))
+        source = files.raw(name, end, what, advice, digest)
         for tensor, chunk in chunks:
             values = zips.find(source, chunk.start, chunk.nbytes, tensor.name)
             if (values.shape, values.dtype) != (chunk.sizes, tensor.dtype):
@@ -99,20 +92,16 @@ def open_dcp(folder: str, executor: Executor) -> SavedState:
                 )
             tiles[tensor.name].append(Tile(chunk.offsets, values))
     check_written_before(path, [file.path for file in files.opened[1:]])
-    tensors = {tensor.keys: assemble(f"{folder}: {name}", tensor.shape, tiles[name]) for name, tensor in saved.items()}
-    return SavedState(folder, "torch DCP", tensors, tuple(files.opened))
+    return {
+        tensor.keys: assemble(f"{files.folder}: {name}", tensor.shape, tiles[name]) for name, tensor in saved.items()
+    }
 
 
 # -- .metadata ---------------------------------------------------------------------------------------------------------
 
 
 def read_metadata(source: ByteSource) -> tuple[dict[str, SavedTensor], str]:
-    """Return the tensors of which a `.metadata` tells, by name, and a digest of it. Other entries are left out.
-
-    Raises:
-        CheckpointError: it is malformed or too large, or lacks the place of a chunk.
-        UnsupportedError: chunks are compressed or encrypted.
-    """
+    """Return the tensors of which a `.metadata` tells, by name, and a digest of it. Other entries are left out."""
     path, nbytes = source.path, source.nbytes
     if nbytes > MAX_METADATA_NBYTES:
         raise CheckpointError(f"{path}: has {nbytes} bytes, expected at most {MAX_METADATA_NBYTES}")
@@ -130,7 +119,7 @@ def read_metadata(source: ByteSource) -> tuple[dict[str, SavedTensor], str]:
         keys_of = state.get("planner_data") or {}
         tensors, num_chunks = {}, 0
         for name, entry in state["state_dict_metadata"].items():
-            name.encode()  # a lone surrogate is no name
+            name.encode()  # raises for a lone surrogate
             if entry.name.endswith(".BytesStorageMetadata"):
                 continue
             num_chunks += len(_state(entry, "TensorStorageMetadata")["chunks"])
@@ -140,7 +129,7 @@ def read_metadata(source: ByteSource) -> tuple[dict[str, SavedTensor], str]:
     except (CheckpointError, UnsupportedError):
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is no metadata of a torch DCP checkpoint: {reprlib.repr(error)}") from error
+        raise CheckpointError(f"{path}: is not metadata of a torch DCP checkpoint: {reprlib.repr(error)}") from error
     return tensors, hashlib.sha256(pickled).hexdigest()[:16]
 
 
@@ -155,7 +144,7 @@ def _index_state(state: Any) -> tuple[str, Shape | None]:
     name, offset = state["fqn"], state.get("offset")
     if not isinstance(name, str) or not (offset is None or is_shape(offset)):  # other keys may take for ever to compare
         raise TypeError("an index without a name or an offset")
-    name.encode()  # a lone surrogate is no name
+    name.encode()  # raises for a lone surrogate
     return name, offset
 
 
@@ -205,10 +194,5 @@ def _tensor(path: str, name: str, keys: tuple[str, ...], entry: Any, places: _Pl
             raise TypeError(f"{reprlib.repr(name)} has a chunk without place or size in shape {shape}")
         if (place := places.get((name, key_of(offsets)))) is None:
             raise CheckpointError(f"{path}: {name}: no file has the chunk at {offsets} of shape {sizes}")
-        file, start, nbytes = place
-        if math.prod(sizes) * dtype.itemsize > nbytes:
-            raise CheckpointError(
-                f"{path}: {name}: the chunk at {offsets} of shape {sizes} has {nbytes} bytes in {file}, too few for it"
-            )
-        chunks.append(Chunk(offsets, sizes, file, start, nbytes))
+        chunks.append(Chunk(offsets, sizes, *place))
     return SavedTensor(name, keys, dtype, shape, tuple(chunks))

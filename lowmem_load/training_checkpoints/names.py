@@ -24,18 +24,14 @@ from lowmem_load.text import outer_prefix
 
 T = TypeVar("T")
 
-_OF_TRAINING = frozenset(
-    (
-        *("optimizer", "optimizers", "optim", "optim_state", "state", "param_groups", "scaler", "grad_scaler"),
-        *("lr_scheduler", "lr_schedulers", "scheduler", "schedulers", "dataloader", "loader", "progress"),
-        *("train_state", "trainer", "trainer_state", "rng", "rng_state", "rng_states"),
-    )
-)
-"""Keys of dicts inside of a state dict that hold no model. The state dict of a module has no dicts in it."""
+_OF_TRAINING = {
+    *("optimizer", "optimizers", "optim", "optim_state", "state", "param_groups", "scaler", "grad_scaler"),
+    *("lr_scheduler", "lr_schedulers", "scheduler", "schedulers", "dataloader", "loader", "progress"),
+    *("train_state", "trainer", "trainer_state", "rng", "rng_state", "rng_states"),
+}
+"""Keys of dicts inside of a state dict that are not the model. The state dict of a module has no dicts in it."""
 
-_STATE_KEYS = frozenset(
-    (*("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"), "fp32_param")
-)
+_STATE_KEYS = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "fp32_param"}
 _OF_OPTIMIZER = re.compile(r"(?:^|\.)(state|param_groups)\.(.+)")
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -48,35 +44,24 @@ _OF_LORA = re.compile(r"\.lora_A\.(?:([^.]+)\.)?weight$|\.(?:lora_embedding_A|tr
 
 
 class NamedWeights(NamedTuple, Generic[T]):
-    """The weights of a model in a state dict.
-
-    Attributes:
-        model: under the model's own names, or under PEFT's if PEFT has wrapped it.
-        left_out: names of all other entries.
-        removed: what all names of the model began with.
-        adapter: name of the adapter, if PEFT has wrapped the model; "" if PEFT has saved the adapter alone, else None.
-    """
+    """The weights of a model in a state dict, under its own names, or under PEFT's if PEFT has wrapped it."""
 
     model: dict[str, T]
-    left_out: tuple[str, ...]
-    removed: str
-    adapter: str | None = None
+    left_out: tuple[str, ...]  # names of all other entries
+    removed: str  # what all names of the model began with
+    adapter: str | None  # its name, if PEFT has wrapped the model; "" if PEFT has saved the adapter alone, else None
 
 
 def weights_in(
     where: str, entries: Mapping[tuple[str, ...], T], part: str | None, *, has_adapter_config: bool = False
 ) -> NamedWeights[T]:
-    """Return the model's weights under its own names, or under PEFT's.
+    """Return the weights of the model in a state dict.
 
     Args:
         where: for messages.
-        entries: of a state dict, by the keys that lead to them.
+        entries: of the state dict, by the keys that lead to them.
         part: the keys of the model in the state dict, joined by ".": "model", "ema". None: found by their names.
-        has_adapter_config: whether an adapter_config.json lies beside the checkpoint.
-
-    Raises:
-        ConfigError: several parts may be the model, there is no such part, or there are several adapters.
-        CheckpointError: two names become one.
+        has_adapter_config: whether an adapter_config.json lies next to the checkpoint.
     """
     groups: dict[tuple[str, ...], dict[str, T]] = {}
     for keys, value in entries.items():
@@ -99,11 +84,11 @@ def _adapter_in(where: str, names: Collection[str], *, has_adapter_config: bool)
     if not all(name.startswith(_OF_PEFT) for name in names) or not (adapters or has_adapter_config):
         return None
     if len(adapters) > 1:
-        raise ConfigError(f"{where}: holds the adapters {listed(sorted(adapters))}; only one can be written")
+        raise ConfigError(f"{where}: has the adapters {listed(sorted(adapters))}; only one can be written")
     if not adapters and (inside := [name for name in names if ".base_layer." in name]):
         raise UnsupportedError(
-            f"{where}: {inside[0]}: holds an adapter that is not of LoRA, and its base; save the adapter with PEFT's "
-            "save_pretrained"
+            f"{where}: {inside[0]}: belongs to an adapter that is not of LoRA, with its base; save the adapter with "
+            "PEFT's save_pretrained"
         )
     return adapters.pop() if adapters else ""
 
@@ -117,11 +102,11 @@ def _chosen(where: str, groups: Collection[tuple[str, ...]], part: str | None) -
             raise ConfigError(f"{where}: has {len(chosen) or 'no'} part {part!r}; it has {shown}")
         return chosen[0]
     candidates = [group for group in groups if _OF_TRAINING.isdisjoint(group)]
-    # Beside tensors at the top, a dict deep inside is more likely the extra state of a module.
+    # Next to tensors at the top, a dict deep inside is more likely the extra state of a module.
     named = [group for group in candidates if group and group[-1] in NESTS and (len(group) == 1 or () not in groups)]
     chosen = candidates if len(candidates) == 1 else named
     if not candidates:
-        raise CheckpointError(f"{where}: holds no weights of a model; its parts are {shown}")
+        raise CheckpointError(f"{where}: has no weights of a model; its parts are {shown}")
     if len(chosen) != 1:
         raise ConfigError(f"{where}: its state dict has the parts {shown}; say which is the model: part=")
     return chosen[0]

@@ -37,10 +37,10 @@ MAX_DEPTH = 100
 """Containers within each other. One that contains itself has more."""
 
 MADE_BYTES_PER_BYTE, FREE_BYTES = 16, 4 << 20
-"""Bound on the memory of what is made, besides elements of tensors, by the bytes of the file."""
+"""Bound on the memory of what is made, without elements of tensors, by the bytes of the file."""
 
 _OVERHEAD = 600
-"""Bytes that an object takes besides its items, and its place among those that were made."""
+"""Bytes that an object takes in addition to its items, with its place among those that were made."""
 
 _CODES = {code: np.dtype(code) for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")}
 _CODES |= {code: np.dtype(code) for code in ("c8", "c16")}
@@ -64,12 +64,7 @@ class PlainValues:
         self._storages: dict[int, torch.Tensor] = {}  # all bytes, by the first one's place in the file
 
     def value(self, saved: Any, depth: int = 0) -> Any:
-        """Return the value of a part of the tree.
-
-        Raises:
-            NeedsCodeError: it is or has an object that only its own code can create.
-            CheckpointError: the file lacks the elements of a tensor.
-        """
+        """Return the value of a part of the tree. Raise NeedsCodeError if only code of its own can create it."""
         if isinstance(saved, str | int | float | torch.dtype | None):
             return saved
         if id(saved) not in self._made:
@@ -100,11 +95,14 @@ class PlainValues:
                 return tuple([self.value(item, depth) for item in saved])
             case Tensor():
                 return self._tensor(saved)
-            case Foreign(state=None) if make := _CALLS.get(saved.name.replace("__builtin__.", "builtins.")):
+            case Foreign(state=None) if call := _CALLS.get(saved.name.replace("__builtin__.", "builtins.")):
+                function, num_needed, kinds = call
                 arguments = [self.value(argument, depth) for argument in saved.arguments]
                 self._take(sum(map(sys.getsizeof, arguments)))  # also the time that it takes
                 try:
-                    made = make(*arguments)
+                    if not num_needed <= len(arguments) <= len(kinds) or not all(map(isinstance, arguments, kinds)):
+                        raise TypeError("is called with other arguments than expected")
+                    made = function(*arguments)
                 except (TypeError, ValueError, RuntimeError) as error:
                     raise NeedsCodeError(f"{saved.name:.200}: {error!s:.200}") from error
                 self._take(sys.getsizeof(made))
@@ -118,7 +116,7 @@ class PlainValues:
         return {_key(self.value(key, depth)): self.value(item, depth) for key, item in saved.items()}
 
     def _array(self, saved: Any, depth: int) -> np.ndarray[Any, Any] | None:
-        """Return an array of numpy that has numbers; None if the object is none."""
+        """Return an array of numpy that has numbers; None for any other object."""
         match saved:
             case Foreign(
                 name="numpy.core.multiarray._reconstruct" | "numpy._core.multiarray._reconstruct",
@@ -128,7 +126,7 @@ class PlainValues:
                 content = self.value(stored, depth)
                 if isinstance(content, bytes) and len(content) == math.prod(shape) * of.itemsize:
                     self._take(len(content))
-                    with contextlib.suppress(ValueError):  # more dims than this numpy has, or sizes beside a 0
+                    with contextlib.suppress(ValueError):  # more dims than this numpy has, or sizes next to a 0
                         return np.ndarray(shape, of, content, order="F" if is_fortran else "C").copy("K")
         return None
 
@@ -150,20 +148,20 @@ class PlainValues:
 
 
 def read_plain(path: str, *, with_elements: bool = True) -> Any:
-    """Return what a torch file holds, in host memory; without elements, tensors are on the meta device.
+    """Return the content of a torch file, in host memory; without elements, tensors are on the meta device.
 
-    Raises CheckpointError if it is malformed, or holds objects that only their own code can create.
+    Raises CheckpointError if it is malformed, or has objects that only their own code can create.
     """
     with Executor() as executor:
         file = describe_objects(executor.sources.opened(path))
         try:
             return PlainValues(file, executor if with_elements else None).value(file.tree)
         except NeedsCodeError as error:
-            raise CheckpointError(f"{path}: holds objects that only their own code can create: {error}") from error
+            raise CheckpointError(f"{path}: has objects that only their own code can create: {error}") from error
 
 
 def _numpy_dtype(saved: Any) -> np.dtype[Any] | None:
-    """Return a dtype of numpy, of numbers in this machine's order of bytes; None if the object is none."""
+    """Return a dtype of numpy, of numbers in this machine's order of bytes; None for any other object."""
     match saved:
         case Foreign(name="numpy.dtype", arguments=(str(code), *_), state=(3, "<" | "|", None, None, None, -1, -1, 0)):
             return _CODES.get(code)
@@ -171,7 +169,7 @@ def _numpy_dtype(saved: Any) -> np.dtype[Any] | None:
 
 
 def numpy_number(saved: Any) -> Any:
-    """Return a number of numpy; None if an object of the tree is none."""
+    """Return a number of numpy; None for any other object of the tree."""
     match saved:
         case Foreign(
             name="numpy.core.multiarray.scalar" | "numpy._core.multiarray.scalar",
@@ -188,33 +186,19 @@ def _key(value: Any) -> Any:
     return value
 
 
-# -- functions that pickles call, with checked arguments --------------------------------------------------------------
-
-
-def _taking(function: Callable[..., Any], *kinds: type, num_optional: int = 0) -> Callable[..., Any]:
-    """Return a function that takes arguments of these types only, and may be called without the last ones."""
-
-    def call(*arguments: Any) -> Any:
-        is_enough = len(kinds) - num_optional <= len(arguments) <= len(kinds)
-        if not is_enough or not all(map(isinstance, arguments, kinds)):
-            raise TypeError("is called with other arguments than expected")
-        return function(*arguments)
-
-    return call
-
-
 def _latin1(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise ValueError(f"{encoding:.80} instead of latin1")
     return text.encode("latin1")
 
 
-_CALLS: Mapping[str, Callable[..., Any]] = {
-    "builtins.bytes": _taking(bytes),
-    "_codecs.encode": _taking(_latin1, str, str),
-    "builtins.bytearray": _taking(bytearray, bytes, num_optional=1),
-    "builtins.set": _taking(lambda items: set(map(_key, items)), list),
-    "collections.Counter": _taking(Counter, dict),
-    "builtins.complex": _taking(complex, float, float),
-    "torch.device": _taking(torch.device, str, int, num_optional=1),
+_CALLS: Mapping[str, tuple[Callable[..., Any], int, tuple[type, ...]]] = {
+    "builtins.bytes": (bytes, 0, ()),
+    "_codecs.encode": (_latin1, 2, (str, str)),
+    "builtins.bytearray": (bytearray, 0, (bytes,)),
+    "builtins.set": (lambda items: set(map(_key, items)), 1, (list,)),
+    "collections.Counter": (Counter, 1, (dict,)),
+    "builtins.complex": (complex, 2, (float, float)),
+    "torch.device": (torch.device, 1, (str, int)),
 }
+"""Functions that pickles call, how many arguments they need, and the types of all that they may be given."""

@@ -24,16 +24,7 @@ from lowmem_load.files.torch_zip import MAX_PICKLE_NBYTES, TorchObjects, describ
 from lowmem_load.planning.expression import Shape, slice_dim
 from lowmem_load.planning.regions import Split, grid_of
 from lowmem_load.training_checkpoints.dcp import MAX_KEYS
-from lowmem_load.training_checkpoints.saved_state import (
-    BandedTensor,
-    Files,
-    SavedState,
-    Tile,
-    are_equal,
-    assemble,
-    check_written_together,
-    in_bands,
-)
+from lowmem_load.training_checkpoints.saved_state import BandedTensor, Entries, Files, Tile, are_equal, assemble
 
 _NAMES = {
     "FSDP's files of verl": re.compile(r"model_world_size_(?P<count>\d+)_rank_(?P<rank>\d+)\.pt"),
@@ -45,7 +36,7 @@ _SHARDED_TENSORS = "torch.distributed._shard"
 
 
 def rank_files(folder: str) -> tuple[str, list[str]]:
-    """Return who writes such files, and the files of weights of a folder by rank; none if it has no such files.
+    """Return who writes such files, and the files of weights of a folder by rank, if it has such files.
 
     Raises CheckpointError if ranks are missing, or two jobs have saved into one folder.
     """
@@ -57,7 +48,7 @@ def rank_files(folder: str) -> tuple[str, list[str]]:
         by_rank = {int(match["rank"]): match[0] for match in matches}
         count = max(counts, default=max(by_rank) + 1)
         if len(counts) > 1 or len(matches) != len(by_rank):
-            raise CheckpointError(f"{folder}: holds files of several jobs; remove those of all but one")
+            raise CheckpointError(f"{folder}: has files of several jobs; remove those of all but one")
         if len(by_rank) != count or max(by_rank) >= count:  # names may have any number
             raise CheckpointError(
                 f"{folder}: has files of ranks {listed(list(map(str, sorted(by_rank))))} of {count}; copy the files of "
@@ -73,26 +64,17 @@ class _Shard:
 
     file: TorchObjects
     local: Tensor
-    shape: Shape  # of the whole tensor
+    shape: Shape  # of the full tensor
     placements: tuple[Foreign, ...] = ()
     places: Sequence[int] = ()  # of the rank in the groups of the mesh, along each dim
 
 
-def open_rank_files(folder: str, executor: Executor) -> SavedState:
-    """Return what the files of all ranks hold. Reads no weights.
-
-    Raises:
-        CheckpointError: files are missing or of different saves.
-        UnsupportedError: a placement or wrapper that cannot be read by ranges.
-    """
-    kind, names = rank_files(folder)
-    files = Files(folder, executor)
-    tensors = put_together(folder, [files.open(name, describe_objects) for name in names], executor)
-    check_written_together(file.path for file in files.opened)
-    return SavedState(folder, kind, tensors, tuple(files.opened))
+def open_rank_files(files: Files, names: Sequence[str]) -> Entries:
+    """Return the tensors in the files of all ranks. Reads no weights."""
+    return put_together(files.folder, [files.open(name, describe_objects) for name in names], files.executor)
 
 
-def put_together(folder: str, files: Sequence[TorchObjects], executor: Executor) -> dict[tuple[str, ...], BandedTensor]:
+def put_together(folder: str, files: Sequence[TorchObjects], executor: Executor) -> Entries:
     """Return the tensors that the state dicts of all ranks make up, by the keys that lead to them.
 
     The executor reads small tensors that must be equal, and of which the files have no checksum.
@@ -100,18 +82,18 @@ def put_together(folder: str, files: Sequence[TorchObjects], executor: Executor)
     shards: dict[tuple[str, ...], list[_Shard]] = {}
     for file in files:
         if not isinstance(file.tree, dict):
-            raise CheckpointError(f"{file.path}: holds no state dict")
+            raise CheckpointError(f"{file.path}: is not the file of a state dict")
         for keys, value in _entries(file):
             if (shard := _shard(file, ".".join(keys), value, len(files))) is not None:
                 shards.setdefault(keys, []).append(shard)
-    return {keys: _whole(folder, ".".join(keys), parts, executor) for keys, parts in shards.items()}
+    return {keys: _full(folder, ".".join(keys), parts, executor) for keys, parts in shards.items()}
 
 
-def _entries(file: TorchObjects) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _entries(file: TorchObjects) -> Iterator[tuple[tuple[str, ...], Tensor | Foreign]]:
     """Yield the tensors and objects of a state dict, and of containers in it, by the keys that lead to them."""
     count, most = itertools.count(1), min(file.nbytes, MAX_PICKLE_NBYTES)  # an entry takes a byte of the pickle
 
-    def entries(container: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    def entries(container: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor | Foreign]]:
         for key, value in container.items() if isinstance(container, dict) else enumerate(container):
             if not isinstance(key, str | int) or len(above) == MAX_KEYS or next(count) > most:
                 raise CheckpointError(
@@ -126,8 +108,8 @@ def _entries(file: TorchObjects) -> Iterator[tuple[tuple[str, ...], Any]]:
     return entries(file.tree, ())
 
 
-def _shard(file: TorchObjects, name: str, value: Any, num_ranks: int) -> _Shard | None:
-    """Return what a rank has of a tensor; None if the entry is none."""
+def _shard(file: TorchObjects, name: str, value: Tensor | Foreign, num_ranks: int) -> _Shard | None:
+    """Return what a rank has of a tensor; None if the entry is another object."""
     if "_flat_param" in name:
         raise UnsupportedError(
             f"{file.path}: {name} is a flat parameter of FSDP1, whose cuts are not saved; save with "
@@ -135,9 +117,9 @@ def _shard(file: TorchObjects, name: str, value: Any, num_ranks: int) -> _Shard 
         )
     if isinstance(value, Tensor):
         return _Shard(file, value, value.size)
-    if isinstance(value, Foreign) and value.name == WRAPPER:
+    if value.name == WRAPPER:
         return _dtensor(file, name, value, num_ranks)
-    if isinstance(value, Foreign) and value.name.startswith(("torch._utils._rebuild", _SHARDED_TENSORS)):
+    if value.name.startswith(("torch._utils._rebuild", _SHARDED_TENSORS)):
         raise UnsupportedError(
             f"{file.path}: {name}: is a tensor of a kind that is not read by ranges ({value.name:.80})"
         )
@@ -159,51 +141,48 @@ def _dtensor(file: TorchObjects, name: str, value: Foreign, num_ranks: int) -> _
         is_right = isinstance(local, Tensor) and is_shape(shape) and is_shape(places)
         is_right = is_right and len(ranks) <= num_ranks and all(type(rank) is int for rank in ranks)
         is_right = is_right and len(places) == len(placements) and all(isinstance(cut, Foreign) for cut in placements)
+        if not is_right:
+            raise TypeError("a slot of another type or length")
     except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{file.path}: {name}: is no DTensor as torch 2.6 to 2.13 saves it: {error!r}") from error
-    if not is_right:
-        raise CheckpointError(f"{file.path}: {name}: is no DTensor as torch 2.6 to 2.13 saves it")
+        raise CheckpointError(
+            f"{file.path}: {name}: is not a DTensor as torch 2.6 to 2.13 saves it: {error!r}"
+        ) from error
     if list(ranks) != sorted(ranks):
         raise UnsupportedError(f"{file.path}: {name}: its mesh has ranks in another order; save it with torch DCP")
     return _Shard(file, local, shape, placements, places)
 
 
-def _check_replicas(name: str, shards: Sequence[_Shard], executor: Executor) -> None:
-    """Raise where ranks have different values of one part: each may have experts of its own under one name."""
-    by_place: dict[tuple[int, ...], _Shard] = {}
-    for shard in shards:
-        # Along the dims of the mesh that do not cut the tensor all ranks have one place.
-        cuts = zip(shard.placements, shard.places, strict=True)
-        place = tuple(index for placement, index in cuts if not placement.name.endswith(".Replicate"))
-        first = by_place.setdefault(place, shard)
-        if first is shard or not math.prod(shard.local.size):
-            continue
-        checksums = {replica.file.checksum(replica.local) for replica in (first, shard)}
-        if None in checksums:
-            one, other = (in_bands(replica.file.expression(replica.local, name)) for replica in (first, shard))
-            is_same = are_equal(name, one, other, executor)
-        else:
-            is_same = len(checksums) == 1
-        if not is_same:
-            raise CheckpointError(
-                f"{shard.file.path}: {name} has other values than the same part in "
-                f"{os.path.basename(first.file.path)}: the files do not say what each rank has of it"
-            )
-
-
-def _whole(folder: str, name: str, shards: Sequence[_Shard], executor: Executor) -> BandedTensor:
+def _full(folder: str, name: str, shards: Sequence[_Shard], executor: Executor) -> BandedTensor:
     shape, placements = shards[0].shape, [placement.name for placement in shards[0].placements]
+    by_place: dict[tuple[int, ...], _Shard] = {}
     for shard in shards:
         if (shard.shape, [placement.name for placement in shard.placements]) != (shape, placements):
             raise CheckpointError(
                 f"{shard.file.path}: {name} is of shape {shard.shape} and placed differently than in "
                 f"{os.path.basename(shards[0].file.path)}: the files are of different saves"
             )
-    _check_replicas(name, shards, executor)
+        # Along the dims of the mesh that do not cut the tensor all ranks have one place.
+        cuts = zip(shard.placements, shard.places, strict=True)
+        place = tuple(index for placement, index in cuts if not placement.name.endswith(".Replicate"))
+        first = by_place.setdefault(place, shard)
+        if first is not shard and 0 not in shard.local.size and not _are_replicas(name, first, shard, executor):
+            raise CheckpointError(
+                f"{shard.file.path}: {name} has other values than the same part in "
+                f"{os.path.basename(first.file.path)}: the files do not say what each rank has of it"
+            )
     # A mesh dim has as many ranks as places occur along it.
     sizes = [max(along) + 1 for along in zip(*(shard.places for shard in shards), strict=True)]
     tiles = (tile for shard in shards for tile in _tiles(name, shard, sizes, len(shards)))
     return assemble(f"{folder}: {name}", shape, tiles)
+
+
+def _are_replicas(name: str, one: _Shard, other: _Shard, executor: Executor) -> bool:
+    """Return whether ranks have the same values of one part: each may have experts of its own under one name."""
+    checksums = {shard.file.checksum(shard.local) for shard in (one, other)}
+    if None not in checksums:
+        return len(checksums) == 1
+    first, second = (shard.file.expression(shard.local, name) for shard in (one, other))
+    return are_equal(name, first, second, executor)
 
 
 def _tiles(name: str, shard: _Shard, mesh: Sequence[int], num_ranks: int) -> Iterator[Tile]:

@@ -14,17 +14,11 @@ import re
 from collections.abc import Sequence
 
 from lowmem_load.errors import CheckpointError
-from lowmem_load.files.executor import Executor
 from lowmem_load.files.inert_pickle import is_shape
 from lowmem_load.files.safetensors import Safetensors
-from lowmem_load.training_checkpoints.saved_state import (
-    BandedTensor,
-    Files,
-    SavedState,
-    Tile,
-    assemble,
-    check_written_together,
-)
+from lowmem_load.planning.expression import numel
+from lowmem_load.text import key_of
+from lowmem_load.training_checkpoints.saved_state import BandedTensor, Entries, Files, Tile, assemble
 
 _SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")
 
@@ -33,18 +27,13 @@ _SHARDING_INFO, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 def shard_files(folder: str) -> list[str]:
-    """Return the names of the files of a folder that hold parts of tensors, in order."""
+    """Return the names of the files of a folder that have parts of tensors, in order."""
     return sorted(name for name in os.listdir(folder) if _SHARD.fullmatch(name))
 
 
-def open_shards(folder: str, executor: Executor) -> SavedState:
-    """Return what the files of a folder hold together. Reads headers alone.
-
-    Raises:
-        CheckpointError: parts are missing or overlap, or a file does not say where its parts belong.
-    """
-    tiles: dict[str, list[Tile]] = {}
-    files, names = Files(folder, executor), shard_files(folder)
+def open_shards(files: Files, names: Sequence[str]) -> Entries:
+    """Return the tensors whose parts are in files of these names. Reads headers alone."""
+    folder, tiles = files.folder, dict[str, list[Tile]]()
     numbers = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
     if len(numbers - {0}) < max(numbers):  # which may be any number
         absent = next(number for number in itertools.count(1) if number not in numbers)
@@ -60,10 +49,7 @@ def open_shards(folder: str, executor: Executor) -> SavedState:
                     f"{file.path}: its header does not say where the part of {tensor} belongs ({_OFFSETS})"
                 )
             tiles.setdefault(tensor, []).append(Tile(tuple(first), values))
-    check_written_together(file.path for file in files.opened)
-    tensors: dict[tuple[str, ...], BandedTensor]
-    tensors = {(name,): _assemble(f"{folder}: {name}", parts) for name, parts in tiles.items()}
-    return SavedState(folder, "torch DCP in safetensors files", tensors, tuple(files.opened), has_shapes=False)
+    return {(name,): _assemble(f"{folder}: {name}", parts) for name, parts in tiles.items()}
 
 
 def _offsets_in(path: str, text: str | None) -> dict[str, dict[str, object]]:
@@ -77,7 +63,11 @@ def _offsets_in(path: str, text: str | None) -> dict[str, dict[str, object]]:
 
 
 def _assemble(what: str, parts: Sequence[Tile]) -> BandedTensor:
-    # The files do not say the shape of the whole tensor: the parts that end last do.
+    # A save writes each part once, so one of two files would be taken for the other one.
+    places = [key_of(part.offsets) for part in parts if numel(part.values)]
+    if len(set(places)) < len(places):
+        raise CheckpointError(f"{what}: two files have the same part of it; remove the files of the earlier save")
+    # The files do not say the shape of the full tensor: the parts that end last do.
     dims = range(len(parts[0].offsets))
     if any(len(part.offsets) != len(dims) for part in parts):
         raise CheckpointError(f"{what}: its parts have different numbers of dims")

@@ -13,9 +13,9 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -61,23 +61,27 @@ class Files:
         self.opened: list[PlannedFile] = []
 
     def open(self, name: str, describe: Callable[[ByteSource], File]) -> File:
-        """Return what a file holds, without weights."""
+        """Return what is in a file, without weights."""
         file = describe(self.executor.sources.opened(os.path.join(self.folder, name)))
         self.opened.append(PlannedFile(file.path, file.nbytes, file.digest, file.version))
         return file
 
-    def raw(self, name: str, nbytes: int, what: str, advice: str, digest: str = "") -> str:
-        """Open a file of which another one says where elements lie, up to byte `nbytes`; return its path."""
+    def raw(self, name: str, nbytes: int, what: str, advice: str, digest: str = "") -> ByteSource:
+        """Return a file of which another one says where elements lie, up to byte `nbytes`."""
         path = os.path.join(self.folder, name)
         if not os.path.exists(path):
             raise CheckpointError(f"{path}: is missing, with {what}; {advice}")
         source = self.executor.sources.opened(path)
         self.opened.append(PlannedFile(path, source.nbytes, digest, source.version))
-        if self.opened[-1].nbytes < nbytes:
+        if source.nbytes < nbytes:
             raise TruncatedFileError(
-                f"{path}: has {self.opened[-1].nbytes} bytes, {nbytes} are expected, with {what}; copy it again"
+                f"{path}: has {source.nbytes} bytes, {nbytes} are expected, with {what}; copy it again"
             )
-        return path
+        return source
+
+    def check_one_save(self) -> None:
+        """Raise CheckpointError if the files that were opened are not of one save."""
+        check_written_together([file.path for file in self.opened])
 
 
 class Tile(NamedTuple):
@@ -89,7 +93,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BandedTensor:
-    """A whole tensor of a checkpoint. Its elements lie in bands, one after the other: `band` returns each by number.
+    """A full tensor of a checkpoint. Its elements lie in bands, one after the other: `band` returns each by number.
 
     `ends` has the element at which each band ends.
     """
@@ -110,7 +114,7 @@ class BandedTensor:
         return reshape(self.part(FlatRange(0, self.numel))[0], self.shape)
 
     def part(self, elements: FlatRange) -> tuple[Expression, FlatRange]:
-        """Return an expression that has these elements, and where: the bands that hold some of them."""
+        """Return an expression that has these elements, and where: the bands that have some of them."""
         first = min(bisect.bisect_right(self.ends, elements.start), len(self.ends) - 1)
         last = bisect.bisect_left(self.ends, elements.end, lo=first) + 1
         start = self.ends[first - 1] if first else 0
@@ -125,30 +129,14 @@ def in_bands(whole: Expression) -> BandedTensor:
     return BandedTensor(whole.shape, whole.dtype, list(itertools.accumulate(map(numel, parts))), parts.__getitem__)
 
 
-@dataclass(frozen=True, slots=True)
-class SavedState:
-    """What the ranks of a job have saved.
-
-    Attributes:
-        folder: where the files are.
-        kind: who writes such files, for messages.
-        tensors: by the keys that lead to them in the state dict that was saved.
-        files: all files that were opened.
-        has_shapes: whether the files say how large the tensors are; else a missing last part is not noticed.
-    """
-
-    folder: str
-    kind: str
-    tensors: Mapping[tuple[str, ...], BandedTensor]
-    files: tuple[PlannedFile, ...]
-    has_shapes: bool = True
+Entries: TypeAlias = "dict[tuple[str, ...], BandedTensor]"
+"""Tensors by the keys that lead to them in the state dict that was saved."""
 
 
 def assemble(what: str, shape: Shape, tiles: Iterable[Tile]) -> BandedTensor:
     """Return the tensor of `shape` that the tiles make up; of several at one place, which replicas are, the first.
 
-    Raises:
-        CheckpointError: tiles leave a part empty or overlap; `what` names the tensor in the message.
+    Raises CheckpointError, in which `what` names the tensor, if tiles leave a part empty or overlap.
     """
     by_place: dict[bytes, Tile] = {}
     for tile in tiles:
@@ -156,7 +144,6 @@ def assemble(what: str, shape: Shape, tiles: Iterable[Tile]) -> BandedTensor:
     filled = [tile for tile in by_place.values() if numel(tile.values)] or list(by_place.values())[:1]
     if not filled:
         raise CheckpointError(f"{what}: no chunk of it was saved")
-    origin = (0,) * len(shape)
     if len({tile.values.dtype for tile in filled}) > 1:
         raise CheckpointError(f"{what}: its chunks are of different dtypes")
     for tile in filled:
@@ -165,14 +152,7 @@ def assemble(what: str, shape: Shape, tiles: Iterable[Tile]) -> BandedTensor:
             raise CheckpointError(f"{what}: a chunk ends at {tuple(ends)}, the tensor at {shape}")
     if not math.prod(shape):
         return in_bands(reshape(filled[0].values, shape))
-    return in_bands(_join(what, filled, origin, shape))
-
-
-def _box(group: Sequence[Tile], start: Shape, sizes: Shape, dim: int) -> tuple[Shape, Shape]:
-    """Return start and sizes of a group of the tiles of a block, as `_cut` makes it along a dim."""
-    first = group[0].offsets[dim]
-    size = max(tile.offsets[dim] + tile.values.shape[dim] for tile in group) - first
-    return (*start[:dim], first, *start[dim + 1 :]), (*sizes[:dim], size, *sizes[dim + 1 :])
+    return in_bands(_join(what, filled, (0,) * len(shape), shape))
 
 
 def _join(what: str, tiles: Sequence[Tile], start: Shape, sizes: Shape, num_cuts: int = 0) -> Expression:
@@ -181,19 +161,22 @@ def _join(what: str, tiles: Sequence[Tile], start: Shape, sizes: Shape, num_cuts
         return tiles[0].values
     for dim in range(len(sizes)):
         groups = _cut(what, tiles, start, sizes, dim)
-        if len(groups) > 1:
-            if num_cuts == MAX_CUTS:
-                raise CheckpointError(
-                    f"{what}: its chunks lie as no save places them, more than {MAX_CUTS} in each other"
-                )
-            boxes = [_box(group, start, sizes, dim) for group in groups]
-            parts = zip(groups, boxes, strict=True)
-            return concat([_join(what, group, *box, num_cuts + 1) for group, box in parts], dim)
+        if len(groups) == 1:
+            continue
+        if num_cuts == MAX_CUTS:
+            raise CheckpointError(f"{what}: its chunks lie as no save places them, more than {MAX_CUTS} in each other")
+        parts = []
+        bounds = [*(group[0].offsets[dim] for group in groups), start[dim] + sizes[dim]]
+        for group, (first, end) in zip(groups, itertools.pairwise(bounds), strict=True):
+            inner_start = (*start[:dim], first, *start[dim + 1 :])
+            inner_sizes = (*sizes[:dim], end - first, *sizes[dim + 1 :])
+            parts.append(_join(what, group, inner_start, inner_sizes, num_cuts + 1))
+        return concat(parts, dim)
     raise CheckpointError(f"{what}: its chunks overlap, or leave a part of the block at {start} of shape {sizes} empty")
 
 
 def _cut(what: str, tiles: Sequence[Tile], start: Shape, sizes: Shape, dim: int) -> list[list[Tile]]:
-    """Return the tiles in groups along a dim, between which no tile reaches. Raise where groups leave a gap."""
+    """Return the tiles in groups along a dim, in order, between which no tile reaches. Raise where they leave a gap."""
     groups: list[list[Tile]] = []
     end = start[dim]
     for tile in sorted(tiles, key=lambda tile: tile.offsets[dim]):
@@ -221,14 +204,14 @@ def read_chunks(
         yield chunk, elements
 
 
-def are_equal(name: str, one: BandedTensor, other: BandedTensor, executor: Executor) -> bool:
+def are_equal(name: str, one: Expression, other: Expression, executor: Executor) -> bool:
     """Return whether two tensors of a checkpoint have the same bytes."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    span, buffers = FlatRange(0, one.numel), torch.empty(2, COMPARED_BYTES, dtype=torch.uint8, device="cpu")
+    span, buffers = FlatRange(0, numel(one)), torch.empty(2, COMPARED_BYTES, dtype=torch.uint8, device="cpu")
     pairs = zip(
-        read_chunks(name, one, span, executor, buffers[0]),
-        read_chunks(name, other, span, executor, buffers[1]),
+        read_chunks(name, in_bands(one), span, executor, buffers[0]),
+        read_chunks(name, in_bands(other), span, executor, buffers[1]),
         strict=True,
     )
     return all(torch.equal(mine.view(torch.uint8), its.view(torch.uint8)) for (mine, _), (its, _) in pairs)
@@ -266,9 +249,9 @@ def check_written_before(last: str, paths: Iterable[str]) -> None:
 def check_written_together(paths: Iterable[str], then: Sequence[str] = (), copies: Iterable[str] = ()) -> None:
     """Raise CheckpointError if ranks have written their files at times that are too far apart.
 
-    A save may write files `then`, however long it takes to have what they hold, and last `copies` of other files, whose
-    times they may have kept. A save that is killed has replaced some of `paths`, so files `then` may be as far apart as
-    one disk takes for all of them.
+    A save may write files `then`, however long it takes to compute their content, and last `copies` of other files,
+    whose times they may have kept. A save that is killed has replaced some of `paths`, so files `then` may be as far
+    apart as one disk takes for all of them.
     """
     nbytes_then = sum(os.stat(path).st_size for path in then)
     phases = [(path, number) for number, files in enumerate((paths, then, copies)) for path in files]

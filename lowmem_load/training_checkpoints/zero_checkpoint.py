@@ -5,7 +5,7 @@ are read, no pickle is run (`files/inert_pickle.py`), and no weights are read. W
 into the model states is made of what was read so (`plain_values.py`).
 
 [Note: flat groups] Each of N ranks saves one flat tensor per sub-group of the optimizer, in fp32, and one for each of
-its moments. It holds the rank's partitions of the sub-group's parameters, one after the other, each padded to
+its moments. It has the rank's partitions of the sub-group's parameters, one after the other, each padded to
 `ceil(numel / N)` elements. So element `i` of a parameter is element `offset + i % size` of rank `i // size`.
 `sub_group_size` counts elements of a rank, so the sub-groups depend on N too: parameters are found by the names and
 shapes that the file gives for each sub-group. For each frozen parameter, each rank's file of model states has one
@@ -22,6 +22,7 @@ and `_rigid_state_dict`; `runtime/swap_tensor/optimizer_utils.py`, `SwapTensorCo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -38,9 +39,9 @@ from lowmem_load.errors import CheckpointError, UnsupportedError, listed
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
 from lowmem_load.files.inert_pickle import Foreign, Tensor, is_shape, shown
-from lowmem_load.files.source import LocalFile
+from lowmem_load.files.source import LocalFile, read_bytes
 from lowmem_load.files.torch_zip import TorchObjects, describe_objects
-from lowmem_load.planning.expression import Shape, Source, numel
+from lowmem_load.planning.expression import Shape, Source
 from lowmem_load.planning.load_plan import PlannedFile
 from lowmem_load.planning.regions import partition_numel
 from lowmem_load.training_checkpoints.plain_values import NeedsCodeError, PlainValues, numpy_number
@@ -65,16 +66,9 @@ OF_DEEPSPEED = (
 """Entries of the model states that are not client state: those that DeepSpeed's `load_checkpoint` leaves out."""
 
 _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
-_STATES_FOR_ALL = "mp_rank_00_model_states.pt"
-"""Of the other stages, which save the model's states once for all ranks."""
 
-_MASTERS = "fp32_flat_groups"
-"""Entry with the fp32 values."""
-
-_SWAPPED, _OF_SWAPPER = "offloaded_tensors", ".tensor.swp"
-"""Folder of the swapper's files, in the folder of the tag, and the ending of their names."""
-
-_SWAPPED_DTYPE = torch.float32
+_OF_SWAPPER = ".tensor.swp"
+"""How the names of the swapper's files end."""
 
 STEPS = "global_steps"
 """Key of the number of steps, in the model states and in the file of partial ZeRO-3 (since 0.4.0)."""
@@ -86,24 +80,16 @@ _OF_BLOCKS = ("__bnb_optimizer_quant_state__", "absmax", "qmap")
 """Beginnings of the keys under which bitsandbytes keeps states of 8 bits, which it quantizes in blocks."""
 
 FP32 = "fp32"
-"""Key of a parameter's values, beside the keys of the moments. Values of frozen parameters may have 16 bits."""
+"""Key of a parameter's values, next to the keys of the moments. Values of frozen parameters may have 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedParameter:
-    """A parameter of a checkpoint.
+    """A parameter of a checkpoint."""
 
-    Attributes:
-        name: in the model that was saved.
-        tensors: its values (`FP32`), and each of the optimizer's moments.
-        group: number of its sub-group; None for a parameter that the optimizer did not have.
-        scalars: other values that the optimizer keeps for the sub-group: the number of steps.
-    """
-
-    name: str
-    tensors: Mapping[str, BandedTensor]
-    group: int | None = None
-    scalars: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, BandedTensor]  # its values (`FP32`), and each of the optimizer's moments
+    group: int | None = None  # number of its sub-group; None if the optimizer did not have the parameter
+    scalars: Mapping[str, Any] = field(default_factory=dict)  # what else the optimizer keeps for the sub-group
 
     @property
     def values(self) -> BandedTensor:
@@ -111,25 +97,21 @@ class SavedParameter:
         return self.tensors[FP32]
 
 
-def group_numels(groups: Sequence[Mapping[str, Shape]], world_size: int) -> list[int]:
-    """Return how many elements each sub-group's flat tensor has on a rank, padding included."""
-    return [sum(partition_numel(math.prod(shape), world_size) for shape in group.values()) for group in groups]
+def group_numel(group: Mapping[str, Shape], world_size: int) -> int:
+    """Return how many elements a sub-group's flat tensor has on a rank, padding included."""
+    return sum(partition_numel(math.prod(shape), world_size) for shape in group.values())
 
 
-def place_groups(
-    groups: Sequence[Mapping[str, Shape]],
-    flats: Sequence[Sequence[Mapping[str, Source]]],
-    scalars: Sequence[Mapping[str, Any]],
+def place_group(
+    number: int, group: Mapping[str, Shape], flats: Mapping[str, Sequence[Source]], scalars: Mapping[str, Any]
 ) -> dict[str, SavedParameter]:
-    """Return the trained parameters by name, given the flat tensors of each rank, group and key."""
+    """Return the parameters of a sub-group by name, given its flat tensors on all ranks by key."""
     parameters: dict[str, SavedParameter] = {}
-    for number, group in enumerate(groups):
-        of_ranks = {key: [by_group[number][key] for by_group in flats] for key in flats[0][number]}
-        offset = 0
-        for name, shape in group.items():
-            tensors = {key: partitioned(shape, ranks, offset) for key, ranks in of_ranks.items()}
-            parameters[name] = SavedParameter(name, tensors, number, scalars[number])
-            offset += partition_numel(math.prod(shape), len(flats))
+    offset = 0
+    for name, shape in group.items():
+        tensors = {key: partitioned(shape, of_ranks, offset) for key, of_ranks in flats.items()}
+        parameters[name] = SavedParameter(tensors, number, scalars)
+        offset += partition_numel(math.prod(shape), len(flats[FP32]))
     return parameters
 
 
@@ -152,26 +134,15 @@ def partitioned(shape: Shape, flats: Sequence[Source], offset: int = 0) -> Bande
 
 @dataclass(frozen=True, slots=True)
 class ZeroCheckpoint:
-    """A ZeRO-3 checkpoint.
+    """A ZeRO-3 checkpoint."""
 
-    Attributes:
-        folder: of the tag.
-        parameters: by name: first the trained ones in the optimizer's order, then the frozen ones.
-        lacks_frozen: whether it was saved with `exclude_frozen_parameters`.
-        shared: names that stand for another parameter, by name.
-        replicated: tensors that every rank had in full, by name: buffers, and those that partial ZeRO-3 leaves whole.
-        optimizer: the tree that the ZeRO optimizer of rank 0 saved.
-        states: the tree of model states of each rank.
-        files: all files.
-    """
-
-    folder: str
-    parameters: Mapping[str, SavedParameter]
-    lacks_frozen: bool
-    shared: Mapping[str, str]
-    replicated: Mapping[str, BandedTensor]
-    optimizer: Mapping[str, Any]
-    states: Sequence[TorchObjects]
+    folder: str  # of the tag
+    parameters: Mapping[str, SavedParameter]  # first the trained ones in the optimizer's order, then the frozen ones
+    lacks_frozen: bool  # whether it was saved with `exclude_frozen_parameters`
+    shared: Mapping[str, str]  # names that stand for another parameter, with the name of that
+    replicated: Mapping[str, BandedTensor]  # saved in full: buffers, and what partial ZeRO-3 does not partition
+    optimizer: Mapping[str, Any]  # the tree that the ZeRO optimizer of rank 0 saved
+    states: Sequence[TorchObjects]  # the model states of each rank
     files: Sequence[PlannedFile]
 
     @property
@@ -183,14 +154,12 @@ class ZeroCheckpoint:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The hyperparameters of each of the optimizer's groups."""
-        groups: Any = at(self.optimizer, "optimizer_state_dict", dict, self.folder).get("param_groups")
-        is_list = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
-        is_list = is_list and not _occur_twice(groups)
-        found = [{key: _setting(value) for key, value in group.items()} for group in groups] if is_list else []
-        values = {id(value): value for group in found for value in group.values()}  # groups may share a long list
-        if not is_list or not all(map(_is_setting, values.values())):
-            raise CheckpointError(f"{self.folder}: its optimizer's param_groups are not dicts of numbers and text")
-        return found
+        base = at(self.optimizer, "optimizer_state_dict", dict, self.folder)
+        groups = [{key: _setting(value) for key, value in group.items()} for group in base["param_groups"]]
+        values = {id(value): value for group in groups for value in group.values()}  # groups may share a long list
+        if not all(map(_is_setting, values.values())):
+            raise CheckpointError(f"{self.folder}: its optimizer's param_groups are not numbers and text")
+        return groups
 
     @property
     def loss_scaler(self) -> tuple[str, dict[str, Any]]:
@@ -210,7 +179,7 @@ class ZeroCheckpoint:
     def python_states(self, rank: int, executor: Executor, *, allow_pickle: bool) -> tuple[Any, dict[str, Any]]:
         """Return the state of the lr scheduler in a rank's model states, and the client state: all other entries.
 
-        The executor reads tensors. If `allow_pickle`, Python unpickles a file that holds objects of other classes.
+        The executor reads tensors. If `allow_pickle`, Python unpickles a file that has objects of other classes.
         """
         file = self.states[rank]
         values = PlainValues(file, executor)
@@ -219,7 +188,7 @@ class ZeroCheckpoint:
         except NeedsCodeError as error:
             if not allow_pickle:
                 raise CheckpointError(
-                    f"{file.path}: its client state or scheduler holds objects that only their own code can create; "
+                    f"{file.path}: its client state or scheduler has objects that only their own code can create; "
                     f"nothing was run: {error}. If you trust whoever has saved it, pass allow_pickle=True, which lets "
                     "Python unpickle this file"
                 ) from error
@@ -255,38 +224,31 @@ def _is_setting(value: Any) -> bool:
 
 
 def open_checkpoint(folder: str, executor: Executor, *, with_moments: bool = True) -> ZeroCheckpoint:
-    """Return what a checkpoint holds. Everything that decides what lies where is checked.
+    """Return what was saved. Everything that decides what lies where is checked.
 
     The executor reads small values, and keeps the files open. Without the moments nothing is asked of the optimizer's
-    states but the number of steps: optimizers of 8 bits keep them in blocks, which are no elements of parameters.
+    states but the number of steps: optimizers of 8 bits keep them in blocks, not as elements of parameters.
     """
     files = ZeroFiles(folder, executor)
     models, optims = ([files.open(name, describe_objects) for name in names] for names in _names(folder))
-    zeros = [_zero_state(file) for file in optims]
+    optims = [replace(file, tree=at(file.tree, "optimizer_state_dict", dict, file.path)) for file in optims]
     groups, frozen = _shapes(models)
-    _check_worlds(models, optims, zeros)
-    trained = _trained(files, optims, zeros, groups, with_moments=with_moments)
+    _check_worlds(models, optims)
+    trained = _trained(files, optims, groups, with_moments=with_moments)
     swapped = [file.path for file in files.opened if file.path.endswith(_OF_SWAPPER)]
     check_written_together([file.path for file in models], [file.path for file in optims], swapped)
     _check_steps(models[0], trained)
     fragments = {name: files.fragments(models, name, shape) for name, shape in (frozen or {}).items()}
+    parameters, lacks_frozen = {**trained, **fragments}, frozen is None
     first, tree, path = models[0], models[0].tree, models[0].path
     module: dict[Any, Any] = at(tree, "module", dict, path)
     names = [name for name in at(tree, "buffer_names", list, path) if isinstance(name, str)]
     buffers = {name: files.replicated(first, name, module[name]) for name in names if name in module}
+    replicated = {**buffers, **_replicated(files, first)}
     shared: dict[str, str] = at(tree, "shared_params", dict, path)
     if not all(isinstance(name, str) for pair in shared.items() for name in pair):
         raise CheckpointError(f"{path}: its 'shared_params' are malformed")
-    return ZeroCheckpoint(
-        folder=folder,
-        parameters={**trained, **fragments},
-        lacks_frozen=frozen is None,
-        shared=shared,
-        replicated={**buffers, **_replicated(files, first)},
-        optimizer=zeros[0],
-        states=models,
-        files=files.opened,
-    )
+    return ZeroCheckpoint(folder, parameters, lacks_frozen, shared, replicated, optims[0].tree, models, files.opened)
 
 
 def saved_by(load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
@@ -311,51 +273,42 @@ def _names(folder: str) -> tuple[list[str], list[str]]:
     by_kind: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
     for name in sorted(os.listdir(folder)):
         match = _STATES.fullmatch(name)
-        if name == _STATES_FOR_ALL:
+        if name == "mp_rank_00_model_states.pt":  # which the other stages save once for all ranks
             raise UnsupportedError(
                 f"{folder}: {name}: was not saved under ZeRO-3. The zero_to_fp32.py in the folder above makes model "
                 "files of ZeRO 1 and 2, and DeepSpeed's ds_to_universal.py what any engine resumes"
             )
         if name.startswith(("mp_rank_", "layer_", "expp_rank_")) or (match and int(match[2])):
             raise UnsupportedError(
-                f"{folder}: {name}: is of tensor, pipeline or expert parallelism; load it with the engine's own "
-                "load_checkpoint"
+                f"{folder}: {name}: is of tensor, pipeline or expert parallelism; use the engine's own load_checkpoint"
             )
         if match is not None:
             other = by_kind[match[3]].setdefault(int(match[1]), name)
             if other != name:
                 raise CheckpointError(
-                    f"{folder}: {other} and {name} are both of rank {match[1]}: two jobs saved into one folder; remove "
-                    "the files of one"
+                    f"{folder}: {other} and {name} are both of rank {match[1]}: two jobs saved here; remove one's files"
                 )
     models, optims = ([by_rank[rank] for rank in sorted(by_rank)] for by_rank in by_kind.values())
     if not models or not optims:
         raise CheckpointError(
-            f"{folder}: holds no {'optimizer' if models else 'model'} states of ZeRO-3: expected files "
+            f"{folder}: has no {'optimizer' if models else 'model'} states of ZeRO-3: expected files "
             "zero_pp_rank_*_mp_rank_00_model_states.pt and *zero_pp_rank_*_mp_rank_00_optim_states.pt. For a universal "
             "checkpoint, name the one that it was made of"
         )
     return models, optims
 
 
-def _zero_state(file: TorchObjects) -> dict[str, Any]:
-    """Return the saved state of a ZeRO-3 optimizer."""
-    state: dict[str, Any] = at(file.tree, "optimizer_state_dict", dict, file.path)
-    if state.get("ds_zero_partition_groups") is not None:
-        raise UnsupportedError(f"{file.path}: has experts that are partitioned among fewer ranks (AutoEP)")
-    return state
-
-
-def _check_worlds(
-    models: Sequence[TorchObjects], optims: Sequence[TorchObjects], zeros: Sequence[Mapping[str, Any]]
-) -> None:
+def _check_worlds(models: Sequence[TorchObjects], optims: Sequence[TorchObjects]) -> None:
     """Raise CheckpointError if the files are not those of all ranks of one save."""
     for file in models:
         # Compared as they are shown: containers could take for ever to compare.
         if any(shown(file.tree.get(key)) != shown(models[0].tree.get(key)) for key in COUNTERS):
             raise _of_two_saves(file, models[0])
     counts = {file.path: file.tree.get("dp_world_size") for file in models}
-    counts |= {file.path: zero.get("partition_count") for file, zero in zip(optims, zeros, strict=True)}
+    for file in optims:
+        if file.tree.get("ds_zero_partition_groups") is not None:
+            raise UnsupportedError(f"{file.path}: has experts that are partitioned among fewer ranks (AutoEP)")
+        counts[file.path] = file.tree.get("partition_count")
     for path, count in counts.items():
         if type(count) is not int or not count == len(optims) == len(models):
             raise CheckpointError(
@@ -367,12 +320,11 @@ def _check_worlds(
 
 def _check_steps(states: TorchObjects, trained: Mapping[str, SavedParameter]) -> None:
     """Warn if the optimizer has made other steps than the model states count: they may be of two saves."""
-    made = next(iter(trained.values())).scalars.get(STEP) if trained else None
-    counts = [states.tree.get(key) for key in (STEPS, "skipped_steps")]
+    made = next((parameter.scalars.get(STEP) for parameter in trained.values()), None)
     made = made.item() if isinstance(made, torch.Tensor) and made.numel() == 1 else made
-    if not isinstance(made, int | float) or not all(type(count) is int for count in counts):
+    num_steps, num_skipped = states.tree.get(STEPS), states.tree.get("skipped_steps")
+    if not isinstance(made, int | float) or not isinstance(num_steps, int) or not isinstance(num_skipped, int):
         return
-    num_steps, num_skipped = counts
     if made != num_steps - num_skipped:
         logger.warning(
             "%s: counts %s steps, of which %s were skipped, and its optimizer has made %s. That is right if the run "
@@ -396,9 +348,13 @@ def _shapes(models: Sequence[TorchObjects]) -> tuple[list[dict[str, Shape]], dic
         groups, frozen = at(file.tree, "param_shapes", list, file.path), file.tree.get("frozen_param_shapes")
         if _occur_twice(groups):
             raise CheckpointError(f"{file.path}: two of its groups are one")
+        names: set[str] = set()
         for shapes in [*groups, {} if frozen is None else frozen]:
             if not isinstance(shapes, dict) or not all(isinstance(n, str) and is_shape(s) for n, s in shapes.items()):
                 raise CheckpointError(f"{file.path}: its parameters' shapes are malformed")
+            if twice := names & shapes.keys():
+                raise CheckpointError(f"{file.path}: has {listed(sorted(twice), 3)} in two groups of parameters")
+            names |= shapes.keys()
         read.append((groups, frozen))
         if read[-1] != read[0]:
             raise CheckpointError(f"{file.path}: has other parameters than {os.path.basename(models[0].path)}")
@@ -429,7 +385,7 @@ class ZeroFiles(Files):
         expression = file.expression(tensor, what)
         if not isinstance(expression, Source):
             raise CheckpointError(f"{file.path}: {what} is not contiguous")
-        return Source(expression.path, what, expression.start, (numel(expression),), expression.dtype)
+        return replace(expression, shape=(size,))
 
     def flat_or_swapped(self, file: TorchObjects, tensor: Any, what: str, size: int, rank: int) -> Source:
         """Return where the elements of a rank's tensor lie. See [Note: swapped states]."""
@@ -438,23 +394,22 @@ class ZeroFiles(Files):
             return self.flat(file, tensor, what, size)
         name = tensor.attributes["ds_id"]
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]{1,200}", name):
-            raise CheckpointError(f"{file.path}: {what} was on nvme as {shown(name)}, which is no name of DeepSpeed's")
-        in_folder = os.path.join(_SWAPPED, f"rank{rank:02d}", f"{name}{_OF_SWAPPER}")
+            raise CheckpointError(f"{file.path}: {what} was on nvme as {shown(name)}, not under a name of DeepSpeed's")
+        in_folder = os.path.join("offloaded_tensors", f"rank{rank:02d}", f"{name}{_OF_SWAPPER}")
         own_files(self.folder, [in_folder])  # any file could be taken for elements
-        path = self.raw(
-            in_folder,
-            size * _SWAPPED_DTYPE.itemsize,
+        swapped, advice = (
             f"{what} of an optimizer that was on nvme",
             "with use_node_local_storage each node has its own",
         )
-        return Source(path, what, 0, (size,), _SWAPPED_DTYPE)
+        source = self.raw(in_folder, size * torch.float32.itemsize, swapped, advice)
+        return Source(source.path, what, 0, (size,), torch.float32)
 
     def scalar(self, file: TorchObjects, value: Any, key: str) -> Any:
         """Return a number, text or tensor of the optimizer; a tensor is read."""
         if isinstance(value, Tensor):
             return read_whole(self.executor, file.expression(value, key))
         if not isinstance(value, int | float | str | None):
-            raise CheckpointError(f"{file.path}: {key!r:.80} of the optimizer is no number, text or tensor")
+            raise CheckpointError(f"{file.path}: {key!r:.80} of the optimizer is not a number, text or tensor")
         return value
 
     def fragments(self, models: Sequence[TorchObjects], name: str, shape: Shape) -> SavedParameter:
@@ -462,13 +417,13 @@ class ZeroFiles(Files):
         size, what = partition_numel(math.prod(shape), len(models)), f"fragment of {name}"
         tensors = [(file, at(file.tree, "frozen_param_fragments", dict, file.path).get(name)) for file in models]
         saved = partitioned(shape, [self.flat(file, tensor, what, size) for file, tensor in tensors])
-        whole = at(models[0].tree, "module", dict, models[0].path).get(name)
-        if isinstance(whole, Tensor) and whole.dtype.is_floating_point != saved.dtype.is_floating_point:
+        full = at(models[0].tree, "module", dict, models[0].path).get(name)
+        if isinstance(full, Tensor) and full.dtype.is_floating_point != saved.dtype.is_floating_point:
             raise UnsupportedError(
-                f"{models[0].path}: {name} is {whole.dtype}, and was saved as {saved.dtype} without the scales: "
+                f"{models[0].path}: {name} is {full.dtype}, and was saved as {saved.dtype} without the scales: "
                 "zero_quantized_nontrainable_weights has quantized it"
             )
-        return SavedParameter(name, {FP32: saved})
+        return SavedParameter({FP32: saved})
 
     def replicated(self, file: TorchObjects, name: str, tensor: Any) -> BandedTensor:
         """Return a tensor that was saved in full."""
@@ -477,53 +432,51 @@ class ZeroFiles(Files):
 
 
 def _trained(
-    files: ZeroFiles,
-    optims: Sequence[TorchObjects],
-    zeros: Sequence[Mapping[str, Any]],
-    groups: Sequence[Mapping[str, Shape]],
-    *,
-    with_moments: bool,
+    files: ZeroFiles, optims: Sequence[TorchObjects], groups: Sequence[Mapping[str, Shape]], *, with_moments: bool
 ) -> dict[str, SavedParameter]:
     """Return the trained parameters by name."""
-    flats: list[list[dict[str, Source]]] = []
-    scalars: list[list[dict[str, Any]]] = []
-    sizes = group_numels(groups, len(optims))
-    for rank, (file, zero) in enumerate(zip(optims, zeros, strict=True)):
-        states = _states_of(file, zero, len(groups), with_moments=with_moments)
-        flats.append([{} for _ in groups])
-        scalars.append([{} for _ in groups])
-        for number, (state, size) in enumerate(zip(states, sizes, strict=True)):
-            for key, value in state.items():
+    parameters: dict[str, SavedParameter] = {}
+    by_rank = [_states_of(file, len(groups), with_moments=with_moments) for file in optims]
+    for number, group in enumerate(groups):
+        keys, size = _flat_keys(by_rank[0][0]), group_numel(group, len(optims))
+        flats: dict[str, list[Source]] = {key: [] for key in keys}
+        scalars: list[dict[str, Any]] = []
+        for rank, file in enumerate(optims):
+            state = by_rank[rank][number]
+            if _flat_keys(state) != keys:
+                raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(keys)}")
+            for key, of_ranks in flats.items():
                 what = f"flat group {number}" if key == FP32 else f"{key} of group {number}"
-                if key != FP32 and not (isinstance(value, Tensor) and value.size):
-                    scalars[rank][number][key] = files.scalar(file, value, key)
-                else:
-                    flats[rank][number][key] = files.flat_or_swapped(file, value, what, size, rank)
-        if any(group.keys() != flats[0][0].keys() for group in flats[rank]):
-            raise CheckpointError(f"{file.path}: sub-groups with other states than {', '.join(sorted(flats[0][0]))}")
-        if [group.get(STEP) for group in scalars[rank]] != [group.get(STEP) for group in scalars[0]]:
-            raise CheckpointError(
-                f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
-                "earlier one did not end; take another checkpoint"
-            )
-    return place_groups(groups, flats, scalars[0])
+                of_ranks.append(files.flat_or_swapped(file, state[key], what, size, rank))
+            scalars.append({key: files.scalar(file, value, key) for key, value in state.items() if key not in flats})
+            if scalars[rank].get(STEP) != scalars[0].get(STEP):
+                raise CheckpointError(
+                    f"{file.path}: has made other steps than {os.path.basename(optims[0].path)}: a save over an "
+                    "earlier one did not end; take another checkpoint"
+                )
+        parameters |= place_group(number, group, flats, scalars[0])
+    return parameters
 
 
-def _states_of(
-    file: TorchObjects, zero: Mapping[str, Any], num_groups: int, *, with_moments: bool
-) -> list[dict[str, Any]]:
+def _flat_keys(state: Mapping[str, Any]) -> list[str]:
+    """Return the keys under which a rank has an element for each one of a flat tensor."""
+    return sorted(key for key, value in state.items() if key == FP32 or (isinstance(value, Tensor) and value.size))
+
+
+def _states_of(file: TorchObjects, num_groups: int, *, with_moments: bool) -> list[dict[str, Any]]:
     """Return what a rank saved for each group: the fp32 values, and what its optimizer keeps for it."""
-    path = file.path
+    zero, path = file.tree, file.path
     base = at(zero, "optimizer_state_dict", dict, path)  # of torch's optimizer, inside of ZeRO's
-    masters, saved = at(zero, _MASTERS, list, path), at(base, "state", dict, path)
-    params = (number for group in at(base, "param_groups", list, path) for number in at(group, "params", list, path))
+    masters, saved = at(zero, "fp32_flat_groups", list, path), at(base, "state", dict, path)
+    owners = at(base, "param_groups", list, path)
+    params = (number for owner in owners for number in at(owner, "params", list, path))
     numbers = list(itertools.islice(params, num_groups + 1))
     if len(masters) != num_groups:
         raise CheckpointError(f"{path}: {len(masters)} flat groups, its model states name {num_groups}")
     if numbers != list(range(num_groups)):
         raise CheckpointError(f"{path}: its param_groups do not have each of the {num_groups} flat groups once")
-    if _occur_twice([state for state in saved.values() if isinstance(state, dict)]):
-        raise CheckpointError(f"{path}: two groups of its optimizer have one state")
+    if _occur_twice(owners) or _occur_twice([state for state in saved.values() if isinstance(state, dict)]):
+        raise CheckpointError(f"{path}: two groups of its optimizer have one state, or are one")
     states = []
     for number, master in enumerate(masters):
         state = at(saved, number, dict, path) if number in saved else {}
@@ -553,8 +506,8 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None) -> str | None:
         path, named_by = os.path.join(root, "latest"), "latest"
         if not os.path.isfile(path):
             return None
-        with open(path, encoding="utf-8", errors="replace") as file:
-            tag = file.read(4096).strip()
+        with contextlib.closing(LocalFile(path)) as source:
+            tag = read_bytes(source, 0, 4096).decode(errors="replace").strip()
     tag = str(tag)
     path_of_tag = os.path.join(root, tag)
     if tag in ("", os.curdir, os.pardir) or os.path.basename(tag) != tag or not os.path.isdir(path_of_tag):
@@ -566,19 +519,22 @@ def find_folder(folder: str | os.PathLike[str], tag: str | None) -> str | None:
 
 
 def at(tree: Any, key: str | int, kind: type, path: str) -> Any:
-    """Return an entry of a tree; raise CheckpointError if there is none of this kind."""
+    """Return an entry of a tree; raise CheckpointError unless it is there and of this kind."""
     entry = tree.get(key) if isinstance(tree, dict) else None
     if not isinstance(entry, kind):
         raise CheckpointError(f"{path}: no {key!r} in it; it is not a checkpoint that DeepSpeed has saved under ZeRO-3")
     return entry
 
 
-def differences_of(
-    saved: Mapping[str, Shape], expected: Mapping[str, Shape], unknown: Iterable[str], owner: str
-) -> str:
-    """Return how saved parameters differ from expected ones; "" if not. The owner does not have the `unknown` ones."""
+def differences_of(saved: Mapping[str, Any], expected: Mapping[str, Any], unknown: Iterable[str], owner: str) -> str:
+    """Return how the shapes of saved tensors differ from those of expected ones; "" if they do not.
+
+    The owner of the expected ones does not have the `unknown` ones.
+    """
     shapes = [
-        f"{name} is {saved[name]}, not {shape}" for name, shape in expected.items() if saved.get(name, shape) != shape
+        f"{name} is {tuple(saved[name].shape)}, not {tuple(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in saved and tuple(saved[name].shape) != tuple(tensor.shape)
     ]
     lists = {
         "missing": sorted(set(expected) - set(saved)),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_load import consolidate, load_checkpoint
+from lowmem_load import consolidate, load_checkpoint, load_model
 from lowmem_load.errors import CheckpointError, ConfigError, RankError, UnsupportedError
 from lowmem_load.training_checkpoints.zero_checkpoint import REPLICATED_FILE
 from tests import builders
@@ -23,6 +23,7 @@ from tests.multi_rank.test_partial_training import (
     train,
     two_rates,
 )
+from tests.multimodal import Multimodal
 from tests.ranks import run_ranks
 
 
@@ -203,6 +204,10 @@ def load_into_another(path: str, folder: str) -> None:
     engine.load_checkpoint(f"{folder}/stage2", load_module_only=True)
     assert_same_state(saved, engine.consolidated_state_dict())
     engine.destroy()
+    full: Any = deepspeed.initialize(model=Multimodal(load_model(path, CONFIG)), config=CONFIG)[0]
+    with pytest.raises(UnsupportedError, match=r"picture\..*: partial ZeRO-3 has saved them in full"):
+        load_checkpoint(full, f"{folder}/stage2", load_optimizer_states=False)
+    full.destroy()
 
     engine = make_engine(path, CONFIG, prepare=scaled(1))
     engine.save_checkpoint(f"{folder}/scale")

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
-from typer.testing import CliRunner
 
 from lowmem_load import consolidate
-from lowmem_load.cli.start import app
 from lowmem_load.errors import CheckpointError, ConfigError, TruncatedFileError, UnsupportedError
 from lowmem_load.files.executor import Executor
 from lowmem_load.files.fill import read_whole
@@ -55,7 +53,7 @@ def saved(once: Path, tmp_path: Path) -> Path:
 
 def values_in(folder: Path) -> dict[str, torch.Tensor]:
     with Executor() as executor:
-        tensors = weights_in(str(folder), open_state(str(folder), executor).tensors, None).model
+        tensors = weights_in(str(folder), open_state(str(folder), executor)[1], None).model
         return {name: read_whole(executor, tensor.whole) for name, tensor in tensors.items()}
 
 
@@ -64,8 +62,8 @@ def test_all_values_are_read(once: Path) -> None:
     assert values.keys() == TENSORS.keys()
     assert all(torch.equal(values[name], value) for name, value in TENSORS.items())
     with Executor() as executor:
-        state = open_state(str(once), executor)
-        assert {keys[0] for keys in state.tensors} == {"model", "optimizer"}
+        _, tensors, _ = open_state(str(once), executor)
+        assert {keys[0] for keys in tensors} == {"model", "optimizer"}
         assert executor.stats.read_bytes == 0
 
 
@@ -85,6 +83,10 @@ def without_places(metadata: Metadata) -> None:
         del metadata.storage_data[index]
 
 
+def without_keys(metadata: Metadata) -> None:
+    metadata.planner_data["model.d"] = ()
+
+
 def with_other_shape(metadata: Metadata) -> None:
     metadata.state_dict_metadata["model.a.weight"].chunks[0].sizes = torch.Size([7, 4])
 
@@ -102,19 +104,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "metadata truncated": (lambda at: cut_short(at / ".metadata"), CheckpointError, "its pickle is malformed"),
     "another save": (lambda at: shifted(at / DATA), CheckpointError, "another save may have written the file"),
     "other shape": (lambda at: changed(at, with_other_shape), CheckpointError, "where .metadata says torch.float32 of"),
-    "no keys": (
-        lambda at: changed(at, lambda metadata: metadata.planner_data.update({"model.d": ()})),
-        CheckpointError,
-        "is no metadata of a torch DCP checkpoint",
-    ),
+    "no keys": (lambda at: changed(at, without_keys), CheckpointError, "is not metadata of a torch DCP checkpoint"),
     "place missing": (lambda at: changed(at, without_places), CheckpointError, "model.d: no file has the chunk at"),
     "compressed": (with_info("transform_descriptors", ["zstd"]), UnsupportedError, "model.d.* transform_descriptors"),
     "outside": (with_info("relative_path", "../x.distcp"), CheckpointError, "'../x.distcp' as one of its files"),
-    "too few bytes": (with_info("length", 10), CheckpointError, "too few"),
+    "too few bytes": (with_info("length", 10), CheckpointError, "no tensor model.d in the 10 bytes"),
     "something else": (
         lambda at: (at / ".metadata").write_bytes(pickle.dumps({"a": 1})),
         CheckpointError,
-        "is no metadata of a torch DCP checkpoint",
+        "is not meta",
     ),
 }
 
@@ -143,7 +141,7 @@ def test_code_in_the_metadata_is_not_run(saved: Path, tmp_path: Path) -> None:
             return open, (str(tmp_path / "was-run"), "w")
 
     changed(saved, lambda metadata: setattr(metadata, "planner_data", Evil()))
-    with pytest.raises(CheckpointError, match="is no metadata"):
+    with pytest.raises(CheckpointError, match="is not metadata"):
         consolidate(saved, tmp_path / "made")
     assert not (tmp_path / "was-run").exists()
 
@@ -173,7 +171,12 @@ def test_parts_in_safetensors_files(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=text):
             values_in(shards(tmp_path / name, wrong))
-    (tmp_path / "right" / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    first = tmp_path / "right" / "shard-00001-model-00001-of-00001.safetensors"
+    shutil.copyfile(first, tmp_path / "right" / "shard-00001-model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="d: two files have the same part of it"):
+        values_in(tmp_path / "right")
+    for path in tmp_path.glob("right/shard-00001-*"):
+        path.unlink()
     with pytest.raises(CheckpointError, match="lacks shard 1 of 2 or more"):
         values_in(tmp_path / "right")
     (tmp_path / "forged").mkdir()
@@ -222,7 +225,7 @@ def test_a_mesh_may_have_hundreds_of_ranks() -> None:
     value = tree["w"]
     value.state[1]["_spec"].state["mesh"].state["_flatten_rank_map"] = tuple(range(512))
     assert _dtensor(file, "w", value, 512).shape == (3, 2)
-    with pytest.raises(CheckpointError, match="w: is no DTensor"):
+    with pytest.raises(CheckpointError, match="w: is not a DTensor"):
         _dtensor(file, "w", value, 511)
 
 
@@ -276,7 +279,7 @@ def test_files_that_are_not_one_save_are_named(tmp_path: Path) -> None:
             values_in(tmp_path / name[:9])
     for count in (1, 2):
         rank_file(tmp_path / "two", 0, {"a": torch.ones(3)}, count)
-    with pytest.raises(CheckpointError, match="holds files of several jobs"):
+    with pytest.raises(CheckpointError, match="has files of several jobs"):
         values_in(tmp_path / "two")
     rank_file(tmp_path / "flat", 0, {"model._flat_param": torch.ones(3)}, 1)
     with pytest.raises(UnsupportedError, match="is a flat parameter of FSDP1"):
@@ -360,7 +363,7 @@ def test_the_part_that_is_the_model_is_found() -> None:
         weights_in("x", {("w",): 1, ("a._extra_state", "model", "w"): 2}, None)
     with pytest.raises(ConfigError, match=r"has no part 'emma'; it has 'ema', 'model', 'optimizer\.state\.w'"):
         weights_in("x", entries, "emma")
-    with pytest.raises(CheckpointError, match="holds no weights of a model; its parts are 'optimizer'"):
+    with pytest.raises(CheckpointError, match="has no weights of a model; its parts are 'optimizer'"):
         weights_in("x", {("optimizer", "w"): 1}, None)
 
 
@@ -377,31 +380,34 @@ def test_the_name_of_an_adapter_is_found(adapter: str) -> None:
 
 def test_several_adapters_are_refused() -> None:
     before = "base_model.model."
-    with pytest.raises(ConfigError, match="holds the adapters a, b"):
+    with pytest.raises(ConfigError, match="has the adapters a, b"):
         found(f"{before}q.lora_A.a.weight", f"{before}q.lora_A.b.weight")
-    with pytest.raises(UnsupportedError, match="holds an adapter that is not of LoRA"):
-        weights_in(
-            "x",
-            {(before + name,): 0 for name in ("q.base_layer.weight", "q.ia3_l.default")},
-            None,
-            has_adapter_config=True,
-        )
+    entries = {(f"{before}q.base_layer.weight",): 0, (f"{before}q.ia3_l.default",): 0}
+    with pytest.raises(UnsupportedError, match="belongs to an adapter that is not of LoRA"):
+        weights_in("x", entries, None, has_adapter_config=True)
 
 
 def test_an_adapter_needs_its_configuration(tmp_path: Path) -> None:
     state = {"base_model.model.q.lora_A.weight": torch.ones(2, 3), "base_model.model.q.lora_B.weight": torch.ones(3, 2)}
     rank_file(tmp_path / "saved", 0, state, 1)
-    with pytest.raises(CheckpointError, match=r"holds adapters, but no adapter_config.json"):
+    with pytest.raises(CheckpointError, match=r"has adapters, but no adapter_config.json"):
         consolidate(tmp_path / "saved", tmp_path / "made")
 
 
-# -- the command line --------------------------------------------------------------------------------------------------
+MALFORMED, OTHER = "r, or a value of rank_pattern, is not the rank of an adapter", "it is of another adapter"
 
 
-def test_consolidate_says_what_a_folder_is(once: Path, tmp_path: Path) -> None:
-    arguments = ["consolidate", str(once), str(tmp_path / "made"), "--part", "model", "--dtype", "bfloat16"]
-    made = CliRunner().invoke(app, arguments)
-    assert made.exit_code == 0, made.output
-    assert "made of a checkpoint of torch DCP: 2 files" in made.output
-    assert "No config.json was written" in made.output
-    assert load_file(tmp_path / "made" / "model.safetensors")["a.weight"].dtype == torch.bfloat16
+@pytest.mark.parametrize(
+    ("values", "shape", "text"),
+    [
+        *(({"rank_pattern": value}, (2, 3), MALFORMED) for value in (5, [[]], {"q": []}, {"q": 1 << 99})),
+        *(({"r": value}, (2, 3), MALFORMED) for value in ([2], None, "2")),
+        *(({"rank_pattern": {"q": 3}}, shape, f"says r=2, but .*: {OTHER}") for shape in ((), (4, 3))),
+        ({"use_dora": True}, (2, 3), f"but the checkpoint lacks tensors lora_magnitude_vector: {OTHER}"),
+    ],
+)
+def test_an_adapter_has_its_own_configuration(values: Any, shape: tuple[int, ...], text: str, tmp_path: Path) -> None:
+    rank_file(tmp_path, 0, {"base_model.model.q.lora_A.weight": torch.ones(shape)}, 1)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, **values}))
+    with pytest.raises(CheckpointError, match=rf"adapter_config\.json: .*{text}"):
+        consolidate(tmp_path, tmp_path / "made")

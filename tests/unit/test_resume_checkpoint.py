@@ -102,8 +102,7 @@ def test_optimizers_of_8_bits_leave_the_weights_readable(tmp_path: Path) -> None
         for name, values in VALUES.items():
             assert torch.equal(read_whole(executor, checkpoint.parameters[name].values.whole), values)
         with pytest.raises(
-            UnsupportedError,
-            match=r"__bnb_optimizer_quant_state__ of group 0: an optimizer of 8 bits .*optimizer_states=False",
+            UnsupportedError, match=r"__bnb_optimizer_quant_state__ of group 0: .*optimizer_states=False"
         ):
             open_checkpoint(str(place), executor)
         assert open_model(str(tmp_path), executor).tensors.keys() == VALUES.keys()
@@ -113,10 +112,7 @@ def test_groups_that_share_a_long_list_are_read_once(tmp_path: Path) -> None:
     place = save_zero3(tmp_path, VALUES, world_size=1)
     shared, group = list(range(9000)), {"params": [0]}
     of_many = [{"shared": shared, **group}, *({"shared": shared, "params": []} for _ in range(9000))]
-    for groups, error in (
-        (of_many, None),
-        ([group, *[{"params": []}] * 9000], "param_groups are not dicts of numbers"),
-    ):
+    for groups, error in ((of_many, None), ([group, *[{"params": []}] * 9000], "two groups .* are one")):
         edited(place, "optim", lambda state, groups=groups: put(state, (*BASE, "param_groups"), groups))
         start = time.process_time()
         with Executor() as executor, contextlib.ExitStack() as stack:
@@ -182,40 +178,23 @@ def put(state: Any, path: Sequence[Any], value: Any) -> None:
         state[path[-1]] = value
 
 
-def of_nested_lists() -> Any:
-    value: Any = []
-    for _ in range(60):
-        value = [value, value]
-    return value
-
-
 @pytest.mark.parametrize(
     ("kind", "path", "value", "error", "text"),
     [
         ("optim", (*ZERO, "partition_count"), deep(), CheckpointError, "by a tuple ranks"),
-        (
-            "optim",
-            (*ZERO, "fp32_flat_groups", 0),
-            torch.empty(0),
-            CheckpointError,
-            "expected 9 elements",
-        ),
-        (
-            "optim",
-            (*ZERO, "fp32_flat_groups", 1),
-            torch.zeros(2),
-            CheckpointError,
-            "expected 3 elements",
-        ),
+        ("optim", (*ZERO, "fp32_flat_groups", 0), torch.empty(0), CheckpointError, "expected 9 elements"),
+        ("optim", (*ZERO, "fp32_flat_groups", 1), torch.zeros(2), CheckpointError, "expected 3 elements"),
         ("optim", (*ZERO, "fp32_flat_groups", 1), DELETED, CheckpointError, "1 flat groups, its model states name 2"),
+        ("optim", (*ZERO, "optimizer_state_dict"), [{}], CheckpointError, "no 'optimizer_state_dict' in it"),
         ("optim", (*ZERO, "ds_zero_partition_groups"), [{}], UnsupportedError, "AutoEP"),
         ("optim", (*BASE, "state", 1, "exp_avg"), DELETED, CheckpointError, "other states than exp_avg, fp32"),
-        ("optim", (*BASE, "state", 1, "step"), of_nested_lists(), CheckpointError, "'step' of the optimizer is no"),
+        ("optim", (*BASE, "state", 1, "step"), deep(), CheckpointError, "'step' of the optimizer is not"),
         ("optim", (*BASE, "state", 1, "fp32"), torch.zeros(3), UnsupportedError, "group 1 has the key 'fp32'"),
         ("optim", (*BASE, "state", 1, 5), torch.zeros(3), UnsupportedError, "or a number as a key"),
         ("optim", (*BASE, "param_groups"), [{"params": [0] * 9000}] * 9000, CheckpointError, "2 flat groups once"),
         ("optim", (*BASE, "state"), {0: SHARED, 1: SHARED}, CheckpointError, "have one state"),
         ("model", ("param_shapes",), [{"a": torch.Size([9, 2])}] * 2, CheckpointError, "two of its groups are one"),
+        ("model", ("frozen_param_shapes", "a"), torch.Size([4]), CheckpointError, "has a in two groups of parameters"),
         ("optim", (*BASE, "param_groups"), {"params": 3}, CheckpointError, "no 'param_groups' in it"),
         ("optim", (*BASE, "state", 1), [1], CheckpointError, "no 1 in it"),
         ("model", ("shared_params",), {"c": ["a"]}, CheckpointError, "'shared_params' are malformed"),
@@ -223,20 +202,8 @@ def of_nested_lists() -> Any:
         ("rank_1*optim", (*BASE, "state", 0, "step"), torch.tensor(4.0), CheckpointError, "has made other steps"),
         ("rank_1*model", ("global_steps",), 4, CheckpointError, "saved at step 4, .* at 3"),
         # a parameter is read as a whole, so elements of two dtypes would be taken for those of one
-        (
-            "rank_1*optim",
-            (*ZERO, "fp32_flat_groups", 0),
-            torch.zeros(9).half(),
-            CheckpointError,
-            "on other ranks",
-        ),
-        (
-            "rank_1*model",
-            ("frozen_param_fragments", "c"),
-            torch.zeros(2).half(),
-            CheckpointError,
-            "fragment of c is",
-        ),
+        ("rank_1*optim", (*ZERO, "fp32_flat_groups", 0), torch.zeros(9).half(), CheckpointError, "on other ranks"),
+        ("rank_1*model", ("frozen_param_fragments", "c"), torch.zeros(2).half(), CheckpointError, "fragment of c is"),
     ],
 )
 def test_what_does_not_fit_together(
@@ -308,16 +275,8 @@ def test_an_optimizer_that_has_made_other_steps_is_said(
     assert ("counts 5 steps, of which 0 were skipped, and its optimizer has made 3" in caplog.text) is is_said
 
 
-def with_entry(key: str, value: Any) -> Callable[[Path], None]:
-    return lambda place: edited(place, "optim", lambda state: put(state, (*ZERO, key), value))
-
-
 def without(pattern: str) -> Callable[[Path], Any]:
     return lambda place: [path.unlink() for path in place.glob(pattern)]
-
-
-def with_file(name: str) -> Callable[[Path], Any]:
-    return lambda place: (place / name).write_bytes(b"")
 
 
 def rename_tensor(state: Any) -> None:
@@ -332,16 +291,11 @@ def cut_off(place: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "error", "text"),
     [
-        (without("*optim*"), CheckpointError, "holds no optimizer states of ZeRO-3.* name the one that it was made of"),
-        (with_entry("optimizer_state_dict", [{}]), CheckpointError, "no 'optimizer_state_dict' in it"),
-        (with_file("mp_rank_01_model_states.pt"), UnsupportedError, "mp_rank_01_model_states.pt: is of tensor"),
+        (without("*optim*"), CheckpointError, "has no optimizer states of ZeRO-3.* name the one that it was made of"),
+        (lambda at: (at / "mp_rank_01_model_states.pt").touch(), UnsupportedError, "mp_rank_01_.*: is of tensor"),
         (cut_off, CheckpointError, r"exp_avg-0.* has 40 bytes, 48 are expected, with exp_avg of group 0 of an"),
         (without("*/rank01/0.*"), CheckpointError, r"rank01.0\.tensor\.swp: is missing, with flat group 0 of an"),
-        (
-            lambda at: edited(at, "optim", rename_tensor),
-            CheckpointError,
-            r"was on nvme as '\.\./\.\./a'",
-        ),
+        (lambda at: edited(at, "optim", rename_tensor), CheckpointError, r"was on nvme as '\.\./\.\./a'"),
     ],
 )
 def test_files_that_do_not_fit_together(

@@ -9,7 +9,7 @@ from lowmem_load.planning.expression import Expression, Source
 from lowmem_load.planning.nest import plan_copies
 from lowmem_load.planning.proof import prove_coverage
 from lowmem_load.planning.regions import FlatRange, partition_range
-from lowmem_load.training_checkpoints.zero_checkpoint import FP32, group_numels, partitioned, place_groups
+from lowmem_load.training_checkpoints.zero_checkpoint import FP32, SavedParameter, group_numel, partitioned, place_group
 from tests.zero_checkpoint import partitions, sub_groups
 
 SHAPES = {"a": (5, 7), "b": (1,), "scalar": (), "c": (13,), "d": (4, 3, 2), "e": (2,), "f": (64,)}
@@ -47,10 +47,11 @@ def test_partitions_of_any_world_are_found(saved_by: int, sub_group_size: int) -
         for group in pieces:
             mine.append(Source(f"r{rank}", "flat", start, (sum(map(len, group)),), torch.float32))
             start += 4 * mine[-1].shape[0]
-        assert [source.shape[0] for source in mine] == group_numels(groups, saved_by)
+        assert [source.shape[0] for source in mine] == [group_numel(group, saved_by) for group in groups]
         flats.append(mine)
-    by_rank = [[{FP32: flat} for flat in mine] for mine in flats]
-    found = place_groups(groups, by_rank, [{"step": number} for number in range(len(groups))])
+    found: dict[str, SavedParameter] = {}
+    for number, group in enumerate(groups):
+        found |= place_group(number, group, {FP32: [mine[number] for mine in flats]}, {"step": number})
     assert list(found) == list(SHAPES)
     for name, value in values.items():
         saved = found[name]

@@ -49,7 +49,7 @@ def install(*, on_load, strict=False, download=True):
 
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
-    """Stand-ins: a transformers of one module, and beside the true startup modules an `install` that prints."""
+    """Stand-ins: a transformers of one module, and next to the true startup modules an `install` that prints."""
     folder = tmp_path / "packages"
     for package, modules in {
         "transformers": {"__init__": "", "modeling_utils": MODELING_UTILS},
@@ -59,13 +59,8 @@ def packages(tmp_path: Path) -> Path:
         (folder / package).mkdir(parents=True)
         for module, source in modules.items():
             (folder / package / f"{module}.py").write_text(source)
-    for name in (
-        "integrations/startup_hook.py",
-        "integrations/switch.py",
-        "integrations/on_pythonpath",
-        "hf",
-        "errors.py",
-    ):
+    true = ("startup_hook.py", "switch.py", "on_pythonpath")
+    for name in (*(f"integrations/{name}" for name in true), "errors.py"):
         (folder / "lowmem_load" / name).symlink_to(REPO / "lowmem_load" / name)
     return folder
 
