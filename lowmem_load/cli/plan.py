@@ -169,11 +169,10 @@ def _about(plan: LoadPlan, job: Job, where: str) -> dict[str, str]:
     if (ratio := costs.read_bytes / max(costs.needed_bytes, 1)) > 1:
         rows["read / needed"] = f"{ratio:.2f}: what lies apart in the files is read with the gaps between"
     if once < costs.read_bytes:
-        by_all = size(once * job.world_size)
-        rows["replicas read once"] = f"{size(once * job.node_size)} by a node; {by_all} by all ranks"
+        rows["replicas read once"] = f"{size(once * job.node_size)} by a node; {size(once * job.world_size)} by all"
     if plan.read_cost.request_bytes:
         num_requests = costs.num_reads * job.node_size
-        rows["requests to the store"] = f"{num_requests:,} by a node, in addition to those for small files"
+        rows["requests to the store"] = f"{num_requests:,} by a node, apart from those for small files"
     if costs.staging_bytes:
         rows["staging"] = f"{size(costs.staging_bytes)} for each reading thread"
     if missing := plan.missing_keys:

@@ -177,8 +177,7 @@ def consolidate(
         str | None, typer.Option(help="Part of the state dict to convert, e.g. ema. Default: the model.")
     ] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(help="Dtype of the weights, e.g. bfloat16. Default: as saved (float32 for ZeRO checkpoints)."),
+        str | None, typer.Option(help="Dtype of the weights, e.g. bfloat16. Default: as saved; float32 for ZeRO.")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
     config: Annotated[
@@ -230,14 +229,10 @@ def run(
         typer.Argument(metavar="COMMAND...", help="Command to start, with its arguments.", show_default=False),
     ],
     strict: Annotated[
-        bool,
-        typer.Option(
-            "--strict", help="Fail instead of falling back to the default loader, or if a model is loaded too early."
-        ),
+        bool, typer.Option("--strict", help="Fail if a load falls back to the default loader, or comes too early.")
     ] = False,
     no_download: Annotated[
-        bool,
-        typer.Option("--no-download", help="Read models from the Hub by ranges, without a download to its cache."),
+        bool, typer.Option("--no-download", help="Read models on the Hub by ranges, without a download to its cache.")
     ] = False,
     stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
 ) -> None:

@@ -104,7 +104,13 @@ def consolidate(
     with Executor() as executor:
 
         def weights(scratch: Path) -> Weights:
-            saved = _open(ranks, os.fspath(checkpoint), executor, tag, part)
+            with ranks.step("opening the checkpoint", name=os.fspath(checkpoint)) as step:
+                saved = open_model(os.fspath(checkpoint), executor, tag=tag, part=part)
+                read = (f"{os.path.basename(file.path)} {file.nbytes} {file.digest}" for file in saved.files)
+                step.digest = {"checkpoint": fingerprint(read)}
+                step.payload = identify_files(saved.files)
+            # Two saves of one run have equal names, sizes and shapes.
+            agree_on_bytes(ranks, saved.folder, saved.files, executor.sources, step.payloads)
             in_files = dtype or (torch.float32 if saved.num_masters else None)
             options = {"dtype": in_files, "max_shard_size": max_shard_size}
             tensors, files, left_out = _describe_folder(saved, scratch, executor, config, options)
@@ -114,18 +120,6 @@ def consolidate(
             return Weights(files, shares, left_out=left_out, num_masters=saved.num_masters, source=source)
 
         return write(ranks, folder, weights, {"dtype": dtype}, title="consolidate")
-
-
-def _open(ranks: RankGroup, folder: str, executor: Executor, tag: str | None, part: str | None) -> SavedModel:
-    """Return the model in a checkpoint, whose files all ranks see alike. Collective."""
-    with ranks.step("opening the checkpoint", name=folder) as step:
-        saved = open_model(folder, executor, tag=tag, part=part)
-        read = (f"{os.path.basename(file.path)} {file.nbytes} {file.digest}" for file in saved.files)
-        step.digest = {"checkpoint": fingerprint(read)}
-        step.payload = identify_files(saved.files)
-    # Two saves of one run have equal names, sizes and shapes.
-    agree_on_bytes(ranks, saved.folder, saved.files, executor.sources, step.payloads)
-    return saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +199,9 @@ def _adapter_config(model: SavedModel, config: str | os.PathLike[str] | None) ->
 
     `config` is another folder that may have it.
     """
-    folder = model.companion(ADAPTER_CONFIG) or (None if config is None else os.fspath(config))
-    paths = own_files(folder, [ADAPTER_CONFIG]) if folder else []
-    if folder is None or not paths:
+    places = [*model.near, *([] if config is None else [os.fspath(config)])]
+    path = next((path for place in places for path in own_files(place, [ADAPTER_CONFIG])), None)
+    if path is None:
         place = next(near for near in reversed(model.near) if os.path.isdir(near))
         raise CheckpointError(
             f"{model.folder}: has adapters, but no {ADAPTER_CONFIG} says their scale (lora_alpha). Make one with "
@@ -215,12 +209,12 @@ def _adapter_config(model: SavedModel, config: str | os.PathLike[str] | None) ->
             "a training program, model.peft_config['default'].save_pretrained(...) does it. Or copy it into the folder "
             "of config"
         )
-    values = read_json(paths[0])
+    values = read_json(path)
     if not isinstance(values, dict):
-        raise CheckpointError(f"{paths[0]}: is not a configuration of an adapter")
+        raise CheckpointError(f"{path}: is not a configuration of an adapter")
     if values.get("peft_type") == "LORA" and not model.adapter:
-        _check_lora(paths[0], values, model.tensors)
-    return folder, values
+        _check_lora(path, values, model.tensors)
+    return os.path.dirname(path), values
 
 
 def _check_lora(path: str, values: Mapping[str, Any], tensors: Mapping[str, BandedTensor]) -> None:

@@ -135,9 +135,7 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
                 scheduler, client_state = checkpoint.python_states(own_rank, executor, allow_pickle=wanted.allow_pickle)
                 loads_scheduler = wanted.scheduler and engine.lr_scheduler is not None
                 if loads_scheduler and scheduler is None:
-                    raise CheckpointError(
-                        f"{folder}: was saved without an lr scheduler; pass load_lr_scheduler_states=False"
-                    )
+                    raise CheckpointError(f"{folder}: has no lr scheduler; pass load_lr_scheduler_states=False")
                 step.digest = _compared(checkpoint, state, wanted)
                 step.payload = identify_files(checkpoint.files)
         if folder is None:

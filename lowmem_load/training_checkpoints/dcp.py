@@ -161,9 +161,7 @@ def _places(path: str, storage_data: Mapping[Any, Any]) -> _Places:
             raise CheckpointError(f"{path}: has two places for the chunk of {name:.80} at {offset}")
         file, start, nbytes, is_transformed = info.state
         if not isinstance(file, str) or not file or "/" in file or "\\" in file or file in (".", ".."):
-            raise CheckpointError(
-                f"{path}: names {reprlib.repr(file)} as one of its files, which is outside its folder"
-            )
+            raise CheckpointError(f"{path}: names {reprlib.repr(file)} as one of its files, which is not in its folder")
         if not (type(start) is int and type(nbytes) is int and start >= 0 and nbytes >= 0):
             raise CheckpointError(f"{path}: {name:.80} has no bytes in {file}")
         if is_transformed:

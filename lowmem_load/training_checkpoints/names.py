@@ -87,8 +87,7 @@ def _adapter_in(where: str, names: Collection[str], *, has_adapter_config: bool)
         raise ConfigError(f"{where}: has the adapters {listed(sorted(adapters))}; only one can be written")
     if not adapters and (inside := [name for name in names if ".base_layer." in name]):
         raise UnsupportedError(
-            f"{where}: {inside[0]}: belongs to an adapter that is not of LoRA, with its base; save the adapter with "
-            "PEFT's save_pretrained"
+            f"{where}: {inside[0]}: is of an adapter that is not of LoRA; save the adapter with PEFT's save_pretrained"
         )
     return adapters.pop() if adapters else ""
 

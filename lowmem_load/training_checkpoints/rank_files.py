@@ -144,9 +144,7 @@ def _dtensor(file: TorchObjects, name: str, value: Foreign, num_ranks: int) -> _
         if not is_right:
             raise TypeError("a slot of another type or length")
     except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(
-            f"{file.path}: {name}: is not a DTensor as torch 2.6 to 2.13 saves it: {error!r}"
-        ) from error
+        raise CheckpointError(f"{file.path}: {name}: is not a DTensor of torch 2.6 to 2.13: {error!r}") from error
     if list(ranks) != sorted(ranks):
         raise UnsupportedError(f"{file.path}: {name}: its mesh has ranks in another order; save it with torch DCP")
     return _Shard(file, local, shape, placements, places)

@@ -71,7 +71,7 @@ def test_plan_says_of_a_url_what_a_load_fetches(
     assert sent(server) == heads(checkpoint)
     local = answer("plan", checkpoint, *job)[1]
     assert found["costs"]["needed_bytes"] == local["costs"]["needed_bytes"] > 0
-    assert found["about"]["requests to the store"].endswith(" by a node, in addition to those for small files")
+    assert found["about"]["requests to the store"].endswith(" by a node, apart from those for small files")
     assert "requests to the store" not in local["about"]
 
 

@@ -1,9 +1,7 @@
 """consolidate: what DeepSpeed's own script makes of a checkpoint, or an error that says what is wrong with it."""
 
-import errno
 import importlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,7 @@ from tests.zero_checkpoint import save_zero3
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        found.update(load_file(path))
-    return found
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
 def saved_model(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
@@ -105,16 +100,12 @@ def broken(how: str, place: Path) -> None:
             file.write_bytes(file.with_name(file.name.replace("rank_1_", "rank_2_")).read_bytes())
     elif how == "both precisions":
         optim.with_name(optim.name.removeprefix("bf16_")).write_bytes(optim.read_bytes())
-    elif how == "pipeline":
-        (place / "layer_00-model_states.pt").write_bytes(b"")
-    elif how == "latest":
-        (place.parent / "latest").write_text("global_step9")
+    elif how.endswith(".pt"):
+        (place / how).touch()
     elif how == "no latest":
         (place.parent / "latest").unlink()
-    elif how == "escaping":
-        (place.parent / "latest").write_text("../saved/global_step3")
-    elif how == "stage 2":
-        (place / "mp_rank_00_model_states.pt").write_bytes(b"")
+    else:
+        (place.parent / "latest").write_text(how)
 
 
 @pytest.mark.parametrize(
@@ -125,11 +116,11 @@ def broken(how: str, place: Path) -> None:
         ("another model", CheckpointError, "rank_1_.* has other parameters than zero_pp_rank_0"),
         ("another save", CheckpointError, "was saved by 2 ranks, but there are 3 files"),
         ("both precisions", CheckpointError, "are both of rank 1: two jobs"),
-        ("pipeline", UnsupportedError, "layer_00-model_states.pt: is of tensor, pipeline"),
-        ("latest", CheckpointError, "no checkpoint 'global_step9', which 'latest' names; there are: global_step3"),
+        ("layer_00-model_states.pt", UnsupportedError, "layer_00-model_states.pt: is of tensor, pipeline"),
+        ("global_step9", CheckpointError, "'global_step9', which 'latest' names; there are: global_step3"),
         ("no latest", CheckpointError, "no file 'latest'"),
-        ("escaping", CheckpointError, "no checkpoint '../saved/global_step3'"),
-        ("stage 2", UnsupportedError, "mp_rank_00_model_states.pt: was not saved under ZeRO-3.*zero_to_fp32.py"),
+        ("../saved/global_step3", CheckpointError, "no checkpoint '../saved/global_step3'"),
+        ("mp_rank_00_model_states.pt", UnsupportedError, "s.pt: was not saved under ZeRO-3.*zero_to_fp32.py"),
     ],
 )
 def test_a_broken_checkpoint_is_named(how: str, error: type[Exception], text: str, tmp_path: Path) -> None:
@@ -158,21 +149,6 @@ def test_what_was_trained_apart_is_not_tied(llama: PreTrainedModel, tmp_path: Pa
     (tmp_path / "saved" / "tokenizer").mkdir()  # is none of the files that are copied
     consolidate(tmp_path / "saved", tmp_path / "made", config=False)
     assert torch.equal(tensors_in(tmp_path / "made")["lm_head.weight"], llama.lm_head.weight)
-
-
-def test_a_full_disk_leaves_the_former_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_zero3(tmp_path / "saved", {"a": torch.randn(5, 3), "b": torch.randn(7)}, world_size=1)
-    consolidate(tmp_path / "saved", tmp_path / "made")
-    before = (tmp_path / "made" / "model.safetensors").read_bytes()
-
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(CheckpointError, match=r"safetensors: cannot be written: .*No space left"):
-        consolidate(tmp_path / "saved", tmp_path / "made")
-    assert (tmp_path / "made" / "model.safetensors").read_bytes() == before
-    assert {path.name for path in tmp_path.iterdir()} == {"saved", "made"}
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:

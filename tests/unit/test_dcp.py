@@ -383,7 +383,7 @@ def test_several_adapters_are_refused() -> None:
     with pytest.raises(ConfigError, match="has the adapters a, b"):
         found(f"{before}q.lora_A.a.weight", f"{before}q.lora_A.b.weight")
     entries = {(f"{before}q.base_layer.weight",): 0, (f"{before}q.ia3_l.default",): 0}
-    with pytest.raises(UnsupportedError, match="belongs to an adapter that is not of LoRA"):
+    with pytest.raises(UnsupportedError, match="is of an adapter that is not of LoRA"):
         weights_in("x", entries, None, has_adapter_config=True)
 
 

@@ -36,6 +36,8 @@ def test_releases_are_compared_with_supported_ones(monkeypatch: pytest.MonkeyPat
 def test_a_machine_of_cpus_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert {finding.level for finding in doctor.check_compiler()} == {OK}
+    monkeypatch.setenv("CXX", "'c++")
+    assert about(list(doctor.check_compiler()), "does not run (No closing quotation)") == [PROBLEM]
     monkeypatch.setenv("CXX", "false")
     assert about(list(doctor.check_compiler()), "false does not run (Command") == [PROBLEM]
     monkeypatch.setenv("PATH", "")
@@ -60,12 +62,10 @@ def test_the_command_ends_with_1_where_there_is_a_problem(
     assert json.loads(capsys.readouterr().out) == [{"area": "a", "level": "ok", "text": "fine", "advice": ""}]
 
 
-def test_a_store_that_is_none_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="is not HOST:PORT"):
-        app(["doctor", "--store", "node1"], standalone_mode=False)
-
-
 def test_the_steps_of_a_job_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in ("node1", "node1:", ":29500", "node1:²"):
+        with pytest.raises(ConfigError, match="is not HOST:PORT"):
+            app(["doctor", "--store", wrong], standalone_mode=False)
     beat = {"who": "pid 7 on node1", "step": "0123/5", "title": "tiny: reading", "seconds": 12.3}
     seen = [{"prefix": "lowmem_load", "rank": 1, "silent": True, "does": "while tiny: reading", **beat}]
     monkeypatch.setattr("lowmem_load.distributed.process_group.look_into", lambda host, port: seen)

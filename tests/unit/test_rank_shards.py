@@ -64,9 +64,9 @@ class Owner(transformers.PreTrainedModel):
 
 def test_a_model_with_a_child_named_module_is_saved_whole(lone_process: None, tmp_path: Path) -> None:
     model = Owner(OwnerConfig())
-    model.save_pretrained(tmp_path / "stock")
+    model.save_pretrained(tmp_path / "default")
     save_model(model, tmp_path / "ours")
-    equal_folders(tmp_path / "ours", tmp_path / "stock")
+    equal_folders(tmp_path / "ours", tmp_path / "default")
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "owner"
     sent = {name for bucket in iter_weights(model) for name, _ in bucket}
     assert sent == {name for name, _ in model.named_parameters()}

@@ -78,14 +78,11 @@ def test_parameters_that_the_module_does_not_save_are_said(tmp_path: Path) -> No
 
 
 def in_blocks(state: Any) -> None:
-    """Keep an optimizer's states as bitsandbytes does: 8 bits for each element, and a scale for each block of them.
-
-    Paged optimizers give their tensors attributes.
-    """
+    """Keep an optimizer's states as bitsandbytes does: 8 bits for each element, and a scale for each block of them."""
     for number, of_group in state["optimizer_state_dict"]["optimizer_state_dict"]["state"].items():
         of_group_of_32_bits = of_group["exp_avg"]
         paged = of_group_of_32_bits.to(torch.uint8)
-        paged.is_paged, paged.page_deviceid = True, 0
+        paged.is_paged, paged.page_deviceid = True, 0  # attributes of a tensor of a paged optimizer
         of_group.clear()
         blocks = {"state1": paged, "qmap1": torch.linspace(-1, 1, 256), "absmax1": torch.ones(2)}
         if number:

@@ -104,10 +104,6 @@ def python(
     )
 
 
-def joined(*folders: Path | str) -> str:
-    return os.pathsep.join(map(str, folders))
-
-
 # -- the environment -------------------------------------------------------------------------------------------------
 
 
@@ -155,19 +151,19 @@ ORDINARY = [line.removeprefix("streamed ") for line in STREAMED if "install" not
 
 
 def test_the_first_load_is_prepared_and_nothing_before(packages: Path) -> None:
-    run = python(LOADS, path=joined(FOLDER, packages))
+    run = python(LOADS, path=f"{FOLDER}:{packages}")
     assert run.stdout.splitlines() == STREAMED, run.stderr
     first, *others = run.stderr.splitlines()
     assert first.startswith("lowmem_load: on: models for ZeRO-3 or FSDP2")
     assert others == ["lowmem_load: saved"] * 2
-    run = python(LOADS, path=joined(FOLDER, packages), env={"RANK": "1"})
+    run = python(LOADS, path=f"{FOLDER}:{packages}", env={"RANK": "1"})
     assert (run.stdout.splitlines(), run.stderr) == (STREAMED, ""), "rank 1 says nothing"
 
 
 def test_the_variable_turns_the_folder_off_or_makes_it_strict(packages: Path) -> None:
-    run = python(LOADS, path=joined(FOLDER, packages), env={SWITCH: "0"})
+    run = python(LOADS, path=f"{FOLDER}:{packages}", env={SWITCH: "0"})
     assert run.stdout.splitlines() == ["lowmem_load is imported", *ORDINARY], run.stderr
-    run = python(LOADS, path=joined(FOLDER, packages), env={SWITCH: "strict"})
+    run = python(LOADS, path=f"{FOLDER}:{packages}", env={SWITCH: "strict"})
     assert [line.replace(" strictly", "") for line in run.stdout.splitlines()] == STREAMED, run.stderr
     assert "install runs strictly" in run.stdout
 
@@ -200,7 +196,7 @@ def test_a_failed_install_stops_every_load(install: str, env: dict[str, str], me
             except Exception as error:
                 print(isinstance(error, ImportError), str(error))
     """
-    run = python(source, path=joined(FOLDER, packages), env={"RANK": "1", **env})
+    run = python(source, path=f"{FOLDER}:{packages}", env={"RANK": "1", **env})
     said = [line for line in run.stdout.splitlines() if message in line]
     assert len(said) == 3 and all(line.startswith("False") for line in said), run.stdout + run.stderr
     assert "streamed" not in run.stdout
@@ -212,7 +208,7 @@ def test_a_failed_import_of_transformers_can_be_repeated(packages: Path) -> None
         + MODELING_UTILS
     )
     source = "try:\n    import transformers.modeling_utils\nexcept ImportError as error:\n    print(error)\n"
-    run = python(source + textwrap.dedent(LOADS), path=joined(FOLDER, packages))
+    run = python(source + textwrap.dedent(LOADS), path=f"{FOLDER}:{packages}")
     assert run.stdout.splitlines()[-8:] == STREAMED[-8:], run.stdout + run.stderr
 
 
@@ -283,7 +279,7 @@ def test_sitecustomize_and_usercustomize_behind_it_run_once(packages: Path, tmp_
     source = "import sitecustomize, sys; print(sitecustomize.value, sitecustomize.__file__)"
     run = python(
         source + textwrap.dedent(LOADS),
-        path=joined(FOLDER, packages),
+        path=f"{FOLDER}:{packages}",
         env={"PYTHONUSERBASE": str(tmp_path / "user")},
         executable=BASE,
     )
@@ -296,6 +292,6 @@ def test_an_error_in_another_sitecustomize_is_reported_as_usual(packages: Path) 
     (packages / "sitecustomize.py").write_text("import no_such_module")
     plain = python("print('here')", path=str(packages))
     assert "Error in sitecustomize" in plain.stderr
-    run = python(LOADS, path=joined(FOLDER, packages))
+    run = python(LOADS, path=f"{FOLDER}:{packages}")
     assert run.stdout.splitlines() == STREAMED
     assert run.stderr.startswith(plain.stderr)
