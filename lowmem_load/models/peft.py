@@ -17,8 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError, listed
+from lowmem_load.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelBuildError,
+    UnsupportedError,
+    error_text,
+    listed,
+)
 from lowmem_load.foreign_names import PEFT, require
+from lowmem_load.models.model_folder import MAX_QUOTED
 from lowmem_load.models.wrappers import copied
 
 
@@ -103,16 +111,24 @@ def names_in(base: nn.Module, folder: str, adapter: str, shapes: Mapping[str, tu
     places: dict[tuple[int, str], list[str]] = {}
     for name, module, last in _places(base):
         places.setdefault((id(module), last), []).append(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of names and places of the base
-        config: Any = peft.PeftConfig.from_pretrained(folder)
-        origin = config.base_model_name_or_path
-        if isinstance(getattr(config, "init_lora_weights", None), str):  # would need the values of the base
-            config.init_lora_weights = True
-        model = peft.get_peft_model(base, config, adapter, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
-        config.base_model_name_or_path = origin  # whose vocabulary PEFT compares
-        state = model.state_dict(keep_vars=True)
-        saved = peft.get_peft_model_state_dict(model, state_dict={name: name for name in state}, adapter_name=adapter)
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):  # PEFT would make values of any rank that the file says
+            warnings.simplefilter("ignore")  # of names and places of the base
+            config: Any = peft.PeftConfig.from_pretrained(folder)
+            origin = config.base_model_name_or_path
+            config.megatron_config = None  # PEFT would import the module that the file names
+            if isinstance(getattr(config, "init_lora_weights", None), str):  # would need the values of the base
+                config.init_lora_weights = True
+            model = peft.get_peft_model(base, config, adapter, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
+            config.base_model_name_or_path = origin  # whose vocabulary PEFT compares
+            state = model.state_dict(keep_vars=True)
+            itself = {name: name for name in state}
+            saved = peft.get_peft_model_state_dict(model, state_dict=itself, adapter_name=adapter)
+    except Exception as error:
+        raise ModelBuildError(
+            f"{folder}: PEFT cannot put the adapter of its adapter_config.json on a {type(base).__name__}: "
+            f"{error_text(error, MAX_QUOTED)}"
+        ) from error
     expected = {old: tuple(state[old].shape) for old in saved.values()}
     frozen = [old for old in expected if old not in shapes and "base_layer" in old]
     if frozen and all(old in shapes for old in expected if old not in frozen):

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ from lowmem_load.training_checkpoints.zero_checkpoint import differences_of
 from lowmem_load.weights_out.rank_shards import MemoryPiece
 from lowmem_load.weights_out.save import SaveReport, write
 from lowmem_load.weights_out.weights import Weights, used_sources
+
+Name: TypeAlias = "str | os.PathLike[str]"
+"""A folder, or a model on the Hub."""
 
 COPIED_FILES = (
     *(*TOKENIZER_FILES, *PROCESSOR_FILES, "special_tokens_map.json", "added_tokens.json", "merges.txt"),
@@ -151,11 +154,7 @@ def _shares(tensors: Mapping[str, BandedTensor], ranks: RankGroup, executor: Exe
 
 
 def _describe_folder(
-    model: SavedModel,
-    scratch: Path,
-    executor: Executor,
-    config: str | os.PathLike[str] | bool | None,
-    options: Mapping[str, Any],
+    model: SavedModel, scratch: Path, executor: Executor, config: Name | bool | None, options: Mapping[str, Any]
 ) -> tuple[dict[str, BandedTensor], list[saver.SavedFile], list[str]]:
     """Return the tensors of the plan, the files of weights, and the names of tensors that are in none of them.
 
@@ -194,7 +193,7 @@ def _describe_folder(
     return {**tensors, **{_OF_ADAPTER + name: tensor for name, tensor in adapter.items()}}, files, left_out
 
 
-def _adapter_config(model: SavedModel, config: str | os.PathLike[str] | None) -> tuple[str, dict[str, Any]]:
+def _adapter_config(model: SavedModel, config: Name | None) -> tuple[str, dict[str, Any]]:
     """Return a folder with the configuration of a model's adapter, which few trainers save, and its content.
 
     `config` is another folder that may have it.
@@ -206,13 +205,17 @@ def _adapter_config(model: SavedModel, config: str | os.PathLike[str] | None) ->
         raise CheckpointError(
             f"{model.folder}: has adapters, but no {ADAPTER_CONFIG} says their scale (lora_alpha). Make one with "
             f"the training's arguments: peft.LoraConfig(r=..., lora_alpha=...).save_pretrained({place!r}); in "
-            "a training program, model.peft_config['default'].save_pretrained(...) does it. Or copy it into the folder "
-            "of config"
+            "a training program, model.peft_config['default'].save_pretrained(...) does. Or copy it to config's folder"
         )
     values = read_json(path)
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: is not a configuration of an adapter")
-    if values.get("peft_type") == "LORA" and not model.adapter:
+    kind = values.get("peft_type")
+    if model.adapter and kind not in ("LORA", "TRAINABLE_TOKENS"):  # code of PEFT for others may do anything
+        raise CheckpointError(
+            f"{path}: peft_type is {kind!r:.80}, and the adapter is of LoRA: it is of another adapter"
+        )
+    if kind == "LORA" and not model.adapter:
         _check_lora(path, values, model.tensors)
     return os.path.dirname(path), values
 
@@ -240,7 +243,7 @@ def _check_lora(path: str, values: Mapping[str, Any], tensors: Mapping[str, Band
 
 
 def _split(
-    model: SavedModel, folder: str, config: str | os.PathLike[str] | None
+    model: SavedModel, folder: str, config: Name | None
 ) -> tuple[Mapping[str, BandedTensor], dict[str, BandedTensor], list[str]]:
     """Return the tensors of the base model, those of the adapter as PEFT would save them, and the names of others.
 
@@ -276,11 +279,7 @@ def _sources(tensors: Mapping[str, BandedTensor], before: str = "") -> dict[str,
 
 
 def _as_saved_by_transformers(
-    tensors: Mapping[str, BandedTensor],
-    scratch: Path,
-    executor: Executor,
-    config: str | os.PathLike[str],
-    options: Mapping[str, Any],
+    tensors: Mapping[str, BandedTensor], scratch: Path, executor: Executor, config: Name, options: Mapping[str, Any]
 ) -> tuple[list[saver.SavedFile], list[str]]:
     """Return the files in which transformers saves the model of a configuration, and the tensors that are in none."""
     sources = _sources(tensors)
@@ -303,7 +302,7 @@ def _as_saved_by_transformers(
     return files, [name for name in sources if name not in written]
 
 
-def _copy_tokenizer(model: SavedModel, scratch: Path, config: str | os.PathLike[str]) -> None:
+def _copy_tokenizer(model: SavedModel, scratch: Path, config: Name) -> None:
     """Copy the trained tokenizer, which is the checkpoint's; if it has none, that of the configuration."""
     for place in model.near:
         if files := own_files(place, COPIED_FILES):
@@ -314,9 +313,7 @@ def _copy_tokenizer(model: SavedModel, scratch: Path, config: str | os.PathLike[
         shutil.copyfile(path, scratch / os.path.basename(path))
 
 
-def _check_ties(
-    model: nn.Module, tensors: Mapping[str, BandedTensor], executor: Executor, config: str | os.PathLike[str]
-) -> None:
+def _check_ties(model: nn.Module, tensors: Mapping[str, BandedTensor], executor: Executor, config: Name) -> None:
     """Raise CheckpointError where the model ties two parameters that the checkpoint has apart: one would be lost."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,11 @@ def test_what_trainer_saves_under_zero(kind: str, base: Path, tmp_path: Path) ->
         ("plain", {"target_modules": ["q_proj"]}, r"v_proj.base_layer.weight is not part"),
         ("plain", {"modules_to_save": ["norm"]}, r"norm.modules_to_save.default.weight is missing, not \(16,\)"),
         ("plain", {"trainable_token_indices": [3]}, r"trainable_tokens_delta.default is missing"),
+        ("plain", {"peft_type": "PROMPT_TUNING"}, r"peft_type is 'PROMPT_TUNING', .*it is of another adapter"),
+        ("plain", {"peft_type": None}, r"peft_type is None, .*it is of another adapter"),
+        ("plain", {"r": "x"}, r"PEFT cannot put the adapter of its adapter_config.json on a Qwen2.*: TypeError"),
+        ("plain", {"rank_pattern": 5}, r"PEFT cannot put the adapter .*: AttributeError"),
+        ("plain", {"megatron_config": {"a": 1}, "megatron_core": "this", "r": 3}, r"is \(2, 16\), not \(3, 16\)"),
     ],
 )
 def test_a_configuration_of_another_adapter_is_refused(
@@ -171,6 +177,7 @@ def test_a_configuration_of_another_adapter_is_refused(
     with pytest.raises(CheckpointError, match=text):
         consolidate(checkpoint, tmp_path / "made", config=base / "apart")
     assert not (tmp_path / "made").exists()
+    assert "this" not in sys.modules, "a module that the file names is imported"
 
 
 def test_a_resized_vocabulary_is_saved_with_the_adapter(base: Path, tmp_path: Path) -> None:

@@ -387,13 +387,6 @@ def test_several_adapters_are_refused() -> None:
         weights_in("x", entries, None, has_adapter_config=True)
 
 
-def test_an_adapter_needs_its_configuration(tmp_path: Path) -> None:
-    state = {"base_model.model.q.lora_A.weight": torch.ones(2, 3), "base_model.model.q.lora_B.weight": torch.ones(3, 2)}
-    rank_file(tmp_path / "saved", 0, state, 1)
-    with pytest.raises(CheckpointError, match=r"has adapters, but no adapter_config.json"):
-        consolidate(tmp_path / "saved", tmp_path / "made")
-
-
 MALFORMED, OTHER = "r, or a value of rank_pattern, is not the rank of an adapter", "it is of another adapter"
 
 
