@@ -229,7 +229,7 @@ def _check_lora(path: str, values: Mapping[str, Any], tensors: Mapping[str, Band
             f"{'has' if has_magnitudes else 'lacks'} tensors lora_magnitude_vector: it is of another adapter"
         )
     pattern = values.get("rank_pattern") or {}
-    ranks = [values.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
+    ranks = [values.get("r"), *(pattern.values() if isinstance(pattern, dict) else [None])]
     if not all(type(rank) is int and 0 < rank < 1 << 31 for rank in ranks):
         raise CheckpointError(f"{path}: r, or a value of rank_pattern, is not the rank of an adapter; copy it again")
     if values.get("target_parameters") or values.get("megatron_config"):

@@ -108,7 +108,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "place missing": (lambda at: changed(at, without_places), CheckpointError, "model.d: no file has the chunk at"),
     "compressed": (with_info("transform_descriptors", ["zstd"]), UnsupportedError, "model.d.* transform_descriptors"),
     "outside": (with_info("relative_path", "../x.distcp"), CheckpointError, "'../x.distcp' as one of its files"),
-    "too few bytes": (with_info("length", 10), CheckpointError, "no tensor model.d in the 10 bytes"),
+    "too few bytes": (with_info("length", 10), CheckpointError, "model.d is not in the 10 bytes"),
     "something else": (
         lambda at: (at / ".metadata").write_bytes(pickle.dumps({"a": 1})),
         CheckpointError,
