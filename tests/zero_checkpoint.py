@@ -90,7 +90,7 @@ def save_zero3(
     steps: int = 3,
     lr: float = 1e-3,
 ) -> Path:
-    """Write the files of all ranks, of fp32 values by name; return the folder of the tag, beside which is `latest`.
+    """Write the files of all ranks, of fp32 values by name; return the folder of the tag, next to which is `latest`.
 
     `shared` are names that stand for another; `moments` values by key of the optimizer's state and name; if `swapped`
     the optimizer was on nvme.

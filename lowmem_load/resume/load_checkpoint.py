@@ -85,7 +85,7 @@ def load_checkpoint(
     Returns:
         Folder of the tag, and the client_state that `save_checkpoint` was given, with DeepSpeed's version and
         configuration. Each rank gets its own client state if as many ranks resume as saved, otherwise that of rank 0.
-        (None, {}) if there is no file `latest`.
+        (None, {}) if the file `latest` is missing.
 
     Only weights that DeepSpeed keeps in full between steps cross the network.
     Memory: the optimizer's moments, if it has not stepped yet; 16 MiB for each reading thread if values are cast.
@@ -123,10 +123,10 @@ def _load_zero3(engine: Any, name: str, wanted: Wanted) -> tuple[str | None, dic
     ranks = ranks_of(engine)
     with ranks.session("load_checkpoint"), Executor(num_threads=min(NUM_THREADS, cores(1))) as executor:
         with ranks.step("opening the checkpoint", name=name) as step:
-            refuse_left(name)  # buffers of a swapper come to hold other parts of the engine
+            refuse_left(name)  # a swapper uses its buffers for other parts of the engine
             state = Zero3State(engine)
             folder = find_folder(name, wanted.tag)
-            step.digest = {"files": "none: there is no file 'latest'"}
+            step.digest = {"files": "none: the file 'latest' is missing"}
             if folder is not None:
                 checkpoint = open_checkpoint(folder, executor, with_moments=wanted.optimizer)
                 saved = _match(checkpoint, state, wanted)

@@ -1,1 +1,1 @@
-"""Checkpoints that trainers write, each rank its own part: whole tensors as expressions over all files."""
+"""Checkpoints that trainers write, each rank its own part: full tensors as expressions over all files."""

@@ -1,7 +1,7 @@
 """From the names of a training job's state dict to those of the model in it. Pure.
 
 [Note: what is removed] A word in a name says nothing: a model may have a module called `scaler`, `module` or
-`base_layer`. An entry is the trainer's because of where it lies in the whole state dict. A part of a name is removed if
+`base_layer`. An entry is the trainer's because of where it lies in the state dict. A part of a name is removed if
 all names begin with it, or if it stands where PEFT puts it. All that is left out is returned.
 
 [Note: PEFT's names] PEFT puts `base_model.model.` before all names, and a layer that LoRA trains has for each adapter

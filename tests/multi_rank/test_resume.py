@@ -203,7 +203,7 @@ def save_partial(path: str, place: str) -> None:
 
 
 def save_and_resume(paths: dict[str, str], folder: str) -> None:
-    """Rank function: the whole test."""
+    """Rank function: all of the test."""
     save_and_go_on(paths, folder, IN_THE_TEST)
     take_what_others_have_saved(paths["bf16"], folder)
     resume_partial(paths["partial"], folder)
@@ -211,7 +211,7 @@ def save_and_resume(paths: dict[str, str], folder: str) -> None:
 
 
 def take_what_others_have_saved(path: str, folder: str) -> None:
-    """The same state comes of a checkpoint of three ranks, and what one lacks begins anew."""
+    """The same state comes of a checkpoint of three ranks, and what one lacks begins again."""
     state = torch.load(f"{folder}/bf16/whole.pt", weights_only=True)
     names = [name.removesuffix(" fp32") for name in state if name.endswith(" fp32")]
     known = names[: len(names) // 2]

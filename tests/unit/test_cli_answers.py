@@ -131,9 +131,9 @@ def test_plan_says_where_partitions_lie_and_what_the_load_takes(answer: Answer, 
     assert on_host["partition_bytes"] == held > 0
     assert on_host["host_bytes"] - on_gpu["host_bytes"] == on_gpu["device_bytes"] - on_host["device_bytes"] == held
     assert "in host memory" in on_host["about"]["rank 0 owns"] and "in GPU memory" in on_gpu["about"]["rank 0 owns"]
-    whole = planned(stage=2)
-    assert (whole["partition_bytes"], whole["about"]["planned for"]) == (0, "ZeRO-2, on GPUs")
-    assert whole["device_bytes"] > on_gpu["device_bytes"]
+    full = planned(stage=2)
+    assert (full["partition_bytes"], full["about"]["planned for"]) == (0, "ZeRO-2, on GPUs")
+    assert full["device_bytes"] > on_gpu["device_bytes"]
 
 
 @pytest.mark.parametrize("sharding", ["--world-size", "--fsdp"])

@@ -1,4 +1,4 @@
-"""zero_checkpoint.py: what a ZeRO checkpoint holds besides weights, and what is refused."""
+"""zero_checkpoint.py: what a ZeRO checkpoint has in addition to weights, and what is refused."""
 
 import contextlib
 import os
@@ -198,7 +198,7 @@ def put(state: Any, path: Sequence[Any], value: Any) -> None:
         # of rank 1 alone
         ("rank_1*optim", (*BASE, "state", 0, "step"), torch.tensor(4.0), CheckpointError, "has made other steps"),
         ("rank_1*model", ("global_steps",), 4, CheckpointError, "saved at step 4, .* at 3"),
-        # a parameter is read as a whole, so elements of two dtypes would be taken for those of one
+        # a parameter is read in one piece, so elements of two dtypes would be taken for those of one
         ("rank_1*optim", (*ZERO, "fp32_flat_groups", 0), torch.zeros(9).half(), CheckpointError, "on other ranks"),
         ("rank_1*model", ("frozen_param_fragments", "c"), torch.zeros(2).half(), CheckpointError, "fragment of c is"),
     ],
