@@ -397,10 +397,8 @@ class ZeroFiles(Files):
             raise CheckpointError(f"{file.path}: {what} was on nvme as {shown(name)}, not under a name of DeepSpeed's")
         in_folder = os.path.join("offloaded_tensors", f"rank{rank:02d}", f"{name}{_OF_SWAPPER}")
         own_files(self.folder, [in_folder])  # any file could be taken for elements
-        swapped, advice = (
-            f"{what} of an optimizer that was on nvme",
-            "with use_node_local_storage each node has its own",
-        )
+        swapped = f"{what} of an optimizer that was on nvme"
+        advice = "with use_node_local_storage each node has its own"
         source = self.raw(in_folder, size * torch.float32.itemsize, swapped, advice)
         return Source(source.path, what, 0, (size,), torch.float32)
 
