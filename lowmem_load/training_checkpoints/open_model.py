@@ -34,7 +34,7 @@ class SavedModel:
     folder: str
     kind: str  # who writes such files
     tensors: Mapping[str, BandedTensor]  # by names of parameters and buffers, of which two may have one tensor
-    files: Sequence[PlannedFile]  # all that were opened
+    files: tuple[PlannedFile, ...]  # all that were opened
     near: Sequence[str]  # folders that may have files about the model
     num_masters: int  # of the tensors, how many are the fp32 values of an optimizer, while the model had 16 bits
     left_out: Sequence[str]
