@@ -26,7 +26,6 @@ from lowmem_load.errors import (
     listed,
 )
 from lowmem_load.foreign_names import PEFT, require
-from lowmem_load.models.model_folder import MAX_QUOTED
 from lowmem_load.models.wrappers import copied
 
 
@@ -127,7 +126,7 @@ def names_in(base: nn.Module, folder: str, adapter: str, shapes: Mapping[str, tu
     except Exception as error:
         raise ModelBuildError(
             f"{folder}: PEFT cannot put the adapter of its adapter_config.json on a {type(base).__name__}: "
-            f"{error_text(error, MAX_QUOTED)}"
+            f"{error_text(error)}"
         ) from error
     expected = {old: tuple(state[old].shape) for old in saved.values()}
     frozen = [old for old in expected if old not in shapes and "base_layer" in old]
