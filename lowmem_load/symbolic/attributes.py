@@ -62,11 +62,11 @@ def hand_over_extra_states(
             modules[name].set_extra_state(state)
 
 
-def tensor_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Yield the attributes that are tensors, or lists, tuples or dicts of them: the module, the attribute, its name."""
+def tensor_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, list[torch.Tensor]]]:
+    """Yield each attribute with tensors, also in lists, tuples or dicts: module, attribute, its name, the tensors."""
     for prefix, module in model.named_modules():
         for name in _own_attributes(module):
-            yield module, name, f"{prefix}.{name}" if prefix else name
+            yield module, name, f"{prefix}.{name}" if prefix else name, list(tensors_in(vars(module)[name]))
 
 
 def _own_attributes(module: nn.Module) -> list[str]:

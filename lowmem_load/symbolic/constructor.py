@@ -121,9 +121,7 @@ class Constructor:
             for name, buffer in module.named_buffers(recurse=False)
             if not isinstance(buffer, SymbolicTensor)
         ]
-        in_attributes = {
-            id(tensor) for module, name, _ in tensor_attributes(model) for tensor in tensors_in(vars(module)[name])
-        }
+        in_attributes = {id(tensor) for *_, tensors in tensor_attributes(model) for tensor in tensors}
         for module in model.modules() if in_attributes else ():
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) in in_attributes:
@@ -149,8 +147,8 @@ class Constructor:
     def check(self, name: str, model: nn.Module) -> None:
         """Raise UnsupportedError, which names the buffers and tensor attributes of a described model without values."""
         unfilled = {name_: buffer for name_, buffer in model.named_buffers() if not self._is_filled(buffer)}
-        for module, attribute, full_name in tensor_attributes(model):
-            for tensor in tensors_in(vars(module)[attribute]):
+        for module, attribute, full_name, tensors in tensor_attributes(model):
+            for tensor in tensors:
                 is_loaded = id(tensor) in self._parameters or is_computed_in_forward(module, attribute)
                 if not (is_loaded or self._is_filled(tensor)):
                     unfilled[full_name] = tensor
@@ -169,9 +167,7 @@ class Constructor:
             return not _is_special(tensor) and id(tensor) not in self._parameters and self.is_known(tensor)
 
         named = {name: [buffer] for name, buffer in model.named_buffers()}
-        named |= {
-            name: list(tensors_in(vars(module)[attribute])) for module, attribute, name in tensor_attributes(model)
-        }
+        named |= {name: tensors for _, _, name, tensors in tensor_attributes(model)}
         self.values = {
             name: fingerprint(_digest(tensor) for tensor in tensors if is_computed(tensor))
             for name, tensors in named.items()
@@ -194,7 +190,7 @@ class Constructor:
                 return loaded
             return tensor.to(device) if tensor.device.type == "cpu" else tensor
 
-        for module, name, _ in list(tensor_attributes(model)):
+        for module, name, *_ in list(tensor_attributes(model)):
             setattr(module, name, replaced_in(vars(module)[name], replace))
 
 

@@ -4,49 +4,34 @@ import torch
 
 from lowmem_load.planning import expression as ex
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.symbolic.initialise import (
-    PAGES_NBYTES,
-    UNINITIALISED,
-    Initialiser,
-    SharedValue,
-)
-
-SHAPE = (4, 5)
-ALL = FlatRange(0, 20)
+from lowmem_load.symbolic.initialise import PAGES_NBYTES, UNINITIALISED, Initialiser, SharedValue
 
 
 def refused(expression: ex.Expression, reason: str) -> torch.Tensor:
     raise AssertionError(f"{reason}: {expression} is read")
 
 
-def parameter(initialiser: Initialiser, keep: FlatRange = ALL, shape: ex.Shape = SHAPE) -> SharedValue:
-    empty = ex.Computed(UNINITIALISED, lambda _: torch.zeros(shape), (), shape, torch.float32)
+def parameter(initialiser: Initialiser, keep: FlatRange, numel: int) -> SharedValue:
+    empty = ex.Computed(UNINITIALISED, lambda _: torch.zeros(numel), (), (numel,), torch.float32)
     return SharedValue(empty, initialiser, keep=keep)
-
-
-def kept(value: SharedValue) -> torch.Tensor:
-    assert value.initialised is not None
-    return value.initialised.flat
-
-
-# -- what is held ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_kept_does_not_keep_the_whole() -> None:
     numel = PAGES_NBYTES  # of four bytes each: a block with pages of its own
     initialiser = Initialiser(refused)
-    value = parameter(initialiser, FlatRange(3, 5), (numel,))
+    value = parameter(initialiser, FlatRange(3, 5), numel)
     initialiser.write(value, "fill_", lambda whole, _: whole.fill_(7), (), draws=False)
     initialiser.release()
-    assert kept(value).tolist() == [7, 7]
-    assert kept(value).untyped_storage().nbytes() == 2 * 4
+    assert value.initialised is not None
+    assert value.initialised.flat.tolist() == [7, 7]
+    assert value.initialised.flat.untyped_storage().nbytes() == 2 * 4
 
 
 def test_a_value_that_is_replaced_forgets_its_writes() -> None:
     initialiser = Initialiser(refused)
-    value = parameter(initialiser)
+    value = parameter(initialiser, FlatRange(0, 20), 20)
     initialiser.write(value, "fill_", lambda whole, _: whole.fill_(1), (), draws=False)
-    loaded = ex.hold(torch.ones(SHAPE))
+    loaded = ex.hold(torch.ones(20))
     value.replace(loaded)
     assert value.expression is loaded
     assert (value.initialised, value.log, value.before) == (None, [], None)

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 from lowmem_load.errors import PlanError
 from lowmem_load.planning.expression import Source
 from lowmem_load.planning.nest import Axis, Copy, Nest
-from lowmem_load.planning.reads import (
-    Read,
-    ReadCost,
-    ReadLimits,
-    plan_reads,
-)
+from lowmem_load.planning.reads import Read, ReadCost, ReadLimits, plan_reads
 
 SOURCE = Source("file", "w", 0, (10_000,), torch.float32)
 ITEMSIZE = 4
@@ -35,10 +30,6 @@ def pairs(nest: Nest) -> Iterator[tuple[int, int]]:
             nest.source + sum(step * axis.source for step, axis in moved),
             nest.destination + sum(step * axis.destination for step, axis in moved),
         )
-
-
-def expected(copy: Copy) -> list[tuple[int, int]]:
-    return sorted(pairs(copy.nest))
 
 
 def moved_by(reads: Sequence[Read]) -> list[tuple[int, int]]:
@@ -78,7 +69,7 @@ def copies(draw: st.DrawFn) -> Copy:
 def test_reads_move_what_the_copy_says(copy: Copy, staging: int, gap: int, on_host: bool) -> None:
     limits = ReadLimits(staging_bytes=staging, direct_bytes=staging, max_gap_bytes=gap)
     reads = list(plan_reads(copy, SOURCE, limits, on_host=on_host))
-    assert moved_by(reads) == expected(copy)
+    assert moved_by(reads) == sorted(pairs(copy.nest))
     for read in reads:
         assert read.numel * ITEMSIZE <= max(staging, ITEMSIZE)
         distinct = {source for source, _ in pairs(read.nest)}

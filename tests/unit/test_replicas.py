@@ -1,5 +1,6 @@
 """Who reads what of the memory that several ranks fill alike: each piece once, near-equal shares, equal on all."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -11,20 +12,23 @@ from lowmem_load.planning.load_plan import Costs, Destination, LoadPlan, TargetP
 from lowmem_load.planning.planner import Planner
 from lowmem_load.planning.reads import Read, ReadCost, ReadLimits
 from lowmem_load.planning.regions import FlatRange
-from lowmem_load.planning.replicas import Replicas, ShareReads, chooser, plan_replicas
+from lowmem_load.planning.replicas import ShareReads, chooser, plan_replicas
 
 NETWORK, STORE = ReadCost(1e-3, 5e8, block_bytes=1 << 20), ReadCost(0.03, 9e7, request_bytes=16 << 20)
 
 
-def plan_of(nodes: dict[str, ex.Expression], holders: range, rank: int = 0) -> LoadPlan:
-    """A plan whose parameters are held whole by some ranks."""
-    planner, targets = Planner(ReadLimits(staging_bytes=4096, max_gap_bytes=0)), list[TargetPlan]()
+SMALL = ReadLimits(staging_bytes=4096, max_gap_bytes=0)
+
+
+def plan_of(nodes: Mapping[str, ex.Expression], holders: range, limits: ReadLimits = SMALL) -> LoadPlan:
+    """Returns the plan of rank 0, whose parameters some ranks have in full."""
+    planner, targets = Planner(limits), list[TargetPlan]()
     for name, node in nodes.items():
         whole = FlatRange(0, ex.numel(node))
         fill = planner.plan_fill(name, node, whole)
         destinations = (Destination(whole, fill.numel, fill, holders=holders),)
         targets.append(TargetPlan((name,), node.shape, node.dtype, "replicated", destinations, False, False, (), ""))
-    return LoadPlan("model", rank, 4, tuple(targets), (), (), (), (), (), (), (), Costs())
+    return LoadPlan("model", 0, 4, tuple(targets), (), (), (), (), (), (), (), Costs())
 
 
 def source(name: str, shape: tuple[int, ...], start: int = 0) -> ex.Source:
@@ -107,12 +111,6 @@ def test_many_replicas_read_once_in_sets_that_all_of_them_know() -> None:
 
 
 def test_many_batches_are_joined() -> None:
-    numel = 4 * module.MAX_BATCHES * module.BATCH_BYTES
-    whole = FlatRange(0, numel)
-    fill = Planner().plan_fill("w", source("a", (numel,)), whole)
-    target = TargetPlan(("w",), (numel,), torch.bfloat16, "", (Destination(whole, numel, fill, holders=range(2)),),
-                        False, False, (), "")  # fmt: skip
-    plan = LoadPlan("model", 0, 2, (target,), (), (), (), (), (), (), (), Costs())
-    (found,) = plan_replicas(plan, lambda _: True)
-    assert isinstance(found, Replicas)
+    nodes = {"w": source("a", (4 * module.MAX_BATCHES * module.BATCH_BYTES,))}
+    (found,) = plan_replicas(plan_of(nodes, range(2), ReadLimits()), lambda _: True)
     assert found.num_batches <= module.MAX_BATCHES + 1
