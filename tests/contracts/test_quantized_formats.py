@@ -116,15 +116,17 @@ def test_its_configuration_is_recognized(written: Written) -> None:
 
 
 def test_each_rank_reads_the_bytes_of_its_part(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that it has after an ordinary load. No weight is read or computed whole."""
+    """Those that it has after an ordinary load. No weight is read or computed in full. All ranks have one digest."""
     ordinary = AutoModelForCausalLM.from_pretrained(written.folder, dtype=torch.bfloat16, **written.keywords)
     expected = {name: value.detach().view(-1) for name, value in ordinary.named_parameters()}
     made: list[PlannedModel] = []
     make_plan = load_model.make_plan
     monkeypatch.setattr(load_model, "make_plan", lambda *args: made.append(make_plan(*args)) or made[-1])
     for world_size in WORLD_SIZES:
+        digests = set()
         for rank in range(world_size):
             plan = lowmem_load.plan(written.folder, BF16, rank=rank, world_size=world_size, **written.keywords)
+            digests.add(plan.fingerprint)
             assert plan.slow_paths == []
             assert bool(plan.num_quantized) is written.kind.stays_packed
             with Executor() as executor:
@@ -137,12 +139,7 @@ def test_each_rank_reads_the_bytes_of_its_part(written: Written, monkeypatch: py
                     part = expected[target.name][region.start : region.end]
                     assert part.dtype == memory.dtype
                     assert torch.equal(memory.view(torch.uint8), part.view(torch.uint8)), target.name
-
-
-def test_ranks_agree_on_the_plan(written: Written) -> None:
-    """Ranks that load by other keywords, or other files, have another digest; all others the same."""
-    plans = [lowmem_load.plan(written.folder, BF16, rank=rank, world_size=2, **written.keywords) for rank in (0, 1)]
-    assert plans[0].fingerprint == plans[1].fingerprint
+        assert len(digests) == 1
 
 
 def test_stacked_experts_of_compressed_tensors_are_refused(tmp_path: Path) -> None:
