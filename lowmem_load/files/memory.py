@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lowmem_load.errors import MemoryShortageError
+from lowmem_load.errors import LowMemLoadError, MemoryShortageError
 from lowmem_load.planning.nest import Nest
 from lowmem_load.planning.reads import BLOCK_NUMEL, GROUPED_NUMEL
 from lowmem_load.text import size
@@ -176,7 +176,7 @@ def naming_shortage(what: str, nbytes: int) -> Iterator[None]:
     except (RuntimeError, MemoryError, OSError) as error:
         says_so = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _SHORTAGE_WORDS)
         is_shortage = says_so or isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM
-        if isinstance(error, MemoryShortageError) or not is_shortage:
+        if isinstance(error, LowMemLoadError) or not is_shortage:  # RankError quotes those of other ranks
             raise
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise MemoryShortageError(f"{what}: {size(nbytes)} of memory cannot be allocated: {reason}") from error
