@@ -1,6 +1,6 @@
-"""Executes plans: reads byte ranges into memory. Plans nothing; knows neither names of models nor ZeRO.
+"""Executes plans: reads byte ranges into memory. It plans nothing, and knows neither names of models nor ZeRO.
 
-Bytes are read straight into their final memory where the plan says so. All others pass through temporary memory of the
+Bytes are read straight into their final memory if the plan says so. All others pass through temporary memory of the
 reading thread or, on their way to a device, through the pinned slots of `uploads.py`.
 """
 
@@ -207,7 +207,7 @@ class Tasks:
 
 @dataclass(slots=True)
 class ReadStats:
-    """What was read so far: bytes (gaps included; they grow while a read goes on), ended reads, the latest file."""
+    """What was read so far: bytes, gaps included, which grow while a read goes on; ended reads; the latest file."""
 
     read_bytes: int = 0
     num_reads: int = 0

@@ -56,10 +56,7 @@ def fill(parts: Sequence[Part], executor: Executor, on_part: Callable[[], object
 
 
 def fill_planned(parts: Sequence[PlannedPart], filling: Filling, on_part: Callable[[], object] = no_callback) -> None:
-    """Fill parts that are planned, in the order of the files.
-
-    `on_part` is called as each is begun; it may raise, and so end the reading.
-    """
+    """Fill planned parts in the order of the files. `on_part` is called as each begins, and may raise to end it."""
     for part in parts:
         filling.prove(part)
     for part in sorted(parts, key=lambda part: reading_order([part.fill], part.name)):

@@ -94,10 +94,7 @@ TENSOR, PARAMETER = "torch.Tensor", "torch.nn.parameter.Parameter"
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A view of a storage. Offset and strides are in elements of `dtype`; `attributes` are those set by users.
-
-    `kind` is the name of its class.
-    """
+    """A view of a storage, in elements of `dtype`; `attributes` are those set by users, `kind` names its class."""
 
     storage: Storage
     dtype: torch.dtype

@@ -22,10 +22,7 @@ from lowmem_load.text import is_http, plain_url, without_secrets
 
 
 def folder_of_url(url: str, *, subfolder: str = "", check: Check = no_callback) -> str:
-    """Return the folder that stands for a URL. `check` is called while this waits, and may raise to end it.
-
-    Raises CheckpointError if a checkpoint is not there or cannot be read, and ConfigError if a package is missing.
-    """
+    """Return the folder that stands for a URL. `check` is called while this waits, and may raise to end it."""
     _check_url(url)
     origin = plain_url(url).rstrip("/")
     secrets[origin] = url if plain_url(url) != url else None
@@ -74,7 +71,7 @@ def _name_of_link(url: str, folder: str, link: str) -> str:
     page = posixpath.join(urlsplit(url).path, folder).rstrip("/") + "/"
     try:
         parts = urlsplit(urljoin(f"http://host{page}", link))
-    except ValueError:  # a host in brackets that is no address
+    except ValueError:  # a host in brackets that is not an address
         return ""
     path = unquote(parts.path)
     name = path.removeprefix(unquote(page)) if parts.netloc == "host" else ""
@@ -102,10 +99,7 @@ def folder_of_model(
     cache_dir: str | os.PathLike[str] | None = None,
     check: Check = no_callback,
 ) -> tuple[str, str]:
-    """Return the folder that stands for a model on the Hub, and its commit. Small files go through the Hub's cache.
-
-    Raises CheckpointError if the model is not there, or the Hub cannot be reached.
-    """
+    """Return the folder that stands for a model on the Hub, and its commit. Small files go through the Hub's cache."""
     try:
         info = huggingface_hub.HfApi(token=token).model_info(name, revision=revision, files_metadata=True)
     except HFValidationError as error:

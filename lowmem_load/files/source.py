@@ -55,13 +55,10 @@ class ByteSource(Protocol):
     One member is optional: `is_remote` says that each read takes a request.
     """
 
-    @property
-    def path(self) -> str:
-        """Name of the source in messages. The opener opens it again by this name."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size when it was opened."""
+    path: str
+    """Name of the source in messages. The opener opens it again by this name."""
+    nbytes: int
+    """Size when it was opened."""
 
     @property
     def version(self) -> str:
@@ -82,9 +79,7 @@ Opener = Callable[[str], ByteSource]
 
 
 class LocalFile:
-    """A regular file, read with `preadv`. After a transient fault it is opened again, if it is still the same file.
-
-    It is closed when nobody refers to it.
+    """A regular file, read with `preadv`, opened again after a transient fault, and closed when nobody refers to it.
 
     Files are not mapped, because mapped memory does not count as the process's own, is read page by page on network
     file systems, and raises SIGBUS if the file is lost.

@@ -1,7 +1,7 @@
 """torch files (`pytorch_model*.bin`): describes tensors as byte ranges of the file, and runs no pickled code.
 
 A file is a zip with plainly stored entries. `<prefix>/data.pkl` pickles the state dict, with a persistent id for each
-storage; `<prefix>/data/<key>` holds the bytes of a storage.
+storage; `<prefix>/data/<key>` has the bytes of a storage.
 """
 
 from __future__ import annotations

@@ -48,10 +48,10 @@ class CopyStream:
 
 
 class Slot:
-    """Pinned memory, and the event after the latest copy out of it."""
+    """Pinned memory, the stream that copies out of it, and the event after the latest copy."""
 
-    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
-        self.memory, self.copied = memory, torch.Event(device=device)
+    def __init__(self, memory: torch.Tensor, copier: CopyStream) -> None:
+        self.memory, self.copier, self.copied = memory, copier, torch.Event(device=copier.stream.device)
         self.is_copied = False  # a copy out of it may still be queued
 
     def wait(self) -> None:
@@ -78,13 +78,12 @@ class Uploads:
 
     def __init__(self, device: torch.device, num_threads: int) -> None:
         self._streams = [CopyStream(device) for _ in range(NUM_STREAMS)]
-        self._next_stream = itertools.count()
-        self._local = threading.local()
         num_slots = _num_slots(num_threads)
         with naming_shortage("pinned memory for copies to the device", num_slots * SLOT_BYTES):
             ring = torch.empty(num_slots * SLOT_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         Uploads.pinned_bytes = max(Uploads.pinned_bytes, ring.nbytes)
-        self._all_slots = [Slot(memory, device) for memory in ring.view(num_slots, SLOT_BYTES)]
+        pairs = zip(ring.view(num_slots, SLOT_BYTES), itertools.cycle(self._streams), strict=False)
+        self._all_slots = [Slot(memory, copier) for memory, copier in pairs]
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in self._all_slots:
             self._slots.put(slot)
@@ -100,13 +99,15 @@ class Uploads:
             destination.record_stream(copier.stream)
 
         def put(nest: Nest, numel: int, dtype: torch.dtype, write: Callable[[torch.Tensor], object]) -> None:
-            copier, slot = self._copier(), self._slots.get()
+            slot = self._slots.get()
+            copier = slot.copier
             try:
                 slot.wait()
                 staged = slot.memory[: numel * dtype.itemsize].view(dtype)
                 assert staged.numel() == numel, f"{numel} elements of {dtype} for a slot of {SLOT_BYTES} bytes"
                 write(staged)
                 with copier.lock:  # so that the stream needs one buffer on the device
+                    torch.accelerator.set_stream(copier.stream)  # of this thread, which began on device 0
                     copier.stream.wait_event(ready)
                     slot.is_copied = True
                     try:
@@ -132,13 +133,6 @@ class Uploads:
             first.synchronize()  # once, and not for each copy
         for slot in self._all_slots:
             slot.is_copied = False
-
-    def _copier(self) -> CopyStream:
-        copier: CopyStream | None = getattr(self._local, "copier", None)
-        if copier is None:
-            copier = self._local.copier = self._streams[next(self._next_stream) % NUM_STREAMS]
-            torch.accelerator.set_stream(copier.stream)  # a new thread starts on device 0
-        return copier
 
 
 def _num_slots(num_threads: int) -> int:
