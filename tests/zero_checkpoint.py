@@ -88,6 +88,7 @@ def save_zero3(
     client_state: dict[str, Any] | None = None,
     swapped: bool = False,
     steps: int = 3,
+    lr: float = 1e-3,
 ) -> Path:
     """Write the files of all ranks, of fp32 values by name; return the folder of the tag, next to which is `latest`.
 
@@ -135,7 +136,7 @@ def save_zero3(
             "partition_count": world_size,
             "optimizer_state_dict": {
                 "state": state,
-                "param_groups": [{"lr": 1e-3, "params": list(range(len(groups)))}],
+                "param_groups": [{"lr": lr, "params": list(range(len(groups)))}],
             },
             "fp32_flat_groups": masters,
         }
