@@ -163,10 +163,12 @@ def model_class(name: str, auto_class: str | type | None, kwargs: Mapping[str, A
     check_model_config(file, least_count=-1)  # of heads in StableCascade: none
     try:
         import diffusers
-    except ImportError as error:
+        from diffusers.models.modeling_utils import ModelMixin
+
+        cls = getattr(diffusers, str(config["_class_name"]), None)
+    except (ImportError, RuntimeError) as error:  # its lazy modules make a RuntimeError of the first
         raise ConfigError(f"{file}: is of a model of diffusers, which cannot be imported: {error}") from error
-    cls = getattr(diffusers, str(config["_class_name"]), None)
-    if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
+    if not (isinstance(cls, type) and issubclass(cls, ModelMixin)):
         raise ConfigError(f"{file}: diffusers {diffusers.__version__} has no model class {config['_class_name']!r}")
     return cls
 

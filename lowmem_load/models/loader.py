@@ -224,7 +224,7 @@ class TransformersCall(PretrainedCall):
         context.note_values(model)
         return model, info
 
-    def _build(self, context: Context, ordinary: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
+    def _build(self, context: Context, ordinary: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> None:
         if type(model) is not self._cls:  # a submodule of a class that inherits the constructor
             ordinary(model, *args, **kwargs)
             return

@@ -85,7 +85,7 @@ def _prove(name: str, pieces: Iterable[Nest], position: int, end: int) -> None:
             rows = rows_of(group, group_start, group_end)
             if rows is None:
                 prove_on_bitmap(name, group, group_start, group_end)
-            for row in rows or ():  # no deeper than the strides of the group are many: a row has smaller ones
+            for row in rows or ():  # at most one level for each stride of the group: a row has smaller ones
                 _prove(name, *row)
         elif len(group) > 1:
             overlap = group[1].destination, min(_end(group[0]), _end(group[1]))

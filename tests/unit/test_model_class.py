@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from lowmem_load import plan
 from lowmem_load.distributed.process_group import DistributedInterface
 from lowmem_load.errors import CheckpointError, ConfigError, UnsupportedError
 from lowmem_load.integrations.install import streaming
+from lowmem_load.models import diffusion
 from lowmem_load.models.model_class import PROCESSOR_FILES, TOKENIZER_FILES, load_processor, model_class, model_config
 from lowmem_load.models.model_folder import check_name, commit_of, find_checkpoint
 from lowmem_load.models.skeleton import refuse_parted
@@ -192,6 +194,27 @@ def test_code_of_a_checkpoint_is_chosen_only_if_trusted() -> None:
     with pytest.raises(ConfigError, match="no model class 'MyModel'"):
         model_class(None, config, trust_remote_code=False)
     assert model_class(LlamaForCausalLM, config, trust_remote_code=False) is LlamaForCausalLM
+
+
+def test_a_constructor_may_name_a_keyword_like_an_argument_of_ours(checkpoints: Path) -> None:
+    taken: list[int] = []
+
+    class Keyed(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig, *, context: int) -> None:
+            taken.append(context)
+            super().__init__(config)
+
+    zero3 = {"zero_optimization": {"stage": 3}}
+    plan(builders.tiny_llama(checkpoints), zero3, rank=0, world_size=2, auto_class=Keyed, context=1)
+    assert taken == [1]
+
+
+def test_a_diffusers_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"_class_name": "UNet2DModel", "_diffusers_version": "0.42.0"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setitem(sys.modules, diffusion.MODULE, None)  # as if one of its own imports failed
+    with pytest.raises(ConfigError, match=r"of a model of diffusers, which cannot be imported: .*halted"):
+        diffusion.model_class(str(tmp_path), None, {})
 
 
 # -- the Hub ---------------------------------------------------------------------------------------------------------
