@@ -157,7 +157,8 @@ class SideGroup:
         """As `close`, in a thread that nobody waits for. For finalizers, if only messages have the memory."""
         group = copy.copy(self)
         self._works, self._waits, self._group, self._store = [], [], None, None
-        _in_thread("lowmem_load-close", group.close)
+        with contextlib.suppress(RuntimeError):  # Python ends, and does not start threads any more
+            _in_thread("lowmem_load-close", group.close)
 
     def _wait(self, check: Callable[[], None]) -> None:
         works, group, self._works = self._works, self._group, []

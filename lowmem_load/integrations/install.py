@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -222,7 +222,11 @@ def _save(name: ForeignName, ordinary: Callable[..., Any], *args: Any, **kwargs:
     # Others can save what DeepSpeed has not partitioned. The handlers need DeepSpeed: 70 MiB, and seconds of imports.
     if "deepspeed" not in sys.modules:
         return ordinary(*args, **kwargs)
-    return _late("deepspeed").HANDLERS[name](ordinary, *args, **kwargs)
+    try:
+        handler = _late("deepspeed").HANDLERS[name]
+    except ImportError:  # of which a warning has told when DeepSpeed was imported, and that it saves by itself
+        return ordinary(*args, **kwargs)
+    return handler(ordinary, *args, **kwargs)
 
 
 def _replaced_once_imported(names: Sequence[ForeignName], handlers: Callable[[], Handlers]) -> contextlib.ExitStack:
@@ -252,7 +256,10 @@ def _replaced_once_imported(names: Sequence[ForeignName], handlers: Callable[[],
 
 def _check_module(names: Sequence[ForeignName], package: ModuleType) -> None:
     """Warn if a package, which has just been imported, does not have the module of names. Imports nothing."""
-    below = names[0].module.split(".")[1:]
-    paths = [os.path.join(folder, *below) for folder in getattr(package, "__path__", [])]
-    if not any(os.path.isdir(path) or os.path.isfile(f"{path}.py") for path in paths):
-        warn_of_missing(names)
+    path, parts = getattr(package, "__path__", []), names[0].module.split(".")
+    for depth in range(2, len(parts) + 1):  # not by paths: the package may be in a zip archive, or compiled
+        spec = PathFinder.find_spec(".".join(parts[:depth]), path)
+        if spec is None:
+            warn_of_missing(names)
+            return
+        path = spec.submodule_search_locations or []

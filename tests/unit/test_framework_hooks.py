@@ -3,20 +3,23 @@
 import contextlib
 import importlib
 import sys
+import tempfile
 import warnings
+import zipfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import lowmem_load
 from lowmem_load import FallbackWarning, install
 from lowmem_load import foreign_names as names
 from lowmem_load.foreign_names import ForeignName
 from lowmem_load.integrations import accelerate, trl
-from lowmem_load.integrations.install import uninstall
+from lowmem_load.integrations.install import _check_module, uninstall
 from lowmem_load.integrations.trl import sync
 from lowmem_load.replaced import holding, replaced, warn_of_missing
 from tests import ranks
@@ -110,6 +113,20 @@ def test_a_package_without_metadata_has_its_own_release(monkeypatch: pytest.Monk
     warn_of_missing([names.AXOLOTL_FILL])  # it had no such function yet
 
 
+def test_a_module_in_a_zip_archive_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, module = names.AXOLOTL_FILL.module.split(".")[0], names.AXOLOTL_FILL.module.replace(".", "/")
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for folder in Path(module).parents[:-1]:
+            archive.writestr(f"{folder}/__init__.py", "")
+        archive.writestr(f"{module}.py", "")
+    monkeypatch.syspath_prepend(tmp_path / "all.zip")
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.setitem(sys.modules, package, importlib.import_module(package))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _check_module([names.AXOLOTL_FILL], sys.modules[package])
+
+
 def install_without_a_name() -> None:
     import deepspeed
 
@@ -118,6 +135,9 @@ def install_without_a_name() -> None:
         lowmem_load.install()
     [text] = [str(warning.message) for warning in seen if warning.category is FallbackWarning]
     assert names.INITIALIZE.loss in text, text
+    with tempfile.TemporaryDirectory() as folder:  # a save is that of transformers then
+        LlamaForCausalLM(LlamaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=8)).save_pretrained(folder)
+        assert Path(folder, "model.safetensors").is_file()
 
 
 @pytest.mark.ranks

@@ -14,6 +14,8 @@ import torch
 from lowmem_load import load_into
 from lowmem_load.distributed import environment, process_group
 from lowmem_load.distributed.process_group import DistributedInterface
+from lowmem_load.distributed.side_group import SideGroup
+from lowmem_load.distributed.steps import Alone
 from lowmem_load.errors import CheckpointError, ConfigError, RankError
 from tests.ranks import run_ranks
 from tests.steps import payloads
@@ -239,3 +241,13 @@ def test_rank_of_a_foreign_launcher_is_not_taken_for_a_lone_process(no_launcher:
         DistributedInterface()
     no_launcher.delenv("OMPI_COMM_WORLD_SIZE")
     assert environment.alone()["WORLD_SIZE"] == "1"
+
+
+def test_a_loop_that_is_closed_while_python_ends_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")  # since Python 3.12
+
+    side = SideGroup(Alone())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    side.close_later()
+    side.close()
