@@ -244,9 +244,8 @@ class OpenSources:
 
     def close(self) -> None:
         """Close all sources without a check. Nobody may read them any more."""
-        for source in self._sources.values():
-            source.close()
-        self._sources.clear()
+        while self._sources:  # a thread that a failed load has left may add one meanwhile
+            self._sources.popitem()[1].close()
 
     def _check(self, path: str, version: str) -> None:
         if self._versions.setdefault(path, version) != version:

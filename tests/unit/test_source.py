@@ -277,6 +277,19 @@ def test_threads_that_read_the_same_files(files: Path) -> None:
     assert num_open(files) == 0
 
 
+def test_a_file_that_is_opened_while_others_are_closed_is_closed_too(files: Path) -> None:
+    class Slow(LocalFile):
+        def close(self) -> None:
+            super().close()
+            if self.path.endswith("a"):  # another thread is at work meanwhile
+                sources.opened(str(files / "b"))
+
+    sources = OpenSources(Slow)
+    read_all(sources, files, "ac")
+    sources.close()
+    assert num_open(files) == 0
+
+
 def test_a_file_that_cannot_be_opened_may_be_there_later(files: Path) -> None:
     sources = OpenSources(LocalFile)
     with pytest.raises(CheckpointError, match="late: cannot be read"):
