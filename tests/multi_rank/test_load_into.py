@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from packaging.version import Version
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -189,8 +191,18 @@ def train_on_mesh(path: str, out: str, options: list[str]) -> None:
     assert main([*common, f"{out}/ours", "--steps", "4", "--resume"]) == stock[2:]
 
 
+# PEFT before 0.21 calls the base model's forward itself, past the hooks by which FSDP2 gathers the root's parameters.
+NEEDS_PEFT_0_21 = pytest.mark.skipif(
+    Version(peft.__version__) < Version("0.21"), reason="PEFT calls forward past FSDP2's hooks"
+)
+
+
 @pytest.mark.parametrize(
-    "options", [["--lora"], *(pytest.param(["--tp", size], marks=pytest.mark.release) for size in "12")]
+    "options",
+    [
+        pytest.param(["--lora"], marks=NEEDS_PEFT_0_21),
+        *(pytest.param(["--tp", size], marks=pytest.mark.release) for size in "12"),
+    ],
 )
 def test_the_example_trains_as_stock_and_resumes(tmp_path: Path, options: list[str]) -> None:
     import_example("make_model").main([str(tmp_path / "tiny")])
@@ -258,8 +270,8 @@ def adapt_all(path: str, tied: str, folder: str) -> None:
     assert base.lm_head.weight is base.model.embed_tokens.weight
 
 
+@NEEDS_PEFT_0_21
 def test_adapters_equal_those_of_peft_on_a_whole_model(checkpoints: Path, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     path, tied = builders.tiny_llama(checkpoints, torch.float32), builders.tiny_qwen2_tied(checkpoints)
     run_ranks(adapt_all, str(path), str(tied), str(tmp_path / "adapter"), timeout_s=120)
 
