@@ -1,6 +1,6 @@
 """diffusers under `install`: its models are lazy until DeepSpeed or accelerate's FSDP2 takes them.
 
-diffusers does not know ZeRO-3: its models are in full until `deepspeed.initialize`, and scripts change them before.
+diffusers does not know ZeRO-3: its models are full ones until `deepspeed.initialize`, and scripts change them before.
 """
 
 from __future__ import annotations

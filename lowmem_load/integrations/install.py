@@ -224,7 +224,7 @@ def _save(name: ForeignName, ordinary: Callable[..., Any], *args: Any, **kwargs:
         return ordinary(*args, **kwargs)
     try:
         handler = _late("deepspeed").HANDLERS[name]
-    except ImportError:  # of which a warning has told when DeepSpeed was imported, and that it saves by itself
+    except ImportError:  # a warning has said so when DeepSpeed was imported, and that saves stay as they are then
         return ordinary(*args, **kwargs)
     return handler(ordinary, *args, **kwargs)
 

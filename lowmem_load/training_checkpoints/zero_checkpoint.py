@@ -286,7 +286,8 @@ def _names(folder: str) -> tuple[list[str], list[str]]:
             other = by_kind[match[3]].setdefault(int(match[1]), name)
             if other != name:
                 raise CheckpointError(
-                    f"{folder}: {other} and {name} are both of rank {match[1]}: two jobs saved here; remove one's files"
+                    f"{folder}: {other} and {name} are both of rank {match[1]}: two jobs have saved into one folder; "
+                    "remove the files of one of them"
                 )
     models, optims = ([by_rank[rank] for rank in sorted(by_rank)] for by_rank in by_kind.values())
     if not models or not optims:
