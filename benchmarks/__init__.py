@@ -1,1 +1,1 @@
-"""Benchmarks of lowmem_load: `python -m benchmarks.compare` measures it beside stock ZeRO-3 and a floor."""
+"""Benchmarks of lowmem_load: `python -m benchmarks.compare` measures it next to the default loader and a floor."""

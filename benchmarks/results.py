@@ -25,7 +25,7 @@ MODEL_METHODS = ("stock", "lowmem")
 """These must end with bit-identical partitions. The floor joins them when it reads the dtype that is loaded."""
 
 SHOWN = {
-    "stock": "stock ZeRO-3",
+    "stock": "default ZeRO-3",
     "lowmem": "**lowmem_load**",
     "floor": "plain read",
 }

@@ -78,10 +78,10 @@ def load(folder: str, world_size: int, params: float, way: str, tag: str) -> dic
     from lowmem_load import load_checkpoint
     from tests.multi_rank.test_resume import train
 
-    is_stock = way == "stock"
-    engine = make_engine(world_size, params, is_universal=is_stock and tag == UNIVERSAL_TAG)
+    is_default = way == "default"
+    engine = make_engine(world_size, params, is_universal=is_default and tag == UNIVERSAL_TAG)
     dist.barrier()
-    run = engine.load_checkpoint if is_stock else lambda *args: load_checkpoint(engine, *args)
+    run = engine.load_checkpoint if is_default else lambda *args: load_checkpoint(engine, *args)
     return {**measured(lambda: run(folder, tag)), "losses": train(engine, 3, 6)}
 
 
@@ -101,12 +101,12 @@ def cost(params: float, other_ranks: int, docs: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         expected = run_ranks(save, folder, 2, params, world_size=2, timeout_s=400)[0]
         converted = measured(lambda: convert(folder))
-        rows.append(("any", "stock, ds_to_universal", *(f"{converted[name]:.2f}" for name in names), ""))
+        rows.append(("any", "default, ds_to_universal", *(f"{converted[name]:.2f}" for name in names), ""))
         for ranks, way, tag in (
-            (2, "stock", TAG),
+            (2, "default", TAG),
             (2, "lowmem_load", TAG),
             (other_ranks, "lowmem_load", TAG),
-            (other_ranks, "stock", UNIVERSAL_TAG),
+            (other_ranks, "default", UNIVERSAL_TAG),
         ):
             found = run_ranks(load, folder, ranks, params, way, tag, world_size=ranks, timeout_s=400)
             apart = max(abs(one - other) for one, other in zip(found[0]["losses"], expected, strict=True))

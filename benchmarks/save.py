@@ -28,7 +28,7 @@ from benchmarks.memory import MemorySampler
 from benchmarks.methods import zero3_config
 from benchmarks.results import MIB, parser_of, show_table
 
-METHODS = {"stock": "stock", "lowmem": "lowmem_load", "floor": "plain writes"}
+METHODS = {"stock": "default", "lowmem": "lowmem_load", "floor": "plain writes"}
 """What tables call them."""
 TURNS = (("stock", "lowmem", "floor", "floor", "lowmem"), ("stock", "floor", "lowmem", "lowmem", "floor"))
 """Orders, in turn: what writes after another method finds the pages that this one has freed."""

@@ -24,7 +24,7 @@ from benchmarks.launch import run_on_ranks
 from benchmarks.methods import zero3_config
 from benchmarks.results import parser_of, show_table
 
-WAYS = {"stock": "stock", "lowmem": "lowmem_load"}
+WAYS = {"stock": "default", "lowmem": "lowmem_load"}
 """What tables call them."""
 COLUMNS = ("model", "ranks", "wait ms", "way", "seconds", "reads of a rank", "read MiB", "read / needed")
 MOUNT_TIMEOUT_S = 20.0
