@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 from packaging.version import Version
 
+from benchmarks.results import markdown, write_docs
 from tests.ranks import REPO
 from tests.venvs import CACHE, InstallError, Venv, run
 
@@ -119,17 +120,16 @@ def count(group: Mapping[str, Any] | None) -> str:
     return str(group["passed"]) + f", {failed} failed" * bool(failed) + f", {skipped} skipped" * bool(skipped)
 
 
-def with_tables(text: str, tested: Mapping[str, Any]) -> str:
-    """Returns the page with the tables that the results give."""
+def write_tables(tested: Mapping[str, Any]) -> None:
+    """Writes the tables that the results give into the page."""
     names = [name for name in ENVIRONMENTS if name in tested]
-    columns = ("environment", "Python", "torch", *REPORTED, *GROUPS, "run on", "why")
-    lines = [columns, ["---"] * len(columns)]
+    lines = [["environment", "Python", "torch", *REPORTED, *GROUPS, "run on", "why"]]
     for name in names:
         versions, groups = tested[name]["versions"], tested[name]["groups"]
         row = [versions.get(package, "") for package in ("python", "torch", *REPORTED)]
         counts = [count(groups.get(group)) for group in GROUPS]
         lines.append([name, *row, *counts, tested[name]["date"], ENVIRONMENTS[name]["why"]])
-    written = [f"| {' | '.join(line)} |" for line in lines] + [""]
+    written = [markdown(lines), ""]
     skipped: dict[str, list[str]] = {}
     for name in names:
         for group in tested[name]["groups"].values():
@@ -137,8 +137,7 @@ def with_tables(text: str, tested: Mapping[str, Any]) -> str:
             for why, number in group["skipped"].items():
                 skipped.setdefault(why, []).append(f"{number} in {name}")
     written += [f"- skipped, {why}: {', '.join(where)}" for why, where in sorted(skipped.items())]
-    before, marked, rest = text.partition("<!-- written by tests/compat -->\n")
-    return before + marked + "\n" + "\n".join(written) + "\n\n" + rest[rest.index("<!-- end -->") :]
+    write_docs("tests/compat", "\n".join(written), PAGE)
 
 
 def say(text: str) -> None:
@@ -170,7 +169,7 @@ def main() -> int:
             found["groups"] = {**tested.get(name, {}).get("groups", {}), **found["groups"]}
             tested = {each: ({**tested, name: found})[each] for each in ENVIRONMENTS if each in {**tested, name: found}}
             TESTED.write_text(json.dumps(tested, indent=1) + "\n", encoding="utf-8")
-            PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), tested), encoding="utf-8")
+            write_tables(tested)
     if failed:
         say(f"not all is well with {', '.join(failed)}")
     return int(bool(failed))

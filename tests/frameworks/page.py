@@ -3,18 +3,16 @@
 import datetime as dt
 import importlib.metadata
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import markdown
+from benchmarks.results import markdown, write_docs
 from tests.frameworks.cases import Case, read_cases
 from tests.frameworks.compare import is_equal
 
 RESULTS = Path(__file__).with_name("results.json")
 FILE = Path(__file__).with_name("RESULTS.md")
-MARKED = re.compile(r"(<!-- written by tests/frameworks -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 COLUMNS = ("framework", "case", "model", "losses and saved tensors", "load peak, stock", "lowmem_load")
 _UNTOLD = ("python", "peft", "datasets")
 """Packages whose releases only results.json has."""
@@ -40,12 +38,9 @@ def keep(case: Case, result: Mapping[str, Any]) -> None:
 
 
 def write() -> None:
-    FILE.write_text(with_table(FILE.read_text(encoding="utf-8"), read_cases(), read_results()), encoding="utf-8")
-
-
-def with_table(text: str, cases: Sequence[Case], results: Results) -> str:
+    cases, results = read_cases(), read_results()
     lines = [table(cases, results), "", *_reasons(cases), *_versions(cases, results)]
-    return MARKED.sub(lambda match: "\n".join([match[1], *lines, "", match[3]]), text)
+    write_docs("tests/frameworks", "\n".join(lines), FILE)
 
 
 def table(cases: Sequence[Case], results: Results) -> str:
@@ -62,7 +57,7 @@ def verdict(result: Mapping[str, Any]) -> str:
     if not result:
         return "not run yet"
     if "error" in result:
-        return f"failed: {_cell(result['error'])}"
+        return f"failed: {' '.join(result['error'].split())}".replace("|", "\\|")
     if not result["streamed loads"]:
         return "nothing was streamed"
     saved = result["saved"]
@@ -91,10 +86,6 @@ def _versions(cases: Sequence[Case], results: Results) -> list[str]:
             frameworks, date = found.get(text, ({}, ""))
             found[text] = ({**frameworks, case.framework: None}, max(result["date"], date))
     return [f"- {', '.join(frameworks)}: {text}; {date}" for text, (frameworks, date) in found.items()]
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Several models in one process, models on some of the ranks, and what is done to a model between load and training."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -56,29 +57,16 @@ def test_engines_of_several_models_train_as_each_would_alone(checkpoints: Path) 
     assert all(len(set(losses)) == 4 for of_rank in together for losses in of_rank.values())
 
 
-class Groups:
+def groups(group: Any, alone: Any) -> SimpleNamespace:
     """What deepspeed.initialize asks for the ranks that train together."""
-
-    def __init__(self, group: Any, alone: Any) -> None:
-        self._data, self._model = group, alone
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data
-
-    def get_data_parallel_world_size(self) -> int:
-        return torch.distributed.get_world_size(self._data)
-
-    def get_data_parallel_rank(self) -> int:
-        return torch.distributed.get_rank(self._data)
-
-    def get_model_parallel_group(self) -> Any:
-        return self._model
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: group,
+        get_data_parallel_world_size=lambda: dist.get_world_size(group),
+        get_data_parallel_rank=lambda: dist.get_rank(group),
+        get_model_parallel_group=lambda: alone,
+        get_model_parallel_world_size=lambda: 1,
+        get_model_parallel_rank=lambda: 0,
+    )
 
 
 def load_on_halves(llama: str, mixtral: str) -> list[float]:
@@ -100,7 +88,7 @@ def load_on_halves(llama: str, mixtral: str) -> list[float]:
     with pytest.raises(ConfigError, match=f"rank {world.rank} is not in it"):
         load_model(path, config, data_parallel_group=halves[1 - world.rank // 2])
     model = load_model(llama, config, data_parallel_group=half).train()
-    engine, *_ = deepspeed.initialize(model=model, config=dict(report.ds_config), mpu=Groups(half, alone))
+    engine, *_ = deepspeed.initialize(model=model, config=dict(report.ds_config), mpu=groups(half, alone))
     return train(engine, 3)
 
 

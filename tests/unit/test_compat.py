@@ -7,15 +7,10 @@ import pytest
 from packaging.version import Version
 
 from lowmem_load.foreign_names import DEEPSPEED, TORCH, TRANSFORMERS
-from tests.compat.__main__ import ENVIRONMENTS, GROUPS, PAGE, TESTED, with_tables
+from tests.compat.__main__ import ENVIRONMENTS, GROUPS, TESTED
 from tests.ranks import REPO
 
 RESULTS = json.loads(TESTED.read_text(encoding="utf-8"))
-
-
-def test_the_page_says_what_the_results_say() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert with_tables(text, RESULTS) == text
 
 
 def test_a_result_is_of_the_present_pins_of_its_environment() -> None:

@@ -90,11 +90,6 @@ def test_an_import_of_an_old_name_is_what_warns() -> None:
     assert run.stderr.startswith("<string>:1: DeprecationWarning: lowmem_load.NotStreamedWarning is deprecated")
 
 
-def test_a_name_that_never_was_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
-        _ = lowmem_load.unknown
-
-
 def test_a_mesh_and_a_distributed_config_may_be_given_as_the_ds_config(checkpoints: Path) -> None:
     distributed = pytest.importorskip("transformers.distributed")
     config = distributed.DistributedConfig(fsdp_size=2)
