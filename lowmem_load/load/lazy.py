@@ -106,8 +106,14 @@ def lazy(
         model.save_pretrained("copy", max_shard_size="1GB")
     """
     refuse_placing(from_pretrained_kwargs, "lazy: remove {}; place, shard or quantize the model that lazy() returns")
-    request = Request(name, auto_class, from_pretrained_kwargs.pop("dtype", None), from_pretrained_kwargs)
+    kwargs = from_pretrained_kwargs
+    # transformers also takes a dict, with a dtype for each part of a composite model.
+    dicts = [kwargs.pop(key) for key in ("dtype", "torch_dtype") if isinstance(kwargs.get(key), Mapping)]
+    # Not None: an auto class writes that into the configuration, and then takes the dtype of the files.
+    request = Request(name, auto_class, kwargs.pop("dtype", "auto"), kwargs)
     checked = agree_on_request(Alone(), lambda: request, stream=not download)
+    if dicts:
+        checked = checked._replace(kwargs={**checked.kwargs, "dtype": dicts[0]})
 
     def load(call: Call) -> LoadedModel:
         return describe_lazily(call, Executor(num_threads=min(MAX_THREADS, environment.cores(1))))

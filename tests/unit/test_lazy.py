@@ -100,6 +100,23 @@ def test_dtype_auto_of_files_that_mix_dtypes_is_that_of_an_ordinary_load(
     assert_equal(lazily(str(tmp_path), dtype="auto"), ordinary(str(tmp_path), dtype="auto"))
 
 
+@pytest.mark.parametrize("auto_class", [None, "AutoModelForCausalLM"])
+@pytest.mark.parametrize(
+    "keywords", [{}, {"torch_dtype": "float16"}, {"dtype": {"": torch.float16}}, {"torch_dtype": {"": torch.float16}}]
+)
+def test_dtypes_are_those_of_an_ordinary_load(
+    path: str, tmp_path: Path, keywords: dict[str, Any], auto_class: str | None
+) -> None:
+    """The files have another dtype than config.json, which counts if no keyword says one."""
+    transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **keywords)
+    model = lazy(tmp_path, auto_class=auto_class, **keywords)
+    assert (model.dtype, model.config.dtype) == (expected.dtype, expected.config.dtype)
+    assert_equal(model, expected)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT's calls of transformers
 def test_what_looks_at_no_value_reads_nothing(path: str) -> None:
     import peft
