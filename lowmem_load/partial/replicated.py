@@ -11,11 +11,12 @@ import contextlib
 import logging
 import os
 import socket
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed import comm
 from torch import nn
@@ -247,13 +248,24 @@ def save_replicated(folder: str, state: Mapping[str, Any]) -> None:
     path = os.path.join(folder, REPLICATED_FILE)
     unfinished = f"{path}.{socket.gethostname()}.{os.getpid()}"
     try:
-        torch.save({"format": FORMAT, **state}, unfinished)
+        torch.save(_plain({"format": FORMAT, **state}), unfinished)
         read_plain(unfinished, with_elements=False)
     except Exception as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(unfinished)
         raise CheckpointError(f"{path}: cannot be written so that it can be read again: {error}") from error
     os.replace(unfinished, path)
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` without numpy's scalars and defaultdicts, which schedulers may keep and `read_plain` refuses."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict) and not isinstance(value, Counter):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item) for item in value)
+    return value
 
 
 def load_replicated(folder: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -108,10 +109,12 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "tag"
     weight = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
     of_numpy = {"lrs": [np.float64(0.5), np.float32(0.25)], "pair": (np.int64(3), {np.int64(7): np.bool_(True)})}
+    of_numpy |= {"name": np.str_("cosine"), "seen": defaultdict(int, {3: 1}), "milestones": Counter([30, 80])}
     save_replicated(str(folder), {"module": {"w": weight}, "steps": [1, None], **of_numpy})
     state = load_replicated(str(folder))
     assert torch.equal(state.pop("module")["w"], weight)
     assert state == {"format": FORMAT, "steps": [1, None], **of_numpy}
+    assert type(state["milestones"]) is Counter
     assert [file.name for file in folder.iterdir()] == [REPLICATED_FILE]
 
 
