@@ -1,4 +1,4 @@
-"""The results of cases, results.json, and their table in RESULTS.md: `python -m tests.frameworks.page`."""
+"""The results of cases, results.json, and their table in RESULTS.md."""
 
 import datetime as dt
 import importlib.metadata
@@ -32,14 +32,10 @@ def keep(case: Case, result: Mapping[str, Any]) -> None:
     when = {"date": dt.datetime.now(dt.UTC).date().isoformat()}
     results[case.name] = {**when, "lowmem_load": importlib.metadata.version("lowmem-load"), **result}
     kept = {one.name: results[one.name] for one in read_cases() if one.name in results}
-    lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in kept.items()]  # a case a line, for diffs
-    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    write()
-
-
-def write() -> None:
-    cases, results = read_cases(), read_results()
-    lines = [table(cases, results), "", *_reasons(cases), *_versions(cases, results)]
+    rows = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in kept.items()]  # a case a line, for diffs
+    RESULTS.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+    cases = read_cases()
+    lines = [table(cases, kept), "", *_reasons(cases), *_versions(cases, kept)]
     write_docs("tests/frameworks", "\n".join(lines), FILE)
 
 
@@ -86,7 +82,3 @@ def _versions(cases: Sequence[Case], results: Results) -> list[str]:
             frameworks, date = found.get(text, ({}, ""))
             found[text] = ({**frameworks, case.framework: None}, max(result["date"], date))
     return [f"- {', '.join(frameworks)}: {text}; {date}" for text, (frameworks, date) in found.items()]
-
-
-if __name__ == "__main__":
-    write()

@@ -1,8 +1,11 @@
-"""Which folder of lowmem_load imports which, and which alone uses DeepSpeed, transformers, files and the like."""
+"""Which folder of lowmem_load imports which, which alone uses DeepSpeed and the like, and that imports are declared."""
 
 import ast
 import graphlib
+import re
+import sys
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -187,3 +190,31 @@ def test_a_breach_is_found(unit: str, source: str, what: str) -> None:
 
 def test_what_is_allowed_is_no_breach() -> None:
     assert not list(_breaches("partial", "from deepspeed import comm\ncomm.all_reduce(x.ds_config)\nopen('x')"))
+
+
+ALREADY_THERE = {"peft", "certifi", "diffusers", "vllm"}
+"""What is imported only for objects that it has made, or if it is there."""
+
+
+def test_what_is_imported_is_declared() -> None:
+    text = (FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8")
+    section = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    assert section is not None
+    declared = {name.lower().replace("_", "-") for name in re.findall(r'^\s*"([\w-]+)', section[1], re.MULTILINE)}
+    assert "torch" in declared
+    extras = re.search(r"^\[project.optional-dependencies\]\n(.*?)^\[", text, re.MULTILINE | re.DOTALL)
+    assert extras is not None and "boto3" in extras[1]
+    imported = set()
+    for path in FOLDER.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(str(node.module).split(".")[0])
+    distributions = packages_distributions()
+    undeclared = {
+        name
+        for name in imported - sys.stdlib_module_names - {"lowmem_load", "boto3", *ALREADY_THERE}
+        if declared.isdisjoint(each.lower().replace("_", "-") for each in distributions.get(name, [name]))
+    }
+    assert undeclared == set()
