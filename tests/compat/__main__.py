@@ -58,7 +58,7 @@ def test(name: str, groups: Sequence[str], here: bool) -> dict[str, Any]:
         [str(venv.python), "-m", "tests.build_extensions", "shm_comm"], venv.folder / "extensions.log", **venv.variables
     )
     found: dict[str, Any] = {"date": dt.datetime.now(dt.UTC).date().isoformat(), "groups": {}}
-    found["versions"] = venv.versions(REPORTED)
+    found["versions"] = venv.versions({*REPORTED, *pins})
     for group in groups:
         found["groups"][group] = run_group(venv, group)
         say(f"{name}: {group} {count(found['groups'][group])}")
