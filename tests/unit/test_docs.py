@@ -3,13 +3,16 @@
 import inspect
 import re
 import runpy
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
 import lowmem_load
 from lowmem_load import errors
+from lowmem_load.cli.start import app
 from lowmem_load.errors import LowMemLoadError
 from tests.unit.test_layering import LADDER
 
@@ -33,6 +36,11 @@ def _text(document: Path) -> str:
     return document.read_text(encoding="utf-8")
 
 
+def blocks(document: Path, language: str) -> list[str]:
+    """Return the code blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", _text(document), re.MULTILINE | re.DOTALL)
+
+
 def _paths(text: str) -> Iterator[tuple[str, bool]]:
     """Yield the paths that a text names, and whether each exists: in the repository, the package or a folder beside it.
 
@@ -42,6 +50,12 @@ def _paths(text: str) -> Iterator[tuple[str, bool]]:
         paths = PATH.findall(line)
         bases = [ROOT, PACKAGE, *(PACKAGE / path for path in paths if path.endswith("/"))]  # a table's row
         yield from ((path, any((base / path).exists() for base in bases)) for path in paths)
+
+
+def _commands(document: Path) -> list[str]:
+    """Return the arguments of each `lowmem-load` in blocks of a document."""
+    code = "\n".join(blocks(document, "(?:bash|text)"))
+    return re.findall(r"\blowmem-load (.*)$", code, re.MULTILINE)
 
 
 def _missing_paths(text: str) -> list[str]:
@@ -127,8 +141,7 @@ def test_every_variable_of_the_environment_is_in_the_table() -> None:
 
 
 def test_the_first_script_is_the_example() -> None:
-    scripts = re.findall(r"```python\n(.*?)```", _text(ROOT / "docs" / "quickstart.md"), re.DOTALL)
-    assert _text(ROOT / "examples" / "first_load.py") in scripts
+    assert _text(ROOT / "examples" / "first_load.py") in blocks(ROOT / "docs" / "quickstart.md", "python")
 
 
 @pytest.mark.parametrize("document", [ROOT / "CONTRIBUTING.md", ARCHITECTURE], ids=lambda path: path.name)
@@ -158,6 +171,24 @@ def test_links_resolve(document: Path) -> None:
 @pytest.mark.parametrize("document", OF_TODAY, ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_are_public_or_modules(document: Path) -> None:
     assert {name for name in _private_names(_text(document)) if not _is_module(name)} == set()
+
+
+@pytest.mark.parametrize("arguments", [line for page in OF_TODAY for line in _commands(page)])
+def test_commands_are_understood(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT / "examples")  # ds_z3.json is there
+    group = typer.main.get_command(app)
+    context = group.make_context("lowmem-load", shlex.split(arguments, comments=True))
+    name, subcommand, rest = group.resolve_command(context, [*context._protected_args, *context.args])
+    subcommand.make_context(name, rest, parent=context)
+
+
+@pytest.mark.parametrize("document", OF_TODAY, ids=lambda path: str(path.relative_to(ROOT)))
+def test_targets_of_make_and_scripts_exist(document: Path) -> None:
+    text = _text(document)
+    targets = set(re.findall(r"(?:`|^)make ([a-z][\w-]*)", text, re.MULTILINE))
+    assert targets <= set(re.findall(r"^([\w-]+)(?= |:)", _text(ROOT / "Makefile"), re.MULTILINE))
+    scripts = set(re.findall(r"(?<![\w/])(?:benchmarks|docs|examples|tests)/[\w./-]+\w", text))
+    assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 
 def test_the_readme_uses_public_names_alone() -> None:
