@@ -80,7 +80,7 @@ def losses_of_adapters(model: nn.Module) -> list[float]:
 
 
 def owned(path: str, mesh: Any, **kwargs: Any) -> nn.Module:
-    """Do what docs/situations/fsdp2.md says of a model that its owner shards."""
+    """Do what docs/howto/quantized.md says of a model that its owner shards."""
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
     config = transformers.AutoConfig.from_pretrained(path)
