@@ -14,12 +14,12 @@ import contextlib
 import logging
 import os
 import platform
-import queue
 import sys
 import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -95,7 +95,11 @@ class StoreChannel:
         self.rank, self.limits, self.broken = rank, Limits(), ""  # what is wrong with the store
         self.groups: dict[str, Group] = {}
         self.place = Place(Group(self, "", (rank,)))  # where the caller is
-        self.news = queue.SimpleQueue[tuple[Group, str] | None]()  # wakes the thread; which group is left, and why
+        self._left = deque[tuple[Group, str]]()  # loops that the caller has left, and why
+        # Released when the thread has to look. A queue.SimpleQueue would be simpler, but before CPython 3.13 its
+        # get(timeout=) waits for ever if the timeout passes while it takes its lock, as happens on busy cores.
+        self._wake = threading.Lock()
+        self._wake.acquire()
         self._failing: Place | None = None  # where the caller was when another rank failed
         self._unanswered_s, self._counted_s = 0.0, time.monotonic()  # see `_note_silence`
         # Of the thread.
@@ -107,7 +111,7 @@ class StoreChannel:
 
     def wait(self) -> Any:
         """Return the thread's answer to the caller's place; None if the store is broken."""
-        self.news.put(None)
+        self._wake_thread()
         while not self.broken:
             with contextlib.suppress(TimeoutError):
                 return self.place.answer.result(self._beat_s)
@@ -121,10 +125,19 @@ class StoreChannel:
             if self.broken or self._failing is self.place:
                 raise StoppedError(peers.STOPPED)
 
+    def leave(self, loop: Group, why: str) -> None:
+        """Tell the other ranks that this one comes to no further step of a loop. Local; a finalizer may call it."""
+        self._left.append((loop, why))
+        self._wake_thread()
+
     def end(self) -> None:
         """End the thread."""
         self._break("is no longer used")
-        self.news.put(None)
+        self._wake_thread()
+
+    def _wake_thread(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has been woken, and has not looked yet
+            self._wake.release()
 
     def _note_silence(self) -> None:
         """Count the seconds in which the store has not answered, but only one beat of a longer time without a look.
@@ -165,12 +178,11 @@ class StoreChannel:
                 if not place.answer.done() and (answer := self._answer(place)):
                     place.answer.set_result(answer)
                 until_beat_s = max(0.0, next_beat_s - time.monotonic())
-                with contextlib.suppress(queue.Empty):
-                    left = self.news.get(timeout=until_beat_s if place.answer.done() else min(pause_s, until_beat_s))
-                    if left is not None:
-                        group, why = left
-                        self._decide(group.key, Verdict([(self.rank, why)]))
-                        self._note_read(group, group.key)
+                self._wake.acquire(timeout=until_beat_s if place.answer.done() else min(pause_s, until_beat_s))
+                while self._left:
+                    loop, why = self._left.popleft()
+                    self._decide(loop.key, Verdict([(self.rank, why)]))
+                    self._note_read(loop, loop.key)
                 pause_s *= POLL_GROWTH
         except Exception as error:  # noqa: BLE001  such as MemoryError: the caller must hear of it, and why
             text, _, _ = str(error).partition("\n")

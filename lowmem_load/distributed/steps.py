@@ -166,7 +166,7 @@ class RankGroup:
     def leave(self, why: str) -> None:
         """Tell the other ranks that this one comes to no further step of this loop. Local, and takes no lock."""
         if self._loop is not None:
-            self._loop.channel.news.put((self._loop, why))
+            self._loop.channel.leave(self._loop, why)
 
     @property
     def next_step(self) -> str:
