@@ -13,6 +13,7 @@ O_DIRECT it sends the bytes that are written; NFS and FUSE need no alignment for
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
@@ -38,6 +39,11 @@ STAGING_BYTES = 8 << 20
 
 DIRECT_BYTES = 64 << 20
 """Most bytes of one write straight from a partition, so that the progress bar moves."""
+
+WRITEBACK_BYTES = 32 << 20
+"""Bytes that a rank writes into the page cache before it has the disk begin with them."""
+
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 _ORDER = {code: number for number, code in enumerate(BITS)}
 _ALIGNMENT = 8
@@ -148,6 +154,9 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         self._opened: tuple[int, int] | None = None  # number and descriptor of a file
         self._written: set[int] = set()
         self._staging: torch.Tensor | None = None
+        self._num_waiting = 0  # bytes that were written since the disk was last told to begin
+        library = None if past_cache else ctypes.CDLL(None, use_errno=True)
+        self._sync_file_range = getattr(library, "sync_file_range", None)
         self.written_bytes = self.staged_bytes = self.num_synced = 0
 
     def __exit__(self, *_: object) -> None:
@@ -200,8 +209,25 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
             with self._named(number):
                 count = os.pwrite(self._descriptor(number), data[:DIRECT_BYTES], offset)
             self.written_bytes += count
+            self._begin_writeback(number, count)
             self._on_bytes(count)
             data, offset = data[count:], offset + count
+
+    def _begin_writeback(self, number: int, count: int) -> None:
+        """Count bytes of file `number`; have the disk begin with all that the page cache has of it if they are enough.
+
+        Otherwise Linux lets the disk wait until a tenth of the memory is to be written, or `sync` is called.
+        """
+        self._num_waiting += count
+        if self._sync_file_range is None or self._num_waiting < WRITEBACK_BYTES:
+            return
+        self._num_waiting = 0
+        start = length = ctypes.c_int64(0)  # this length means: to the end of the file
+        with self._named(number):
+            if self._sync_file_range(self._descriptor(number), start, length, _SYNC_FILE_RANGE_WRITE):
+                code = ctypes.get_errno()
+                if code in (errno.EIO, errno.ENOSPC, errno.EDQUOT):  # the others say that there is no such call here
+                    raise OSError(code, os.strerror(code))
 
     def _descriptor(self, number: int) -> int:
         if self._opened is None or self._opened[0] != number:

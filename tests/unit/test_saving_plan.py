@@ -1,9 +1,11 @@
 """Which rank writes which bytes, against torch, for every rank of many worlds."""
 
+import ctypes
 import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -132,6 +134,36 @@ def test_a_partition_is_one_write_of_its_own_memory(tmp_path: Path) -> None:
     with Writer([tmp_path / "f"], sizes.append) as writer:
         writer.write_parts(plan_writes([layout])["p"], torch.ones(34), FlatRange(34, 67))
         assert (sizes, writer.written_bytes, writer.staged_bytes) == ([33 * 4], 33 * 4, 0)
+
+
+@pytest.mark.parametrize("past_cache", [False, True])
+def test_the_disk_begins_before_all_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, past_cache: bool
+) -> None:
+    """After each 100 bytes. With O_DIRECT nothing waits in the page cache. Not every file system knows the call."""
+    began: list[tuple[str, int, int, int]] = []
+    code = errno.EINVAL
+
+    def sync_file_range(descriptor: int, start: ctypes.c_int64, length: ctypes.c_int64, flags: int) -> int:
+        began.append((os.readlink(f"/proc/self/fd/{descriptor}"), start.value, length.value, flags))
+        ctypes.set_errno(code)
+        return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(sync_file_range=sync_file_range))
+    monkeypatch.setattr(weight_files, "WRITEBACK_BYTES", 100)
+    monkeypatch.setattr(weight_files, "os", PageCache())
+    layout = layout_of("f", {name: Source("", name, 0, (15,), torch.float32) for name in "abcde"})
+    (tmp_path / "f").write_bytes(bytes(layout.nbytes))
+    with Writer([tmp_path / "f"], lambda _: None, past_cache=past_cache) as writer:
+        for writes in plan_writes([layout]).values():  # 60 bytes each
+            writer.write_parts(writes, torch.ones(15), FlatRange(0, 15))
+        writer.sync()
+        assert writer.written_bytes == 300
+        assert began == ([] if past_cache else [(str(tmp_path / "f"), 0, 0, 2)] * 2)
+        code = errno.EIO
+        if not past_cache:
+            with pytest.raises(CheckpointError, match=r"f: cannot be written: .*Input/output error"):
+                writer.write_parts(plan_writes([layout])["b"], torch.ones(15), FlatRange(0, 15))
 
 
 def test_one_file_is_open_at_a_time(tmp_path: Path) -> None:
