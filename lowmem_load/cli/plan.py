@@ -84,7 +84,7 @@ def needs_of(name: str, job: Job, *, revision: str | None, four_bit: bool, dequa
     about |= _about(plan, job, where)
     about["memory while loading"] = (
         f"GPU {size(device_bytes)} and host {size(host_bytes)} for a rank, "
-        f"host {size(job.node_size * host_bytes)} for a node; the processes come on top"
+        f"host {size(job.node_size * host_bytes)} for a node, not counting the processes themselves"
     )
     unplaced = plan.missing_keys, plan.unexpected_keys
     return Needs(origin(name), about, plan.costs, plan.partition_bytes, host_bytes, device_bytes, *unplaced)
@@ -96,7 +96,7 @@ def _plan_zero(
     """Return the plan of rank 0, what it was made for, where partitions stay, and the bytes of swap buffers."""
     ds_config = job.ds_config or DS_CONFIG
     settings = read_settings(ds_config, world_size=job.world_size).for_model(config)
-    check_by_deepspeed(settings.ds_config, job.world_size)
+    check_by_deepspeed(settings.ds_config, job.world_size // settings.ds_config.get("sequence_parallel_size", 1))
     if four_bit:
         keywords["quantization_config"] = _four_bits(config, settings.dtype)
     device = torch.device("cuda")  # any other accelerator is planned for alike

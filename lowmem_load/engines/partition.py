@@ -232,10 +232,29 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 def check_by_deepspeed(ds_config: Mapping[str, Any], world_size: int | None = None) -> None:
     """Raise ConfigError for what DeepSpeed would refuse in a job of this many ranks; None: in the one that runs."""
     try:
-        DeepSpeedConfig(dict(ds_config), _unit_of(world_size))
+        if world_size is None:
+            DeepSpeedConfig(dict(ds_config))
+        else:
+            _ConfigOfAJob(dict(ds_config), world_size)
     except Exception as error:  # of any class, since it does not check types
         problem = re.sub(r"\n *For further information visit .*", "", f"{type(error).__name__}: {error}")
         raise ConfigError(f"deepspeed {deepspeed.__version__} refuses the ds_config: {problem}") from error
+
+
+class _ConfigOfAJob(DeepSpeedConfig):
+    """A DeepSpeedConfig of a job that need not run. DeepSpeed itself counts one rank where it has no process group."""
+
+    def __init__(self, ds_config: dict[str, Any], num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        super().__init__(ds_config)
+
+    @property
+    def world_size(self) -> int:
+        return self._num_ranks
+
+    @world_size.setter
+    def world_size(self, counted: int) -> None:
+        """Ignore what DeepSpeed has counted."""
 
 
 def _unit_of(world_size: int | None) -> Any:

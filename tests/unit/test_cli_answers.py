@@ -72,6 +72,13 @@ def test_plan_states_the_figures_of_a_ranks_plan(answer: Answer, llama: Path, ds
     assert found["partition_bytes"] == plan.partition_bytes
 
 
+@pytest.mark.parametrize("key", [{}, {"sequence_parallel_size": 2}, {"train_batch_size": 32}])
+def test_plan_takes_a_trainers_ds_config(key: dict[str, int], answer: Answer, llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(json.loads((REPO / "examples" / "ds_z3.json").read_text()) | key))  # batches are "auto"
+    assert answer("plan", llama, "--ds-config", path, "--world-size", 8)[0] == 0
+
+
 def test_plan_says_where_more_is_read_than_needed(answer: Answer, llama: Path, tmp_path: Path) -> None:
     asked = ("--world-size", 16, "--gpus-per-node", 4)
     assert "read / needed" not in answer("plan", llama, *asked)[1]

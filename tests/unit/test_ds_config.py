@@ -148,3 +148,4 @@ def test_deepspeed_itself_refuses_other_values() -> None:
     batches = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
     with pytest.raises(ConfigError, match="train_batch_size is not equal to micro_batch_per_gpu"):
         check_by_deepspeed({"zero_optimization": {"stage": 3}, **batches}, 4)
+    check_by_deepspeed({"zero_optimization": {"stage": 3}, **batches}, 2)  # although no process group is there
